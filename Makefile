@@ -45,7 +45,7 @@ MUTANTS_ARGS ?=
 KERNELS_ARGS ?=
 
 TRANSFORMERS ?= git+https://github.com/huggingface/transformers
-OLDEST_TRANSFORMERS := 5.17.0
+OLDEST_TRANSFORMERS := 5.18.0
 # Of torch 2.9, the oldest supported one.
 OLDEST_TRITON := 3.5.0
 OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/test_generate.py \

@@ -20,7 +20,6 @@ from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
 
 from ..latent import make_module
-from . import other_kernels
 from .attention import measure_pages
 from .goals import ABSORBED, LATENT, STOCK
 from .pools import check, check_dense, poison_memory
@@ -33,7 +32,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for steps of this package's cache, of torch and of a model, and for kernels."""
-    module = other_kernels.find(record, "flash_mla")
     first, rest = sizes.latents[: sizes.compared], sizes.latents[sizes.compared :]
     for cases in (first, rest):
         # Goals are about steps, and kernels may have to be compiled.
@@ -43,8 +41,6 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
             _measure_absorbed(record, case)
             _measure_stock(record, case)
         for case in cases:
-            if module is not None:
-                other_kernels.measure_kernel(record, LATENT, case, other_kernels.flash_mla(module))
             for kind in sizes.layer_kinds:
                 name = f"{kind.name} kernel"
                 measure_pages(record, sizes, backend, LATENT, case, kind, name)

@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_fp8kv import serving
-from hf_fp8kv.bench.capacity import GIB, PERCENT, batching_config, planned_tokens
+from hf_fp8kv.bench.capacity import GIB, PERCENT, planned_tokens
 from hf_fp8kv.serving.config import ServingConfig
 from hf_fp8kv.serving.engines import cache_class
 
@@ -62,7 +62,7 @@ def _engines(record: Record, config: Any, backend: str) -> Iterator[_Engine]:
         yield _Engine("fp8 static, graphs", static, settings={"use_cuda_graph": True})
         yield _Engine("fp8 dynamic, graphs", dynamic, settings={"use_cuda_graph": True})
     else:
-        record.skip("graphs of steps over FP8 pages: they require a GPU and transformers 5.18")
+        record.skip("graphs of steps over FP8 pages: they require a GPU")
     if on_gpu:
         yield _Engine("fp8 static, async", static, settings={"use_async_batching": True})
 
@@ -97,8 +97,8 @@ def _work(
     if engine.fp8 is not None:
         serving.enable(model, **engine.fp8)
     pages = sum(-(-(len(prompt) + served.new) // served.page_size) + 1 for prompt in prompts)
-    config = batching_config(
-        served.page_size, num_blocks=pages, max_batch_tokens=served.batch_tokens,
+    config = ContinuousBatchingConfig(
+        page_size=served.page_size, num_blocks=pages, max_batch_tokens=served.batch_tokens,
         max_requests_per_batch=len(prompts), allow_block_sharing=False, max_memory_percent=PERCENT,
         **engine.settings,
     )  # fmt: skip

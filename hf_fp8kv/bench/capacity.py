@@ -4,7 +4,6 @@ The planner gets the memory of a GPU as a number. Nothing is allocated, and no G
 pages are on torch's "meta" device, which has shapes and no memory.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,13 +61,6 @@ class _Alone:
         return False
 
 
-def batching_config(page_size: int, **settings: Any) -> ContinuousBatchingConfig:
-    """Return a configuration of the engine; its version decides the name of the page size."""
-    fields = inspect.signature(ContinuousBatchingConfig).parameters
-    settings["page_size" if "page_size" in fields else "block_size"] = page_size
-    return ContinuousBatchingConfig(**settings)
-
-
 def planned_tokens(
     config: PreTrainedConfig,
     memory: int,
@@ -89,13 +81,11 @@ def planned_tokens(
     """
     cache = _planning_class(settings, int(memory * PERCENT))
     config._attn_implementation_internal = attention
-    batching = batching_config(
-        PAGE, max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS,
+    batching = ContinuousBatchingConfig(
+        page_size=PAGE, max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS,
         max_blocks_per_request=0, max_memory_percent=PERCENT, use_async_batching=False,
         use_cuda_graph=False,
     )  # fmt: skip
-    by_version = {"tp_plan": {}, "model_supports_logits_to_keep": True}
-    accepted = inspect.signature(stock.PagedAttentionCache.__init__).parameters
     try:
         planned = cache(
             config=config,
@@ -103,15 +93,14 @@ def planned_tokens(
             device=torch.device("meta"),
             distributed_helper=_Alone(),
             dtype=torch.bfloat16,
-            **{name: value for name, value in by_version.items() if name in accepted},
+            model_supports_logits_to_keep=True,
         )
     except (MemoryError, ValueError) as error:
         raise ConfigError(
             f"memory: expected room for a step of {BATCH_TOKENS} tokens and for pages, got "
             f"{memory / GIB:.3g} GiB: {error}"
         ) from error
-    # transformers 5.17 counts blocks of a group of layers, later versions blocks of all layers.
-    return int(planned.num_blocks) // getattr(planned, "num_groups", 1) * PAGE
+    return int(planned.num_blocks) * PAGE
 
 
 def _planning_class(settings: ServingConfig | None, available: int) -> Any:
@@ -120,9 +109,7 @@ def _planning_class(settings: ServingConfig | None, available: int) -> Any:
     def fix_memory(make: Callable[..., Any]) -> Callable[..., Any]:
         def make_handler(*args: Any, **planned: Any) -> Any:
             handler = make(*args, **planned)
-            # Newer versions of transformers read the attribute, 5.17 calls the method.
             handler.available_memory = available
-            handler.get_available_memory = lambda: available
             return handler
 
         return make_handler

@@ -56,10 +56,7 @@ def _mesh(model: Any) -> Any:
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
-    names = mesh.mesh_dim_names
-    if names is None:  # transformers 5.17, where the plan was all that was asked for
-        return mesh
-    return mesh["tp"] if "tp" in names else None
+    return mesh["tp"] if "tp" in mesh.mesh_dim_names else None
 
 
 def _splits_heads(model: Any) -> bool:

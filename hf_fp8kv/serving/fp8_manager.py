@@ -226,7 +226,7 @@ def _let_newcomers_in(scheduler: Any) -> None:
 
     An engine that takes pages away from a running request starts no others until one finishes. If
     all that still run are cancelled, or fail, none does, and whatever is asked then waits for ever
-    (transformers 5.17 to 5.23).
+    (transformers 5.18 to 5.23).
     """
     held = weakref.ref(scheduler)  # which holds what is made here
 

@@ -1,7 +1,6 @@
 """Layout of a page: where its bytes are in memory that an engine planned and allocated."""
 
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -144,17 +143,6 @@ class BlockRows:
     def width(self) -> int:
         """Bytes of a row."""
         return sum(part.shape[1] for part in self._parts)
-
-    def columns(self, start: int, stop: int) -> "BlockRows":
-        """Return the bytes `start` to `stop - 1` of every row."""
-        rows = copy(self)
-        rows._parts = []
-        for part in self._parts:
-            columns = part[:, max(start, 0) : max(stop, 0)]
-            if columns.shape[1]:
-                rows._parts.append(columns)
-            start, stop = start - part.shape[1], stop - part.shape[1]
-        return rows
 
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows `index`, `[n, bytes]`, uint8."""

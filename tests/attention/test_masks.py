@@ -188,7 +188,6 @@ def test_causal_patterns_need_no_complete_mask(
 ) -> None:
     stock_model, _ = tiny(name, attn_implementation="sdpa")
     model, _ = tiny(name, attn_implementation="fp8_paged")
-    # The second turn in chunks has masks that are too short in transformers 5.17, with any cache.
     how = {**chunks, "disable_compile": True}
     expected = chat(stock_model, DynamicCache(config=model.config), **how)
     options = {"dtype": "auto", "page_size": 8, "max_cache_len": ROOM, "prefill": prefill}

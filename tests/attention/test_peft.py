@@ -5,11 +5,26 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from hf_fp8kv import PrefixStore, enable
+from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
+PAGE = 8
+VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 10}
+# One method of each mechanism by which PEFT changes a model: the config's class and its fields.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", {"r": 4, "lora_alpha": 32, "target_modules": ["k_proj", "v_proj"]}),
+    "prompt tuning": ("PromptTuningConfig", VIRTUAL),
+    "p-tuning": ("PromptEncoderConfig", {**VIRTUAL, "encoder_hidden_size": 16}),
+    "prefix tuning": ("PrefixTuningConfig", VIRTUAL),
+}
 
 
 def test_three_processes_share_a_folder(tmp_path: Path) -> None:
@@ -17,8 +32,8 @@ def test_three_processes_share_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     said: dict[str, set[str]] = {}
     for number, seed in enumerate((1, 0, 2), 1):
-        command = [sys.executable, "-m", "tests.helpers.adapters", str(tmp_path), str(seed)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.attention.test_peft", str(tmp_path), str(seed)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert not done.returncode, done.stderr[-3000:]
         for method, got in json.loads(done.stdout.splitlines()[-1]).items():
@@ -30,3 +45,45 @@ def test_three_processes_share_a_folder(tmp_path: Path) -> None:
             assert ("is not used" in done.stderr) == (seed > 0), where
             said.setdefault(method, set()).add(str(got["said"]))
     assert all(len(answers) == 3 for answers in said.values()), "each adapter changes the answer"
+
+
+def make_model(method: str, seed: int) -> Any:
+    """Return a model with an adapter whose weights depend on the seed, or without one for 0."""
+    import peft
+
+    model, _ = tiny("gqa", max_position_embeddings=512)
+    if not seed:
+        return model
+    name, fields = METHODS[method]
+    wrapped = peft.get_peft_model(model, getattr(peft, name)(**fields)).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    return wrapped
+
+
+def answer_twice(folder: Path, method: str, seed: int) -> dict[str, Any]:
+    """Answer a prompt twice with a store in a folder, and compare with the answer without one."""
+    ids = torch.randint(2, 98, (1, 60), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model = enable(make_model(method, seed), prefill="stored", center_keys=False, page_size=PAGE)
+    expected = model.generate(**inputs, **GREEDY)
+    store = PrefixStore(folder)
+    model = enable(make_model(method, seed), prefix_store=store, page_size=PAGE)
+    right = True
+    for _ in range(2):
+        right = right and torch.equal(model.generate(**inputs, **GREEDY), expected)
+        store.flush()
+    return {
+        "right": right, "hits": store.usage().hits, "said": expected.tolist(),
+        "pages": len(list(folder.glob("*.safetensors"))),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place, number = Path(sys.argv[1]), int(sys.argv[2])
+    found = {name: answer_twice(place / name, name, number) for name in METHODS}
+    sys.stdout.write(json.dumps(found) + "\n")

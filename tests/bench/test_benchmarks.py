@@ -11,12 +11,10 @@ from transformers import LlamaConfig
 
 from benchmarks import host, latent, serve, shared
 from benchmarks.compare import NEW, compare_trees
-from benchmarks.cpu import ROTATED, measure_rotation
 from benchmarks.hot_loops import LOOPS, make_loops
 from benchmarks.memory import PROMPTS, make_config, measure_prompts, measure_windows
 from benchmarks.prefix import measure_prefix
 from benchmarks.serve_clients import Answer, Load, Server
-from hf_fp8kv.bench.contenders import E3M4, Setup
 from hf_fp8kv.utils.environment import make_environment
 from tests.helpers.serve_process import save_chat_model
 
@@ -28,25 +26,19 @@ def ignore(*_: object) -> None:
     """Take a message of progress."""
 
 
-def test_rotated_formats_are_compared_with_e3m4(monkeypatch, capsys):
+def test_latents_are_compared_with_expanding_and_with_torch(monkeypatch, capsys):
     """On a command line, which shows the rows and the conditions, or prints JSON."""
 
     def measure(**given):
-        return measure_rotation(setup=Setup((4, 2, 16), "torch"), context=(64,), **given)
+        return latent.measure_latents(context=(70,), heads=(4,), backend="torch", **given)
 
-    monkeypatch.setattr(sys, "argv", ["cpu", "--turns", "2"])
+    monkeypatch.setattr(sys, "argv", ["latent", "--turns", "1"])
     shared.main("Doc.", measure, shared.TURNS)
     out = capsys.readouterr().out
-    assert all(name in out for name in (*ROTATED, "commit: ", "'turns': 2"))
-    monkeypatch.setattr(sys, "argv", ["cpu", "--json", "-", "--turns", "2"])
+    assert all(name in out for name in (*latent.PAGED, "commit: ", "'turns': 1"))
+    monkeypatch.setattr(sys, "argv", ["latent", "--json", "-", "--turns", "1"])
     shared.main("Doc.", measure, shared.TURNS)
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["cache"], row["against"]) for row in rows] == [(name, E3M4) for name in ROTATED]
-
-
-def test_latents_are_compared_with_expanding_and_with_torch(monkeypatch):
-    given = {"context": (70,), "heads": (4,), "backend": "torch", "turns": 1}
-    rows = latent.measure_latents(**given, progress=ignore)["rows"]
     found = {(row["cache"], row["against"]): row["value"] for row in rows}
     others = (latent.ABSORBED, latent.DYNAMIC)
     assert found.keys() == {(name, None) for name in (*latent.PAGED, *others)} | {

@@ -1,7 +1,7 @@
 """Continuous batching on a GPU: the same tokens, streams, graphs, offloading and memory.
 
 Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton's interpreter, so
-that the tests themselves are tested. Engines of transformers 5.17 have no steps by block table.
+that the tests themselves are tested.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops import reference
 from hf_fp8kv.serving.attend import attend_layer
 from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.engines import engine_module
 from hf_fp8kv.serving.layout import LayerPages, PageLayout
 from hf_fp8kv.serving.step import EngineStep, LayerKind
 from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
@@ -43,10 +42,6 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 pytestmark = MARKS
-HAS_BLOCK_TABLES = engine_module().__name__.endswith("flat_tensor")
-newer = pytest.mark.skipif(
-    not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no steps by block table"
-)
 # Factor of all lengths. The interpreter only computes few tokens.
 LONGER = 9 if ON_GPU else 1
 PAGES = 32 * LONGER
@@ -210,7 +205,6 @@ def counted(kind: Any, name: str) -> Any:
 
 
 @only_gpu
-@newer
 @pytest.mark.parametrize("together", [{}, {"use_async_batching": True}], ids=["", "async"])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_graphs_of_decoding_steps(kind: str, together: dict[str, bool]) -> None:
@@ -235,14 +229,13 @@ def test_graphs_of_decoding_steps(kind: str, together: dict[str, bool]) -> None:
 
 @only_gpu
 def test_graphs_that_cannot_be_are_refused() -> None:
-    models = [MODELS["mistral"]()] if HAS_BLOCK_TABLES else [MODELS["mistral"](), random_llama()]
+    models = [MODELS["mistral"]()]
     for model in models:
         serving.enable(model, **TRITON)
         with pytest.raises(ConfigError, match="use_cuda_graph"):
             model.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
 
 
-@newer
 def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps by block table with padding, as in graphs: rows without a request change no token."""
     model, wanted = served

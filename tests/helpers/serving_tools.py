@@ -1,7 +1,6 @@
 """Tools for tests of continuous batching: prompts, scales, and two ways to generate."""
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,18 +20,11 @@ from tests.helpers.margins import wide_margins
 
 NEW = 24
 PAGE = 16
-# The name of the field in transformers 5.17 is block_size.
-_SIZE = (
-    "page_size"
-    if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
-    else "block_size"
-)
 
 
 def batching(*, page_size: int = PAGE, pages: int | None = 64, **more: Any) -> Any:
-    """Return a ContinuousBatchingConfig with the field names of this version."""
     more = {"max_batch_tokens": 256, **more}
-    return ContinuousBatchingConfig(**{_SIZE: page_size, "num_blocks": pages, **more})
+    return ContinuousBatchingConfig(page_size=page_size, num_blocks=pages, **more)
 
 
 class OpenAIPenalties(LogitsProcessor):
@@ -173,10 +165,7 @@ def answers_to(manager: Any, texts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def forked(model: PreTrainedModel, texts: Sequence[list[int]], times: int) -> list[list[int]]:
-    """Return `times` answers to each prompt. Requests fork after the prefill.
-
-    generate_batch of transformers 5.17 returns only the first answer.
-    """
+    """Return `times` answers to each prompt. Requests fork after the prefill."""
     with managing(model, greedy(num_return_sequences=times)) as manager:
         requests = manager.add_requests(list(texts), max_new_tokens=NEW)
         found = results(manager, times * len(texts))

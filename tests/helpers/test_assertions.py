@@ -57,11 +57,8 @@ def test_bits_differ_where_numbers_do_not():
 
 
 def test_other_shapes_and_dtypes_differ():
-    for compare in (assert_same, assert_same_bytes):
-        for other in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
-            with pytest.raises(
-                AssertionError, match=r"^x: expected torch\.float32 of shape \[2, 3"
-            ):
-                compare(other, torch.zeros(2, 3), "x")
+    for other in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
+        with pytest.raises(AssertionError, match=r"^x: expected torch\.float32 of shape \[2, 3"):
+            assert_same(other, torch.zeros(2, 3), "x")
     with pytest.raises(AssertionError, match="token_scales: expected it in both pools or in none"):
         assert_same_pool(pool(), pool(token_scales=None))

@@ -1,7 +1,6 @@
 """A store of prefixes under an engine: pages of prompts that outlive it."""
 
 import contextlib
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from hf_fp8kv.cache.prefix_file import Page, pack
@@ -21,11 +19,7 @@ from tests.helpers.serve_process import generate_answer, hosting, save_chat_mode
 from tests.helpers.serving_tools import PAGE, answer_to, managing
 from tests.helpers.tiny_models import tiny
 
-OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
-pytestmark = [
-    pytest.mark.text,
-    pytest.mark.skipif(OLDER, reason="blocks of transformers 5.17 cannot be filled"),
-]
+pytestmark = pytest.mark.text
 
 
 def words(count: int, seed: int = 0) -> list[int]:

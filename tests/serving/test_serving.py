@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
-from transformers.generation.continuous_batching import (
-    ContinuousBatchingManager,
-    ContinuousMixin,
-    cache,
-)
+from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, ops, serving
 from hf_fp8kv.attention import masks
@@ -24,7 +20,7 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import attend_layer
 from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.engines import common, engine_module
+from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.layout import PageLayout
 from hf_fp8kv.serving.step import EngineStep, LayerKind, decode_work
@@ -52,7 +48,6 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 FULL = pytest.mark.full
-HAS_BLOCK_TABLES = engine_module().__name__.endswith("flat_tensor")
 
 # The window of 20 tokens is not a multiple of the page, and shorter than most prompts.
 MODELS: dict[str, dict[str, Any]] = {
@@ -196,7 +191,6 @@ class TestSameTokens:
         for text, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
             assert greedy_deficit(exact, text, answer) > 0.3
 
-    @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no such")
     @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=FULL)])
     def test_steps_given_as_a_block_table(
         self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -362,9 +356,6 @@ class TestManagers:
             for _ in range(3):
                 assert torch.equal(plain(), wanted)
 
-    @pytest.mark.skipif(
-        not hasattr(cache, "FULL_ATTENTION"), reason="transformers 5.17 has a method of its own"
-    )
     def test_prefixes_are_given_up_one_by_one(self, llama: Any) -> None:
         """The engine evicts the least recently used prefix from its end, and only as needed."""
         serving.enable(llama)
@@ -710,7 +701,6 @@ class TestRunning:
         assert sorted(plans) == [5, 8]
         assert sorted((heads, rows) for _, _, _, heads, _, rows in asked) == [(2, 2), (2, 10)]
 
-    @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of 5.17 allocates otherwise")
     def test_tokens_held_while_requests_run(self) -> None:
         model = tiny("mistral", sliding_window=20)[0]
         serving.enable(model)

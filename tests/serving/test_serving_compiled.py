@@ -13,7 +13,6 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
-HAS_BLOCK_TABLES = engines.engine_module().__name__.endswith("flat_tensor")
 # Steps are traced and run without a compiler of code, which these tests do not cover.
 TRACED = {"backend": "eager", "mode": None, "dynamic": True}
 
@@ -51,7 +50,7 @@ class TestCompiled:
         assert model.config._attn_implementation == "sdpa"
 
     def test_the_engine_s_own_level_is_made_to_fit(self) -> None:
-        """transformers 5.17 chooses fullgraph=True."""
+        """Some versions of transformers choose fullgraph=True."""
         model = tiny("llama")[0]
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(default_compile_level=1))
@@ -63,4 +62,4 @@ class TestCompiled:
 def test_which_models_can_have_graphs() -> None:
     kind: Any = engines.cache_class(None)
     assert not kind.has_block_table_steps(tiny("gpt_oss")[0].config), "it has windows"
-    assert kind.has_block_table_steps(tiny("llama")[0].config) == HAS_BLOCK_TABLES
+    assert kind.has_block_table_steps(tiny("llama")[0].config)

@@ -1,6 +1,5 @@
-"""The engines of different versions of transformers: their files and their bytes."""
+"""The engine of transformers: its parts and its bytes."""
 
-import importlib.util
 import inspect
 import sys
 from types import SimpleNamespace
@@ -13,13 +12,10 @@ from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching import continuous_api
 
 from hf_fp8kv import ConfigError, serving
-from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving import engines
 from hf_fp8kv.serving.config import ServingConfig
 from hf_fp8kv.serving.engines.common import peak_elements
-from hf_fp8kv.serving.layout import BlockRows, PageLayout
 from tests.helpers.serving_tools import (
-    PAGE,
     batched,
     batching,
     enable,
@@ -33,9 +29,6 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
-# transformers 5.17; all later ones have a flat tensor.
-OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
-older = pytest.mark.skipif(not OLDER, reason="transformers 5.17 only")
 # Pages of 8 tokens, too few for all requests at a time.
 PAGES = {"llama": 16, "gemma2": 24}
 KINDS = ["sliding_attention", "full_attention", "full_attention"]
@@ -71,26 +64,15 @@ def keywords(scales: Any = None) -> ServingConfig:
 
 class TestChoice:
     def test_by_what_is_there_not_by_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        wanted = "layer_tensors" if OLDER else "flat_tensor"
         monkeypatch.setattr(transformers, "__version__", "99.0")
-        assert engines.engine_module().__name__ == f"hf_fp8kv.serving.engines.{wanted}"
+        assert engines.engine_module().__name__ == "hf_fp8kv.serving.engines.flat_tensor"
 
-    @pytest.mark.parametrize(
-        ("layouts", "message"),
-        [
-            ({"pages": "flat_tensor"}, "neither pages in cache, .*scheduler"),
-            ({"cache": "flat_tensor", "scheduler": "layer_tensors"}, "has cache and scheduler"),
-        ],
-        ids=["neither", "both"],
-    )
-    def test_an_unknown_layout(
-        self, layouts: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_unknown_layout(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny("llama", attn_implementation="sdpa")[0]
-        monkeypatch.setattr(engines, "_LAYOUTS", layouts)
-        with pytest.raises(ConfigError, match=message) as caught:
+        monkeypatch.setattr(engines, "_LAYOUT", "pages")
+        with pytest.raises(ConfigError, match=r"no pages in cache, .*scheduler") as caught:
             serving.enable(model)
-        for told in (transformers.__version__, "5.17 to 5.23", "FP8PagedCache"):
+        for told in (transformers.__version__, "5.18 to 5.23", "FP8PagedCache"):
             assert told in str(caught.value)
         # Nothing was changed: the model still has its own engine.
         manager = model.init_continuous_batching(greedy(), batching())
@@ -139,20 +121,6 @@ class TestGroups:
         serving.enable(model, scales=scales)
         assert batched(model, texts, max_batch_tokens=16) == wanted
 
-    @older
-    def test_a_layer_has_its_place_in_its_group(self) -> None:
-        model = tiny("gemma2", num_hidden_layers=6, layer_types=KINDS * 2)[0]
-        serving.enable(model)
-        cache = a_cache(model)
-        # Two sliding layers; four full ones make two groups.
-        assert [kind.window for kind in cache.kinds] == [8, None, None]
-        places = [cache.layer_index_to_group_indices[layer] for layer in range(6)]
-        assert len(set(places)) == 6
-        for layer, (group, place) in enumerate(places):
-            assert cache.kind_index(layer) == group
-            first = cache.layer_pages(layer).k.codes.data_ptr() - cache._pages.k.codes.data_ptr()
-            assert first == place * cache.layer_pages(layer).k.codes[0].numel()
-
 
 class TestBytes:
     def test_what_is_planned_is_what_is_there(self) -> None:
@@ -166,26 +134,9 @@ class TestBytes:
             assert total == 5 * page
             memory = {x.untyped_storage() for x in cache.layer_pages(0).tensors()}
             assert len({storage.data_ptr() for storage in memory}) == 1
-            # Newer engines have two more sectors, for the padding of their own attention.
-            assert memory.pop().nbytes() == total + (0 if OLDER else 2 * cache.bytes_per_sector)
+            # The engine has two more sectors, for the padding of its own attention.
+            assert memory.pop().nbytes() == total + 2 * cache.bytes_per_sector
 
-    @older
-    def test_one_more_block_costs_its_bytes_and_an_index(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The plan has no mask and no dense copy, and uses all free memory."""
-        free = 3 * 2**20
-        monkeypatch.setattr(
-            stock.PagedAttentionMemoryHandler, "get_available_memory", lambda self: free
-        )
-        _, cache, plan = planned(monkeypatch, pages=None)
-        blocks, tokens = cache.num_blocks, cache.max_batch_tokens
-        cost = [plan.compute_memory_footprint(tokens, blocks + more) for more in (0, 1)]
-        # Two layers of K and V, two heads of 16, scales of two bytes; and an index of int64.
-        assert cost[1] - cost[0] == PAGE * (2 * 2 * 2 * (16 + 2) + 8)
-        assert cost[0] <= free < cost[1]
-
-    @pytest.mark.skipif(OLDER, reason="the plan of later versions")
     def test_one_more_sector_costs_its_bytes_and_an_index(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -207,13 +158,11 @@ class TestBytes:
             tp_size=2, tp_local_rank=1, tp_all_reduce_min=lambda x: x,
             are_kv_heads_tp_ed=lambda: True,
         )  # fmt: skip
-        names = [f"layers.*.self_attn.{part}_proj" for part in "kv"]
         config = batching()
         config.max_memory_percent = 0.5
         found = engines.cache_class(keywords(scales=scales))(
             config=model.config, continuous_batching_config=config, device="cpu",
             distributed_helper=helper, dtype=torch.float32,
-            **({"tp_plan": dict.fromkeys(names, "colwise")} if OLDER else {}),
         )  # fmt: skip
         assert found.page_layout.heads == 1
         assert found.layer_pages(0).k.codes.shape[1] == 1
@@ -252,51 +201,8 @@ class TestOffloading:
         assert found == wanted
         assert any(gone)
 
-    @older
-    @pytest.mark.parametrize("formats", [("fp8_e4m3", "fp8_e4m3"), ("auto", "fp8_e4m3")])
-    def test_the_halves_of_blocks(self, formats: tuple[str, str]) -> None:
-        """Both halves contain each byte of all tensors once."""
-        from hf_fp8kv.serving.engines.layer_tensors import _Half
 
-        layout = PageLayout(2, 6, 8, LayerPlan.parse(*formats), dtype=torch.float32, dynamic=True)
-        memory = torch.zeros(4 * 3 * layout.bytes_per_page, dtype=torch.uint8)
-        rows = BlockRows(layout.carve(memory), 3)
-        half = rows.width // 2
-        shape = (8, 2, half // 16)
-        halves = [
-            _Half(rows.columns(0, half)).view(-1, *shape),
-            _Half(rows.columns(half, rows.width)).view(-1, *shape),
-        ]
-        numbers = torch.Generator().manual_seed(0)
-        blocks = torch.randint(1, 256, (2, 2, *shape), dtype=torch.uint8, generator=numbers)
-        at = torch.tensor([2, 0])
-        for part, new in zip(halves, blocks, strict=True):
-            part.index_copy_(0, at, new)
-        for part, new in zip(halves, blocks, strict=True):
-            assert torch.equal(part.index_select(0, at), new)
-        assert int((memory != 0).sum()) == 2 * rows.width
-        assert not rows.index_select(0, torch.tensor([1, 3])).any()
-
-
-@older
-def test_copies_of_blocks() -> None:
-    model = tiny("llama")[0]
-    serving.enable(model)
-    cache = a_cache(model, pages=8)
-    numbers = torch.Generator().manual_seed(0)
-    for x in cache._pages.tensors():
-        bits = x.view(torch.uint8)
-        bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=numbers))
-    before = [x.view(torch.uint8).clone() for x in cache._pages.tensors()]
-    cache.copy_cache([1, 6], [3, 0])
-    source = [0, 1, 2, 1, 4, 5, 6, 7]
-    source[0] = 6
-    pages = [2 * block + layer for block in source for layer in range(2)]
-    for x, was in zip(cache._pages.tensors(), before, strict=True):
-        assert torch.equal(x.view(torch.uint8), was[pages])
-
-
-def test_signatures_that_both_layouts_answer() -> None:
+def test_signatures_of_the_engine() -> None:
     """Our cache has the arguments of the methods that the engine calls."""
     ours: Any = engines.cache_class(keywords())
     for name in ("extend_read_and_write_indices", "search_prefix_match"):

@@ -1,13 +1,12 @@
-"""The engines of transformers' versions: one file for each layout of their cache.
+"""The engine of transformers, with pages of this package.
 
 Everything that knows private names of `transformers.generation.continuous_batching` is here.
-Nothing of transformers is changed: a stock function that must use a class of ours where it names
-one of its own runs as a copy with other globals (`rebind_globals`); every other caller, in any
-thread, runs the original.
+Nothing of transformers is changed. A stock function that must use a class of this package instead
+of its own runs as a copy with other globals (`rebind_globals`). Every other caller, in any thread,
+runs the original.
 """
 
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -23,14 +22,14 @@ StockCache: Any = cache.PagedAttentionCache
 StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin
 
-# A module of the engine that only one layout has, and the file here for it, with a class `Cache`.
-_LAYOUTS = {"cache_allocators": "flat_tensor", "cache_manager": "layer_tensors"}
+# The module of an engine whose cache is one tensor of bytes. `flat_tensor` is for that layout.
+_LAYOUT = "cache_allocators"
 
 
 def unsupported_engine(what: str) -> ConfigError:
     """Return the error for a version of transformers whose engine is not supported."""
     return ConfigError(
-        "expected an engine for continuous batching as in transformers 5.17 to 5.23, got that of "
+        "expected an engine for continuous batching as in transformers 5.18 to 5.23, got that of "
         f"{transformers.__version__}, which {what}; install one of those versions, or use "
         "generate() with FP8PagedCache"
     )
@@ -60,18 +59,15 @@ def rebind_globals(function: Callable[..., Any], **names: Any) -> Callable[..., 
 
 def engine_module() -> ModuleType:
     """Return the module for the engine that is installed. Raises ConfigError."""
-    package = continuous_batching.__name__
-    present = [name for name in _LAYOUTS if importlib.util.find_spec(f"{package}.{name}")]
-    if len(present) != 1:
-        names = sorted(part.name for part in pkgutil.iter_modules(continuous_batching.__path__))
-        neither = f"neither {' nor '.join(_LAYOUTS)} in {', '.join(names)}"
-        raise unsupported_engine(f"has {' and '.join(present) or neither}")
-    # What is rebound when a manager and its engine are made: an error now, and not in its thread.
+    names = sorted(part.name for part in pkgutil.iter_modules(continuous_batching.__path__))
+    if _LAYOUT not in names:
+        raise unsupported_engine(f"has no {_LAYOUT} in {', '.join(names)}")
+    # These are rebound when a manager and its engine are made. An error comes now, not in a thread.
     rebind_globals(StockMixin.init_continuous_batching, ContinuousBatchingManager=None)
     rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)
     try:
-        return importlib.import_module(f".{_LAYOUTS[present[0]]}", __name__)
+        return importlib.import_module(".flat_tensor", __name__)
     except (ImportError, AttributeError) as error:
         raise unsupported_engine(f"lacks a part that is needed: {error}") from error
 

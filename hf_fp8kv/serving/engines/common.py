@@ -124,11 +124,6 @@ class EngineCache:
         ops.choose_backend(chosen.options.backend, model.device)
 
     @staticmethod
-    def has_block_table_steps(config: Any) -> bool:
-        """Return whether an engine of this model can hand over a step as a block table."""
-        return False
-
-    @staticmethod
     def bytes_per_token(config: Any, chosen: ServingConfig, dtype: torch.dtype) -> float:
         """Return what a token takes in the pages of a process, which has its rank's heads."""
         heads, dim = sizes(config)

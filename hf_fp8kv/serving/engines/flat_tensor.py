@@ -30,6 +30,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
     @staticmethod
     def has_block_table_steps(config: Any) -> bool:
+        """Return whether an engine of this model can hand over a step as a block table."""
         kinds = stock.group_layers_by_attn_type(config)
         return all(stock.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
 

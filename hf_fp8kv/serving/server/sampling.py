@@ -195,7 +195,7 @@ def per_request_sampling(manager: Any, vocabulary: int) -> LogprobRecorder:
     if processors is None or missing:
         raise ConfigError(
             f"expected the logits processors of an engine with {', '.join(_NEEDED)}; this "
-            "transformers has others. Tested with transformers 5.17 and 5.23: install one of them"
+            "transformers has others. Tested with transformers 5.18 and 5.23: install one of them"
         )
     kept = [p for p in processors.logits_processor if not isinstance(p, _SAMPLERS)]
     recorder = LogprobRecorder()

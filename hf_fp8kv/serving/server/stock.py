@@ -75,7 +75,7 @@ def _select_keywords(called: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     if not needed <= known.keys():
         raise ConfigError(
             f"{called.__name__}: unknown required parameters "
-            f"{', '.join(sorted(needed - known.keys()))}. Tested with transformers 5.17 and 5.23: "
+            f"{', '.join(sorted(needed - known.keys()))}. Tested with transformers 5.18 and 5.23: "
             "install one of them"
         )
     return {name: known[name] for name in parameters if name in known}
