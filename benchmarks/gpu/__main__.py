@@ -12,7 +12,6 @@ from rich.console import Console
 from hf_fp8kv.ops import choose_backend
 
 from .report import format_tables
-from .roofline import plot
 from .suite import SECTIONS, run_suite
 
 # Width of the tables in a file or a pipe.
@@ -28,7 +27,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dry", action="store_true", help="run everything on tiny shapes, on any machine")
     add("--experiments", action="store_true", help="search launch parameters instead")
     add("--from", dest="stored", type=Path, metavar="JSON", help="show a result of --json")
-    add("--plot", type=Path, metavar="PNG", help="draw the bandwidths and the roofline")
     add("--json", type=Path, metavar="JSON", help="write every row, as soon as it is measured")
     options = parser.parse_args(arguments)
     has_gpu = torch.cuda.is_available()
@@ -45,8 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
             sections=("ceilings", "experiments") if options.experiments else tuple(SECTIONS),
             seconds=options.seconds, save=options.json, progress=_report,
         )  # fmt: skip
-    if options.plot is not None:
-        plot(result, options.plot)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(format_tables(result))
     return int(any("lost the device" in str(part["error"]) for part in result["sections"]))
 

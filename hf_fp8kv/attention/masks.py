@@ -54,12 +54,12 @@ def fp8_paged_mask(
         their scores themselves.
 
     Raises:
-        ConfigError: `attention_mask` does not have a row for each sequence, or does not cover the
+        ConfigError: `attention_mask` has neither one row nor one for each sequence, or misses the
             tokens in our cache and the new ones.
     """
     if getattr(_engine, "runs", False):
         return None
-    if attention_mask is not None and attention_mask.shape[0] != batch_size:
+    if attention_mask is not None and attention_mask.shape[0] not in (1, batch_size):
         raise ConfigError(
             f"attention_mask: expected a row for each of {batch_size} sequences, got "
             f"{tuple(attention_mask.shape)}. Pass the mask of this batch."

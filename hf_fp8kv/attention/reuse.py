@@ -93,12 +93,11 @@ class _Prefill(_Method):
         if not isinstance(cache, TextHolder):
             return self._stock(input_ids, config, model_kwargs, *args, **kwargs)
         text = _find_text(input_ids, config, model_kwargs) if cache.reuse_prefix else None
-        computed = text or (cache.text and UNKNOWN)
-        given = dict(model_kwargs)
+        told, given = cache.text, dict(model_kwargs)
         cache.in_prefill = True
         try:
             keys, restored = ([], 0) if text is None else self._begin(cache, text, config)
-            cache.text = computed and UNKNOWN  # until all of the prompt is stored
+            cache.text = (text or told) and UNKNOWN  # until all of the prompt is stored
             try:
                 with kept_for_store(cache, keys, text):
                     outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
@@ -112,9 +111,12 @@ class _Prefill(_Method):
                 model_kwargs.update(given)
                 with kept_for_store(cache, keys, text):
                     outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
+            if text is None and told is not UNKNOWN:
+                # Embeddings or images follow a known text.
+                cache.beginning, cache.text, cache.last_step = told or cache.beginning, None, 0
             # Wrappers of a model may add tokens to a prompt.
-            if text is None or cache._paged.host_length() in (0, text.length):
-                cache.text, cache.last_step = computed, 0
+            elif text is not None and cache._paged.host_length() in (0, text.length):
+                cache.beginning, cache.text, cache.last_step = None, text, 0
         except BaseException as error:
             cache.hold_what_is_left(text, error)
             raise

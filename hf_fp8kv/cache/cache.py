@@ -244,6 +244,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             for layer in self.stock_layers:
                 layer.reset()
             self._paged.reset()
+        self.text = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was; moves page numbers, not bytes.

@@ -118,6 +118,8 @@ class TextHolder(DynamicCache):
     Attributes:
         text: The first tokens that the cache holds, or all of them after the running step. It is
             `UNKNOWN` while the cache changes, and None in a cache that never got a text.
+        beginning: The known first tokens, if embeddings or images came after them. `text` is then
+            None, or `UNKNOWN` once the pages change.
         last_step: tokens that the last step added to `text`, whether or not it got to its end.
         in_prefill: whether `generate` is giving it a prompt.
         reuse_prefix: whether `generate` may go back to where a prompt and the text part.
@@ -129,6 +131,7 @@ class TextHolder(DynamicCache):
     """
 
     text: Text | None = None
+    beginning: Text | None = None
     last_step = 0
     in_prefill = False
     reuse_prefix = True
@@ -158,7 +161,8 @@ class TextHolder(DynamicCache):
         except ConfigError:
             self.text = before
             raise
-        self.text = before and change(before)
+        self.text = UNKNOWN if self.beginning else before and change(before)
+        self.beginning = None
 
     def keep_prefix(self, text: Text) -> int:
         """Keep the tokens that the cache shares with `text`, except its last, and count them.
@@ -179,6 +183,9 @@ class TextHolder(DynamicCache):
         length = max(lengths, default=0) or int(self.get_seq_length())
         # A step may have been interrupted between two layers.
         held = UNKNOWN if len(lengths) > 1 else self.text
+        if held is None and (known := self.beginning) is not None:
+            same = known.match(text) == (list(range(len(text.ids))), known.length)
+            held = None if same and text.length > length else known
         if held is None:
             self.takes_on_trust = length > 0
             if length and text.length <= length:

@@ -131,7 +131,8 @@ def unpack(
         _check_count("window", 1 if window is None else window, 1)
         groups.append(LayerGroup(budget, window))
         stored = [length for length in lengths[g] if length]
-        seen = groups[g].visible_from(min(stored, default=0))
+        # Layers of the preallocated form may be saved within a step.
+        seen = groups[g].visible_from((max if room else min)(stored, default=0))
         first = _check_count("first", group["first"], 0, seen // size)
         batch, columns = len(tensors[name]), -(-max(stored, default=0) // size)
         most -= _check_count(f"{name}: places", batch * max(columns, room // size), 0, most)

@@ -21,7 +21,14 @@ import transformers
 from ..errors import ConfigError
 
 # Hooks and replaced methods of these libraries do only what the digest covers.
-_COVERED = ("accelerate", "compressed_tensors", "hf_fp8kv", "peft", "transformers")
+_COVERED = (
+    "accelerate.hooks",
+    "compressed_tensors",
+    "hf_fp8kv",
+    "peft",
+    "transformers",
+    "torch.nn.utils",
+)
 # What adapters of PEFT say about themselves outside of their weights.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "lora_variant")
 # Of a config, what changes no number.
@@ -82,10 +89,10 @@ def _check_code(model: Any) -> None:
         own, stock = vars(module), type(module).forward
         found += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         found += getattr(own.get("_hf_hook"), "hooks", [own.get("_hf_hook")])  # accelerate's
-        forwards = (own.get("forward"), own.get("_old_forward"))
+        forwards = [_unwrap(own.get(name)) for name in ("forward", "_old_forward")]
         found += [code for code in forwards if getattr(code, "__func__", None) is not stock]
         for code in found:
-            if code is not None and _library(code) not in _COVERED:
+            if code is not None and not _is_of(code, _COVERED):
                 raise ConfigError(
                     "prefix_store: expected no hook and no replaced forward, which may change "
                     f"hidden states, got {getattr(code, '__qualname__', type(code).__name__)} in "
@@ -94,13 +101,24 @@ def _check_code(model: Any) -> None:
         found.clear()
 
 
-def _library(function: Any) -> str:
-    """Return the top-level package that defines a function, or the class of a callable object."""
+def _is_of(function: Any, packages: tuple[str, ...]) -> bool:
+    """Return whether one of the packages defines a function, or the class of a callable object."""
     while isinstance(function, partial):
         function = function.func
     # functools.wraps copies `__module__`, but not the globals.
     names = getattr(function, "__globals__", {"__name__": type(function).__module__})
-    return str(names.get("__name__")).partition(".")[0]
+    return f"{names.get('__name__')}.".startswith(tuple(f"{name}." for name in packages))
+
+
+def _unwrap(function: Any) -> Any:
+    """Return the function inside torch.compile, torch.no_grad and torch.inference_mode."""
+    while _is_of(function, ("torch._dynamo", "torch.utils._contextlib")):
+        wrapped = getattr(function, "__wrapped__", None)
+        inner = getattr(function, "_torchdynamo_orig_callable", wrapped)
+        if inner is None:
+            break
+        function = inner
+    return function
 
 
 def digest_weights(model: Any) -> str:

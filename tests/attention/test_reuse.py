@@ -244,6 +244,22 @@ def test_a_text_that_was_known_is_not_trusted_later() -> None:
     assert computed == 90
 
 
+@torch.no_grad()
+def test_a_text_continues_after_embeddings() -> None:
+    """Any ids stand for the embeddings, as in a chat with images, with any cache."""
+    chat, said = Chat("gqa", dtype="auto"), []
+    first, second, third = chat.words(21), chat.words(9), chat.words(5)
+    embeds = chat.model.get_input_embeddings()
+    for cache in (chat.cache, DynamicCache()):
+        ids = chat.model.generate(first, past_key_values=cache, **GREEDY)
+        more = torch.cat([embeds(ids), embeds(second) * 1.5], 1)
+        chat.model.generate(inputs_embeds=more, past_key_values=cache, **GREEDY)
+        length = int(cache.get_seq_length())
+        ids = torch.cat([ids, torch.full((1, length - ids.shape[1]), 3), third], 1)
+        said.append(chat.model.generate(ids, past_key_values=cache, **GREEDY)[0, -9:])
+    assert_same(*said)
+
+
 def test_positions_and_embeddings_are_part_of_the_text() -> None:
     chat = Chat("gqa")
     ids = chat.words(21)

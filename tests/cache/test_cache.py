@@ -565,6 +565,10 @@ def test_prompts_and_masks_that_are_too_short() -> None:
         model(input_ids=ids[:, :2], attention_mask=torch.ones(2, 22).long(), past_key_values=cache)
     assert_same(cache.layers[0].keys.dense(), before)
     assert cache.get_seq_length() == 20
+    for rows in (1, 3):  # one row stands for all sequences
+        mask = torch.ones(rows, 5, dtype=torch.long)
+        said = model(input_ids=ids[:, :5].expand(3, -1), attention_mask=mask).logits
+        assert_same(said, model(input_ids=ids[:, :5].expand(3, -1)).logits)
 
 
 def test_numbers_of_tokens_and_sequences_that_do_not_exist() -> None:

@@ -127,6 +127,19 @@ def test_attention_that_names_no_window_has_that_of_the_layer(room: int | None) 
     torch.testing.assert_close(found, scaled_dot_product_attention(query, *visible).transpose(1, 2))
 
 
+def test_a_ring_is_saved_within_a_step(tmp_path: Path) -> None:
+    """The first layer has the tokens of a call, and the later layers do not have them yet."""
+    ring = cache(max_cache_len=ROOM)
+    feed([ring], 60, 0)
+    x = torch.randn(BATCH, 2, 30, 4)
+    ring.update(x, -x, 0)
+    twin = FP8PagedCache.load(ring.save(tmp_path / "ring.safetensors"))
+    for index in (1, 2):
+        for one in (ring, twin):
+            one.update(x, -x, index)
+    assert_same_layers(twin, ring)
+
+
 def test_addresses_of_a_ring_stay() -> None:
     ring = cache(max_cache_len=ROOM)
     feed([ring], 1, 0)

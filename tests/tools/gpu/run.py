@@ -1,7 +1,7 @@
 """`make gpu`: the tests that need a GPU, and the benchmark, within eight minutes.
 
 The benchmark runs before the slower half of the tests. Each part has a time limit, and the logs
-name what it left out. Logs, gpu.json and roofline.png go to a folder. The last line is one JSON
+name what it left out. Logs and gpu.json go to a folder. The last line is one JSON
 object. The exit code is that of the tests, or else that of the benchmark. Without a GPU nothing
 runs, and the exit code is 0. In a dry run, half an hour is the limit of each part.
 """
@@ -47,7 +47,7 @@ def main() -> int:
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     logs = ("kernels.log", "gpu.log", "benchmark.log", "table.log")
-    for name in (*logs, "gpu.json", "gpu.json.new", "roofline.png"):
+    for name in (*logs, "gpu.json", "gpu.json.new"):
         (out / name).unlink(missing_ok=True)
     limits = EXPERIMENTS if options.experiments else LIMITS
     if options.dry:
@@ -152,9 +152,7 @@ def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]
     if results.exists():
         # The file exists even if the benchmark was stopped.
         table = out / "table.log"
-        can_plot = importlib.util.find_spec("matplotlib") is not None
-        picture = ["--plot", str(out / "roofline.png")] if can_plot else []
-        if run([*command, "--from", str(results), *picture], table, limits["table"]):
+        if run([*command, "--from", str(results)], table, limits["table"]):
             code = code or 1
         say(table.read_text())
     return abs(code)
