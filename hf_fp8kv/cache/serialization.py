@@ -323,13 +323,16 @@ def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
 
 def load(path: str | os.PathLike[str], device: str | torch.device | None) -> CacheSnapshot:
     """Return the snapshot in a file, on `device`. None means the CPU. Bad data raise any error."""
-    with safe_open(Path(path), framework="pt", device=str(device or "cpu")) as file:
+    with safe_open(Path(path), framework="pt", device="cpu") as file:
         header = file.metadata() or {}
         form = header.get("format"), header.get("version")
         _check_same("format and version", (CACHE_FORMAT, str(VERSION)), form)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     _check_same("digest", header["digest"], _digest(header["meta"], tensors))
     meta = json.loads(header["meta"])
+    for name in tensors:
+        if device is not None and name.startswith(("layers.", "stock.")):
+            tensors[name] = tensors[name].to(device)
     stock = [_unpack_stock(f, f"stock.{n}", tensors) for n, f in enumerate(meta["stock"])]
     return unpack(meta, tensors, _unpack_options(meta["options"], tensors), stock)
 
