@@ -29,7 +29,6 @@ from .texts import KINDS, read_texts
 
 THOROUGH: dict[str, Any] = {"positions": (1024, 4096, 8192), "texts": 6, "answers": 40}
 # A call of the model: of which part of the suite, under which cache, with how many tokens.
-_OnCall = Callable[[str, str, int], None]
 
 
 def run_long_suite(

@@ -19,16 +19,6 @@ def pool(**changed: torch.Tensor) -> SimpleNamespace:
     return SimpleNamespace(**sides, token_scales=tensors["token_scales"])
 
 
-def test_equal_tensors_pass():
-    x = torch.randn(2, 3, 4, 5)
-    assert_same(x, x.clone())
-    assert_same_bytes(x.transpose(1, 2), x.transpose(1, 2).contiguous())
-    assert_same_bytes(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
-    assert_same(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert_same_pool(pool(), pool())
-    assert_same(torch.zeros(0, 3), torch.zeros(0, 3))
-
-
 def test_the_first_of_several_is_named():
     got, expected = (torch.zeros(2, 3, 9, 5) for _ in range(2))
     got[1, 2, 7, 3], got[1, 2, 8, 0] = 4.5, 1

@@ -299,6 +299,8 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         # The chat template shows no tools to the model.
         (CHAT, "tools", {"tools": [TOOL]}),
         (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
+        (CHAT, "tools", {"tools": [[0] * 16_384], "tool_choice": "none"}),
+        (CHAT, "messages", body(messages=[{"role": "user", "content": [{}] * 16_384}])),
         (CHAT, "messages[0].content", {"messages": [{"role": "user"}]}),
         (CHAT, "messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
         (CHAT, "tool_choice", {"tool_choice": "required"}),

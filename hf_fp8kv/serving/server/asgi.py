@@ -1,8 +1,6 @@
 """ASGI messages: an answer on its way to the client, and a body that is handed on."""
 
 import asyncio
-import json
-from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -34,8 +32,8 @@ class TrackedSend:
 class Replay:
     """The `receive` of a request with another body, and its `scope`; its client does not leave."""
 
-    def __init__(self, scope: Scope, body: dict[str, Any]) -> None:
-        self._content = json.dumps(body).encode()
+    def __init__(self, scope: Scope, content: bytes) -> None:
+        self._content = content
         headers = [pair for pair in scope["headers"] if pair[0].lower() not in _BODY_HEADERS]
         length = str(len(self._content)).encode()
         headers += [(b"content-type", b"application/json"), (b"content-length", length)]

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import hmac
+import json
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -277,6 +278,7 @@ class Middleware:
         bodies = split_body(path, body)
         running: list[ServerRequest] = []
         shared = _Shared(body, self._grammars, self.engine, self.model.tokenizer)
+        last: list[Any] = [None, b""]  # Answers to one prompt have the same body.
 
         async def answer(part: dict[str, Any], send: Send, on_begin: OnBegin) -> None:
             with self.tracker.track(part, name) as request:
@@ -284,7 +286,9 @@ class Middleware:
                 on_begin(request)
                 request.guide, request.rules = await shared.take()
                 stock = take_fields(request, self.engine)
-                replay = Replay(scope, stock)
+                if stock != last[0]:
+                    last[:] = stock, json.dumps(stock).encode()
+                replay = Replay(scope, last[1])
                 await self.app(replay.scope, replay, send)
 
         if len(bodies) == 1:

@@ -118,6 +118,12 @@ def count_characters(value: Any) -> int:
     return sum(count_characters(one) for one in inner if isinstance(one, str | list | dict))
 
 
+def _count_values(value: Any) -> int:
+    """Return the number of values in all lists and objects of a JSON value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(inner) + sum(_count_values(one) for one in inner if isinstance(one, list | dict))
+
+
 def check_body(
     path: str, body: dict[str, Any], fields: frozenset[str], template_names: frozenset[str]
 ) -> dict[str, Any]:
@@ -180,6 +186,7 @@ def _check_generation_config(name: str, value: Any) -> None:
 
 
 _MAX_CONFIG = 16_384  # characters
+_MAX_VALUES = 16_384  # each answer parses them again on the event loop
 # Each costs time in each step, in which others wait.
 _MAX_BIASES = 1024
 
@@ -219,6 +226,9 @@ _PENALTIES: Mapping[str, Check] = {
 _TOP = integer_within(0, 20)
 _AT_LEAST_ONE = object()
 _FIELDS: Mapping[str, Check] = {
+    **dict.fromkeys(("messages", "input", "tools"), (
+        lambda x: _count_values(x) <= _MAX_VALUES, f"at most {_MAX_VALUES} values in all",
+    )),
     **_SAMPLING,
     **_PENALTIES,
     "stop": (is_stop, f"a text of up to 1024 characters, or a list of up to {MAX_STOPS}"),
@@ -263,8 +273,8 @@ _FIELDS: Mapping[str, Check] = {
 }  # fmt: skip
 # All fields whose type and size are checked. Functions check the last ones.
 _CHECKED = frozenset({
-    *_FIELDS, *_ONLY, *FORMAT_FIELDS, "model", "messages", "prompt", "input", "tools",
-    "tool_choice", "logprobs", "generation_config",
+    *_FIELDS, *_ONLY, *FORMAT_FIELDS, "model", "prompt", "tool_choice", "logprobs",
+    "generation_config",
 })  # fmt: skip
 # Of a GenerationConfig: what may be set, ...
 _CONFIG: Mapping[str, Check] = {
