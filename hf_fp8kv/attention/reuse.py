@@ -146,7 +146,7 @@ class _Prefill(_Method):
         return keys, restore_prefix(cache, keys, (text.length - 1) // size)
 
     def _identify(self, cache: TextHolder) -> str:
-        """Return what stored pages depend on besides the tokens, or "" if they cannot be used."""
+        """Return the identity of stored pages without their tokens, or "" if they are unusable."""
         model = self._model()
         if cache.prefix_store is None or model is None:
             return ""

@@ -186,7 +186,7 @@ class Middleware:
         return await loop.run_in_executor(thread, self._check, path, raw)
 
     def _check(self, path: str, raw: bytearray) -> tuple[dict[str, Any] | Response, str]:
-        """Return what to generate, or the answer of another path, and the model's name."""
+        """Return the body to generate from, or another path's answer, and the model's name."""
         body = parse_body(raw)
         name = self.model.check_name(body.get("model"))
         if path == _LOAD:
