@@ -31,7 +31,7 @@ VERSION = 2
 _STOCK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 # Positions are int32. A block table may have this number of places, or one for each byte of a file.
-_MOST_TOKENS, _PLACES = 2**31 - 1, 1 << 22
+_MOST_TOKENS, _PLACES = 2**31 - 1, 1 << 21
 # Tensors of an indexer: the batch is axis 0 of the keys, and axis 1 of the positions.
 _INDEXER = ("indexer_keys", "indexer_position_ids")
 

@@ -357,6 +357,27 @@ def test_changed_files(count: int, good_files: list[Path], tmp_path: Path) -> No
     assert count // 20 < loaded < count // 4
 
 
+@pytest.mark.parametrize(
+    ("source", "change", "room"),
+    [
+        ("sliding.continued", move_on((1 << 20) - 10), 0),
+        ("preallocated", set_fact(1 << 15, "options", "max_cache_len"), 1 << 15),
+    ],
+)
+def test_memory_of_a_loaded_cache(source: str, change: Change, room: int, tmp_path: Path) -> None:
+    """A block table takes at most 16 MiB, and pages the room that `max_cache_len` names."""
+    meta, tensors = read_file(FOLDER / f"{source}.safetensors")
+    change(meta, tensors)
+    path = write(tmp_path / "x", meta, tensors)
+    tracemalloc.start()
+    with Allocations() as made:
+        cache = FP8PagedCache.load(path)
+    tracemalloc.stop()
+    check_values(cache, meta, tensors)
+    # Two layers of two sequences with 2 heads: K and V of 16 numbers, and two scales of 2 bytes.
+    assert made.bytes < 4 * path.stat().st_size + (17 << 20) + room * 2 * 2 * 2 * (16 + 16 + 4)
+
+
 # -- writing ---------------------------------------------------------------------------------------
 
 

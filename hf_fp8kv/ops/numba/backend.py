@@ -80,16 +80,17 @@ def _run(kernel: Callable[..., None], threads: int, *arguments: Any) -> None:
     if threads < 2:
         kernel(*arguments)
         return
-    submit = _pool(os.getpid()).submit
-    others = [submit(kernel, *arguments) for _ in range(threads - 1)]
-    kernel(*arguments)
-    running = [other for other in others if not other.cancel()]
+    submit, others = _pool(os.getpid()).submit, []
     try:
-        for other in running:
-            other.result()
+        for _ in range(threads - 1):
+            others.append(submit(kernel, *arguments))
+        kernel(*arguments)
     finally:
-        # Also after an interrupt: the memory must not go while a thread still works on it.
+        # Also after an interrupt: the memory must stay until the last thread has left it.
+        running = [other for other in others if not other.cancel()]
         wait(running)
+    for other in running:
+        other.result()
 
 
 def _threads(numbers: int) -> int:
