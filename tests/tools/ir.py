@@ -49,6 +49,8 @@ _stages: list[tuple[str, str]] = []  # of the current compilation
 # Parts of the names of tests to skip.
 _LEFT_OUT = {
     "gigabytes": "ttsem copies all memory of a launch, several times",
+    "-blocks]": "ttsem copies the tensors of a launch, and addresses name the originals",
+    "page_size=6,": "the same: these pages are in blocks",
     "test_a_compiled_step": "torch.compile needs a real GPU",
     "test_requests_take": "continuous batching asks a real GPU for its memory",
     "architectures[latent": "transformers' experts need a real GPU",
