@@ -8,16 +8,17 @@ import importlib as _importlib
 from types import ModuleType as _Module
 
 from .attention.check_model import ModelReport, check_model
-from .attention.enable import disable, enable
 from .attention.fp8_paged import register
 from .cache.cache import FP8PagedCache
 from .cache.ds_mla import from_ds_mla, to_ds_mla
 from .cache.prefix_store import PrefixStore, StoreUsage
-from .calibration import calibrate
+from .calibration import calibrate, choose_plan
+from .enabling import disable, enable
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
 from .formats import LayerPlan, SidePlan
 from .modeling.tensor_parallel import tensor_parallel
 from .scales import KVScales, LayerScales
+from .scales.kv_scales import StoragePlan
 
 __all__ = [
     "BackendError",
@@ -32,9 +33,11 @@ __all__ = [
     "PrefixStore",
     "ScaleError",
     "SidePlan",
+    "StoragePlan",
     "StoreUsage",
     "calibrate",
     "check_model",
+    "choose_plan",
     "disable",
     "enable",
     "from_ds_mla",

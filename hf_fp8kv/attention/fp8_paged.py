@@ -11,7 +11,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import ops
-from ..cache.first_write import show_queries
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..cache.stored_rounding import StoredRounding, straight_through
 from ..errors import ConfigError
@@ -36,8 +35,7 @@ _DENSE_WARNING = (
 _EXPANDS_WARNING = "{} expands all stored latents at each step, which is correct but slower: {}"
 _FOR_GRADIENT = "a gradient is asked for; where none is needed, call the model in torch.no_grad()"
 _FOR_CENTER = (
-    "they have a center, and are values as well, which have none; leave out center_keys=True and "
-    "plans with centers"
+    "they have a center, and are values as well, which have none; leave plans with centers out"
 )
 _FOR_PRODUCT = (
     "kv_b_proj is no product with weights in their dtype; hf_fp8kv.check_model tells, unless this "
@@ -131,8 +129,6 @@ def fp8_paged_attention(
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
         return _rounded_attention(module, query, key, value, spec, dropout, kwargs, rounding)
-    elif not torch.compiler.is_compiling():
-        show_queries(query, key, spec.scaling)
     return _dense_attention(module, query, key, value, spec, dropout, kwargs)
 
 

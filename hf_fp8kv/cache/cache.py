@@ -3,7 +3,7 @@
 import copy
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from .layer import PagedLayerBase, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
+from .plans import Plan
 from .prefix_pages import check_store
 from .prefix_store import PrefixStore
 from .snapshot import CacheSnapshot
@@ -51,21 +52,18 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         config: the model's config; None: layers are added as the model asks, all full attention.
         dtype: what K and V are stored in: "fp8_e3m4", "fp8_e4m3" ("fp8", "fp8_e4m3fn"),
             "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "auto": the model's own dtype. None:
-            what suits each layer's first call best (cache/choice.py), or "fp8_e4m3" if `scales`
-            are given.
+            "fp8_e3m4", K minus a center of each sequence's first call (with prefill="stored", or
+            a `key_dtype`, without a center), or "fp8_e4m3" if `scales` are given.
         key_dtype: overrides `dtype` for K.
         value_dtype: overrides `dtype` for V.
+        plan: instead of the three above: a `StoragePlan` (see `choose_plan`) or where one was
+            saved, a `LayerPlan` or one for each layer, or text: "fp8_e3m4 centered", or a pair
+            such as ("int8 rotated centered", "fp8_e2m5 rotated"). Where a plan carries no centers,
+            "centered" K loses one of each sequence's own, from its first call.
         scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a
-            repository of the Hub: static ones, or, with a plan, how each layer is stored (leave
-            out what else says so). A number: that constant, in the unit of the stored format
+            repository of the Hub: static ones (with a plan of their own, leave out what else says
+            how layers are stored). A number: that constant, in the unit of the stored format
             (`real = stored * scale`).
-        center_keys: store K minus a frozen center per head and channel. True: the center that
-            `scales` carry, or else one of each sequence's own, from the first call. False: never.
-            None: if `scales` carry centers; without scales, where the first call says so.
-        rotate_keys: store K after a Hadamard transform over the head. None: where the first call
-            says so, if `dtype` is None, "fp8_e2m5" or "int8".
-        rotate_values: the same of V.
-        plan: all this by hand: a `LayerPlan`, or one for each layer, such as `plan` of a cache.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: given: room for so many tokens is taken at the first call, at addresses that
             stay, for `torch.compile` and CUDA graphs. None: pages are taken as tokens come.
@@ -102,11 +100,8 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         dtype: str | torch.dtype | None = None,
         key_dtype: str | torch.dtype | None = None,
         value_dtype: str | torch.dtype | None = None,
+        plan: "Plan | str | os.PathLike[str] | tuple[str, str] | None" = None,
         scales: "KVScales | str | os.PathLike[str] | float | None" = None,
-        center_keys: bool | None = None,
-        rotate_keys: bool | None = None,
-        rotate_values: bool | None = None,
-        plan: Mapping[int, LayerPlan] | LayerPlan | None = None,
         page_size: int = 64,
         max_cache_len: int | None = None,
         max_pages: int | None = None,
@@ -127,8 +122,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             prefill = "exact" if prefix_store is None else "stored"
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-            scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), center_keys=center_keys,
-            rotate_keys=rotate_keys, rotate_values=rotate_values, plan=plan,
+            scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
             backend=backend, tp_rank=tp_rank, tp_size=tp_size, latent=caches_latents(decoder),
             offloading=offloading, max_device_pages=max_device_pages,
@@ -163,9 +157,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
 
     @property
     def plan(self) -> dict[int, LayerPlan]:
-        """How each paged layer is stored; before the first call, how it is unless that decides."""
-        for group in self.groups.values():
-            group.store_pending()
+        """How each paged layer is stored."""
         return {layer.index: layer.storage for layer in self.paged_layers}
 
     # -- what transformers calls -------------------------------------------------------------

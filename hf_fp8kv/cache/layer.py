@@ -32,7 +32,7 @@ class PagedLayerBase(CacheLayerMixin):
         index: the layer's number in the model; scales are looked up by it.
         first_tokens: what the layers of the cache know of padding.
         pool: the bytes; shared with forks.
-        storage: how they are stored; of a layer without tokens, the one that is safe.
+        storage: how they are stored.
         k_static_scale: `[Hkv, Dk]`, float32, or None.
         v_static_scale: `[Hkv, Dv]`, float32, or None.
         k_center: `[B, Hkv, Dk]`, float32, or None.

@@ -230,7 +230,7 @@ class PagedLayers:
 
     def ask_for_padding(self, tokens: int) -> None:
         """Have the next mask say which of these new tokens are padding, if a center needs it."""
-        if self.options.first_call_centers or self.options.measures:
+        if self.options.first_call_centers:
             is_empty = not self.layers or self.layers[0].is_empty
             self.first_tokens.ask(tokens, is_empty=is_empty)
 

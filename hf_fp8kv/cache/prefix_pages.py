@@ -55,8 +55,8 @@ def check_store(store: object, options: CacheOptions, config: Any, layers: list[
         )
     elif options.first_call_centers:
         why = (
-            "no centers but those of scales, got a center of each text's own first call; leave "
-            "center_keys out"
+            "no centers but those of a plan, got a center of each text's own first call; pass "
+            "plan=hf_fp8kv.choose_plan(model), or store K without centers"
         )
     elif config.is_encoder_decoder:
         why = "a decoder alone, got an encoder-decoder, whose pages depend on what it encodes"
@@ -112,7 +112,7 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
                     digest.update(memoryview(tensor.float().cpu().contiguous().numpy()))
     else:
         facts.append(scales)
-    digest.update(json.dumps([facts, options.center_keys], default=str).encode())
+    digest.update(json.dumps(facts, default=str).encode())
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ the next thousands: in pairs of channels that turn slowly it is large, and point
 What is chosen inside the windows is therefore tried with the windows moved to other positions.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -68,6 +69,11 @@ def find_reach(model: PreTrainedModel, max_length: int, max_position: int | None
             f"has positions for, got {max_position}; leave it out, or change the model's config"
         )
     return max_position
+
+
+def find_limit(model: PreTrainedModel) -> int:
+    """Return how many positions the model has, as far as its config says."""
+    return min(_find_limits(model), default=sys.maxsize)
 
 
 def find_trained(model: PreTrainedModel) -> int:

@@ -14,12 +14,12 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
-from ..cache.plans import check_plan
+from ..cache.plans import parse_plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
 from ..modeling.model_support import caches_latents
 from ..scales.fingerprint import fingerprint_weights, warn_if_stale
-from ..scales.kv_scales import KVScales, resolve
+from ..scales.kv_scales import KVScales, StoragePlan, resolve
 from ..scales.layer_scales import Granularity, LayerScales
 from ..scales.report import CalibrationReport
 from ..utils.environment import version
@@ -71,8 +71,7 @@ def calibrate(
             texts, conversations or token ids; see `read_corpus`.
         tokenizer: the model's; None: loaded from where the model came from.
         granularity: a scale for each layer and side ("tensor"), each KV head ("head"), or each head
-            and channel ("channel"). "token": none; the cache has one for each token and head, and
-            what is made is a plan with its centers (`plan` None is then "measured").
+            and channel ("channel"). For dynamic scales see `choose_plan`.
         center: also try to store K minus its mean, and do so where it helps. Only the format
             "hf_fp8kv" can hold a center. Latents (MLA) get none, unless a plan by hand says so.
         dtype: the format that scales are chosen for; they can be used for any. None: "fp8_e4m3".
@@ -104,7 +103,7 @@ def calibrate(
         options = replace(options, latent=True, center=False)
     check_count("batch_size", batch_size)
     beyond = Beyond(find_reach(model, max_length, max_position))
-    corpus = _read_corpus(
+    corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
@@ -194,8 +193,8 @@ def measure(
     scales = resolved
     warn_if_stale(model, scales)
     stored = dtype if scales.plan is not None else options.fmt.name
-    FP8PagedCache(model.config, dtype=stored, scales=scales)  # layers that are missing
-    corpus = _read_corpus(
+    FP8PagedCache(model.config, dtype=stored, **scoring.keyword(scales))  # layers that are missing
+    corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
@@ -221,7 +220,7 @@ def _options(
     if not isinstance(center, bool):
         raise ConfigError(f"center: expected True or False, got {center!r}")
     chosen: Any = plan
-    if plan == "measured" or (plan is None and granularity == "token"):
+    if plan == "measured":
         if dtype is not None:
             raise ConfigError(
                 f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
@@ -229,7 +228,14 @@ def _options(
             )
         chosen = "measured"
     elif plan is not None:
-        given = check_plan(plan, {"dtype": dtype})
+        if dtype is not None:
+            raise ConfigError(
+                f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
+                "; leave it out"
+            )
+        given = parse_plan(plan)
+        if isinstance(given, StoragePlan):
+            given = given.plan
         chosen = dict.fromkeys(sorted(layers), given) if isinstance(given, LayerPlan) else given
         for wrong, found, repair in (
             (set(layers) - set(chosen), "none for layers", "add them"),
@@ -290,7 +296,7 @@ def _sample_weight(weight: torch.Tensor) -> list[float]:
     return flat[:: max(1, len(flat) // 61)].tolist()
 
 
-def _read_corpus(
+def read_model_corpus(
     model: PreTrainedModel, texts: Any, tokenizer: Any, *, max_length: int, **options: Any
 ) -> Corpus:
     """Read the texts; raise ConfigError for token ids that the model has no embedding for."""

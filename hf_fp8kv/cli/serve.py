@@ -19,6 +19,7 @@ from .values import (
     ValueDtype,
     backends,
     complete_from,
+    parse_cache_dtype,
     parse_dtype,
     parse_memory,
     parse_scales,
@@ -74,10 +75,6 @@ def serve(
     key_dtype: KeyDtype = None,
     value_dtype: ValueDtype = None,
     scales: StaticScales = None,
-    center_keys: Annotated[
-        bool | None,
-        typer.Option("--center-keys/--no-center-keys", help="Whether to use the scales' centers."),
-    ] = None,
     backend: Annotated[
         str,
         typer.Option(help="auto, torch, numba or triton.", autocompletion=complete_from(backends)),
@@ -136,11 +133,10 @@ def serve(
     """
     options: dict[str, Any] = ctx.obj
     pages = {
-        "dtype": kv_cache_dtype and parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
+        "dtype": kv_cache_dtype and parse_cache_dtype(kv_cache_dtype),
         "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
         "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
         "scales": parse_scales(scales),
-        "center_keys": center_keys,
         "backend": backend,
         "prefix_store": _open_store(prefix_store, prefix_store_size),
     }

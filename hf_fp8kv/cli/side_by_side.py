@@ -89,14 +89,17 @@ class Comparison:
     ) -> Run:
         """Answer with FP8 pages, read by the attention `attn`."""
         from .. import FP8PagedCache
+        from ..calibration.plan_choice import resolve_plan
         from ..scales.fingerprint import warn_if_stale
 
         try:
             self.model.set_attn_implementation(attn)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"--attn {attn} does not work with {self.name}: {error}") from error
+        dtype, plan = resolve_plan(self.model, options["dtype"], None)
+        keywords = {**options, "dtype": dtype, "plan": plan}
         ids, speed, cache = self._generate(
-            inputs, lambda: FP8PagedCache(self.model.config, **options)
+            inputs, lambda: FP8PagedCache(self.model.config, **keywords)
         )
         warn_if_stale(self.model, cache.options.scales)
         sizes, page = cache.memory_footprint(), options["page_size"]

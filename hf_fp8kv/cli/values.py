@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 import typer
 
 from ..errors import ConfigError
-from ..formats import ALIASES, AUTO, FORMATS, STATIC_DTYPE
+from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
 
 
 def dtypes() -> Iterable[str]:
@@ -20,7 +20,7 @@ def dtypes() -> Iterable[str]:
 
 
 def cache_dtypes() -> Iterable[str]:
-    return (*dtypes(), AUTO)
+    return (*dtypes(), AUTO, ADAPTIVE)
 
 
 def formats() -> Iterable[str]:
@@ -96,9 +96,9 @@ _cache_dtypes = complete_from(cache_dtypes)
 CacheDtype = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join((*FORMATS, AUTO))}; "
+        help=f"{', '.join((*FORMATS, AUTO))}; {ADAPTIVE}: measured once for the model; "
         f"{', '.join(f'{alias} = {name}' for alias, name in ALIASES.items())}. "
-        f"Default: what suits each layer best, or {STATIC_DTYPE} with --scales.",
+        f"Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
         autocompletion=_cache_dtypes,
     ),
 ]
@@ -161,6 +161,11 @@ def parse_dtype(text: str, option: str) -> str:
     except ConfigError as error:
         message = str(error).removeprefix(f"{option}: ")
         raise typer.BadParameter(message, param_hint=option) from None
+
+
+def parse_cache_dtype(text: str) -> str:
+    """Return the name of a storage dtype, or "adaptive"."""
+    return text if text == ADAPTIVE else parse_dtype(text, "--kv-cache-dtype")
 
 
 def parse_format(text: str, option: str) -> str:

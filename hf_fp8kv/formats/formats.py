@@ -20,6 +20,8 @@ import torch
 from ..errors import ConfigError
 
 AUTO = "auto"
+# For `enable`: a plan that is measured on the model, see `choose_plan`.
+ADAPTIVE = "adaptive"
 
 # The smallest dynamic scale: a token of zeros (or of subnormal numbers) still gets a scale whose
 # reciprocal is finite in fp32.

@@ -21,8 +21,7 @@ from ..utils.text import format_list
 from .report import CalibrationReport
 from .validation import check_center, check_scale
 
-# "token": a scale for each token and head, which the cache determines when it stores the token.
-Granularity = Literal["tensor", "head", "channel", "token"]
+Granularity = Literal["tensor", "head", "channel"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +90,8 @@ class LayerScales:
         return self.k, self.v
 
     @property
-    def granularity(self) -> Granularity:
-        """The finer granularity of the two sides."""
+    def granularity(self) -> Granularity | Literal["token"]:
+        """The finer granularity of the two sides; "token": the cache finds the scales."""
         if self.k is None:
             return "token"
         if any(t.ndim and t.shape[1] > 1 for t in self.static):

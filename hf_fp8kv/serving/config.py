@@ -39,7 +39,6 @@ class ServingConfig:
         dtype: object = None,
         key_dtype: object = None,
         value_dtype: object = None,
-        center_keys: bool | None = None,
         plan: object = None,
         backend: str = "auto",
         tp_rank: int = 0,
@@ -50,15 +49,14 @@ class ServingConfig:
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
             scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size),
-            center_keys=center_keys, plan=plan, page_size=64, max_cache_len=None, max_pages=None,
+            plan=plan, page_size=64, max_cache_len=None, max_pages=None,
             prefill="stored", backend=backend, tp_rank=tp_rank, tp_size=tp_size,
         )  # fmt: skip
         if options.first_call_centers:
-            what = "center_keys=True" if plan is None else "plan: centered"
             raise ConfigError(
-                f"{what}: expected scales that carry centers, got none; the engine shares "
-                "pages between requests, so a center of each request's own is not possible. Make "
-                "the scales with hf_fp8kv.calibrate(center=True), or store K without centers"
+                "plan: expected a plan or scales that carry the centers of K, got none; the engine "
+                "shares pages between requests, so a center of each request's own is not possible. "
+                "Make them with hf_fp8kv.choose_plan(model), or store K without centers"
             )
         if prefix_store is not None:
             check_kind(prefix_store)

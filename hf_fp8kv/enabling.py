@@ -8,19 +8,26 @@ from typing import Any, TypeVar
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ..cache.cache import FP8PagedCache
-from ..errors import ConfigError
-from ..modeling.exact_states import warn_of_rounding
-from ..modeling.model_support import ATTENTION, refusal
-from ..modeling.tensor_parallel import tensor_parallel
-from ..modeling.weights import digest_weights
-from ..ops import choose_backend, prepare_backend
-from ..scales.fingerprint import warn_if_stale
-from . import latent
-from .full_rows import install_full_rows, remove_full_rows
-from .reuse import install_reuse, remove_reuse
-from .switching import get_implementations, install_rounding, remove_rounding, set_implementations
-from .training import prepare_rounding
+from .attention import latent
+from .attention.full_rows import install_full_rows, remove_full_rows
+from .attention.reuse import install_reuse, remove_reuse
+from .attention.switching import (
+    get_implementations,
+    install_rounding,
+    remove_rounding,
+    set_implementations,
+)
+from .attention.training import prepare_rounding
+from .cache.cache import FP8PagedCache
+from .calibration.plan_choice import resolve_plan
+from .errors import ConfigError
+from .modeling.exact_states import warn_of_rounding
+from .modeling.model_support import ATTENTION, refusal
+from .modeling.tensor_parallel import tensor_parallel
+from .modeling.weights import digest_weights
+from .ops import choose_backend, prepare_backend
+from .scales.fingerprint import warn_if_stale
+from .scales.kv_scales import StoragePlan
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +57,7 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
         training: None: calls without a cache are as under any attention; "stored": see above. The
             model is run on three tokens, so call this before it is compiled, wrapped or sharded.
         cache_keywords: of `FP8PagedCache`; `tp_rank` and `tp_size` come from the model.
+            dtype="adaptive" is the plan of `choose_plan(model)`, which the model keeps.
 
     Returns:
         The model.
@@ -67,6 +75,8 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
             "without enable()"
         )
     cache_keywords = {**tensor_parallel(base), **cache_keywords}
+    dtype, plan = resolve_plan(base, cache_keywords.get("dtype"), cache_keywords.get("plan"))
+    cache_keywords |= {"dtype": dtype, "plan": plan}
     warn_of_rounding(base)
     cache_keywords, roundings = prepare_rounding(base, training, cache_keywords)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
@@ -211,8 +221,9 @@ def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
     if not model.config.is_encoder_decoder:
         return cache
     # The cross-attention cache grows, since the length of the encoder's output is known only at the
-    # first call. Scales and skipped layers belong to the decoder's self-attention.
-    cross = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": ()}
+    # first call. Scales, centers and skipped layers belong to the decoder's self-attention.
+    plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
+    cross = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
     return EncoderDecoderCache(cache, FP8PagedCache(model.config, **cross))
 
 
