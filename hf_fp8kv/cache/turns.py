@@ -87,7 +87,11 @@ class Turns:
         positions before and after. So slow pairs stay, and fast ones, which a center would only
         make larger elsewhere, become 0.
         """
-        return center * _steadiness(self, center.shape[-1], center.device)
+        # The compiler does without memory between calls.
+        compiles = torch.compiler.is_compiling()
+        find: Any = _steadiness.__wrapped__ if compiles else _steadiness
+        factors: Tensor = find(self, center.shape[-1], center.device)
+        return center * factors
 
     def _place(self, dim: int) -> tuple[int, int]:
         """Return how many channels of `dim` come before those that turn, and how many pairs do."""

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -114,8 +115,16 @@ class LayerScales:
     ) -> "LayerScales":
         """Return the same scales as `[Hkv, Dk]` and `[Hkv, Dv]`, as `KVScales.for_layer` does.
 
-        `of` says in messages which layer this is.
+        `of` says in messages which layer this is. The result is kept: every new cache asks for it.
         """
+        kept, key = _SPREAD.setdefault(self, {}), (heads, k_dim, v_dim, tp_rank, tp_size)
+        if key not in kept:
+            kept[key] = self._spread(of, *key)
+        return kept[key]
+
+    def _spread(
+        self, of: str, heads: int, k_dim: int, v_dim: int, tp_rank: int, tp_size: int
+    ) -> "LayerScales":
 
         def spread(tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
             what = f"{what} {of} ({self.source})"
@@ -136,6 +145,9 @@ class LayerScales:
             self.source,
             self.plan,
         )
+
+
+_SPREAD: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
 
 
 def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:

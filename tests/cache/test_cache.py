@@ -91,7 +91,7 @@ def test_auto_stores_sixteen_bits_as_they_are(dtype: torch.dtype, room: int | No
 
 @pytest.mark.parametrize("room", [None, 40])
 def test_centers_follow_their_sequences(room: int | None) -> None:
-    cache = FP8PagedCache(config(), dtype="fp8_e3m4", center_keys=True, max_cache_len=room)
+    cache = FP8PagedCache(config(), max_cache_len=room)
     k = torch.randn(2, HEADS, 21, DIM) + torch.tensor([40.0, -40.0])[:, None, None, None]
     cache.update(k, k, 0)
     read = cache.layers[0].keys.dense()[:, :, :21].clone()
@@ -270,11 +270,9 @@ def test_centers_of_scales_remove_a_common_bias() -> None:
         }
     )
     # Static scales saturate far below the bias; a key equal to the center is stored as 0.
-    for center in (None, True, False):
-        cache = FP8PagedCache(config(), scales=scales, center_keys=center)
-        cache.update(bias.repeat(2, 1, 3, 1), tokens(3), 0)
-        is_centered = torch.equal(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))
-        assert is_centered == (center is not False)
+    cache = FP8PagedCache(config(), scales=scales)
+    cache.update(bias.repeat(2, 1, 3, 1), tokens(3), 0)
+    assert_same(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))
 
 
 def test_nan_is_not_hidden() -> None:
@@ -345,8 +343,7 @@ def test_skip_layers() -> None:
         ({"max_cache_len": "64"}, "max_cache_len"),
         ({"max_pages": -1}, "max_pages"),
         ({"prefill": "fast"}, "prefill: expected .*; leave it out"),
-        ({"center_keys": "yes"}, "center_keys: expected .*; leave it out"),
-        ({"center_keys": True, "dtype": "auto"}, "center_keys"),
+        ({"plan": "auto centered"}, "neither rotation nor a center"),
         ({"skip_layers": [7]}, "skip_layers"),
         ({"skip_layers": ["slding_attention"]}, "skip_layers"),
         ({"backend": "cuda"}, "backend"),
@@ -593,7 +590,13 @@ def test_numbers_of_tokens_and_sequences_that_do_not_exist() -> None:
 @pytest.mark.parametrize("preallocated", [False, True])
 @pytest.mark.parametrize(
     "keywords",
-    [{}, {"scales": 0.5}, {"center_keys": True}, {"dtype": "auto"}, {"scales": scales_per_head()}],
+    [
+        {},
+        {"scales": 0.5},
+        {"plan": "fp8 centered"},
+        {"dtype": "auto"},
+        {"scales": scales_per_head()},
+    ],
     ids=["dynamic", "constant", "center", "auto", "per head"],
 )
 def test_save_and_load(preallocated: bool, keywords: dict[str, Any], tmp_path: Path) -> None:

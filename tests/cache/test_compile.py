@@ -23,7 +23,7 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.standin import triton_standin
 from tests.helpers.tiny_models import tiny
 
-STATIC = {"scales": 0.05, "center_keys": True}
+STATIC = {"scales": 0.05, "plan": "fp8 centered"}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,

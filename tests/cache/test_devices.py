@@ -38,7 +38,7 @@ def scales(layers: int = LAYERS) -> KVScales:
 
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {},
-    "center of the first call": {"center_keys": True},
+    "center of the first call": {"plan": "fp8 centered"},
     "static scales": {"scales": scales()},
     "keys as they are": {"key_dtype": "auto", "scales": scales()},
 }
@@ -244,7 +244,7 @@ def test_no_argument_or_method_names_a_device():
 
 ELSEWHERE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "default": ("gqa", {}, {}),
-    "centered": ("gqa", {"dtype": "fp8_e3m4", "center_keys": True}, {}),
+    "centered": ("gqa", {}, {}),
     "torch": ("gqa", {"dtype": "fp8", "backend": "torch"}, {}),
     "reference": ("gqa", {"dtype": "fp8", "backend": "reference"}, {}),
     "scales": ("gqa", {"scales": 0.05}, {}),

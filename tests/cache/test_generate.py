@@ -156,7 +156,7 @@ class TestStored:
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
-        ("gqa", {}), ("gqa", {"scales": 0.05}), ("sliding_and_full", {"center_keys": True}),
+        ("gqa", {}), ("gqa", {"scales": 0.05}), ("sliding_and_full", {"plan": "fp8 centered"}),
         ("kv_sharing", {}), ("hybrid", {}),
     ],
     ids=str,

@@ -290,9 +290,10 @@ def test_other_options_find_no_page(tmp_path: Path) -> None:
     moved = {"rope_type": "default", "rope_theta": 9999.0}
     variants: list[dict[str, Any]] = [
         {}, {"dtype": "fp8"}, {"dtype": "int8"}, {"key_dtype": "fp8"}, {"value_dtype": "int8"},
-        {"rotate_keys": True}, {"rotate_values": True}, {"page_size": 16}, {"scales": 0.05},
+        {"plan": ("fp8_e3m4 rotated", "fp8_e3m4")}, {"plan": ("fp8_e3m4", "fp8_e3m4 rotated")},
+        {"page_size": 16}, {"scales": 0.05},
         {"scales": 0.06}, {"scales": scales_of()}, {"scales": scales_of(1.01)},
-        {"scales": scales_of(center=0.11)}, {"scales": scales_of(), "center_keys": False},
+        {"scales": scales_of(center=0.11)},
         {"seed": 1}, {"rope_parameters": moved}, {"name": "sliding", "sliding_window": 8},
         {"name": "sliding", "sliding_window": 9}, {"backend": "torch"},
     ]  # fmt: skip
@@ -1084,7 +1085,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "prefill='stored'", {"prefill": "exact"}),
     ("gqa", "max_cache_len", {"max_cache_len": 64}),
     ("gqa", "split", {"tp_size": 2}),
-    ("gqa", "first call", {"center_keys": True}),
+    ("gqa", "first call", {"plan": "fp8 centered"}),
     ("gqa", "another kind", {"skip_layers": [0]}),
     ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
     ("hybrid", "another kind", {}),

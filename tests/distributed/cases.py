@@ -291,7 +291,7 @@ EQUAL: dict[str, tuple[str, Case]] = {
     "centers": ("8q-4kv", attended("fp8_paged", "centers")),
     "dynamic": ("4q-2kv", attended("fp8_paged", None)),
     "dynamic, center of the first call": (
-        "biased-keys", attended("fp8_paged", None, center_keys=True),
+        "biased-keys", attended("fp8_paged", None, plan="fp8_e3m4 centered"),
     ),
     "unquantized keys": ("4q-2kv", attended("fp8_paged", "head", key_dtype="auto")),
     "exact prefill": ("4q-2kv", attended("fp8_paged", "head", prefill="exact")),

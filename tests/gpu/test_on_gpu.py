@@ -72,7 +72,7 @@ def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 MODELS = ("middling", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic scales": {},
-    "static scales": {"scales": 0.02, "center_keys": True},
+    "static scales": {"scales": 0.02, "plan": "fp8 centered"},
     "e3m4, stored": {"dtype": "fp8_e3m4", "prefill": "stored"},
 }
 

@@ -144,7 +144,7 @@ class TestSameTokens:
     def test_plans_with_dynamic_scales(self, tmp_path: Path) -> None:
         model = make("gemma2")
         planned_for(model, is_dynamic=True).save_pretrained(tmp_path)
-        check(model, agree=None, scales=tmp_path)
+        check(model, agree=None, plan=tmp_path)
 
     def test_a_plan_by_hand(self) -> None:
         model = make("llama")
@@ -463,7 +463,7 @@ class TestErrors:
         ("error", "keywords", "message"),
         [
             (ConfigError, {"dtype": "int4"}, "int4"),
-            (ConfigError, {"center_keys": True}, "center"),
+            (ConfigError, {"plan": "fp8 centered"}, "center"),
             (BackendError, {"backend": "cuda"}, "cuda"),
             (ScaleError, {"scales": 0.0}, "above 0"),
             (ScaleError, {"scales": KVScales.uniform(1)}, "layer"),
@@ -474,7 +474,7 @@ class TestErrors:
             (ConfigError, {"plan": dict.fromkeys(range(3), BYTES)},
              r"from 0 to 1, .*got \[2\], too"),
             (ConfigError, {"plan": LayerPlan.parse("int8 centered", "int8")},
-             "plan: centered: expected scales that"),
+             "carry the centers of K, got none"),
         ],
     )  # fmt: skip
     def test_wrong_keywords_change_nothing(
@@ -535,7 +535,7 @@ class TestErrors:
 
     def test_a_plan_and_what_says_the_same(self, llama: Any) -> None:
         scales = planned_for(llama)
-        for keywords in ({"dtype": "fp8"}, {"plan": BYTES}, {"center_keys": False}):
+        for keywords in ({"dtype": "fp8"}, {"plan": BYTES}):
             with pytest.raises(ConfigError, match="expected None, since the scales"):
                 serving.enable(llama, scales=scales, **keywords)
 

@@ -57,7 +57,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, A
 
 def keywords(scales: Any = None) -> ServingConfig:
     return ServingConfig.parse(
-        scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None, center_keys=None,
+        scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None,
         backend="torch",
     )  # fmt: skip
 
