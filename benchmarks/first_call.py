@@ -25,7 +25,9 @@ TOKENS = (64, 512, 2048)
 class Operations(TorchDispatchMode):
     """Count operations inside, without views."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
