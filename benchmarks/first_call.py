@@ -26,7 +26,7 @@ class Operations(TorchDispatchMode):
     """Count operations inside, without views."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(
