@@ -16,11 +16,11 @@ from ..formats import ALIASES, AUTO, FORMATS, STATIC_DTYPE
 
 
 def dtypes() -> Iterable[str]:
-    return (*ALIASES, *FORMATS)
+    return [name for name in cache_dtypes() if ALIASES.get(name, name) in FORMATS]
 
 
 def cache_dtypes() -> Iterable[str]:
-    return (*dtypes(), AUTO)
+    return (*ALIASES, *FORMATS, AUTO)
 
 
 def formats() -> Iterable[str]:
