@@ -268,7 +268,7 @@ def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) 
     if isinstance(cache, FP8PagedCache):
         page = cache.options.page_size
         # The last page is partly filled: count a token's share of a full page.
-        return float(cache.memory_footprint()["used"]) / (-(-tokens // page) * page)
+        return float(cache.memory_footprint().used_bytes) / (-(-tokens // page) * page)
     return count_bytes(cache) / tokens
 
 

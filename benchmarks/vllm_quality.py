@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from hf_fp8kv import demo_model_path
 from hf_fp8kv.calibration import calibrate
-from hf_fp8kv.utils.demo_model import model_path
 from hf_fp8kv.utils.environment import describe_run
 
 from .accuracy import split_topics
@@ -114,7 +114,7 @@ def measure_vllm(
     # Once: with a second engine vLLM 0.32 fails at a module of llvmlite.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
-    checkpoint = str(model_path())
+    checkpoint = str(demo_model_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     scored, others = split_topics(tokenizer, 4, tokens)
     texts = [ids[0].tolist() for ids in scored.values()]

@@ -56,6 +56,7 @@ def test_the_blocks_of_the_quickstart_run_in_their_order(run):
         "PrefixStore",
         "calibrate",
         "check_model",
+        "demo_model_path",
         "disable",
         "enable",
     }

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..cache.cache import FP8PagedCache
 from ..cache.layer import PagedLayerBase
 from ..cache.paged_tensor import PagedKV
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import rounding_note
 from ..modeling.model_support import caches_latents, refusal
 from .latent import find_projections, kept_as_is, passes_latents
@@ -118,7 +118,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         return ModelReport(name, (), why)
     try:
         cache = FP8PagedCache(model.config, backend="torch")
-    except Fp8KVError as error:
+    except FP8KVError as error:
         return ModelReport(name, (), str(error))
     interface = model._can_set_attn_implementation()
     paged: dict[int, str] | None = None

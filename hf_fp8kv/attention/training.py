@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..cache.cache import FP8PagedCache
 from ..cache.paged_tensor import PagedKV
 from ..cache.stored_rounding import StoredRounding, check_stored
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import NOTE, rounding_note
 from .switching import Roundings, eval_mode, watched_attention
@@ -84,7 +84,7 @@ def _probe(
         ids = torch.ones((1, 3), dtype=torch.long, device=model.device)
         with torch.no_grad(), eval_mode(model), watched_attention(model, record):
             model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except Fp8KVError:
+    except FP8KVError:
         raise
     except Exception as error:
         raise ConfigError(

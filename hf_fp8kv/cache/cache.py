@@ -4,14 +4,14 @@ import copy
 import logging
 import os
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.model_support import caches_latents, refuse_config
@@ -37,6 +37,41 @@ from .snapshot import CacheSnapshot
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class MemoryFootprint:
+    """What a cache takes.
+
+    Attributes:
+        pages_bytes: codes of K and V, room for growth included.
+        scales_bytes: dynamic and static scales, centers.
+        tables_bytes: block tables and lengths.
+        host_bytes: pages and dynamic scales in host memory; the others are on the device.
+        other_bytes: stock layers and indexers.
+        total_bytes: the sum of these.
+        used_bytes: the part of pages and dynamic scales that holds tokens of this cache.
+        fetched_bytes: moved to the device so far.
+        returned_bytes: moved from the device so far.
+        tokens: held, over all sequences.
+        reused_tokens: those that `generate()` found here instead of computing them.
+        restored_tokens: those that it had from a `PrefixStore`.
+        layers_by_plan: how many layers are stored how, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
+    """
+
+    pages_bytes: int
+    scales_bytes: int
+    tables_bytes: int
+    host_bytes: int
+    other_bytes: int
+    total_bytes: int
+    used_bytes: int
+    fetched_bytes: int
+    returned_bytes: int
+    tokens: int
+    reused_tokens: int
+    restored_tokens: int
+    layers_by_plan: dict[str, int]
+
+
 class FP8PagedCache(FromCheckpoint, TextHolder):
     """A cache for `generate()` that stores keys and values as pages of 8-bit numbers.
 
@@ -51,9 +86,9 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
     Args:
         config: the model's config; None: layers are added as the model asks, all full attention.
         dtype: what K and V are stored in: "fp8_e3m4", "fp8_e4m3" ("fp8", "fp8_e4m3fn"),
-            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "auto": the model's own dtype. None:
-            "fp8_e3m4", K minus a center of each sequence's first call (with prefill="stored", or
-            a `key_dtype`, without a center), or "fp8_e4m3" if `scales` are given.
+            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "model": the model's own dtype.
+            None: "fp8_e3m4", K minus a center of each sequence's first call (with prefill="stored"
+            or a `key_dtype`: without), or "fp8_e4m3" if `scales` are given.
         key_dtype: overrides `dtype` for K.
         value_dtype: overrides `dtype` for V.
         plan: instead of the three above: a `StoragePlan` (see `choose_plan`) or where one was
@@ -185,7 +220,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
                     f"{layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
                 )
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        except Fp8KVError:
+        except FP8KVError:
             self._paged.undo_step(layer_idx, key_states.shape[-2])
             raise
         if not torch.compiler.is_compiling():
@@ -348,23 +383,14 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         plans = summarize_plan({layer.index: layer.storage for layer in self.paged_layers})
         return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
 
-    def memory_footprint(self) -> dict[str, Any]:
-        """Return what the cache takes, in bytes (but for `tokens` and what follows).
-
-        Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
-        scales, centers), `tables` (block tables and lengths), `host` (pages and dynamic scales in
-        host memory; the others are on the device), `other` (stock layers, indexers), `total` (all
-        of these), `used` (the part of pages and dynamic scales that holds tokens of this cache),
-        `fetched` and `returned` (moved to the device and back so far), `tokens` (over all
-        sequences), `reused` (those that `generate()` found here instead of computing them),
-        `restored` (those that it had from a `PrefixStore`), and `plans` (how many layers are stored
-        how). Forks report what they share.
-        """
+    def memory_footprint(self) -> MemoryFootprint:
+        """Return what the cache takes; forks report what they share."""
         sizes, budget = self._paged.memory_footprint(), self.budget
         used = sizes.pop("used")
         sizes["other"] += sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
-        return {
-            **sizes, "total": sizes.total(), "used": used, "fetched": budget.fetched,
-            "returned": budget.returned, "tokens": self._paged.batch * self.host_length(),
-            "reused": self.reused, "restored": self.restored, "plans": count_plans(self.plan),
-        }  # fmt: skip
+        return MemoryFootprint(
+            **{f"{kind}_bytes": size for kind, size in sizes.items()}, total_bytes=sizes.total(),
+            used_bytes=used, fetched_bytes=budget.fetched, returned_bytes=budget.returned,
+            tokens=self._paged.batch * self.host_length(), reused_tokens=self.reused,
+            restored_tokens=self.restored, layers_by_plan=count_plans(self.plan),
+        )  # fmt: skip

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from .layer import PagedLayerBase
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -226,7 +226,7 @@ class TextHolder(DynamicCache):
         if self.text is not UNKNOWN or text is None:
             return  # nothing has changed yet, or the next known text empties the cache
         lengths = set(self._paged.host_lengths())
-        if not isinstance(error, Fp8KVError) or len(lengths) > 1 or self.stock_layers:
+        if not isinstance(error, FP8KVError) or len(lengths) > 1 or self.stock_layers:
             self.reset()  # type: ignore[no-untyped-call]
         elif self.takes_on_trust:
             self.text = None

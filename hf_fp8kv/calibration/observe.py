@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import exact_states, warn_of_rounding
 from ..modeling.tensor_parallel import tensor_parallel
 from .divergence import last_logit_only
@@ -129,7 +129,7 @@ def observe(
     try:
         with torch.no_grad(), exact_states():
             model(**inputs, past_key_values=cache, use_cache=True, **last_logit_only(model))
-    except Fp8KVError:
+    except FP8KVError:
         raise
     except MODEL_ERRORS as error:
         raise ConfigError(

@@ -252,7 +252,7 @@ def _options(
             )
     name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
     if name == AUTO:
-        raise ConfigError("dtype: expected an 8-bit format, got 'auto', which needs no scales")
+        raise ConfigError(f"dtype: expected an 8-bit format, got {dtype!r}, which needs no scales")
     number = isinstance(margin, int | float) and not isinstance(margin, bool)
     if not number or not 1.0 <= margin <= 16.0:  # type: ignore[operator]
         raise ConfigError(

@@ -155,7 +155,7 @@ def serve(
         client_seconds=client_timeout,
         metrics_interval=metrics_interval,
     )
-    name = model or str(demo_model.model_path())
+    name = model or str(demo_model.demo_model_path())
     from ..serving.server.run import serve as run
 
     with _log_to_stderr():

@@ -103,9 +103,9 @@ class Comparison:
         )
         warn_if_stale(self.model, cache.options.scales)
         sizes, page = cache.memory_footprint(), options["page_size"]
-        tokens, size = sizes["tokens"], sizes["used"] + sizes.get("other", 0)
+        tokens, size = sizes.tokens, sizes.used_bytes + sizes.other_bytes
         # The last page is partly filled: a token's size is its share of a full page.
-        share = sizes["used"] / (-(-tokens // page) * page) + sizes.get("other", 0) / tokens
+        share = sizes.used_bytes / (-(-tokens // page) * page) + sizes.other_bytes / tokens
         plans = set(cache.plan.values())
         plan = next(iter(plans))
         stored = "plans by layer" if len(plans) > 1 else str(plan.k if plan.k == plan.v else plan)

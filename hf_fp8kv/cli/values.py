@@ -16,11 +16,11 @@ from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DT
 
 
 def dtypes() -> Iterable[str]:
-    return (*ALIASES, *FORMATS)
+    return [name for name in cache_dtypes() if ALIASES.get(name, name) in FORMATS]
 
 
 def cache_dtypes() -> Iterable[str]:
-    return (*dtypes(), AUTO, ADAPTIVE)
+    return (*ALIASES, *FORMATS, AUTO, ADAPTIVE)
 
 
 def formats() -> Iterable[str]:

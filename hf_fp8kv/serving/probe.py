@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..attention.masks import engine_step
 from ..attention.switching import eval_mode, get_implementations, set_implementations
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION
@@ -69,7 +69,7 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
             ]
             with engine_step():
                 packed = _run_packed(model, ids, _PackedCache(model, chosen))
-    except Fp8KVError:
+    except FP8KVError:
         raise
     except Exception as error:
         raise ConfigError(

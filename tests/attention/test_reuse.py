@@ -81,7 +81,7 @@ def test_each_turn_computes_its_new_tokens_only(name: str) -> None:
         # The cache does not hold the last token of the answer yet.
         assert computed == (21 if turn == 0 else 8), turn
         text = torch.cat([said, chat.words(7)], 1)
-    assert chat.cache.memory_footprint()["reused"] == sum(29 + 16 * turn for turn in range(3))
+    assert chat.cache.memory_footprint().reused_tokens == sum(29 + 16 * turn for turn in range(3))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -377,7 +377,7 @@ def test_copies_of_an_enabled_model_reuse_text_themselves() -> None:
         cache = FP8PagedCache(twin.config, **STORED)
         for _ in range(2):
             twin.generate(**inputs, past_key_values=cache, **GREEDY)
-        assert cache.memory_footprint()["reused"] == inputs["input_ids"][:, 1:].numel()
+        assert cache.memory_footprint().reused_tokens == inputs["input_ids"][:, 1:].numel()
 
 
 def test_a_chat_in_a_pipeline(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def call(caches: list[FP8PagedCache], method: str, *arguments: Any) -> None:
 
 def moved(cache: FP8PagedCache) -> tuple[int, int]:
     sizes = cache.memory_footprint()
-    return sizes["fetched"], sizes["returned"]
+    return sizes.fetched_bytes, sizes.returned_bytes
 
 
 # -- the same tokens -----------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_the_same_tokens(
     )
     expected = model.generate(**row, past_key_values=stayed, **keywords)
     assert_same(model.generate(**row, past_key_values=cache, **keywords), expected)
-    assert cache.memory_footprint()["fetched"] > 0
+    assert cache.memory_footprint().fetched_bytes > 0
     check(cache)
 
 
@@ -153,7 +153,7 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
                 assert bool(min(moved(cache))) == bool(where)
                 check(cache)
             sizes = caches[1].memory_footprint()
-            assert sizes["returned"] <= sizes["host"], "written once, and then only read"
+            assert sizes.returned_bytes <= sizes.host_bytes, "written once, and then only read"
 
 
 def test_generate_with_an_offloaded_cache_implementation() -> None:
@@ -265,7 +265,7 @@ def test_every_operation(
         layer.prefetch()
     assert_holds(pair)
     call(pair, "reset")
-    assert max(one.memory_footprint()["total"] for one in pair) < 100
+    assert max(one.memory_footprint().total_bytes for one in pair) < 100
     feed(pair, 4, 14, batch=3)
     assert_holds(pair)
 
@@ -296,8 +296,8 @@ def test_bytes_go_back_after_a_crop() -> None:
     before = pair[1].memory_footprint()
     call(pair, "crop", -280)
     after = pair[1].memory_footprint()
-    assert after["host"] < before["host"] / 4
-    assert after["pages"] == 0, "pages come back when their layer computes"
+    assert after.host_bytes < before.host_bytes / 4
+    assert after.pages_bytes == 0, "pages come back when their layer computes"
     assert_holds(pair)
     feed(pair, 1, 1)
     # Tokens are assigned.
@@ -435,18 +435,18 @@ def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
     feed([stayed], 1, 1)
     sizes = stayed.memory_footprint()
     # Pages of a layer, with the room for growth.
-    pages = sizes["pages"] // PAGE_BYTES // LAYERS
+    pages = sizes.pages_bytes // PAGE_BYTES // LAYERS
     cache = FP8PagedCache(config(), max_device_pages=-(-pages * room // LAYERS), **EXACT)
     for step, count in enumerate((129, 1, 1, 1)):
         feed([cache], count, step)
     before = moved(cache)
     for step in range(4, 8):
         feed([cache], 1, step)
-    layer_bytes = sizes["used"] // LAYERS
+    layer_bytes = sizes.used_bytes // LAYERS
     assert moved(cache)[0] - before[0] == crossing * LAYERS * layer_bytes
     if not crossing:
         assert moved(cache) == (0, 0)
-        assert cache.memory_footprint()["host"] == 0
+        assert cache.memory_footprint().host_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -471,14 +471,14 @@ def test_sizes_of_both_tiers() -> None:
         feed([one], 61)
     sizes, expected = cache.memory_footprint(), stayed.memory_footprint()
     page = PAGE_BYTES
-    assert sizes["used"] == expected["used"] == LAYERS * 16 * page
-    assert expected["host"] == expected["fetched"] == expected["returned"] == 0
+    assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * page
+    assert expected.host_bytes == expected.fetched_bytes == expected.returned_bytes == 0
     # The last two layers are on the device. Only the last layer is not in host memory.
-    assert sizes["pages"] == 2 * 16 * page
-    assert sizes["host"] == (LAYERS - 1) * 16 * page
-    assert sizes["returned"] == (LAYERS - 1) * 16 * page
+    assert sizes.pages_bytes == 2 * 16 * page
+    assert sizes.host_bytes == (LAYERS - 1) * 16 * page
+    assert sizes.returned_bytes == (LAYERS - 1) * 16 * page
     parts = ("pages", "scales", "tables", "host", "other")
-    assert sizes["total"] == sum(sizes[name] for name in parts)
+    assert sizes.total_bytes == sum(getattr(sizes, f"{name}_bytes") for name in parts)
 
 
 def test_memory_is_free_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

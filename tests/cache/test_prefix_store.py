@@ -194,13 +194,13 @@ def test_a_chat_leaves_its_answers(tmp_path: Path) -> None:
     for turn in range(3):
         said = reader.model.generate(text, past_key_values=cache, **GREEDY)
         text = torch.cat([said, words(6, seed=turn)], 1)
-    assert cache.memory_footprint()["reused"] == 26 + 39
+    assert cache.memory_footprint().reused_tokens == 26 + 39
     fresh = Reader(tmp_path, "gqa")
     # The last prompt had 46 tokens, so the store has its full pages.
     assert fresh.answer(text) == text.shape[1] - 40
     again = fresh.new_cache()
     fresh.model.generate(text, past_key_values=again, **GREEDY)
-    assert again.memory_footprint()["restored"] == 56 - 8 * (text.shape[1] < 57)
+    assert again.memory_footprint().restored_tokens == 56 - 8 * (text.shape[1] < 57)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv generate --back", ["--backend"]),
         ("hf-fp8kv generate --backend t", ["torch", "triton"]),
         ("hf-fp8kv generate --attn s", ["sdpa"]),
-        ("hf-fp8kv generate --key-dtype a", ["auto"]),
+        ("hf-fp8kv generate --key-dtype m", ["model"]),
         ("hf-fp8kv generate --device c", ["cpu", "cuda"]),
         ("hf-fp8kv bench ", ["speed", "memory", "quality"]),
         ("hf-fp8kv bench speed --device c", ["cpu", "cuda"]),

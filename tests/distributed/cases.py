@@ -254,7 +254,7 @@ def refused(**keywords: Any) -> Case:
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **keywords)
         error = failed(lambda: generate(model, cache))
-        stored = [cache.host_length(), cache.memory_footprint()["total"]]
+        stored = [cache.host_length(), cache.memory_footprint().total_bytes]
         good = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
         return {"error": error, "stored": stored, "tokens": generate(model, good)}
 

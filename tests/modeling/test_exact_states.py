@@ -14,8 +14,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_fp8kv
-from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, serving
-from hf_fp8kv.calibration import measure
+from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, serving
 from hf_fp8kv.modeling import exact_states as module
 from hf_fp8kv.modeling.exact_states import NOTE, exact_states, rounding_note
 from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_projections, save_w8a8

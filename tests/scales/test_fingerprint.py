@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_fp8kv import KVScales, LayerScales, ScaleError, calibrate, enable, serving
-from hf_fp8kv.calibration import measure
+from hf_fp8kv import KVScales, LayerScales, ScaleError, calibrate, enable, measure, serving
 from hf_fp8kv.cli.scales_table import inspect_table
 from hf_fp8kv.cli.shared import describe_scales
 from hf_fp8kv.scales.fingerprint import fingerprint_weights
