@@ -22,7 +22,7 @@ from .cache.cache import FP8PagedCache
 from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
-from .modeling.model_support import ATTENTION, refusal
+from .modeling.model_support import ATTENTION, CACHE, refusal
 from .modeling.tensor_parallel import tensor_parallel
 from .modeling.weights import digest_weights
 from .ops import choose_backend, prepare_backend
@@ -150,7 +150,7 @@ class _PrepareCache:
                 # With a cache that there is already transformers refuses to be asked for one.
                 generation_config = copy.copy(generation_config)
                 generation_config.cache_implementation = None
-            cache = model_kwargs["past_key_values"] = _new_cache(model, keywords)
+            cache = model_kwargs[CACHE] = _new_cache(model, keywords)
             _note_padding(cache, model_kwargs.get("attention_mask"))
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
@@ -170,9 +170,9 @@ class _PrepareCache:
 
         def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
             inputs = prepare(*args, **kwargs)
-            prefix = _self_attention_cache(inputs.get("past_key_values"))
+            prefix = _self_attention_cache(inputs.get(CACHE))
             if type(prefix) is DynamicCache:
-                cache = inputs["past_key_values"] = _new_cache(model, keywords)
+                cache = inputs[CACHE] = _new_cache(model, keywords)
                 layers: list[Any] = prefix.layers
                 for index, layer in enumerate(layers):
                     if getattr(layer, "keys", None) is not None:
@@ -206,7 +206,7 @@ def _fill_up(layer: Any) -> list[torch.Tensor]:
 
 
 def _wants_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
-    if model_kwargs.get("past_key_values") is not None:
+    if model_kwargs.get(CACHE) is not None:
         return False
     kind = generation_config.cache_implementation
     # Old checkpoints say "hybrid" in their generation config, where transformers ignores it.

@@ -12,6 +12,7 @@ from ..cache.stored_rounding import StoredRounding, check_stored
 from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import NOTE, rounding_note
+from ..modeling.model_support import with_cache
 from .switching import Roundings, eval_mode, watched_attention
 
 
@@ -83,7 +84,7 @@ def _probe(
     try:
         ids = torch.ones((1, 3), dtype=torch.long, device=model.device)
         with torch.no_grad(), eval_mode(model), watched_attention(model, record):
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, **with_cache(model, cache))
     except FP8KVError:
         raise
     except Exception as error:

@@ -120,6 +120,8 @@ class Comparison:
         """Return the new tokens, the tokens per second after the first one, and the cache."""
         import torch
 
+        from ..modeling.model_support import CACHE
+
         stamps: list[float] = []
 
         def stamp(input_ids: "torch.Tensor", *_: Any, **__: Any) -> "torch.Tensor":
@@ -130,12 +132,12 @@ class Comparison:
 
         # Two tokens for warming up: kernels are compiled at their first use.
         self.model.generate(
-            **inputs, past_key_values=make(), max_new_tokens=2, min_new_tokens=2, do_sample=False
+            **inputs, **{CACHE: make()}, max_new_tokens=2, min_new_tokens=2, do_sample=False
         )
         torch.manual_seed(self.seed)
         cache = make()
         output = self.model.generate(
-            **inputs, past_key_values=cache, stopping_criteria=[stamp], **self.sampling
+            **inputs, **{CACHE: cache}, stopping_criteria=[stamp], **self.sampling
         )
         stamps = stamps[-(output.shape[1] - inputs["input_ids"].shape[1]) :]
         steps = len(stamps) - 1

@@ -18,6 +18,7 @@ from ..formats import AUTO
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION
 from .config import ServingConfig
+from .engines import StockCache
 from .engines.common import EngineCache, sizes
 from .layout import LayerPages
 from .step import LayerKind
@@ -115,7 +116,7 @@ def _relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-class _PackedCache(EngineCache):
+class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
     """A cache without an engine: one page for each text, in the model's own dtype."""
 
     def __init__(self, model: PreTrainedModel, chosen: ServingConfig) -> None:
