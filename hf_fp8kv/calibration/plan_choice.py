@@ -24,11 +24,11 @@ from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
 from ..formats.codec import dynamic_errors
 from ..formats.rotation import rotate
-from ..modeling.model_support import caches_latents
+from ..modeling.model_support import accepts, caches_latents
 from ..scales.fingerprint import fingerprint_weights
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
-from .observe import Batch, accepts, paged_layers
+from .observe import Batch, paged_layers
 from .positions import find_limit, turns_keys
 from .queries import Queries
 from .run import read_model_corpus
@@ -125,7 +125,7 @@ def _read(
 ) -> tuple[dict[int, list[list[_Read]]], int]:
     """Return what each layer computes of each window at each position, and how many these are."""
     positions: list[int | None] = [None]
-    if accepts(model, "position_ids") and not model.config.is_encoder_decoder:
+    if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
         most = find_limit(model) - max(map(len, windows))
         positions += [first for first in _POSITIONS[1:] if first <= most]
     reads: dict[int, list[list[_Read]]] = {index: [] for index in layers}

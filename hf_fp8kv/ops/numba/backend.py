@@ -82,8 +82,7 @@ def _run(kernel: Callable[..., None], threads: int, *arguments: Any) -> None:
         return
     submit, others = _pool(os.getpid()).submit, []
     try:
-        for _ in range(threads - 1):
-            others.append(submit(kernel, *arguments))
+        others += [submit(kernel, *arguments) for _ in range(threads - 1)]
         kernel(*arguments)
     finally:
         # Also after an interrupt: the memory must stay until the last thread has left it.
