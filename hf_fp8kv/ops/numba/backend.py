@@ -82,7 +82,8 @@ def _run(kernel: Callable[..., None], threads: int, *arguments: Any) -> None:
         return
     submit, others = _pool(os.getpid()).submit, []
     try:
-        others += [submit(kernel, *arguments) for _ in range(threads - 1)]
+        for _ in range(threads - 1):
+            others.append(submit(kernel, *arguments))
         kernel(*arguments)
     finally:
         # Also after an interrupt: the memory must stay until the last thread has left it.
