@@ -27,6 +27,8 @@ from ..scales.validation import KEEP_OUT, check_ranks
 from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
+# Formats without the range that outliers need.
+NARROW = ("fp8_e2m5", "int8")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,11 @@ class CacheOptions:
             k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
             v = AUTO if latent else default
             v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
-            chosen = LayerPlan(SidePlan(k, centered=centered and not latent), SidePlan(v))
+            # Rotation makes up for a narrow range. Static scales are for numbers as they are.
+            turned = NARROW if scales is None else ()
+            chosen = LayerPlan(
+                SidePlan(k, k in turned, centered and not latent), SidePlan(v, v in turned)
+            )
         options = cls(plan=chosen, scales=scales, **fields)
         options.check()
         return options

@@ -96,7 +96,7 @@ class Comparison:
             self.model.set_attn_implementation(attn)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"--attn {attn} does not work with {self.name}: {error}") from error
-        dtype, plan = resolve_plan(self.model, options["dtype"], None)
+        dtype, plan = resolve_plan(self.model, options["dtype"], options["plan"])
         keywords = {**options, "dtype": dtype, "plan": plan}
         ids, speed, cache = self._generate(
             inputs, lambda: FP8PagedCache(self.model.config, **keywords)

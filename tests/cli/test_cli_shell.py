@@ -41,7 +41,7 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv generate --device c", ["cpu", "cuda"]),
         ("hf-fp8kv bench ", ["speed", "memory", "quality"]),
         ("hf-fp8kv bench speed --device c", ["cpu", "cuda"]),
-        ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel", "token"]),
+        ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel"]),
         ("hf-fp8kv calibrate --format v", ["vllm-json"]),
         ("hf-fp8kv calibrate --model-dtype b", ["bfloat16"]),
         ("hf-fp8kv inspect --dtype fp8_e5", ["fp8_e5m2"]),
