@@ -22,8 +22,8 @@ from ..cache.prefix_pages import (
     row_keys,
 )
 from ..errors import ConfigError
+from ..modeling.identity import identify_model
 from ..modeling.model_support import CACHE
-from ..modeling.weights import identify_model
 from ..utils.warn_once import warn_once
 
 logger = logging.getLogger(__name__)
@@ -155,24 +155,11 @@ class _Prefill(_Method):
         if any(module.training for module in model.modules()):
             return ""
         try:
-            if any(_is_replaced(model, name) for name in (_PREFILL, _PREPARE)):
-                raise ConfigError(
-                    "prefix_store: expected the model's own prepare_inputs_for_generation(), got a "
-                    "replaced one, as PEFT's prompt tuning, p-tuning and prefix tuning do, which "
-                    "adds tokens; leave prefix_store out"
-                )
             layers = ((x.index, x.sliding_window, x.storage) for x in cache._paged.layers)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{cache.prefix_store} is not used: {error}")
             return ""
-
-
-def _is_replaced(model: Any, name: str) -> bool:
-    """Return whether a model's method is neither its class's nor a `_Method` around that."""
-    own = vars(model).get(name)
-    own = own.before if isinstance(own, _Method) else own
-    return own is not None and getattr(own, "__func__", None) is not getattr(type(model), name)
 
 
 def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Text | None:

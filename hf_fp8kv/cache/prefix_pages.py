@@ -1,7 +1,5 @@
 """The pages of a cache that a `PrefixStore` keeps: which, under which keys, and back again."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +12,7 @@ from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
 from ..paging.page_pool import PagePool
 from ..scales import KVScales
+from ..utils.digests import digest_of
 from . import serialization
 from .held_text import Text
 from .indexed import FP8PagedIndexedLayer
@@ -99,21 +98,12 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
 
     `layers`: number, window and plan of each.
     """
-    digest = hashlib.sha256()
-    facts: list[Any] = [options.page_size, options.backend, options.dynamic_scales]
-    facts += [(index, window, str(plan)) for index, window, plan in layers]
     scales = options.scales
-    if isinstance(scales, KVScales):
-        for index, layer in sorted(scales.layers.items()):
-            for name in ("k", "v", "k_center"):
-                tensor = getattr(layer, name)
-                facts.append((index, name, None if tensor is None else list(tensor.shape)))
-                if tensor is not None:
-                    digest.update(memoryview(tensor.float().cpu().contiguous().numpy()))
-    else:
-        facts.append(scales)
-    digest.update(json.dumps(facts, default=str).encode())
-    return digest.hexdigest()
+    return digest_of(
+        options.page_size, options.backend, options.dynamic_scales,
+        scales.digest if isinstance(scales, KVScales) else scales,
+        [(index, window, str(plan)) for index, window, plan in layers],
+    )  # fmt: skip
 
 
 def row_keys(identity: str, text: Text, page_size: int) -> list[list[str]]:

@@ -25,9 +25,9 @@ from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePla
 from ..formats.codec import dynamic_errors
 from ..formats.rotation import rotate
 from ..modeling.model_support import accepts, caches_latents
-from ..scales.fingerprint import fingerprint_weights
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
+from ..utils.digests import fingerprint_weights
 from .observe import Batch, paged_layers
 from .positions import find_limit, turns_keys
 from .queries import Queries

@@ -11,7 +11,7 @@ from ..cache.prefix_pages import check_kind, identify_options
 from ..cache.prefix_store import PrefixStore
 from ..errors import ConfigError
 from ..formats import LayerPlan
-from ..modeling.weights import identify_model
+from ..modeling.identity import identify_model
 from ..scales.kv_scales import KVScales, resolve
 
 
