@@ -26,9 +26,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 2060, "bench": 977, "cache": 5471, "calibration": 3143, "cli": 2324,
-    "errors": 63, "formats": 454, "__init__": 53, "modeling": 577, "ops": 7910, "paging": 1985,
-    "scales": 3934, "serving": 7035, "utils": 660, "vllm": 1042,
+    "attention": 2079, "bench": 977, "cache": 5445, "calibration": 3143, "cli": 2324,
+    "errors": 63, "formats": 454, "__init__": 53, "modeling": 586, "ops": 7910, "paging": 1985,
+    "scales": 3934, "serving": 7030, "utils": 660, "vllm": 1042,
 }  # fmt: skip
 
 

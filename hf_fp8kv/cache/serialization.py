@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .. import ops
 from ..errors import ConfigError
 from ..formats import LayerPlan, SidePlan
+from ..modeling.tensor_parallel import TensorParallel
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
@@ -301,12 +302,7 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
 
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
-    places = {"offloading", "max_device_pages"}  # only where they say something, for old readers
-    facts = {
-        name: value
-        for name, value in vars(options).items()
-        if name != "scales" and (value or name not in places)
-    }
+    facts = {name: value for name, value in vars(options).items() if name != "scales"}
     facts |= {name: [str(side) for side in facts[name]] for name in ("k_plans", "v_plans")}
     if options.plan is not None:
         facts["plan"] = {i: [str(side) for side in layer] for i, layer in options.plan.items()}
@@ -357,6 +353,7 @@ def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
     facts = dict(facts)
     told, scales = facts.pop("scales", None), facts.pop("constant", None)
     facts |= {name: tuple(map(SidePlan.parse, facts[name])) for name in ("k_plans", "v_plans")}
+    facts["tensor_parallel"] = TensorParallel(*facts["tensor_parallel"])
     if (plan := facts.get("plan")) is not None:
         facts["plan"] = {int(i): LayerPlan.parse(*both) for i, both in plan.items()}
     if told is not None:
