@@ -15,10 +15,10 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.model_support import caches_latents, refuse_config
+from ..modeling.tensor_parallel import TensorParallel
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..scales import KVScales, declared_kv_scales
-from ..scales.kv_scales import resolve
 from ..utils.files import convert_read_errors
 from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
@@ -30,8 +30,6 @@ from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
 from .plans import Plan
-from .prefix_pages import check_store
-from .prefix_store import PrefixStore
 from .snapshot import CacheSnapshot
 
 logger = logging.getLogger(__name__)
@@ -106,20 +104,13 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         skip_layers: layers to keep in the model's dtype, in transformers' own layers: numbers
             and/or layer types such as "sliding_attention".
         prefill: "exact": a call on an empty cache attends to its own fresh K and V, and only
-            writes 8 bits; "stored": every call attends to what is stored. None: "exact", or
-            "stored" with a `prefix_store`.
+            writes 8 bits; "stored": every call attends to what is stored.
         backend: "auto", "torch", "numba" or "triton".
-        tp_rank: this process's rank among those that share the heads of the model, for `scales`;
-            `tensor_parallel(model)` gives both.
-        tp_size: how many processes share the heads.
-        reuse_prefix: whether `generate()` of an enabled model goes back to where its prompt and
-            what is cached part. False: that is taken for the beginning of every prompt.
-        prefix_store: where `generate()` of an enabled model finds pages of the beginning of a
-            prompt, also those of other processes, and leaves its own.
-        offloading: keep pages of layers that are not computing in host memory; the next layer's
-            are fetched while this one computes.
-        max_device_pages: keep only what does not fit there: the device has memory for so many
-            pages of every layer.
+        tensor_parallel: The part of the model's heads in this process, which
+            `hf_fp8kv.tensor_parallel(model)` returns. None means one process.
+        offloading: Keep pages of layers that are not computing in host memory. The pages of the
+            next layer are fetched while a layer computes. A number of pages means that the device
+            has room for that number of pages of every layer, and only the rest is in host memory.
 
     Raises:
         ConfigError, ScaleError, BackendError: an argument cannot work; the message says which.
@@ -141,32 +132,22 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         max_cache_len: int | None = None,
         max_pages: int | None = None,
         skip_layers: Collection[int | str] = (),
-        prefill: str | None = None,
+        prefill: str = "exact",
         backend: str = "auto",
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        reuse_prefix: bool = True,
-        prefix_store: PrefixStore | None = None,
-        offloading: bool = False,
-        max_device_pages: int | None = None,
+        tensor_parallel: TensorParallel | None = None,
+        offloading: bool | int = False,
     ) -> None:
         if config is not None:
             refuse_config(config)
         decoder = None if config is None else config.get_text_config(decoder=True)
-        if prefill is None:
-            prefill = "exact" if prefix_store is None else "stored"
         options = CacheOptions.parse(
-            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-            scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), plan=plan,
+            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
-            backend=backend, tp_rank=tp_rank, tp_size=tp_size, latent=caches_latents(decoder),
-            offloading=offloading, max_device_pages=max_device_pages,
+            backend=backend, tensor_parallel=tensor_parallel, offloading=offloading,
+            latent=caches_latents(decoder),
         )  # fmt: skip
         self._set_up(options, decoder, options.new_budget())
         self.layers = self._paged.layers_for(skip_layers)
-        if prefix_store is not None:
-            check_store(prefix_store, options, config, self.layers)
-        self.reuse_prefix, self.prefix_store = reuse_prefix, prefix_store
         if config and options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
                 logger,

@@ -122,10 +122,10 @@ class TextHolder(DynamicCache):
             None, or `UNKNOWN` once the pages change.
         last_step: tokens that the last step added to `text`, whether or not it got to its end.
         in_prefill: whether `generate` is giving it a prompt.
-        reuse_prefix: whether `generate` may go back to where a prompt and the text part.
+        reuse_prefix: Whether `generate` may go back to where a prompt and the text diverge.
         reused: tokens that `generate` found here instead of computing them, over all sequences.
         takes_on_trust: whether a part of the text is what a prompt began with, not what was told.
-        prefix_store: where pages of other processes are found, and left for them.
+        prefix_store: The store of the enabled model that last generated with this cache.
         restored: tokens whose pages came from there, over all sequences.
         identity: of model and options when the text was computed, if there is a store.
     """

@@ -16,7 +16,6 @@ from ..utils.digests import digest_of
 from . import serialization
 from .held_text import Text
 from .indexed import FP8PagedIndexedLayer
-from .layer import PagedLayerBase
 from .options import CacheOptions
 from .prefix_file import Page, chain_keys
 from .prefix_store import PrefixStore
@@ -28,29 +27,32 @@ _MOVING = ("dynamic", "longrope")
 Facts = dict[str, Any]
 
 
-def check_kind(store: object) -> None:
-    """Raise ConfigError for a `prefix_store` that is none."""
+def check_kind(store: object, options: CacheOptions) -> None:
+    """Raise ConfigError unless `store` is a PrefixStore, and the model is in one process."""
     if not isinstance(store, PrefixStore):
         raise ConfigError(
             f"prefix_store: expected a hf_fp8kv.PrefixStore, got {store!r}; make one with "
             "PrefixStore(path)"
         )
+    if options.tensor_parallel.size > 1:
+        raise ConfigError(
+            "prefix_store: expected a model in one process, got one that is split; leave it out"
+        )
 
 
-def check_store(store: object, options: CacheOptions, config: Any, layers: list[Any]) -> None:
-    """Raise ConfigError unless a cache with these layers can have its prefixes stored."""
-    why = ""
-    check_kind(store)
-    if config is None:
-        why = "a config, which tells models apart, got None; pass the model's"
+def check_store(store: object, cache: Any, config: Any) -> None:
+    """Raise ConfigError unless a cache for a model with this config can have prefixes stored."""
+    options, why = cache.options, ""
+    check_kind(store, options)
+    if cache.open_ended:
+        why = "a cache with a config, which names the layers, got one without; pass the model's"
     elif options.is_preallocated:
         why = "a growing cache, got max_cache_len; leave one of the two out"
-    elif options.tp_size > 1:
-        why = "a model in one process, got one that is split; leave it out"
     elif options.prefill != "stored":
         why = (
             "prefill='stored', got 'exact', whose first call reads its own K and V unrounded: its "
-            "pages would not be those of another cut into calls; leave prefill out"
+            "pages would not be those of another cut into calls; make the cache with "
+            "prefill='stored'"
         )
     elif options.first_call_centers:
         why = (
@@ -59,9 +61,7 @@ def check_store(store: object, options: CacheOptions, config: Any, layers: list[
         )
     elif config.is_encoder_decoder:
         why = "a decoder alone, got an encoder-decoder, whose pages depend on what it encodes"
-    elif any(
-        not isinstance(x, PagedLayerBase) or isinstance(x, FP8PagedIndexedLayer) for x in layers
-    ):
+    elif cache.stock_layers or any(isinstance(x, FP8PagedIndexedLayer) for x in cache.layers):
         why = (
             "layers that are pages and nothing else, got some of another kind (recurrent ones, an "
             "indexer, or skip_layers)"

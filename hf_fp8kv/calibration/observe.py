@@ -86,9 +86,9 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
             f"model: expected a model that reads text, got {type(model).__name__}, which reads "
             f"{model.main_input_name}; use dynamic scales, which need no calibration"
         )
-    if (ranks := tensor_parallel(model))["tp_size"] > 1:
+    if (parts := tensor_parallel(model).size) > 1:
         raise ConfigError(
-            f"model: expected one with all of its heads, got one of {ranks['tp_size']} parts "
+            f"model: expected one with all of its heads, got one of {parts} parts "
             "(tensor parallelism); load it in one process (device_map='auto' spreads its layers), "
             "and use the scales with any number of processes"
         )

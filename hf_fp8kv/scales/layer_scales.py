@@ -162,7 +162,7 @@ def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str
     total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
         f"{what}: expected {wanted} heads{total}, got {heads}; use this model's scales, "
-        "and its tp_rank and tp_size (hf_fp8kv.tensor_parallel(model) gives both)"
+        "and the rank of this process (hf_fp8kv.tensor_parallel(model) returns it)"
     )
 
 

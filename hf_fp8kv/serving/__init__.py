@@ -103,7 +103,7 @@ def enable(
     config = ServingConfig.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
         plan=plan, backend=backend, prefix_store=prefix_store,
-        **tensor_parallel(model),
+        tensor_parallel=tensor_parallel(model),
     )  # fmt: skip
     check_kinds(model.config.get_text_config())
     cache_class(config).check(model, config)

@@ -122,9 +122,9 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
     def __init__(self, model: PreTrainedModel, chosen: ServingConfig) -> None:
         config, options = model.config.get_text_config(), chosen.options
         unquantized = ServingConfig.parse(
-            dtype=AUTO, backend=options.backend, tp_rank=options.tp_rank, tp_size=options.tp_size
+            dtype=AUTO, backend=options.backend, tensor_parallel=options.tensor_parallel
         )
-        heads = sizes(config)[0] // options.tp_size
+        heads = sizes(config)[0] // options.tensor_parallel.size
         self._prepare(unquantized, config, heads, _SLOTS, model.dtype, model.device)
         windows = check_kinds(config)
         kinds = list(dict.fromkeys(windows))

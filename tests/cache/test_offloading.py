@@ -31,7 +31,7 @@ GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_toke
 EXACT = {"scales": 1.0, "page_size": PAGE}
 # Bytes of a page with static scales.
 PAGE_BYTES = PAGE * HEADS * 2 * DIM
-WHERE: list[dict[str, Any]] = [{"offloading": True}, {"max_device_pages": 2}]
+WHERE: list[dict[str, Any]] = [{"offloading": True}, {"offloading": 2}]
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -81,7 +81,7 @@ def check(cache: FP8PagedCache) -> None:
     """Assert that at most two layers are on the device if the cache offloads all layers."""
     sizes = [layer.memory_footprint() for layer in cache.paged_layers]
     here = [size for size in sizes if size.get("pages")]
-    assert len(here) <= 2 or cache.options.max_device_pages or not cache.options.offloading
+    assert len(here) <= 2 or cache.options.offloading is not True
 
 
 def both(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
@@ -141,7 +141,7 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
     model.set_attn_implementation("fp8_paged")
     for keywords in ({}, {"num_beams": 2}):
         expected = None
-        for where in ({}, {"offloading": True}, {"max_device_pages": 1}):
+        for where in ({}, {"offloading": True}, {"offloading": 1}):
             caches = [
                 FP8PagedCache(model.config, dtype=dtype, page_size=PAGE, **where) for _ in range(2)
             ]
@@ -197,7 +197,7 @@ def test_a_draft_model_may_also_be_offloaded() -> None:
     row = {name: tensor[1:] for name, tensor in inputs.items()}
     model.set_attn_implementation("fp8_paged")
     expected = None
-    for where in ({}, {"offloading": True}, {"max_device_pages": 1}):
+    for where in ({}, {"offloading": True}, {"offloading": 1}):
         enable(draft, page_size=PAGE, dtype="auto", **where)
         cache = FP8PagedCache(model.config, page_size=PAGE, prefill="stored", **where)
         got = model.generate(**row, past_key_values=cache, assistant_model=draft, **GREEDY)
@@ -228,7 +228,7 @@ def test_every_operation(
     if backend == "triton":
         triton_standin(monkeypatch)
         monkeypatch.setattr(page_pool, "BLOCK_BYTES", 3000)
-    where = {None: {"offloading": True}, 0: {}}.get(pages, {"max_device_pages": pages})
+    where = {"offloading": True if pages is None else pages or False}
     fields, keywords = config(name), {"page_size": PAGE, **FORMS[form]}
     stayed = FP8PagedCache(
         fields, backend="reference" if backend == "triton" else backend, **keywords
@@ -275,7 +275,7 @@ def test_pending_tokens_are_stored_before_their_layer_leaves(
 ) -> None:
     """Tokens without an attention call: of a first call, which decides the plan, and of steps."""
     triton_standin(monkeypatch)
-    for where in ({"offloading": True}, {"max_device_pages": 1}):
+    for where in ({"offloading": True}, {"offloading": 1}):
         fields = config("gemma3_text")
         pair = [
             FP8PagedCache(fields, backend="reference", page_size=PAGE),
@@ -329,11 +329,7 @@ def test_a_refused_step_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [
-        ("gemma3_text", {}),
-        ("llama", {"offloading": True}),
-        ("gemma3_text", {"max_device_pages": 9}),
-    ],
+    [("gemma3_text", {}), ("llama", {"offloading": True}), ("gemma3_text", {"offloading": 9})],
 )
 def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
     """Each allocation of a step fails once. The step can be undone, and forks stay as they were."""
@@ -402,7 +398,7 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
 )
 def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> None:
     """To the device: the stored tokens, or the window. Back: the pages that the step wrote."""
-    where = {"offloading": True} if pages is None else {"max_device_pages": pages}
+    where = {"offloading": pages or True}
     window = {} if name == "llama" else {"sliding_window": 16}
     cache = FP8PagedCache(config(name, **window), **EXACT, **where)
     feed([cache], 100)
@@ -436,7 +432,7 @@ def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
     sizes = stayed.memory_footprint()
     # Pages of a layer, with the room for growth.
     pages = sizes.pages_bytes // PAGE_BYTES // LAYERS
-    cache = FP8PagedCache(config(), max_device_pages=-(-pages * room // LAYERS), **EXACT)
+    cache = FP8PagedCache(config(), offloading=-(-pages * room // LAYERS), **EXACT)
     for step, count in enumerate((129, 1, 1, 1)):
         feed([cache], count, step)
     before = moved(cache)
@@ -449,9 +445,7 @@ def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
         assert cache.memory_footprint().host_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("where", "both_fit"), [(WHERE[0], True), ({"max_device_pages": 1}, False)]
-)
+@pytest.mark.parametrize(("where", "both_fit"), [(WHERE[0], True), ({"offloading": 1}, False)])
 def test_the_next_layer_comes_while_one_computes(where: dict[str, Any], both_fit: bool) -> None:
     cache = FP8PagedCache(config(), **EXACT, **where)
     feed([cache], 124)

@@ -172,7 +172,7 @@ def layered(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return make_model("gqa" if name == "middling" else name, num_hidden_layers=4, **more)
 
 
-@pytest.mark.parametrize("where", [{"offloading": True}, {"max_device_pages": 1}], ids=str)
+@pytest.mark.parametrize("where", [{"offloading": True}, {"offloading": 1}], ids=str)
 @pytest.mark.parametrize("keywords", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize("name", ["middling", "sliding_and_full", "latent"])
 def test_tokens_of_layers_in_host_memory(name, keywords, where):
@@ -220,7 +220,7 @@ def test_copies_next_to_kernels_race_with_nothing():
     layers, tokens, steps = (6, 40_000, 12) if ON_GPU else (3, 130, 2)
     more = {"dtype": "fp8_e4m3"}
     expected = list(deep_steps(filled(layers, 1, tokens, **more), layers, steps))
-    for where in ({"offloading": True}, {"max_device_pages": tokens // 128}):
+    for where in ({"offloading": True}, {"offloading": tokens // 128}):
         cache = filled(layers, 1, tokens, **more, **where)
         for number, found in enumerate(deep_steps(cache, layers, steps)):
             assert torch.equal(found, expected[number]), (where, divmod(number, layers))

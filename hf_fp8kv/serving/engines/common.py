@@ -119,7 +119,7 @@ class EngineCache:
         """Raise ConfigError or ScaleError if no engine of this model can have this config."""
         config = model.config.get_text_config()
         heads, dim = sizes(config)
-        heads //= chosen.options.tp_size
+        heads //= chosen.options.tensor_parallel.size
         chosen.layer_storage(config.num_hidden_layers, heads, dim)
         EngineCache.bytes_per_token(config, chosen, model.dtype)  # pages of one size
         ops.choose_backend(chosen.options.backend, model.device)
@@ -128,7 +128,7 @@ class EngineCache:
     def bytes_per_token(config: Any, chosen: ServingConfig, dtype: torch.dtype) -> float:
         """Return what a token takes in the pages of a process, which has its rank's heads."""
         heads, dim = sizes(config)
-        heads //= chosen.options.tp_size
+        heads //= chosen.options.tensor_parallel.size
         layers = config.num_hidden_layers
         page = PageLayout.of(chosen.options, layers, heads, dim, 64, dtype)
         return page.bytes_per_page / page.slots * float(layers)
