@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a window, and windows of texts. A window is read at each of the positions that the model
 # has.
-_TOKENS, _WINDOWS, _POSITIONS = 256, 8, (0, 1024, 4096, 16384)
+_TOKENS, _WINDOWS, _POSITIONS = 128, 8, (0, 1024, 4096, 16384)
 # What a format costs at most in each head, relative to the safe one: heads that gain do not make up
 # for a head that loses. A cache searches the scales of K of least error, which takes a quarter
 # off E3M4's cost for Gaussian numbers, and two thirds where two channels are 50 times larger. The
