@@ -223,12 +223,13 @@ def _make_rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
     rows = []
     for fmt in MEASURED:
         for scales, centered in product(_scale_kinds(fmt), (False, True)):
-            options: dict[str, Any] = {"dtype": fmt}
+            options: dict[str, Any]
             if (fmt, scales) in choices:
-                options["scales"] = _static_scales(choices[fmt, scales], centered)
+                made = _static_scales(choices[fmt, scales], centered)
+                options = {"dtype": fmt, "scales": made}
             else:
-                options["scales"] = 1.0 if scales == CONSTANT else None
-                options["center_keys"] = centered
+                plan = f"{fmt} centered" if centered else fmt
+                options = {"plan": plan, "scales": 1.0 if scales == CONSTANT else None}
             make = partial(FP8PagedCache, model.config, **options)
             rows.append(_Row(fmt, scales, centered, make))
     return rows

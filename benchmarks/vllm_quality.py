@@ -31,7 +31,6 @@ CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
     ("hf_fp8kv_static", "static, per channel, measured plan"): {
         "granularity": "channel", "plan": "measured",
     },
-    ("hf_fp8kv", "measured plan"): {"granularity": "token", "plan": "measured"},
 }  # fmt: skip
 
 

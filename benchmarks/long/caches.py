@@ -111,13 +111,13 @@ def _constant(bits: float) -> Callable[[int], float]:
 
 ROWS: dict[str, Row] = {
     "default": Row("FP8PagedCache, the default", _paged(), asks=True),
-    "e3m4": Row("fp8_e3m4, K centered", _paged(dtype="fp8_e3m4", center_keys=True)),
+    "e3m4": Row("fp8_e3m4, K centered", _paged(plan="fp8_e3m4 centered")),
     "e4m3": Row("fp8_e4m3", _paged(dtype="fp8_e4m3")),
     "e2m5": Row("fp8_e2m5", _paged(dtype="fp8_e2m5"), asks=True),
     # Where K has outliers that turn with the position, this is what the choice has to avoid.
     "e2m5-rotated": Row(
         "fp8_e2m5, K rotated and centered, V rotated",
-        _paged(dtype="fp8_e2m5", center_keys=True, rotate_keys=True, rotate_values=True),
+        _paged(plan="fp8_e2m5 rotated centered"),
     ),
     "int8": Row("int8", _paged(dtype="int8"), asks=True),
     "e4m3-1.0": Row("fp8_e4m3, scale 1.0", _paged(dtype="fp8_e4m3", scales=1.0), _constant(8)),

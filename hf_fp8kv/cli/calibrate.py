@@ -169,15 +169,14 @@ def _check_planned(options: dict[str, Any], format: str) -> None:
     """Check that a plan is for a format that can hold it."""
     from ..scales import SCALE_FORMATS
 
-    option = "--plan" if "plan" in options else "--granularity token"
-    if "plan" not in options and options.get("granularity") != "token":
+    if "plan" not in options:
         return
     if not SCALE_FORMATS[format].holds_centers:
         message = f"requires --format hf_fp8kv, got {format}, whose readers know no plans"
-        raise typer.BadParameter(message, param_hint=option)
+        raise typer.BadParameter(message, param_hint="--plan")
     if "dtype" in options:
         message = "chooses the format of each layer: omit --dtype"
-        raise typer.BadParameter(message, param_hint=option)
+        raise typer.BadParameter(message, param_hint="--plan")
 
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
