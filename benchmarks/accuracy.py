@@ -223,10 +223,9 @@ def _make_rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
     rows = []
     for fmt in MEASURED:
         for scales, centered in product(_scale_kinds(fmt), (False, True)):
-            options: dict[str, Any]
+            options: dict[str, Any] = {"dtype": fmt}
             if (fmt, scales) in choices:
-                made = _static_scales(choices[fmt, scales], centered)
-                options = {"dtype": fmt, "scales": made}
+                options["scales"] = _static_scales(choices[fmt, scales], centered)
             else:
                 plan = f"{fmt} centered" if centered else fmt
                 options = {"plan": plan, "scales": 1.0 if scales == CONSTANT else None}
@@ -269,7 +268,7 @@ def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) 
     if isinstance(cache, FP8PagedCache):
         page = cache.options.page_size
         # The last page is partly filled: count a token's share of a full page.
-        return float(cache.memory_footprint()["used"]) / (-(-tokens // page) * page)
+        return float(cache.memory_footprint().used_bytes) / (-(-tokens // page) * page)
     return count_bytes(cache) / tokens
 
 

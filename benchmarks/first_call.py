@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, choose_plan
+from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.ops import registration
 from hf_fp8kv.utils.environment import describe_run
 
@@ -25,7 +26,9 @@ TOKENS = (64, 512, 2048)
 class Operations(TorchDispatchMode):
     """Count operations inside, without views."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -66,7 +69,7 @@ def measure_first_calls(
         def call(attention: str, make: Callable[[], Any], ids: torch.Tensor = ids) -> float:
             model.set_attn_implementation(attention)
             began = time.perf_counter()
-            model(ids, past_key_values=make(), logits_to_keep=1)
+            model(ids, **with_cache(model, make()), logits_to_keep=1)
             if ids.is_cuda:
                 torch.cuda.synchronize(ids.device)
             return time.perf_counter() - began

@@ -120,7 +120,7 @@ class PagedLayerBase(CacheLayerMixin):
             ScaleError: scales of other heads. ConfigError: a model that is not split.
         """
         heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
-        check_split(self.index, heads, self.whole_heads, self.options.tp_size)
+        check_split(self.index, heads, self.whole_heads, self.options.tensor_parallel.size)
         scales = self.options.layer_scales(self.index, heads, k_dim, v_dim)
         k, v, center = (None if t is None else t.to(key.device) for t in scales)
         self.k_static_scale, self.v_static_scale, self._scale_center = k, v, center

@@ -1,5 +1,6 @@
 """Options: what a user chose, checked once, and shared by all layers of a cache."""
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,15 +19,18 @@ from ..formats import (
     SidePlan,
     parse_dtype,
 )
+from ..modeling.tensor_parallel import TensorParallel
 from ..paging.offloading import OffloadBudget, OffloadedPool
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
-from ..scales.kv_scales import StoragePlan
+from ..scales.kv_scales import StoragePlan, resolve
 from ..scales.validation import KEEP_OUT, check_ranks
 from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
+# Formats without the range that outliers need.
+NARROW = ("fp8_e2m5", "int8")
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,9 @@ class CacheOptions:
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
         max_pages: the most pages that may be held at once; None: no limit.
-        offloading: whether pages lie in host memory while their layer does not compute.
-        max_device_pages: of how many pages that is not so, in every layer; None: of none.
+        offloading: Whether pages are in host memory while their layer does not compute, or the
+            number of pages of every layer for which the device has room.
+        tensor_parallel: The rank of this process, and the number of processes.
     """
 
     plan: LayerPlan | Mapping[int, LayerPlan]
@@ -51,10 +56,8 @@ class CacheOptions:
     max_pages: int | None
     prefill: Prefill
     backend: str
-    tp_rank: int
-    tp_size: int
-    offloading: bool = False
-    max_device_pages: int | None = None
+    tensor_parallel: TensorParallel
+    offloading: bool | int = False
 
     @classmethod
     def parse(
@@ -63,7 +66,7 @@ class CacheOptions:
         dtype: object,
         key_dtype: object,
         value_dtype: object,
-        scales: KVScales | float | None,
+        scales: KVScales | str | os.PathLike[str] | float | None,
         plan: object = None,
         latent: bool = False,
         **fields: Any,
@@ -77,6 +80,8 @@ class CacheOptions:
         Raises:
             ConfigError: an argument cannot work. BackendError: the backend cannot run here.
         """
+        ranks = fields["tensor_parallel"] = TensorParallel.parse(fields["tensor_parallel"])
+        scales = resolve(scales, tp_rank=ranks.rank, tp_size=ranks.size)
         if isinstance(scales, StoragePlan):
             raise ConfigError(
                 "scales: expected static scales, got a StoragePlan, whose scales are dynamic; pass "
@@ -110,7 +115,11 @@ class CacheOptions:
             k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
             v = AUTO if latent else default
             v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
-            chosen = LayerPlan(SidePlan(k, centered=centered and not latent), SidePlan(v))
+            # Rotation makes up for a narrow range. Static scales are for numbers as they are.
+            turned = NARROW if scales is None else ()
+            chosen = LayerPlan(
+                SidePlan(k, k in turned, centered and not latent), SidePlan(v, v in turned)
+            )
         options = cls(plan=chosen, scales=scales, **fields)
         options.check()
         return options
@@ -129,16 +138,16 @@ class CacheOptions:
                 f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}; leave it "
                 "out for 64"
             )
-        for name in ("max_cache_len", "max_pages", "max_device_pages"):
+        for name in ("max_cache_len", "max_pages"):
             if getattr(self, name) is not None:
                 _check_positive(getattr(self, name), name)
         if not isinstance(self.offloading, bool):
-            raise ConfigError(f"offloading: expected True or False, got {self.offloading!r}")
-        if self.offloads and self.is_preallocated:
+            _check_positive(self.offloading, "offloading", "True, False or a number of pages")
+        if self.offloading and self.is_preallocated:
             raise ConfigError(
                 "offloading: expected a cache that grows, got one with max_cache_len="
                 f"{self.max_cache_len}, whose addresses stay for compiled code and CUDA graphs; "
-                "leave out max_cache_len, or offloading and max_device_pages"
+                "leave out one of the two"
             )
         if not isinstance(self.backend, str):
             raise ConfigError(
@@ -146,17 +155,12 @@ class CacheOptions:
                 "for the fastest one that runs here"
             )
         ops.choose_backend(self.backend, _DEVICE_OF_BACKEND.get(self.backend, torch.device("cpu")))
-        check_ranks(self.tp_rank, self.tp_size)
+        check_ranks(*self.tensor_parallel)
 
     @property
     def is_preallocated(self) -> bool:
         """Whether all memory is taken at the first call (`max_cache_len`)."""
         return self.max_cache_len is not None
-
-    @property
-    def offloads(self) -> bool:
-        """Whether pages may lie in host memory."""
-        return self.offloading or self.max_device_pages is not None
 
     @property
     def dynamic_scales(self) -> bool:
@@ -222,8 +226,9 @@ class CacheOptions:
 
     def new_budget(self) -> PageBudget:
         """Return what a cache and its forks may hold."""
-        if self.offloads:
-            return OffloadBudget(self.page_size, self.max_pages, self.max_device_pages)
+        if self.offloading:
+            room = None if self.offloading is True else self.offloading
+            return OffloadBudget(self.page_size, self.max_pages, room)
         return PageBudget(self.page_size, self.max_pages)
 
     def new_pool(
@@ -254,7 +259,7 @@ class CacheOptions:
         if isinstance(self.scales, KVScales):
             layer: LayerScales = self.scales.for_layer(
                 index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
-                tp_rank=self.tp_rank, tp_size=self.tp_size,
+                tp_rank=self.tensor_parallel.rank, tp_size=self.tensor_parallel.size,
             )  # fmt: skip
             k, v = (
                 None
@@ -283,9 +288,8 @@ def _refuse(others: Mapping[str, Any], who: str) -> None:
 _DEVICE_OF_BACKEND = {"triton": torch.device("cuda")}
 
 
-def _check_positive(value: object, argument: str) -> None:
+def _check_positive(value: object, argument: str, what: str = "a whole number") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"{argument}: expected a whole number above 0, got {value!r}; leave it out for the "
-            "default"
+            f"{argument}: expected {what} above 0, got {value!r}; leave it out for the default"
         )

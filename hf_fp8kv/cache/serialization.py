@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .. import ops
 from ..errors import ConfigError
 from ..formats import LayerPlan
+from ..modeling.tensor_parallel import TensorParallel
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
@@ -301,12 +302,7 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
 
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
-    places = {"offloading", "max_device_pages"}  # only where they say something, for old readers
-    facts = {
-        name: value
-        for name, value in vars(options).items()
-        if name != "scales" and (value or name not in places)
-    }
+    facts = {name: value for name, value in vars(options).items() if name != "scales"}
     layers = {"all": options.plan} if isinstance(options.plan, LayerPlan) else options.plan
     facts["plan"] = {i: [str(side) for side in layer] for i, layer in layers.items()}
     scales = options.scales
@@ -358,6 +354,7 @@ def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
     plans = {i: LayerPlan.parse(*both) for i, both in facts["plan"].items()}
     by_layer = {int(i): plan for i, plan in plans.items() if i != "all"}
     facts["plan"] = by_layer or plans["all"]
+    facts["tensor_parallel"] = TensorParallel(*facts["tensor_parallel"])
     if told is not None:
         layers = {}
         for i in told["layers"]:

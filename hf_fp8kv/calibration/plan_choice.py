@@ -24,11 +24,11 @@ from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
 from ..formats.codec import dynamic_errors
 from ..formats.rotation import rotate
-from ..modeling.model_support import caches_latents
-from ..scales.fingerprint import fingerprint_weights
+from ..modeling.model_support import accepts, caches_latents
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
-from .observe import Batch, accepts, paged_layers
+from ..utils.digests import fingerprint_weights
+from .observe import Batch, paged_layers
 from .positions import find_limit, turns_keys
 from .queries import Queries
 from .run import read_model_corpus
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 # Tokens of a window, and windows of texts. A window is read at each of the positions that the model
 # has.
 _TOKENS, _WINDOWS, _POSITIONS = 256, 8, (0, 1024, 4096, 16384)
-# What a format costs at most in each head, relative to the safe one: what one head loses, the other
-# heads do not make up for. A cache searches the scales of K of least error, which takes a quarter
+# What a format costs at most in each head, relative to the safe one: heads that gain do not make up
+# for a head that loses. A cache searches the scales of K of least error, which takes a quarter
 # off E3M4's cost for Gaussian numbers, and two thirds where two channels are 50 times larger. The
 # costs are those of the smallest scales.
 _GAIN = 0.5
@@ -104,8 +104,8 @@ def choose_plan(
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
     """Return the arguments `dtype` and `plan` of a cache of this model.
 
-    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, and other
-    weights get another one. A plan in a file is read.
+    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, until its
+    weights change. A plan in a file is read.
 
     Raises:
         ConfigError: "adaptive" with a plan. Other errors are those of `choose_plan` and `plan`.
@@ -125,7 +125,7 @@ def _read(
 ) -> tuple[dict[int, list[list[_Read]]], int]:
     """Return what each layer computes of each window at each position, and how many these are."""
     positions: list[int | None] = [None]
-    if accepts(model, "position_ids") and not model.config.is_encoder_decoder:
+    if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
         most = find_limit(model) - max(map(len, windows))
         positions += [first for first in _POSITIONS[1:] if first <= most]
     reads: dict[int, list[list[_Read]]] = {index: [] for index in layers}

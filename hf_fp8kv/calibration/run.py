@@ -17,11 +17,13 @@ from ..cache.cache import FP8PagedCache
 from ..cache.plans import parse_plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
+from ..modeling.identity import describe_model
 from ..modeling.model_support import caches_latents
-from ..scales.fingerprint import fingerprint_weights, warn_if_stale
+from ..scales.fingerprint import warn_if_stale
 from ..scales.kv_scales import KVScales, StoragePlan, resolve
 from ..scales.layer_scales import Granularity, LayerScales
 from ..scales.report import CalibrationReport
+from ..utils.digests import digest_of, fingerprint_weights, is_whole, sample
 from ..utils.environment import version
 from ..utils.text import format_list, format_value
 from . import plans, scoring, stages
@@ -31,7 +33,7 @@ from .observe import Batch, TensorDict, make_batches, paged_layers
 from .pairs import Partners
 from .positions import Beyond, check_count, find_reach, limit_length, turns_keys
 from .reporting import CACHES, make_report
-from .state import Job, State, digest_of
+from .state import Job, State
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +254,7 @@ def _options(
             )
     name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
     if name == AUTO:
-        raise ConfigError("dtype: expected an 8-bit format, got 'auto', which needs no scales")
+        raise ConfigError(f"dtype: expected an 8-bit format, got {dtype!r}, which needs no scales")
     number = isinstance(margin, int | float) and not isinstance(margin, bool)
     if not number or not 1.0 <= margin <= 16.0:  # type: ignore[operator]
         raise ConfigError(
@@ -275,25 +277,13 @@ def _load_tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
 
 
 def _identity(model: PreTrainedModel, corpus: Corpus, facts: tuple[object, ...]) -> str:
-    """Return a digest of all that the scales depend on; of a weight, of some of its numbers."""
-    weights = [
-        (name, list(p.shape), str(p.dtype), _sample_weight(p))
-        for name, p in model.named_parameters()
-    ]
-    # Of weights that are on disk, it is only known where they are from.
-    origin = getattr(model, "name_or_path", "") if any(not w for *_, w in weights) else ""
-    packages = {name: version(name) for name in ("hf-fp8kv", "torch", "transformers")}
-    config = model.config.to_dict()
-    config.pop("transformers_version", None)
-    where = (model.device.type, model.config._attn_implementation)
-    return digest_of(packages, config, origin, where, weights, corpus.digest, facts)
-
-
-def _sample_weight(weight: torch.Tensor) -> list[float]:
-    if weight.is_meta or not weight.numel():
-        return []
-    flat = weight.detach().flatten()
-    return flat[:: max(1, len(flat) // 61)].tolist()
+    """Return a digest of everything that the scales depend on, with samples of the weights."""
+    here = [weight for weight in model.parameters() if is_whole(weight)]
+    # Weights on disk are only known by their origin.
+    origin = model.name_or_path if len(here) < len([*model.parameters()]) else ""
+    packages = [version(name) for name in ("hf-fp8kv", "torch")]
+    weights = [(weight.shape, sample(weight)) for weight in here]
+    return digest_of(packages, describe_model(model), origin, weights, corpus.digest, facts)
 
 
 def read_model_corpus(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import LayerScales
@@ -207,7 +207,7 @@ def score_caches(
                     job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
                     first_position=batch.start, on_call=on_call,
                 )  # fmt: skip
-        except Fp8KVError:
+        except FP8KVError:
             raise
         except MODEL_ERRORS as error:
             raise ConfigError(

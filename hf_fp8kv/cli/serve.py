@@ -15,6 +15,7 @@ from .shared import print_note
 from .values import (
     CacheDtype,
     KeyDtype,
+    Plan,
     StaticScales,
     ValueDtype,
     backends,
@@ -74,6 +75,7 @@ def serve(
     kv_cache_dtype: CacheDtype = None,
     key_dtype: KeyDtype = None,
     value_dtype: ValueDtype = None,
+    plan: Plan = None,
     scales: StaticScales = None,
     backend: Annotated[
         str,
@@ -136,6 +138,7 @@ def serve(
         "dtype": kv_cache_dtype and parse_cache_dtype(kv_cache_dtype),
         "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
         "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
+        "plan": plan,
         "scales": parse_scales(scales),
         "backend": backend,
         "prefix_store": _open_store(prefix_store, prefix_store_size),
@@ -155,7 +158,7 @@ def serve(
         client_seconds=client_timeout,
         metrics_interval=metrics_interval,
     )
-    name = model or str(demo_model.model_path())
+    name = model or str(demo_model.demo_model_path())
     from ..serving.server.run import serve as run
 
     with _log_to_stderr():

@@ -8,7 +8,6 @@ Scales may say how a layer is stored, as a plan: those of rotated numbers are fo
 a plan the scales themselves may be left to the cache, one for each token and head.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -18,6 +17,7 @@ import torch
 
 from ..errors import ScaleError
 from ..formats import Format, LayerPlan, summarize_plan
+from ..utils.digests import digest_of
 from ..utils.text import format_list
 from .report import CalibrationReport
 from .validation import check_center, check_scale
@@ -162,7 +162,7 @@ def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str
     total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
         f"{what}: expected {wanted} heads{total}, got {heads}; use this model's scales, "
-        "and its tp_rank and tp_size (hf_fp8kv.tensor_parallel(model) gives both)"
+        "and the rank of this process (hf_fp8kv.tensor_parallel(model) returns it)"
     )
 
 
@@ -231,22 +231,13 @@ class ScaleData:
         """A digest of the fingerprints of all layers, for people; None: there are none."""
         if not self.fingerprint:
             return None
-        layers = [f"{index}.{digits}" for index, digits in sorted(self.fingerprint.items())]
-        return hashlib.sha256(" ".join(layers).encode()).hexdigest()[:16]
+        return digest_of(dict(self.fingerprint))[:16]
 
     @property
     def digest(self) -> str:
         """SHA-256 of the shape and the bytes of every tensor and of plans, in hexadecimal."""
-        digest = hashlib.sha256()
-        for index, layer in self.layers.items():
-            for name in ("k", "v", "k_center"):
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    digest.update(f"{index}.{name}{list(tensor.shape)}".encode())
-                    digest.update(tensor.numpy().astype("<f4").tobytes())
-            if layer.plan is not None:
-                digest.update(f"{index}.plan {layer.plan}".encode())
-        return digest.hexdigest()
+        layers = self.layers.items()
+        return digest_of([(i, x.k, x.v, x.k_center, str(x.plan)) for i, x in layers])
 
 
 def take_rank(

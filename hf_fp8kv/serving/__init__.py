@@ -17,8 +17,8 @@ from ..cache.prefix_store import PrefixStore
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
+from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import tensor_parallel
-from ..modeling.weights import identify_model
 from ..ops import choose_backend, prepare_backend
 from ..scales.fingerprint import warn_if_stale
 from ..scales.kv_scales import KVScales
@@ -103,7 +103,7 @@ def enable(
     config = ServingConfig.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
         plan=plan, backend=backend, prefix_store=prefix_store,
-        **tensor_parallel(model),
+        tensor_parallel=tensor_parallel(model),
     )  # fmt: skip
     check_kinds(model.config.get_text_config())
     cache_class(config).check(model, config)

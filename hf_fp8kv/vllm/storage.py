@@ -1,9 +1,8 @@
 """How each layer is stored, from what vLLM was started with; checked before anything is served.
 
-Scales or a plan are named in vLLM's own configuration, which reaches every process of every
+"scales" or a "plan" are named in vLLM's own configuration, which reaches every process of every
 machine, as environment variables do not:
 
-    --additional-config '{"hf_fp8kv": {"scales": "path/or/hub-id"}}'
     --additional-config '{"hf_fp8kv": {"plan": "path/or/hub-id"}}'
 """
 
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError, ScaleError
+from ..modeling.tensor_parallel import TensorParallel
 from ..scales.kv_scales import KVScales, resolve
 from ..serving.config import LayerStorage, ServingConfig
 from .dtypes import CacheDType, find_dtype
@@ -120,13 +120,12 @@ def _read(
     rank: int, size: int, revision: str | None, engine: str,
 ) -> ModelStorage:  # fmt: skip
     dtype = find_dtype(name)
-    scales: KVScales | float | None
+    scales: KVScales | str | float | None = given
     if given is plan is None and not dtype.dynamic:
         scales = resolve(checkpoint, tp_rank=rank, tp_size=size, revision=revision)
-    else:
-        scales = resolve(given, tp_rank=rank, tp_size=size)
+    ranks = TensorParallel(rank, size)
     config = ServingConfig.parse(
-        scales=scales, plan=plan, dtype=dtype.format, backend=backend, tp_rank=rank, tp_size=size
+        scales=scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
     if config.options.dynamic_scales != dtype.dynamic:
         other = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"

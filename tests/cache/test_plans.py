@@ -132,9 +132,9 @@ def test_dynamic_plans_without_centers_are_explicit_plans() -> None:
 def test_the_footprint_and_repr_name_the_plans() -> None:
     cache = FP8PagedCache(config(), scales=planned_scales(), skip_layers=[1])
     plans = {str(PLANS[0]): 1, str(PLANS[2]): 1}
-    assert cache.memory_footprint()["plans"] == plans
+    assert cache.memory_footprint().layers_by_plan == plans
     assert repr(cache) == f"FP8PagedCache(3 layers: 1 x {PLANS[0]}; 1 x {PLANS[2]})"
-    assert FP8PagedCache(config(), dtype="fp8").memory_footprint()["plans"] == {
+    assert FP8PagedCache(config(), dtype="fp8").memory_footprint().layers_by_plan == {
         "K fp8_e4m3, V fp8_e4m3": 3
     }
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, MambaConfig, MambaForCausalLM
 
-from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, calibrate
-from hf_fp8kv.calibration import measure
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, calibrate, measure
 from hf_fp8kv.calibration.observe import Batch
 from hf_fp8kv.calibration.scoring import warn_if_worse
 from hf_fp8kv.formats import FORMATS
@@ -489,7 +488,7 @@ def test_nan_is_an_error_that_names_the_layer():
     [
         ({"granularity": "row"}, "granularity: expected one of tensor, head, channel"),
         ({"center": "yes"}, "center: expected True or False"),
-        ({"dtype": "auto"}, "dtype: expected an 8-bit format"),
+        ({"dtype": "model"}, "dtype: expected an 8-bit format, got 'model'"),
         ({"dtype": "int4"}, "dtype: expected one of"),
         ({"margin": 0.5}, "margin: expected a factor from 1 to 16"),
         ({"margin": float("nan")}, "margin: expected a factor"),

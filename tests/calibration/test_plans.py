@@ -262,7 +262,7 @@ def chosen(llama: Any) -> StoragePlan:
 
 
 def compare(model: Any, plan: StoragePlan, tokens: int = 300) -> tuple[float, float]:
-    """Return the KL of predictions with the default and with a plan, on tokens of its own."""
+    """Return the KL of predictions with the default and with a plan, on other tokens."""
     ids = torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(9))
     caches = {
         name: lambda how=how: FP8PagedCache(model.config, **how)
@@ -281,11 +281,11 @@ def test_gaussian_numbers_get_narrow_rotated_formats(llama: Any, chosen: Storage
     default, planned = compare(llama, chosen)
     assert planned < 0.5 * default
     assert repr(chosen).startswith("StoragePlan(")
-    assert repr(chosen).endswith("; chosen on 256 random tokens)")
+    assert repr(chosen).endswith(" chosen on 256 random tokens)")
 
 
 def test_a_plan_is_the_same_each_time(llama: Any, chosen: StoragePlan, tmp_path: Path) -> None:
-    """In train mode, under another attention, and in a cache's files; the model stays as it was."""
+    """In train mode, under another attention and from files. The model stays as it was."""
     llama.train()
     llama.set_attn_implementation("eager")
     state = torch.get_rng_state()
@@ -313,8 +313,8 @@ def test_a_plan_is_the_same_each_time(llama: Any, chosen: StoragePlan, tmp_path:
 @pytest.mark.full
 def test_another_process_chooses_the_same_plan(chosen: StoragePlan) -> None:
     code = (
-        f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
-        "from hf_fp8kv import choose_plan; from tests.helpers.tiny_models import tiny\n"
+        f"import torch\ntorch.set_num_threads({torch.get_num_threads()})\n"
+        "from hf_fp8kv import choose_plan\nfrom tests.helpers.tiny_models import tiny\n"
         f"print(choose_plan(tiny('llama', **{LONG})[0]).digest)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
@@ -348,7 +348,7 @@ SAFE, LATENT = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
     ],
 )
 def test_every_kind_of_model_gets_a_plan(name: str, k: Any, v: Any) -> None:
-    """That of the safe format where nothing else can be tried."""
+    """Where nothing can be tried, it has the safe format."""
     try:
         model, inputs = tiny(name)
         paged_layers(model)
