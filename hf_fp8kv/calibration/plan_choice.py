@@ -92,7 +92,7 @@ def choose_plan(
     for index in sorted(layers):
         center, plan = None, LayerPlan(_SAFE, SidePlan(AUTO) if latent else _SAFE)
         of_layer = reads.pop(index, [])
-        if of_layer and all(queries is not None for _, _, queries in of_layer[0]):
+        if of_layer and all(queries is not None for *_, queries in chain(*of_layer)):
             center, plan = _choose(index, of_layer, may_move=may_turn, latent=latent)
         chosen[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
@@ -157,22 +157,24 @@ def _choose(
     plain = [_SAFE, *_OTHERS]
     centered = [replace(plan, centered=True) for plan in plain]
     k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_SAFE]
-    v_plans = [SidePlan(AUTO)] if latent else plain
+    v_plans = [] if latent else plain
     k, v = (
         [torch.stack([(read[0], read[1])[side] for read in window]) for window in windows]
         for side in (0, 1)
     )
-    center = torch.stack([x.mean((0, 1), dtype=torch.float32) for x in k]).mean(0)
+    center = torch.cat([x.flatten(0, 1) for x in k]).mean(0, dtype=torch.float32)
     costs = []
     for i, window in enumerate(windows):
         queries = [read[2] for read in window if read[2] is not None]
         q = torch.stack([x.q for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, Dk]
         weights = torch.stack([x.weights for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, N]
         of_k = _candidates(k[i].float(), center, k_plans)
-        of_v = _candidates(v[i].float(), None, v_plans)
+        of_v = None if latent else _candidates(v[i].float(), None, v_plans)
         k_errors, v_errors = _errors(of_k, of_v, (*k_plans, *v_plans))
-        of_keys = _cost_of_keys(q, weights, k_errors, k_plans)
-        costs.append(torch.cat([of_keys, _cost_of_values(weights, v_errors)]))
+        cost = _cost_of_keys(q, weights, k_errors, k_plans)
+        if v_errors is not None:
+            cost = torch.cat([cost, _cost_of_values(weights, v_errors)])
+        costs.append(cost)
     found = torch.stack(costs).sum(0).tolist()  # at once: it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
         raise ConfigError(
@@ -180,7 +182,8 @@ def _choose(
             "bfloat16 or float32, and look at the text"
         )
     count = len(k_plans)
-    plan = LayerPlan(_cheapest(k_plans, found[:count]), _cheapest(v_plans, found[count:]))
+    v_plan = SidePlan(AUTO) if latent else _cheapest(v_plans, found[count:])
+    plan = LayerPlan(_cheapest(k_plans, found[:count]), v_plan)
     return (center.cpu() if plan.k.centered else None), plan
 
 
@@ -194,10 +197,13 @@ def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> 
     return variants[which].transpose(2, 3)
 
 
-def _errors(of_k: Tensor, of_v: Tensor, plans: Sequence[SidePlan]) -> tuple[Tensor, Tensor]:
-    """Return the errors of both sides' candidates; of numbers that stay as they are, not used."""
-    formats = tuple(FORMATS.get(plan.format, FORMATS[DEFAULT_DTYPE]) for plan in plans)
-    count = len(of_k)
+def _errors(
+    of_k: Tensor, of_v: Tensor | None, plans: Sequence[SidePlan]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the errors of both sides' candidates; K alone may have some."""
+    formats, count = tuple(FORMATS[plan.format] for plan in plans), len(of_k)
+    if of_v is None:
+        return dynamic_errors(of_k, formats), None
     if of_k.shape[1:] == of_v.shape[1:]:
         errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
         return errors[:count], errors[count:]

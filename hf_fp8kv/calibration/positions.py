@@ -18,6 +18,11 @@ from ..modeling.model_support import config_field
 from ..utils.text import format_value
 from .observe import Batch
 
+# What configs call the number of positions.
+_LIMITS = (
+    "max_position_embeddings", "n_positions", "max_target_positions",
+    "max_encoder_position_embeddings", "max_decoder_position_embeddings",
+)  # fmt: skip
 # Where nothing else is asked for: so many windows long.
 _WINDOWS = 8
 # The windows' places as parts of the way to the last one. Multiples of the golden ratio are spread
@@ -91,7 +96,7 @@ def turns_keys(model: PreTrainedModel) -> bool:
 
 def _find_limits(model: PreTrainedModel) -> list[int]:
     config = model.config.get_text_config(decoder=True)
-    limits = [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
+    limits = [config_field(config, name) for name in _LIMITS]
     return [int(n) for n in limits if isinstance(n, int | float) and n > 1]
 
 

@@ -433,8 +433,7 @@ def test_layers_without_positions_are_refused():
 
 
 @pytest.mark.parametrize(
-    "keywords",
-    [{}, {"granularity": "token"}, pytest.param({"plan": "measured"}, marks=pytest.mark.full)],
+    "keywords", [{}, pytest.param({"plan": "measured"}, marks=pytest.mark.full)]
 )
 def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
     model, _ = tiny("deepseek_v3")

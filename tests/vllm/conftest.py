@@ -115,8 +115,9 @@ def serve():
 
     running = []
 
-    def start(folder, kv_cache_dtype, scales=None, **options):
-        config = {} if scales is None else {"hf_fp8kv": {"scales": str(scales)}}
+    def start(folder, kv_cache_dtype, scales=None, plan=None, **options):
+        named = {"scales": scales, "plan": plan}
+        config = {"hf_fp8kv": {name: str(path) for name, path in named.items() if path}}
         options = {
             "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": True, "dtype": "float32",
             "max_model_len": 512,
