@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def turn(turns: Turns, x: torch.Tensor, positions: int) -> torch.Tensor:
-    """Return keys `[..., D]`, float32, as they are so many positions further on."""
+    """Return keys `[..., D]`, float32, moved by a number of positions."""
     dim = x.shape[-1]
     before, turned = turns.mla or (0, int(dim * turns.share))
     if before + turned > dim or (turns.mla and before + turned != dim):

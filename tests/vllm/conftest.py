@@ -122,7 +122,7 @@ def serve():
             "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": True, "dtype": "float32",
             "max_model_len": 512,
             "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 8 << 20,
-            # Less than the longest prompts: they are prefilled in chunks, beside others.
+            # Less than the longest prompts: the engine prefills them in chunks, with others.
             "max_num_batched_tokens": 128, "seed": 0, "block_size": 32,
         } | options  # fmt: skip
         llm = LLM(folder, additional_config=config, **options)
