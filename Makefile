@@ -160,9 +160,10 @@ oldest: $(OLDEST)/ready
 	$(if $(OLDEST_TESTS),$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS),@echo "none of these tests exist yet")
 	PYTHONPATH=$(abspath $(OLDEST))/triton $(OLDEST)/bin/python -m pytest tests/kernel_check -k what_a_step_runs
 
+# With transformers 5.24 prompt and prefix tuning of PEFT 0.21.2 do not find the cache.
 $(PEFT)/ready: $(READY)
 	$(call make_environment,$(PEFT))
-	$(PEFT)/bin/$(PIP) --no-deps peft==0.21.2
+	$(PEFT)/bin/$(PIP) --no-deps peft==0.21.2 transformers==5.23.0
 	@touch $@
 
 peft: $(PEFT)/ready

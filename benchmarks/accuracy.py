@@ -227,8 +227,8 @@ def _make_rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
             if (fmt, scales) in choices:
                 options["scales"] = _static_scales(choices[fmt, scales], centered)
             else:
-                options["scales"] = 1.0 if scales == CONSTANT else None
-                options["center_keys"] = centered
+                plan = f"{fmt} centered" if centered else fmt
+                options = {"plan": plan, "scales": 1.0 if scales == CONSTANT else None}
             make = partial(FP8PagedCache, model.config, **options)
             rows.append(_Row(fmt, scales, centered, make))
     return rows
@@ -268,7 +268,7 @@ def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) 
     if isinstance(cache, FP8PagedCache):
         page = cache.options.page_size
         # The last page is partly filled: count a token's share of a full page.
-        return float(cache.memory_footprint()["used"]) / (-(-tokens // page) * page)
+        return float(cache.memory_footprint().used_bytes) / (-(-tokens // page) * page)
     return count_bytes(cache) / tokens
 
 

@@ -184,7 +184,7 @@ def _bytes_per_token(make: Callable[[], Any]) -> float:
     cache, tokens = make(), 64
     latent = torch.ones((1, 1, tokens, 512), dtype=torch.bfloat16)
     cache.update(latent, latent[..., :64], 0)
-    return float(cache.memory_footprint()["used"]) / tokens
+    return float(cache.memory_footprint().used_bytes) / tokens
 
 
 def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrainedModel:

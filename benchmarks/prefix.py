@@ -101,8 +101,8 @@ def _measure(task: dict[str, Any]) -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_fp8kv.attention.enable import enable
     from hf_fp8kv.cache.prefix_store import PrefixStore
+    from hf_fp8kv.enabling import enable
     from hf_fp8kv.ops import choose_backend, prepare_backend
 
     tokenizer = AutoTokenizer.from_pretrained(task["model"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.cli.bench import show_result
 from hf_fp8kv.cli.shared import DEMO, load_model, show_progress
-from hf_fp8kv.errors import Fp8KVError
+from hf_fp8kv.errors import FP8KVError
 from hf_fp8kv.utils.terminal import make_table
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main(
     try:
         with show_progress() as report:
             result = measure(**given, progress=report)
-    except Fp8KVError as error:
+    except FP8KVError as error:
         sys.exit(f"error: {error}")
     show_result(result, format_table or format_rows, path)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from hf_fp8kv import choose_plan, demo_model_path
 from hf_fp8kv.calibration import calibrate
-from hf_fp8kv.utils.demo_model import model_path
 from hf_fp8kv.utils.environment import describe_run
 
 from .accuracy import split_topics
@@ -31,18 +31,17 @@ CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
     ("hf_fp8kv_static", "static, per channel, measured plan"): {
         "granularity": "channel", "plan": "measured",
     },
-    ("hf_fp8kv", "measured plan"): {"granularity": "token", "plan": "measured"},
 }  # fmt: skip
 
 
 def make_scales(
     checkpoint: str, texts: Sequence[str], tokenizer: Any, tokens: int, folder: Path
-) -> list[tuple[str, str, str, str | None]]:
-    """Calibrate on `tokens`; return dtype, name, checkpoint and scales of each row."""
+) -> list[tuple[str, str, str, dict[str, str]]]:
+    """Calibrate on `tokens`. Return dtype, name, checkpoint and plugin options of each row."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
-    rows: list[tuple[str, str, str, str | None]] = []
+    rows: list[tuple[str, str, str, dict[str, str]]] = []
     for number, ((dtype, name), options) in enumerate(CALIBRATED.items()):
         scales = calibrate(
             model, list(texts), tokenizer=tokenizer, max_tokens=tokens, held_out=0, **options
@@ -50,18 +49,20 @@ def make_scales(
         path = str(folder / str(number))
         if dtype == "fp8":
             scales.save_pretrained(path, format="compressed-tensors", checkpoint=checkpoint)
-            rows.append((dtype, name, path, None))
+            rows.append((dtype, name, path, {}))
         else:
             scales.save_pretrained(path)
-            rows.append((dtype, name, checkpoint, path))
-    return rows
+            rows.append((dtype, name, checkpoint, {"scales": path}))
+    path = str(folder / "plan")
+    choose_plan(model, list(texts), tokenizer=tokenizer).save_pretrained(path)
+    return [*rows, ("hf_fp8kv", "chosen plan", checkpoint, {"plan": path})]
 
 
-def predict(folder: str, texts: Sequence[list[int]], dtype: str, scales: str | None) -> Any:
+def predict(folder: str, texts: Sequence[list[int]], dtype: str, stored: dict[str, str]) -> Any:
     """Return the log-probabilities at each token of each text, `[tokens, vocabulary]`."""
     from vllm import LLM, SamplingParams
 
-    config = {} if scales is None else {"hf_fp8kv": {"scales": scales}}
+    config = {"hf_fp8kv": stored}
     length = max(map(len, texts))
     llm = LLM(
         folder, kv_cache_dtype=dtype, additional_config=config, dtype="bfloat16", max_num_seqs=1,
@@ -114,23 +115,23 @@ def measure_vllm(
     # Once: with a second engine vLLM 0.32 fails at a module of llvmlite.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
-    checkpoint = str(model_path())
+    checkpoint = str(demo_model_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     scored, others = split_topics(tokenizer, 4, tokens)
     texts = [ids[0].tolist() for ids in scored.values()]
     rows = []
     with tempfile.TemporaryDirectory() as made:
-        planned: list[tuple[str, str, str, str | None]]
-        planned = [(dtype, "as the dtype says", checkpoint, None) for dtype in dtypes]
+        planned: list[tuple[str, str, str, dict[str, str]]]
+        planned = [(dtype, "as the dtype says", checkpoint, {}) for dtype in dtypes]
         if calibrated:  # before vLLM, which changes classes of transformers
             planned += make_scales(
                 checkpoint, list(others.values()), tokenizer, calibrated, Path(made)
             )
         progress(BASE)
-        base = predict(checkpoint, texts, BASE, None)
-        for dtype, name, folder, scales in planned:
+        base = predict(checkpoint, texts, BASE, {})
+        for dtype, name, folder, stored in planned:
             progress(f"{dtype}, {name}")
-            other = predict(folder, texts, dtype, scales)
+            other = predict(folder, texts, dtype, stored)
             kl = (base.exp() * (base - other)).sum(-1)
             same = (base.argmax(-1) == other.argmax(-1)).float().mean()
             rows.append(

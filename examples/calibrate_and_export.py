@@ -14,8 +14,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import FP8PagedCache, KVScales, calibrate
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import FP8PagedCache, KVScales, calibrate, demo_model_path
 
 
 def main() -> None:
@@ -25,7 +24,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=512, help="tokens to measure on")
     parser.add_argument("--out", type=Path, help="a new folder; default: a temporary one")
     args = parser.parse_args()
-    folder = args.model or model_path()
+    folder = args.model or demo_model_path()
     out = args.out or Path(tempfile.mkdtemp(prefix="hf_fp8kv-"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="fp8_paged")

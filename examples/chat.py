@@ -11,8 +11,7 @@ import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import FP8PagedCache, enable
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import FP8PagedCache, demo_model_path, enable
 
 QUESTIONS = ["Name a fruit.", "Name another one.", "And one more?"]
 
@@ -23,7 +22,7 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=QUESTIONS)
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(name := args.model or model_path())
+    tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = enable(AutoModelForCausalLM.from_pretrained(name).float())
     cache = FP8PagedCache(model.config)
     chat: list[dict[str, str]] = []

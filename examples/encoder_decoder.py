@@ -4,7 +4,7 @@
     python examples/encoder_decoder.py --model path/or/hub-id --text "translate to German: Hello"
 
 Without --model it creates a small BART with random weights, which does not need the Hub. Its text
-is meaningless, but with dtype="auto" it is the same with both caches; compare the bytes in FP8.
+is meaningless, but with dtype="model" it is the same with both caches; compare the bytes in FP8.
 """
 
 import argparse
@@ -41,10 +41,10 @@ def main() -> None:
 
     usual = model.generate(**inputs, **how)
     # The second cache takes no config: every layer's cross-attention stores the encoder's output.
-    caches = FP8PagedCache(model.config, dtype="auto"), FP8PagedCache(dtype="auto")
+    caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
     stored = model.generate(**inputs, **how, past_key_values=EncoderDecoderCache(*caches))
     print(f"{usual.sequences.shape[1]} tokens, {usual.sequences.unique().numel()} different ones")
-    print(f"the same tokens with dtype='auto': {torch.equal(usual.sequences, stored.sequences)}")
+    print(f"the same tokens with dtype='model': {torch.equal(usual.sequences, stored.sequences)}")
 
     enable(model)  # from now on each call creates such a pair itself, in FP8
     small = model.generate(**inputs, **how).past_key_values
@@ -52,7 +52,7 @@ def main() -> None:
         layers = getattr(usual.past_key_values, part).layers
         before = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         size = getattr(small, part).memory_footprint()
-        share = f"{size['used']:,} in FP8 ({size['used'] / before:.3f} of it)"
+        share = f"{size.used_bytes:,} in FP8 ({size.used_bytes / before:.3f} of it)"
         print(f"{part}: {before:,} bytes in {str(model.dtype)[6:]}, {share}")
 
 

@@ -14,8 +14,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import FP8PagedCache, demo_model_path
 
 
 @torch.no_grad()
@@ -25,7 +24,7 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=["What is a slice?", "What is a tuple?"])
     parser.add_argument("--characters", type=int, default=8000, help="characters of the document")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(name := args.model or model_path())
+    tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").float()
 
     def ask(ids: torch.Tensor, cache: FP8PagedCache, tokens: int = 16) -> str:

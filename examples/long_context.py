@@ -14,8 +14,7 @@ import pydoc_data.topics
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import FP8PagedCache, OutOfPagesError
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import FP8PagedCache, OutOfPagesError, demo_model_path
 
 NEW_TOKENS = 24
 
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("--max-pages", type=int, default=64, help="the budget, in pages")
     parser.add_argument("--chunk", type=int, default=512, help="tokens per call of the model")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(name := args.model or model_path())
+    tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     document = tokenizer(pydoc_data.topics.topics["string-methods"], return_tensors="pt").input_ids
@@ -50,7 +49,7 @@ def main() -> None:
     how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     out = model.generate(ids, past_key_values=cache, **how)
     print(f"answer: {tokenizer.decode(out[0, ids.shape[1] :])!r}")
-    size = cache.memory_footprint()["total"]
+    size = cache.memory_footprint().total_bytes
     # PagedKV tensors have the shape and dtype of dense ones: this is the size of those.
     dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     print(f"{cache.budget.held} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantised")

@@ -12,8 +12,7 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from hf_fp8kv import disable, enable
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import demo_model_path, disable, enable
 
 PROMPTS = [
     "London is the capital of",
@@ -25,10 +24,10 @@ PROMPTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--dtype", help="storage dtype of K and V; default: measured in each layer")
+    parser.add_argument("--dtype", help="storage dtype of K and V; default: fp8_e3m4")
     parser.add_argument("--new-tokens", type=int, default=12)
     args = parser.parse_args()
-    name = args.model or model_path()
+    name = args.model or demo_model_path()
 
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -14,17 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import hf_fp8kv
-from hf_fp8kv.utils.demo_model import model_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--dtype", help="storage dtype of K and V; default: measured in each layer")
+    parser.add_argument("--dtype", help="storage dtype of K and V; default: fp8_e3m4")
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
-    name = args.model or model_path()
+    name = args.model or hf_fp8kv.demo_model_path()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -49,10 +48,12 @@ def main() -> None:
     size = paged.memory_footprint()
     print(f"DynamicCache: {tokenizer.decode(before[0, length:])!r}")
     print(f"FP8PagedCache: {tokenizer.decode(after[0, length:])!r}")
-    print(f"tokens held: {size['tokens']}")
+    print(f"tokens held: {size.tokens}")
     print(f"DynamicCache: {usual_bytes:,} bytes")
-    print(f"FP8PagedCache: {size['total']:,} bytes, {size['total'] / usual_bytes:.3f} of it")
-    print(f"  of these, pages and scales in use: {size['used']:,}; the rest is room to grow into")
+    print(f"FP8PagedCache: {size.total_bytes:,} bytes, {size.total_bytes / usual_bytes:.3f} of it")
+    print(
+        f"  of these, pages and scales in use: {size.used_bytes:,}; the rest is room to grow into"
+    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
-from hf_fp8kv import serving
-from hf_fp8kv.serving.server import application
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import application, demo_model_path, serving
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 FACT = "Fact {} of {} is kept in a page of its own, number {}, and a page has many slots. "
@@ -47,7 +45,7 @@ def talk(client: OpenAI, header: bool, number: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    serve.run(replicas(sys.argv[1] if len(sys.argv) > 1 else str(model_path())))
+    serve.run(replicas(sys.argv[1] if len(sys.argv) > 1 else str(demo_model_path())))
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     for header in (False, True):
         began, pool = time.perf_counter(), ThreadPoolExecutor(4)

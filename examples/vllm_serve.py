@@ -13,8 +13,7 @@ import tempfile
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import FP8PagedCache, calibrate
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import FP8PagedCache, calibrate, demo_model_path
 
 PROMPTS = ("London is the capital of", "The first three prime numbers are", "Water boils at")
 
@@ -24,7 +23,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=4096, help="of calibration text")
     chosen = parser.parse_args()
-    name = str(model_path())
+    name = str(demo_model_path())
     prompts = [AutoTokenizer.from_pretrained(name)(prompt).input_ids for prompt in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, attn_implementation="fp8_paged"

@@ -5,49 +5,58 @@ nothing else.
 """
 
 import importlib as _importlib
-from types import ModuleType as _Module
+import typing as _typing
 
 from .attention.check_model import ModelReport, check_model
-from .attention.enable import disable, enable
-from .attention.fp8_paged import register
-from .cache.cache import FP8PagedCache
-from .cache.ds_mla import from_ds_mla, to_ds_mla
+from .attention.fp8_paged import register as _register
+from .cache.cache import FP8PagedCache, MemoryFootprint
 from .cache.prefix_store import PrefixStore, StoreUsage
-from .calibration import calibrate
-from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
+from .calibration import calibrate, choose_plan, measure
+from .enabling import disable, enable
+from .errors import BackendError, ConfigError, FP8KVError, OutOfPagesError, ScaleError
 from .formats import LayerPlan, SidePlan
 from .modeling.tensor_parallel import tensor_parallel
 from .scales import KVScales, LayerScales
+from .scales.kv_scales import StoragePlan
+from .utils.demo_model import demo_model_path
+
+if _typing.TYPE_CHECKING:
+    from .serving.server import application
 
 __all__ = [
     "BackendError",
     "ConfigError",
+    "FP8KVError",
     "FP8PagedCache",
-    "Fp8KVError",
     "KVScales",
     "LayerPlan",
     "LayerScales",
+    "MemoryFootprint",
     "ModelReport",
     "OutOfPagesError",
     "PrefixStore",
     "ScaleError",
     "SidePlan",
+    "StoragePlan",
     "StoreUsage",
+    "application",
     "calibrate",
     "check_model",
+    "choose_plan",
+    "demo_model_path",
     "disable",
     "enable",
-    "from_ds_mla",
-    "register",
+    "measure",
     "tensor_parallel",
-    "to_ds_mla",
 ]
 
-register()
+_register()
 
 
-def __getattr__(name: str) -> _Module:
-    """Import `hf_fp8kv.serving` lazily; it depends on transformers' continuous-batching engine."""
+def __getattr__(name: str) -> _typing.Any:
+    """Import lazily what depends on transformers' engine: `hf_fp8kv.serving` and `application`."""
     if name == "serving":
         return _importlib.import_module(f"{__name__}.serving")
+    if name == "application":
+        return _importlib.import_module(f"{__name__}.serving.server").application
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Errors: everything this package raises on purpose.
 
-    Fp8KVError
+    FP8KVError
     ├── ConfigError      incompatible or invalid arguments, model or call
     ├── ScaleError       unusable scales, or an unusable file of scales
     ├── OutOfPagesError  a budget (max_pages, max_cache_len) would be exceeded
@@ -12,19 +12,19 @@ before the call.
 """
 
 
-class Fp8KVError(Exception):
+class FP8KVError(Exception):
     """Base of every error that this package raises on purpose."""
 
 
-class ConfigError(Fp8KVError, ValueError):
+class ConfigError(FP8KVError, ValueError):
     """Incompatible or invalid arguments, model or call."""
 
 
-class ScaleError(Fp8KVError, ValueError):
+class ScaleError(FP8KVError, ValueError):
     """Unusable scales, or an unusable file of scales."""
 
 
-class OutOfPagesError(Fp8KVError, MemoryError):
+class OutOfPagesError(FP8KVError, MemoryError):
     """A budget of pages or of tokens would be exceeded.
 
     Attributes:
@@ -51,11 +51,11 @@ class OutOfPagesError(Fp8KVError, MemoryError):
         return _rebuild_out_of_pages, (self.args[0], self.needed, self.available)
 
 
-class BackendError(Fp8KVError, RuntimeError):
+class BackendError(FP8KVError, RuntimeError):
     """A backend requested by name cannot run here."""
 
 
-class EngineError(Fp8KVError, RuntimeError):
+class EngineError(FP8KVError, RuntimeError):
     """The engine of a server ended while it served."""
 
 

@@ -130,7 +130,7 @@ def demo_model_path() -> Path:
     from hf_fp8kv.utils import demo_model
 
     try:
-        return demo_model.model_path()
+        return demo_model.demo_model_path()
     except ConfigError as error:
         if os.environ.get("CI"):
             raise  # CI installs the model: a skip there would hide half of the tests

@@ -52,10 +52,11 @@ def test_the_blocks_of_the_quickstart_run_in_their_order(run):
     shown = {
         "FP8PagedCache",
         "KVScales",
-        "LayerPlan",
         "PrefixStore",
         "calibrate",
         "check_model",
+        "choose_plan",
+        "demo_model_path",
         "disable",
         "enable",
     }

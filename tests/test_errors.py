@@ -11,7 +11,7 @@ from hf_fp8kv.errors import (
     BackendError,
     ConfigError,
     EngineError,
-    Fp8KVError,
+    FP8KVError,
     OutOfPagesError,
     ScaleError,
 )
@@ -25,7 +25,7 @@ BUILT_IN = {
     EngineError: RuntimeError,
 }
 EXAMPLES = [
-    Fp8KVError("something"),
+    FP8KVError("something"),
     ConfigError("a config"),
     ScaleError("a scale"),
     OutOfPagesError("no pages", needed=7, available=2),
@@ -36,15 +36,15 @@ EXAMPLES = [
 
 def test_these_are_all_errors_of_the_module():
     classes = {c for _, c in inspect.getmembers(errors, inspect.isclass)}
-    assert classes == {Fp8KVError, *BUILT_IN} == {type(e) for e in EXAMPLES}
+    assert classes == {FP8KVError, *BUILT_IN} == {type(e) for e in EXAMPLES}
 
 
 @pytest.mark.parametrize("kind", BUILT_IN, ids=lambda c: c.__name__)
 def test_each_is_ours_and_of_a_built_in_kind(kind):
-    assert issubclass(kind, Fp8KVError)
+    assert issubclass(kind, FP8KVError)
     assert issubclass(kind, BUILT_IN[kind])
     assert [other for other in BUILT_IN if issubclass(kind, other)] == [kind]
-    assert Fp8KVError.__bases__ == (Exception,)
+    assert FP8KVError.__bases__ == (Exception,)
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
@@ -55,7 +55,7 @@ def test_an_error_survives_copying_and_pickling(error):
         assert_same(error, pickle.loads(pickle.dumps(error, protocol)))
 
 
-def assert_same(error: Fp8KVError, other: Fp8KVError) -> None:
+def assert_same(error: FP8KVError, other: FP8KVError) -> None:
     assert type(other) is type(error)
     assert other is not error
     assert (str(other), other.args) == (str(error), error.args)

@@ -155,7 +155,7 @@ def test_a_budget_that_is_used_up_shortens_the_text(run, layers, monkeypatch):  
 
 def test_an_encoder_decoder_says_the_same_and_takes_half(run):
     printed = run("encoder_decoder.py")
-    assert "the same tokens with dtype='auto': True" in printed
+    assert "the same tokens with dtype='model': True" in printed
     tokens, different = _numbers(r"(\d+) tokens, (\d+) different ones", printed)
     assert tokens == 251
     assert different > 3

@@ -16,7 +16,8 @@ FLOORS = (
     ("paging",),
     ("cache",),
     ("attention",),
-    ("calibration", "serving"),
+    ("calibration",),
+    ("enabling", "serving"),
     ("__init__", "vllm"),
     ("bench",),
     ("cli",),
@@ -26,9 +27,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 2060, "bench": 977, "cache": 5471, "calibration": 3143, "cli": 2324,
-    "errors": 63, "formats": 454, "__init__": 53, "modeling": 577, "ops": 7910, "paging": 1985,
-    "scales": 3934, "serving": 7035, "utils": 660, "vllm": 1042,
+    "attention": 1818, "bench": 974, "cache": 4823, "calibration": 3439, "cli": 2340,
+    "enabling": 260, "errors": 63, "formats": 485, "__init__": 62, "modeling": 545, "ops": 7911,
+    "paging": 1985, "scales": 3892, "serving": 7029, "utils": 782, "vllm": 1042,
 }  # fmt: skip
 
 

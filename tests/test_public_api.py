@@ -9,7 +9,6 @@ from types import ModuleType
 import pytest
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface
 
 import hf_fp8kv
 from hf_fp8kv.attention.switching import watched_attention
@@ -17,7 +16,6 @@ from tests.helpers.tiny_models import tiny
 
 HEAVY = ("triton", "numba", "matplotlib")
 LATER = ("hf_fp8kv.serving", "transformers.generation.continuous_batching.cache")
-REGISTRIES = {"attention": AttentionInterface, "mask": AttentionMaskInterface}
 
 
 def public_names(module: ModuleType) -> set[str]:
@@ -26,15 +24,15 @@ def public_names(module: ModuleType) -> set[str]:
 
 
 PROMISED = {
-    "BackendError", "ConfigError", "FP8PagedCache", "Fp8KVError", "KVScales", "OutOfPagesError",
-    "ScaleError", "check_model", "disable", "enable",
+    "BackendError", "ConfigError", "FP8KVError", "FP8PagedCache", "KVScales", "OutOfPagesError",
+    "ScaleError", "application", "check_model", "demo_model_path", "disable", "enable", "measure",
 }  # fmt: skip
 
 
 def test_all_names_exactly_the_public_names_in_order():
     names: dict[str, object] = {}
     exec("from hf_fp8kv import *", names)
-    assert set(hf_fp8kv.__all__) == public_names(hf_fp8kv) <= names.keys()
+    assert set(hf_fp8kv.__all__) == public_names(hf_fp8kv) | {"application"} <= names.keys()
     assert hf_fp8kv.__all__ == sorted(set(hf_fp8kv.__all__))
     assert set(hf_fp8kv.__all__) >= PROMISED
     assert all(inspect.getdoc(getattr(hf_fp8kv, name)) for name in hf_fp8kv.__all__)
@@ -70,7 +68,7 @@ print(json.dumps({
     "changed": {k: [n for n in before[k] if after[k].get(n) is not before[k][n]] for k in before},
     "modules": sorted(added),
     "filters": len(warnings.filters) - len(filters),
-    "serving": hf_fp8kv.serving.enable.__module__,
+    "later": [hf_fp8kv.serving.enable.__module__, hf_fp8kv.application.__module__],
 }))
 """
 
@@ -102,18 +100,9 @@ def test_importing_changes_nothing_that_was_there(imported):
 def test_heavy_modules_are_imported_on_demand(imported):
     assert not set(HEAVY) & {name.split(".")[0] for name in imported["modules"]}
     assert not set(LATER) & set(imported["modules"])
-    assert imported["serving"] == "hf_fp8kv.serving"
+    assert imported["later"] == ["hf_fp8kv.serving", "hf_fp8kv.serving.server"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hf_fp8kv.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize("registry", REGISTRIES.values(), ids=REGISTRIES)
-def test_registering_again_changes_nothing(registry):
-    before = dict(registry._global_mapping)
-    hf_fp8kv.register()
-    after = registry._global_mapping
-    assert list(after) == list(before)
-    assert all(after[name] is before[name] for name in before)
 
 
 def test_registered_functions_take_the_arguments_of_sdpa_in_its_order():

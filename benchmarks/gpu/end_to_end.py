@@ -53,7 +53,7 @@ CACHES: list[tuple[str, str, type[Cache], dict[str, Any]]] = [
 ]
 OFFLOADED: list[tuple[str, str, type[Cache], dict[str, Any]]] = [
     ("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, {"offloading": True}),
-    ("FP8PagedCache half offloaded", "fp8_paged", FP8PagedCache, {"max_device_pages": "half"}),
+    ("FP8PagedCache half offloaded", "fp8_paged", FP8PagedCache, {"offloading": "half"}),
     (
         "FP8PagedCache auto offloaded", "fp8_paged", FP8PagedCache,
         {"offloading": True, "dtype": "auto"},
@@ -90,8 +90,8 @@ def _measure(
             options = dict(given)
             if kind is FP8PagedCache:
                 options["backend"] = backend
-            if "max_device_pages" in options:
-                options["max_device_pages"] = -(-context // 64) * batch // 2
+            if options.get("offloading") == "half":
+                options["offloading"] = -(-context // 64) * batch // 2
             if name.endswith(" compiled"):
                 options["max_cache_len"] = context + sizes.tokens[1] + sizes.warm[1] + SPARE
             make = functools.partial(kind, config=model.config, **options)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_fp8kv.cli.bench import show_result
 from hf_fp8kv.cli.shared import show_progress
-from hf_fp8kv.errors import ConfigError, Fp8KVError
+from hf_fp8kv.errors import ConfigError, FP8KVError
 
 from ..shared import MODEL, TEXTS, Options, Result, read_options, with_model
 from . import THOROUGH, format_table, plot, run_long_suite
@@ -49,7 +49,7 @@ def main() -> None:
         results = [_load(path) for path in paths] or [_measure(given, json_path)]
         if picture is not None:
             plot(results, picture)
-    except Fp8KVError as error:
+    except FP8KVError as error:
         sys.exit(f"error: {error}")
     for result in results:
         show_result(result, format_table, None if paths else json_path)

@@ -73,7 +73,7 @@ def count_tokens(haystacks: Sequence[Haystack], rows: Mapping[str, Row]) -> int:
 def _count_tokens(haystack: Haystack, row: Row) -> int:
     """Return what is read for a cache; those that are filled by one call share the yardstick's."""
     asked = sum(question.ids.shape[1] for question in haystack.questions)
-    return asked + haystack.ids.shape[1] * (row.asks or row is YARDSTICK)
+    return asked + haystack.ids.shape[1] * (row is YARDSTICK)
 
 
 def _ask_all(

@@ -3,14 +3,15 @@
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
 
 from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.calibration.plan_choice import resolve_plan
 from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.formats import ADAPTIVE
 
 # The numbers of a block that share a scale in llama.cpp's q8_0.
 _BLOCK = 32
@@ -24,14 +25,11 @@ class Row:
     """A row of the tables: a cache and how it gets its tokens.
 
     `bits` are those of a number in a bf16 model, with its share of the scales, for a head size.
-    `asks` marks a cache that looks at queries in its first call. It is filled by a call of the
-    model; the others are given the keys and values of one call that they all share.
     """
 
     title: str
-    make: Callable[[PreTrainedConfig], Any]
+    make: Callable[[PreTrainedModel], Any]
     bits: Callable[[int], float] = lambda size: 8 + 16 / size  # a bf16 scale per token and head
-    asks: bool = False
     needs: str = ""  # the module that it needs
 
 
@@ -93,16 +91,21 @@ def round_to_quanto_int8(states: torch.Tensor) -> torch.Tensor:
     return rounded.reshape(states.shape).to(states.dtype)
 
 
-def _paged(**options: Any) -> Callable[[PreTrainedConfig], Any]:
-    return lambda config: FP8PagedCache(config, **options)
+def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
+    return lambda model: FP8PagedCache(model.config, **options)
 
 
-def _rounded(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedConfig], Any]:
-    return partial(RoundedCache, rounding=rounding)
+def _adaptive(model: PreTrainedModel) -> FP8PagedCache:
+    _, plan = resolve_plan(model, ADAPTIVE, None)
+    return FP8PagedCache(model.config, plan=plan)
 
 
-def _stock(backend: str, **options: Any) -> Callable[[PreTrainedConfig], Any]:
-    return lambda config: QuantizedCache(backend, config, **options)
+def _rounded(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], Any]:
+    return lambda model: RoundedCache(model.config, rounding)
+
+
+def _stock(backend: str, **options: Any) -> Callable[[PreTrainedModel], Any]:
+    return lambda model: QuantizedCache(backend, model.config, **options)
 
 
 def _constant(bits: float) -> Callable[[int], float]:
@@ -110,16 +113,17 @@ def _constant(bits: float) -> Callable[[int], float]:
 
 
 ROWS: dict[str, Row] = {
-    "default": Row("FP8PagedCache, the default", _paged(), asks=True),
-    "e3m4": Row("fp8_e3m4, K centered", _paged(dtype="fp8_e3m4", center_keys=True)),
+    "adaptive": Row('FP8PagedCache, dtype="adaptive"', _adaptive),
+    "default": Row("FP8PagedCache, the default", _paged()),
+    "e3m4": Row("fp8_e3m4", _paged(dtype="fp8_e3m4")),
     "e4m3": Row("fp8_e4m3", _paged(dtype="fp8_e4m3")),
-    "e2m5": Row("fp8_e2m5", _paged(dtype="fp8_e2m5"), asks=True),
+    "e2m5": Row("fp8_e2m5", _paged(dtype="fp8_e2m5")),
     # Where K has outliers that turn with the position, this is what the choice has to avoid.
     "e2m5-rotated": Row(
         "fp8_e2m5, K rotated and centered, V rotated",
-        _paged(dtype="fp8_e2m5", center_keys=True, rotate_keys=True, rotate_values=True),
+        _paged(plan=("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")),
     ),
-    "int8": Row("int8", _paged(dtype="int8"), asks=True),
+    "int8": Row("int8", _paged(dtype="int8")),
     "e4m3-1.0": Row("fp8_e4m3, scale 1.0", _paged(dtype="fp8_e4m3", scales=1.0), _constant(8)),
     "bf16": Row("K and V in bfloat16", _rounded(round_to_bfloat16), _constant(16)),
     "q8_0": Row("q8_0 (int8, blocks of 32)", _rounded(round_to_q8_0), _constant(8 + 16 / _BLOCK)),
@@ -161,7 +165,7 @@ def choose_rows(
             missing[name] = f"not installed: pip install {_PACKAGES[row.needs]}"
             continue
         try:
-            row.make(model.config)
+            row.make(model)
         except (ConfigError, ValueError, ImportError) as error:
             missing[name] = f"refused: {' '.join(str(error).split())}"
         else:

@@ -49,8 +49,8 @@ class Prefix:
 
     def fill(self, row: Row, length: int) -> Any:
         """Return a new cache of a row that holds the first `length` tokens."""
-        cache = row.make(self._model.config)
-        if row.asks or self._layers is None:
+        cache = row.make(self._model)
+        if self._layers is None:
             compute_logits(self._model, self._ids[:, :length], cache, {}, scored=False)
             return cache
         for index, layer in enumerate(self._layers):

@@ -22,7 +22,7 @@ from .caches import Row
 from .fill import Prefix
 
 ALL_KINDS = "all"
-YARDSTICK = Row(UNQUANTISED, lambda config: DynamicCache(config=config))
+YARDSTICK = Row(UNQUANTISED, lambda model: DynamicCache(config=model.config))
 # By position and cache.
 TextScores = dict[tuple[int, str], Scores]
 
@@ -68,15 +68,13 @@ def score_text(
             if plans is not None and isinstance(cache, FP8PagedCache):
                 plans[name].update(cache.plan.values())
             if on_call is not None:
-                on_call(name, scored + (start if row.asks else 0))
+                on_call(name, scored)
     return scores
 
 
 def count_tokens(rows: Mapping[str, Row], positions: Sequence[int], scored: int) -> int:
     """Return the tokens that `score_text` reports."""
-    asking = sum(row.asks for row in rows.values())
-    by_position = (scored * (len(rows) + 1) + asking * (p - scored) for p in positions)
-    return max(positions) - scored + sum(by_position)
+    return max(positions) - scored + len(positions) * scored * (len(rows) + 1)
 
 
 def summarize_predictions(

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from ..cache.cache import FP8PagedCache
 from ..cache.layer import PagedLayerBase
 from ..cache.paged_tensor import PagedKV
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import rounding_note
-from ..modeling.model_support import caches_latents, refusal
+from ..modeling.model_support import caches_latents, refusal, with_cache
 from .latent import find_projections, kept_as_is, passes_latents
 from .switching import eval_mode, watched_attention
 
@@ -118,7 +118,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         return ModelReport(name, (), why)
     try:
         cache = FP8PagedCache(model.config, backend="torch")
-    except Fp8KVError as error:
+    except FP8KVError as error:
         return ModelReport(name, (), str(error))
     interface = model._can_set_attn_implementation()
     paged: dict[int, str] | None = None
@@ -175,9 +175,9 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | Non
         ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
         watched = watched_attention(model, record)
         with torch.no_grad(), eval_mode(model), kept_as_is(model), watched:
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, **with_cache(model, cache))
             paged.clear()
-            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+            model(input_ids=ids[:, :1], **with_cache(model, cache))
     except Exception as error:
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None

@@ -11,11 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import ops
-from ..cache.first_write import show_queries
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..cache.stored_rounding import StoredRounding, straight_through
 from ..errors import ConfigError
-from ..modeling.model_support import ATTENTION
+from ..modeling.model_support import ATTENTION, CACHE, ENGINE
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
@@ -27,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # The attribute of an attention module that rounds its K and V as a cache would (training.py).
 ROUNDING = "_hf_fp8kv_rounding"
+# The argument that only an engine passes: before transformers 5.24 its cache.
+_ENGINE_ARGUMENT = "write_index" if CACHE == "cache" else "cache"
 Tensor = torch.Tensor
 
 _DENSE_WARNING = (
@@ -36,8 +37,7 @@ _DENSE_WARNING = (
 _EXPANDS_WARNING = "{} expands all stored latents at each step, which is correct but slower: {}"
 _FOR_GRADIENT = "a gradient is asked for; where none is needed, call the model in torch.no_grad()"
 _FOR_CENTER = (
-    "they have a center, and are values as well, which have none; leave out center_keys=True and "
-    "plans with centers"
+    "they have a center, and are values as well, which have none; leave plans with centers out"
 )
 _FOR_PRODUCT = (
     "kv_b_proj is no product with weights in their dtype; hf_fp8kv.check_model tells, unless this "
@@ -100,7 +100,7 @@ def fp8_paged_attention(
         sliding_window: tokens that a query sees; None: the window of the cache's layer.
         softcap: of the logits.
         s_aux: `[Hq]`, attention sinks.
-        kwargs: of a model's own attention code; `cache` is an engine's cache.
+        kwargs: Arguments from the model or from a continuous-batching engine.
 
     Returns:
         `[B, T, Hq, Dv]`, and the attention weights if ordinary attention computed them, else None.
@@ -117,8 +117,9 @@ def fp8_paged_attention(
         float(query.shape[-1] ** -0.5 if scaling is None else scaling), bool(causal),
         int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias,
     )  # fmt: skip
-    if kwargs.get("cache") is not None:
-        return _engine_attention(module, query, key, value, spec, kwargs), None
+    engine = getattr(key, ENGINE, kwargs.get(_ENGINE_ARGUMENT))
+    if engine is not None:
+        return _engine_attention(module, query, key, value, spec, kwargs, engine), None
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         if latent.passes_latents(module, key, value):
@@ -131,8 +132,6 @@ def fp8_paged_attention(
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
         return _rounded_attention(module, query, key, value, spec, dropout, kwargs, rounding)
-    elif not torch.compiler.is_compiling():
-        show_queries(query, key, spec.scaling)
     return _dense_attention(module, query, key, value, spec, dropout, kwargs)
 
 
@@ -289,14 +288,14 @@ def _engine_attention(
     value: Tensor,
     spec: AttentionSpec,
     kwargs: dict[str, Any],
+    cache: Any,
 ) -> Tensor:
-    """Attend over the pages of a continuous-batching engine, which passes its cache."""
-    cache = kwargs["cache"]
+    """Attend over the pages of a continuous-batching engine."""
     if not hasattr(cache, "attend_stored"):
         raise ConfigError(
-            "expected an engine with FP8 pages, got transformers' own cache "
-            f"({type(cache).__name__}); call hf_fp8kv.serving.enable(model) before creating the "
-            "engine, or use another attn_implementation"
+            "expected an engine with FP8 pages, got transformers' own cache; call "
+            "hf_fp8kv.serving.enable(model) before creating the engine, or use another "
+            "attn_implementation"
         )
     unsupported = [name for name in _MODEL_ARGUMENTS if kwargs.get(name) is not None]
     if unsupported or spec.bias is not None:

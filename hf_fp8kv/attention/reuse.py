@@ -22,7 +22,8 @@ from ..cache.prefix_pages import (
     row_keys,
 )
 from ..errors import ConfigError
-from ..modeling.weights import identify_model
+from ..modeling.identity import identify_model
+from ..modeling.model_support import CACHE
 from ..utils.warn_once import warn_once
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ _PREFILL, _PREPARE = "_prefill", "prepare_inputs_for_generation"
 # What a model may be given beside tokens, such that the same tokens have the same keys and values.
 _NEUTRAL = frozenset(
     {
-        "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
-        "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
+        "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
+        "output_attentions", "output_hidden_states", "output_router_logits",
     }
 )  # fmt: skip
 
@@ -89,7 +90,7 @@ class _Prefill(_Method):
     def __call__(
         self, input_ids: Any, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if not isinstance(cache, TextHolder):
             return self._stock(input_ids, config, model_kwargs, *args, **kwargs)
         text = _find_text(input_ids, config, model_kwargs) if cache.reuse_prefix else None
@@ -154,24 +155,11 @@ class _Prefill(_Method):
         if any(module.training for module in model.modules()):
             return ""
         try:
-            if any(_is_replaced(model, name) for name in (_PREFILL, _PREPARE)):
-                raise ConfigError(
-                    "prefix_store: expected the model's own prepare_inputs_for_generation(), got a "
-                    "replaced one, as PEFT's prompt tuning, p-tuning and prefix tuning do, which "
-                    "adds tokens; leave prefix_store out"
-                )
             layers = ((x.index, x.sliding_window, x.storage) for x in cache._paged.layers)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{cache.prefix_store} is not used: {error}")
             return ""
-
-
-def _is_replaced(model: Any, name: str) -> bool:
-    """Return whether a model's method is neither its class's nor a `_Method` around that."""
-    own = vars(model).get(name)
-    own = own.before if isinstance(own, _Method) else own
-    return own is not None and getattr(own, "__func__", None) is not getattr(type(model), name)
 
 
 def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Text | None:
@@ -190,7 +178,7 @@ class _PrepareInputs(_Method):
     """`prepare_inputs_for_generation` of a model, which is given all tokens at each step."""
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if isinstance(cache, TextHolder) and cache.text is not None and not cache.in_prefill:
             # Assisted decoding has no prefill, and its first tokens may be new tokens alone.
             is_new = cache.text is UNKNOWN or kwargs.get("is_first_iteration", False)

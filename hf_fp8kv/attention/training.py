@@ -9,16 +9,17 @@ from transformers import PreTrainedModel
 from ..cache.cache import FP8PagedCache
 from ..cache.paged_tensor import PagedKV
 from ..cache.stored_rounding import StoredRounding, check_stored
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import NOTE, rounding_note
+from ..modeling.model_support import with_cache
 from .switching import Roundings, eval_mode, watched_attention
 
 
 def prepare_rounding(
-    model: PreTrainedModel, training: object, cache_keywords: dict[str, Any]
-) -> tuple[dict[str, Any], Roundings]:
-    """Return the keywords of caches, and for each attention module how it rounds K and V.
+    model: PreTrainedModel, training: object, cache_keywords: Mapping[str, Any]
+) -> Roundings:
+    """Return for each attention module how it rounds K and V.
 
     Args:
         model: is run on three tokens, to see which keys and values reach which attention.
@@ -29,10 +30,9 @@ def prepare_rounding(
         ConfigError: the model or a keyword does not fit. ScaleError, BackendError: a keyword.
     """
     if training is None:
-        return cache_keywords, {}
+        return {}
     if training != "stored":
         raise ConfigError(f"training: expected None or 'stored', got {training!r}")
-    cache_keywords = {"prefill": "stored", **cache_keywords}
     cache = FP8PagedCache(model.config, **cache_keywords)
     options = cache.options
     check_stored(options)
@@ -51,12 +51,11 @@ def prepare_rounding(
     stock = [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]
     found = _probe(model, stock, cache_keywords)
     if all(side.is_auto for plan in cache.plan.values() for side in plan):
-        return cache_keywords, {}
-    roundings = {
+        return {}
+    return {
         module: StoredRounding(options, index, key, value)
         for module, (index, key, value) in found.items()
     }
-    return cache_keywords, roundings
 
 
 def _probe(
@@ -66,11 +65,10 @@ def _probe(
 
     Layers may share the keys of another one, and only the cache knows of which.
     """
-    ranks = {name: cache_keywords[name] for name in ("tp_rank", "tp_size")}
     # Nothing to say of scales that the checkpoint declares, and none to fit.
     cache = FP8PagedCache(
         model.config, dtype=AUTO, scales=1.0, prefill="stored", backend="torch",
-        skip_layers=stock, **ranks,
+        skip_layers=stock, tensor_parallel=cache_keywords["tensor_parallel"],
     )  # fmt: skip
     found: dict[torch.nn.Module, tuple[int, Any, Any]] = {}
 
@@ -83,8 +81,8 @@ def _probe(
     try:
         ids = torch.ones((1, 3), dtype=torch.long, device=model.device)
         with torch.no_grad(), eval_mode(model), watched_attention(model, record):
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except Fp8KVError:
+            model(input_ids=ids, **with_cache(model, cache))
+    except FP8KVError:
         raise
     except Exception as error:
         raise ConfigError(

@@ -102,7 +102,7 @@ def count_bytes_per_token(setup: Setup, tokens: int) -> list[dict[str, Any]]:
     ratios = []
     for name in PAGED:
         cache = setup.fill(setup.make_paged(name), tokens)
-        each = cache.memory_footprint()["total"] / tokens
+        each = cache.memory_footprint().total_bytes / tokens
         rows.append(make_row("bytes per token", name, [each], "B", context=tokens))
         ratios.append(make_row("bytes per token, ratio", name, [each / plain], "×",
                                context=tokens, against="DynamicCache"))  # fmt: skip

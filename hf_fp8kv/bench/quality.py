@@ -28,8 +28,7 @@ DEFAULT = "the default"
 CACHES: dict[str, dict[str, Any]] = {
     DEFAULT: {},
     **{fmt.name: {"dtype": fmt.name} for fmt in DISTINCT},
-    "fp8_e3m4, K centered": {"dtype": "fp8_e3m4", "center_keys": True},
-    "fp8_e4m3, K centered": {"dtype": "fp8_e4m3", "center_keys": True},
+    "fp8_e4m3, K centered": {"plan": "fp8_e4m3 centered"},
     "K auto, V fp8_e4m3": {"dtype": "fp8_e4m3", "key_dtype": "auto"},
     "fp8_e4m3, scale 1.0": {"scales": 1.0},
 }

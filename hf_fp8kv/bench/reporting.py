@@ -104,6 +104,6 @@ def build_rows_table(rows: Iterable[Mapping[str, Any]], **options: Any) -> "Tabl
 def count_bytes(cache: Any) -> int:
     """Return the bytes in a cache of this package or of transformers."""
     if isinstance(cache, FP8PagedCache):
-        return int(cache.memory_footprint()["total"])
+        return cache.memory_footprint().total_bytes
     tensors = {id(t): t for layer in cache.layers for t in collect_tensors(vars(layer))}
     return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -3,22 +3,22 @@
 import copy
 import logging
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.model_support import caches_latents, refuse_config
+from ..modeling.tensor_parallel import TensorParallel
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..scales import KVScales, declared_kv_scales
-from ..scales.kv_scales import resolve
 from ..utils.files import convert_read_errors
 from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
@@ -29,11 +29,45 @@ from .layer import PagedLayerBase, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
-from .prefix_pages import check_store
-from .prefix_store import PrefixStore
+from .plans import Plan
 from .snapshot import CacheSnapshot
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MemoryFootprint:
+    """What a cache takes.
+
+    Attributes:
+        pages_bytes: codes of K and V, room for growth included.
+        scales_bytes: dynamic and static scales, centers.
+        tables_bytes: block tables and lengths.
+        host_bytes: pages and dynamic scales in host memory; the others are on the device.
+        other_bytes: stock layers and indexers.
+        total_bytes: the sum of these.
+        used_bytes: the part of pages and dynamic scales that holds tokens of this cache.
+        fetched_bytes: moved to the device so far.
+        returned_bytes: moved from the device so far.
+        tokens: held, over all sequences.
+        reused_tokens: those that `generate()` found here instead of computing them.
+        restored_tokens: those that it had from a `PrefixStore`.
+        layers_by_plan: how many layers are stored how, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
+    """
+
+    pages_bytes: int
+    scales_bytes: int
+    tables_bytes: int
+    host_bytes: int
+    other_bytes: int
+    total_bytes: int
+    used_bytes: int
+    fetched_bytes: int
+    returned_bytes: int
+    tokens: int
+    reused_tokens: int
+    restored_tokens: int
+    layers_by_plan: dict[str, int]
 
 
 class FP8PagedCache(FromCheckpoint, TextHolder):
@@ -50,22 +84,19 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
     Args:
         config: the model's config; None: layers are added as the model asks, all full attention.
         dtype: what K and V are stored in: "fp8_e3m4", "fp8_e4m3" ("fp8", "fp8_e4m3fn"),
-            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "auto": the model's own dtype. None:
-            what suits each layer's first call best (cache/choice.py), or "fp8_e4m3" if `scales`
-            are given.
+            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "model": the model's own dtype.
+            None: "fp8_e3m4", K minus a center of each sequence's first call (with prefill="stored"
+            or a `key_dtype`: without), or "fp8_e4m3" if `scales` are given.
         key_dtype: overrides `dtype` for K.
         value_dtype: overrides `dtype` for V.
+        plan: instead of the three above: a `StoragePlan` (see `choose_plan`) or where one was
+            saved, a `LayerPlan` or one for each layer, or text: "fp8_e3m4 centered", or a pair
+            such as ("int8 rotated centered", "fp8_e2m5 rotated"). Where a plan carries no centers,
+            "centered" K loses one of each sequence's own, from its first call.
         scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a
-            repository of the Hub: static ones, or, with a plan, how each layer is stored (leave
-            out what else says so). A number: that constant, in the unit of the stored format
+            repository of the Hub: static ones (with a plan of their own, leave out what else says
+            how layers are stored). A number: that constant, in the unit of the stored format
             (`real = stored * scale`).
-        center_keys: store K minus a frozen center per head and channel. True: the center that
-            `scales` carry, or else one of each sequence's own, from the first call. False: never.
-            None: if `scales` carry centers; without scales, where the first call says so.
-        rotate_keys: store K after a Hadamard transform over the head. None: where the first call
-            says so, if `dtype` is None, "fp8_e2m5" or "int8".
-        rotate_values: the same of V.
-        plan: all this by hand: a `LayerPlan`, or one for each layer, such as `plan` of a cache.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: given: room for so many tokens is taken at the first call, at addresses that
             stay, for `torch.compile` and CUDA graphs. None: pages are taken as tokens come.
@@ -73,20 +104,13 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         skip_layers: layers to keep in the model's dtype, in transformers' own layers: numbers
             and/or layer types such as "sliding_attention".
         prefill: "exact": a call on an empty cache attends to its own fresh K and V, and only
-            writes 8 bits; "stored": every call attends to what is stored. None: "exact", or
-            "stored" with a `prefix_store`.
+            writes 8 bits; "stored": every call attends to what is stored.
         backend: "auto", "torch", "numba" or "triton".
-        tp_rank: this process's rank among those that share the heads of the model, for `scales`;
-            `tensor_parallel(model)` gives both.
-        tp_size: how many processes share the heads.
-        reuse_prefix: whether `generate()` of an enabled model goes back to where its prompt and
-            what is cached part. False: that is taken for the beginning of every prompt.
-        prefix_store: where `generate()` of an enabled model finds pages of the beginning of a
-            prompt, also those of other processes, and leaves its own.
-        offloading: keep pages of layers that are not computing in host memory; the next layer's
-            are fetched while this one computes.
-        max_device_pages: keep only what does not fit there: the device has memory for so many
-            pages of every layer.
+        tensor_parallel: The part of the model's heads in this process, which
+            `hf_fp8kv.tensor_parallel(model)` returns. None means one process.
+        offloading: Keep pages of layers that are not computing in host memory. The pages of the
+            next layer are fetched while a layer computes. A number of pages means that the device
+            has room for that number of pages of every layer, and only the rest is in host memory.
 
     Raises:
         ConfigError, ScaleError, BackendError: an argument cannot work; the message says which.
@@ -102,42 +126,28 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         dtype: str | torch.dtype | None = None,
         key_dtype: str | torch.dtype | None = None,
         value_dtype: str | torch.dtype | None = None,
+        plan: "Plan | str | os.PathLike[str] | tuple[str, str] | None" = None,
         scales: "KVScales | str | os.PathLike[str] | float | None" = None,
-        center_keys: bool | None = None,
-        rotate_keys: bool | None = None,
-        rotate_values: bool | None = None,
-        plan: Mapping[int, LayerPlan] | LayerPlan | None = None,
         page_size: int = 64,
         max_cache_len: int | None = None,
         max_pages: int | None = None,
         skip_layers: Collection[int | str] = (),
-        prefill: str | None = None,
+        prefill: str = "exact",
         backend: str = "auto",
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        reuse_prefix: bool = True,
-        prefix_store: PrefixStore | None = None,
-        offloading: bool = False,
-        max_device_pages: int | None = None,
+        tensor_parallel: TensorParallel | None = None,
+        offloading: bool | int = False,
     ) -> None:
         if config is not None:
             refuse_config(config)
         decoder = None if config is None else config.get_text_config(decoder=True)
-        if prefill is None:
-            prefill = "exact" if prefix_store is None else "stored"
         options = CacheOptions.parse(
-            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-            scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), center_keys=center_keys,
-            rotate_keys=rotate_keys, rotate_values=rotate_values, plan=plan,
+            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
-            backend=backend, tp_rank=tp_rank, tp_size=tp_size, latent=caches_latents(decoder),
-            offloading=offloading, max_device_pages=max_device_pages,
+            backend=backend, tensor_parallel=tensor_parallel, offloading=offloading,
+            latent=caches_latents(decoder),
         )  # fmt: skip
         self._set_up(options, decoder, options.new_budget())
         self.layers = self._paged.layers_for(skip_layers)
-        if prefix_store is not None:
-            check_store(prefix_store, options, config, self.layers)
-        self.reuse_prefix, self.prefix_store = reuse_prefix, prefix_store
         if config and options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
                 logger,
@@ -163,9 +173,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
 
     @property
     def plan(self) -> dict[int, LayerPlan]:
-        """How each paged layer is stored; before the first call, how it is unless that decides."""
-        for group in self.groups.values():
-            group.store_pending()
+        """How each paged layer is stored."""
         return {layer.index: layer.storage for layer in self.paged_layers}
 
     # -- what transformers calls -------------------------------------------------------------
@@ -193,7 +201,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
                     f"{layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
                 )
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        except Fp8KVError:
+        except FP8KVError:
             self._paged.undo_step(layer_idx, key_states.shape[-2])
             raise
         if not torch.compiler.is_compiling():
@@ -356,23 +364,14 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         plans = summarize_plan({layer.index: layer.storage for layer in self.paged_layers})
         return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
 
-    def memory_footprint(self) -> dict[str, Any]:
-        """Return what the cache takes, in bytes (but for `tokens` and what follows).
-
-        Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
-        scales, centers), `tables` (block tables and lengths), `host` (pages and dynamic scales in
-        host memory; the others are on the device), `other` (stock layers, indexers), `total` (all
-        of these), `used` (the part of pages and dynamic scales that holds tokens of this cache),
-        `fetched` and `returned` (moved to the device and back so far), `tokens` (over all
-        sequences), `reused` (those that `generate()` found here instead of computing them),
-        `restored` (those that it had from a `PrefixStore`), and `plans` (how many layers are stored
-        how). Forks report what they share.
-        """
+    def memory_footprint(self) -> MemoryFootprint:
+        """Return what the cache takes; forks report what they share."""
         sizes, budget = self._paged.memory_footprint(), self.budget
         used = sizes.pop("used")
         sizes["other"] += sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
-        return {
-            **sizes, "total": sizes.total(), "used": used, "fetched": budget.fetched,
-            "returned": budget.returned, "tokens": self._paged.batch * self.host_length(),
-            "reused": self.reused, "restored": self.restored, "plans": count_plans(self.plan),
-        }  # fmt: skip
+        return MemoryFootprint(
+            **{f"{kind}_bytes": size for kind, size in sizes.items()}, total_bytes=sizes.total(),
+            used_bytes=used, fetched_bytes=budget.fetched, returned_bytes=budget.returned,
+            tokens=self._paged.batch * self.host_length(), reused_tokens=self.reused,
+            restored_tokens=self.restored, layers_by_plan=count_plans(self.plan),
+        )  # fmt: skip

@@ -10,7 +10,6 @@ functions do not. Under these the last tokens are taken as they are, unless `tex
 
 import threading
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -22,25 +21,46 @@ _TOKENS = 32
 
 
 @dataclass(frozen=True, eq=False)
+class _Last:
+    """The last tokens of each sequence, on the device of a mask; made once for all layers.
+
+    Attributes:
+        index: `[B, 1, n, 1]`, int64: their columns. A sequence of fewer tokens repeats one.
+        weights: `[B, 1, n, 1]`, float32: their shares of the mean, 0 for repeated ones.
+    """
+
+    index: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, columns: torch.Tensor) -> "_Last":
+        """Return the largest of columns `[B, T]`, int64, of which those below 0 are padding."""
+        columns = columns.sort(1).values[:, -_TOKENS:]
+        present = columns >= 0
+        weights = present / present.sum(1, keepdim=True).clamp(min=1)
+        index = columns.where(present, columns[:, -1:]).clamp(min=0)
+        return cls(index[:, None, :, None], weights[:, None, :, None])
+
+    def mean(self, key: torch.Tensor) -> torch.Tensor:
+        """Return the mean of these tokens of keys `[B, Hkv, T, Dk]`: `[B, Hkv, Dk]`, float32."""
+        index, weights = (x.to(key.device) for x in (self.index, self.weights))
+        picked = key.gather(2, index.expand(-1, key.shape[1], -1, key.shape[3]))
+        return (picked * weights).sum(2)
+
+
+@dataclass(frozen=True, eq=False)
 class _Told:
     """Which tokens of a call centers are made of.
 
     Attributes:
         tokens: T, of the call.
-        present: `[B, T]`, bool: which are no padding.
-        columns: `[B, n]`, int64, rising: each sequence's last tokens; below 0: there are no more.
+        last: each sequence's last tokens.
         frozen: `[B]`, bool, sequences that had tokens before; None: none had, the cache was empty.
     """
 
     tokens: int
-    present: torch.Tensor
-    columns: torch.Tensor
+    last: "_Last"
     frozen: torch.Tensor | None
-
-    @cached_property
-    def longest(self) -> tuple[int, torch.Tensor]:
-        """The sequence with the most tokens, and these, `[n]`, int64: once for all layers."""
-        return _longest(self.present)
 
 
 class FirstTokens:
@@ -56,6 +76,7 @@ class FirstTokens:
         self.is_open = True
         self.told: _Told | None = None
         self.text_mask: torch.Tensor | None = None
+        self._text_last: _Last | None = None
 
     def ask(self, tokens: int, *, is_empty: bool) -> None:
         """Have the next mask of this thread say which of `tokens` new tokens are padding.
@@ -86,46 +107,34 @@ class FirstTokens:
         if frozen is not None and not torch.compiler.is_compiling() and frozen.all():
             self.is_open = False
             return
-        columns = _last((column - start).where(present, -1))
-        self.told = _Told(tokens, present[:, start : start + tokens], columns, frozen)
+        self.told = _Told(tokens, _Last.of((column - start).where(present, -1)), frozen)
 
     def find_center(self, key: torch.Tensor, turns: Turns | None) -> torch.Tensor:
         """Return the center `[B, Hkv, Dk]`, float32, of new keys `[B, Hkv, T, Dk]`.
 
-        Numbers that are not finite are left out; 0 where nothing is left.
+        A channel with a number that is not finite has the center 0. The first call of each
+        generation runs this for each layer: at most 8 operations.
         """
-        key, columns = key.detach(), self._find_columns(key.shape[0], key.shape[2])
-        if columns is None:
-            picked = key[:, :, -_TOKENS:].float()
+        key = key.detach()
+        last = self._find_last(key.shape[0], key.shape[2])
+        if last is None:
+            center = key[:, :, -_TOKENS:].mean(2, dtype=torch.float32)
         else:
-            columns = columns.to(key.device)[:, None, :, None]
-            picked = key.gather(2, columns.clamp(min=0).expand(-1, key.shape[1], -1, key.shape[3]))
-            picked = picked.float().where(columns >= 0, torch.nan)
-        center = picked.where(picked.isfinite(), torch.nan).nanmean(2).nan_to_num(0.0, 0.0, 0.0)
+            center = last.mean(key)
+        center = center.nan_to_num(0.0, 0.0, 0.0)
         return center if turns is None else turns.steady(center)
 
-    def _find_columns(self, batch: int, tokens: int) -> torch.Tensor | None:
-        """Return the last tokens of each sequence as `_Told.columns`, or None if not known."""
-        if self.told is not None:
-            fits = (len(self.told.columns), self.told.tokens) == (batch, tokens)
-            return self.told.columns if fits else None
-        mask = self.text_mask
+    def _find_last(self, batch: int, tokens: int) -> _Last | None:
+        """Return the last tokens of each sequence, or None where there is no padding."""
+        told, mask = self.told, self.text_mask
+        if told is not None:
+            return told.last if (len(told.last.index), told.tokens) == (batch, tokens) else None
         if mask is None or mask.ndim != 2 or len(mask) != batch or mask.shape[1] < tokens:
             return None
-        column = torch.arange(tokens, device=mask.device)
-        return _last(column.where(mask[:, :tokens].bool(), -1))
-
-    def find_longest(self, batch: int, tokens: int) -> tuple[int, torch.Tensor | None]:
-        """Return the sequence with the most tokens in a first call, and these, `[n]`, int64.
-
-        None instead of them: all, as far as is known.
-        """
-        told, mask = self.told, self.text_mask
-        if told is not None and tuple(told.present.shape) == (batch, tokens):
-            return told.longest
-        if mask is not None and mask.ndim == 2 and len(mask) == batch and mask.shape[1] >= tokens:
-            return _longest(mask[:, :tokens].bool())
-        return 0, None
+        if self._text_last is None:
+            column = torch.arange(tokens, device=mask.device)
+            self._text_last = _Last.of(column.where(mask[:, :tokens].bool(), -1))
+        return self._text_last
 
     def complete(
         self, center: torch.Tensor, key: torch.Tensor, turns: Turns | None
@@ -135,15 +144,15 @@ class FirstTokens:
         What is stored of them is never looked at, so it does not matter what it now stands for. A
         mask may hide more than padding: a center of 0 says that there was nothing else.
         """
-        told, found = self.told, self._find_columns(key.shape[0], key.shape[2])
-        if told is None or told.frozen is None or found is None:
+        told, last = self.told, self._find_last(key.shape[0], key.shape[2])
+        if told is None or told.frozen is None or last is None:
             return center
         frozen = told.frozen.to(center.device)[:, None, None] | (center != 0).any((1, 2), True)
         return center.where(frozen, self.find_center(key, turns))
 
     def end_call(self) -> None:
         """Forget what is of no more use, once all layers have their centers."""
-        self.text_mask = None
+        self.text_mask = self._text_last = None
         if self.told is not None and self.told.frozen is not None:
             self.told = None
 
@@ -158,12 +167,3 @@ def answer(mask: torch.Tensor | None, start: int | torch.Tensor, tokens: int) ->
     if asker is not None:
         _asking.first_tokens = None
         asker.take(mask, start, tokens)
-
-
-def _longest(present: torch.Tensor) -> tuple[int, torch.Tensor]:
-    row = int(present.sum(1).argmax())  # it waits for a GPU, and so does the next line
-    return row, present[row].nonzero()[:, 0]
-
-
-def _last(columns: torch.Tensor) -> torch.Tensor:
-    return columns.sort(1).values[:, -_TOKENS:]

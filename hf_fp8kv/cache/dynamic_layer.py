@@ -11,8 +11,6 @@ from ..ops import Pages
 from ..paging.passage import Passage
 from ..paging.pending_write import PendingWrite
 from ..utils.tensors import without_grad
-from .choice import FEWEST_TOKENS
-from .first_write import FirstWrite, wait_for_queries
 from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
@@ -79,19 +77,14 @@ class FP8PagedLayer(PagedLayerBase):
             self.pool.grow(group.table.allocator.capacity)
         self._bring_pages()
         attends_fresh = start == 0 and self.options.prefill == "exact"
-        waits = attends_fresh and self.options.measures and tokens >= FEWEST_TOKENS
         if start == 0:
-            self.storage = self.options.layer_plan(self.index)
-            self.k_center = None if waits else self._first_center(key)
+            self.k_center = self._first_center(key)
         elif self.k_center is not None and self.first_tokens.told is not None:
             self.k_center = self.first_tokens.complete(self.k_center, key, self.turns)
         if passage is not None:
-            return self._pass_through(passage, key_states, value_states, waits=waits)
+            return self._pass_through(passage, key_states, value_states)
         self.pool.written(group.table, start, stop)
         lengths = group.lengths_on(self.device, stop)
-        if waits:
-            self._wait_for_queries(key_states, value_states, 0, lengths)
-            return key_states, value_states
         pages = self._pages(group.table_on(self.device))
         pending = None
         if self.backend == "triton" and tokens <= ops.SINGLE_TOKENS and not attends_fresh:
@@ -107,20 +100,8 @@ class FP8PagedLayer(PagedLayerBase):
             handle.pending = pending
         return both
 
-    def _wait_for_queries(
-        self, key: torch.Tensor, value: torch.Tensor, first: int, lengths: torch.Tensor
-    ) -> None:
-        """Leave a first call to its attention, which has the queries; see first_write.py."""
-        detached = without_grad(key), without_grad(value)
-        may_center = self.options.first_call_centers
-        center = self.first_tokens.find_center(detached[0], self.turns) if may_center else None
-        write = FirstWrite(self, key, *detached, first, lengths, center)
-        self.group.defer_write(self.pool, write)
-        wait_for_queries(write)
-        self.group.lengths[self.member] = key.shape[2]
-
     def _pass_through(
-        self, passage: Passage, key_states: torch.Tensor, value_states: torch.Tensor, *, waits: bool
+        self, passage: Passage, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the last window of the tokens, and return what all of them attend to."""
         group, start, stop = self.group, passage.start, passage.stop
@@ -130,9 +111,6 @@ class FP8PagedLayer(PagedLayerBase):
             self.pool.grow(group.table.allocator.capacity)
             self.pool.written(group.table, start, stop)
             first = group.table.first * group.page_size
-            if waits:
-                self._wait_for_queries(key_states, value_states, first, lengths)
-                return key_states, value_states
             pages = self._pages(group.table_on(self.device))
             ops.write(pages, key[:, :, first:], value[:, :, first:], lengths, self.backend)
             group.lengths[self.member] = stop

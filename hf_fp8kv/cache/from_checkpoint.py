@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
 from ..modeling.layer_specs import read_config
+from ..modeling.tensor_parallel import TensorParallel
 from ..scales import KVScales
 
 
@@ -26,8 +27,6 @@ class FromCheckpoint:
         force_download: bool = False,
         subfolder: str | None = None,
         trust_remote_code: bool = False,
-        tp_rank: int = 0,
-        tp_size: int = 1,
         strict: bool = True,
         **cache_keywords: Any,
     ) -> Self:
@@ -38,7 +37,6 @@ class FromCheckpoint:
             config: the model's config; None: read from the same place.
             revision, token, cache_dir, local_files_only: as everywhere in transformers.
             force_download, subfolder, trust_remote_code: the same.
-            tp_rank, tp_size: as in the constructor.
             strict: whether an incomplete set of scales is an error.
             cache_keywords: those of the constructor.
 
@@ -55,11 +53,10 @@ class FromCheckpoint:
                 "scales: expected none, since from_pretrained reads them from the checkpoint; use "
                 "FP8PagedCache(config, scales=...) for others"
             )
+        rank, size = TensorParallel.parse(cache_keywords.get("tensor_parallel"))
         scales = KVScales.from_pretrained(
-            repo_or_dir, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub
+            repo_or_dir, tp_rank=rank, tp_size=size, strict=strict, **hub
         )
         if config is None:
             config = read_config(repo_or_dir, hub, trust_remote_code)
-        kind: Any = cls
-        made: Self = kind(config, scales=scales, tp_rank=tp_rank, tp_size=tp_size, **cache_keywords)
-        return made
+        return cls(config, scales=scales, **cache_keywords)  # type: ignore[call-arg]

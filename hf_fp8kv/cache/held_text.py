@@ -18,7 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from .layer import PagedLayerBase
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -122,10 +122,10 @@ class TextHolder(DynamicCache):
             None, or `UNKNOWN` once the pages change.
         last_step: tokens that the last step added to `text`, whether or not it got to its end.
         in_prefill: whether `generate` is giving it a prompt.
-        reuse_prefix: whether `generate` may go back to where a prompt and the text part.
+        reuse_prefix: Whether `generate` may go back to where a prompt and the text diverge.
         reused: tokens that `generate` found here instead of computing them, over all sequences.
         takes_on_trust: whether a part of the text is what a prompt began with, not what was told.
-        prefix_store: where pages of other processes are found, and left for them.
+        prefix_store: The store of the enabled model that last generated with this cache.
         restored: tokens whose pages came from there, over all sequences.
         identity: of model and options when the text was computed, if there is a store.
     """
@@ -226,7 +226,7 @@ class TextHolder(DynamicCache):
         if self.text is not UNKNOWN or text is None:
             return  # nothing has changed yet, or the next known text empties the cache
         lengths = set(self._paged.host_lengths())
-        if not isinstance(error, Fp8KVError) or len(lengths) > 1 or self.stock_layers:
+        if not isinstance(error, FP8KVError) or len(lengths) > 1 or self.stock_layers:
             self.reset()  # type: ignore[no-untyped-call]
         elif self.takes_on_trust:
             self.text = None

@@ -32,7 +32,7 @@ class PagedLayerBase(CacheLayerMixin):
         index: the layer's number in the model; scales are looked up by it.
         first_tokens: what the layers of the cache know of padding.
         pool: the bytes; shared with forks.
-        storage: how they are stored; of a layer without tokens, the one that is safe.
+        storage: how they are stored.
         k_static_scale: `[Hkv, Dk]`, float32, or None.
         v_static_scale: `[Hkv, Dv]`, float32, or None.
         k_center: `[B, Hkv, Dk]`, float32, or None.
@@ -120,7 +120,7 @@ class PagedLayerBase(CacheLayerMixin):
             ScaleError: scales of other heads. ConfigError: a model that is not split.
         """
         heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
-        check_split(self.index, heads, self.whole_heads, self.options.tp_size)
+        check_split(self.index, heads, self.whole_heads, self.options.tensor_parallel.size)
         scales = self.options.layer_scales(self.index, heads, k_dim, v_dim)
         k, v, center = (None if t is None else t.to(key.device) for t in scales)
         self.k_static_scale, self.v_static_scale, self._scale_center = k, v, center

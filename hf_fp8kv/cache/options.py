@@ -1,5 +1,6 @@
 """Options: what a user chose, checked once, and shared by all layers of a cache."""
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -8,15 +9,28 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError, ScaleError
-from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, LayerPlan, SidePlan, parse_dtype
+from ..formats import (
+    ADAPTIVE,
+    AUTO,
+    DEFAULT_DTYPE,
+    FORMATS,
+    STATIC_DTYPE,
+    LayerPlan,
+    SidePlan,
+    parse_dtype,
+)
+from ..modeling.tensor_parallel import TensorParallel
 from ..paging.offloading import OffloadBudget, OffloadedPool
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
+from ..scales.kv_scales import StoragePlan, resolve
 from ..scales.validation import KEEP_OUT, check_ranks
-from .plans import NARROW, check_plan, side_plans
+from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
+# Formats without the range that outliers need.
+NARROW = ("fp8_e2m5", "int8")
 
 
 @dataclass(frozen=True)
@@ -24,33 +38,26 @@ class CacheOptions:
     """The arguments of `FP8PagedCache` that concern every layer; immutable.
 
     Attributes:
-        k_plans: how K may be stored. The first is taken where nothing is measured; of several,
-            the first call decides.
-        v_plans: the same of V.
-        plan: how each layer is stored, if a user or the scales said so; None: as these say.
-        scales: static scales (or centers alone), a constant, or None for dynamic ones.
-        center_keys: whether centers that scales carry are used; False: they are not.
+        plan: how all layers are stored, or each layer.
+        scales: static scales (or centers alone), a constant, a `StoragePlan` with its centers, or
+            None for dynamic scales.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
         max_pages: the most pages that may be held at once; None: no limit.
-        offloading: whether pages lie in host memory while their layer does not compute.
-        max_device_pages: of how many pages that is not so, in every layer; None: of none.
+        offloading: Whether pages are in host memory while their layer does not compute, or the
+            number of pages of every layer for which the device has room.
+        tensor_parallel: The rank of this process, and the number of processes.
     """
 
-    k_plans: tuple[SidePlan, ...]
-    v_plans: tuple[SidePlan, ...]
+    plan: LayerPlan | Mapping[int, LayerPlan]
     scales: KVScales | float | None
-    center_keys: bool | None
     page_size: int
     max_cache_len: int | None
     max_pages: int | None
     prefill: Prefill
     backend: str
-    tp_rank: int
-    tp_size: int
-    plan: Mapping[int, LayerPlan] | None = None
-    offloading: bool = False
-    max_device_pages: int | None = None
+    tensor_parallel: TensorParallel
+    offloading: bool | int = False
 
     @classmethod
     def parse(
@@ -59,10 +66,7 @@ class CacheOptions:
         dtype: object,
         key_dtype: object,
         value_dtype: object,
-        scales: KVScales | float | None,
-        center_keys: bool | None,
-        rotate_keys: bool | None = None,
-        rotate_values: bool | None = None,
+        scales: KVScales | str | os.PathLike[str] | float | None,
         plan: object = None,
         latent: bool = False,
         **fields: Any,
@@ -76,72 +80,47 @@ class CacheOptions:
         Raises:
             ConfigError: an argument cannot work. BackendError: the backend cannot run here.
         """
-        flags = {
-            "center_keys": center_keys, "rotate_keys": rotate_keys, "rotate_values": rotate_values,
-        }  # fmt: skip
-        for name, flag in flags.items():
-            if not (flag is None or isinstance(flag, bool)):
-                raise ConfigError(
-                    f"{name}: expected None, True or False, got {flag!r}; leave it out for what "
-                    "suits the model"
-                )
-        dtypes = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
-        if isinstance(scales, KVScales) and scales.plan is not None:
-            plan = _plan_of(scales, {"plan": plan, **dtypes, **flags})
-            by_hand = check_plan(plan, {})
-        else:
-            by_hand = check_plan(plan, {**dtypes, **flags, "scales": scales})
-        both = None if dtype is None else parse_dtype(dtype)
-        if both is None and scales is not None:
-            both = STATIC_DTYPE
-        key_format = both if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
-        value_format = both if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
-        if latent and value_dtype is None:
-            value_format = AUTO
-        # prefill="stored" promises that the way a text is cut into calls changes nothing, and in
-        # the preallocated form a plan is a part of compiled code.
-        may_center = scales is None and fields["prefill"] == "exact" and not latent
-        measures = may_center and fields["max_cache_len"] is None and by_hand is None
-        centers: tuple[bool, ...] = (bool(center_keys),)
-        if center_keys is None and may_center and key_format != AUTO:
-            if dtype is None and key_format in (None, DEFAULT_DTYPE):
-                centers = (True, False) if key_format is None else (True,)
-            elif key_format in NARROW:
-                centers = (True, False)
-        k_plans: tuple[SidePlan, ...]
-        v_plans: tuple[SidePlan, ...]
-        if isinstance(by_hand, LayerPlan):
-            k_plans, v_plans = (by_hand.k,), (by_hand.v,)
-        else:
-            if center_keys and key_format == AUTO:
-                raise ConfigError(
-                    "center_keys=True expected an 8-bit format of K, got 'auto', which stores K as "
-                    "it is; leave center_keys out, or choose a key_dtype"
-                )
-            # Scales are for numbers as they are, unless they say otherwise.
-            turn_k, turn_v = (
-                flag if scales is None else bool(flag) for flag in (rotate_keys, rotate_values)
+        ranks = fields["tensor_parallel"] = TensorParallel.parse(fields["tensor_parallel"])
+        scales = resolve(scales, tp_rank=ranks.rank, tp_size=ranks.size)
+        if isinstance(scales, StoragePlan):
+            raise ConfigError(
+                "scales: expected static scales, got a StoragePlan, whose scales are dynamic; pass "
+                "it as plan"
             )
-            k_plans = side_plans(key_format, turn_k, centers, measures=measures)
-            v_plans = side_plans(value_format, turn_v, (False,), measures=measures)
-        for name, asked, first, option in (
-            ("rotate_keys", rotate_keys, k_plans[0], "key_dtype"),
-            ("rotate_values", rotate_values, v_plans[0], "value_dtype"),
-        ):
-            if asked and first.format == AUTO:
-                raise ConfigError(
-                    f"{name}=True expected an 8-bit format, got 'auto', which stores numbers as "
-                    f"they are; leave {name} out, or choose a {option}"
-                )
-            if asked is not None and isinstance(scales, KVScales):
-                raise ConfigError(
-                    f"{name}: expected None with static scales, which say whether they are for "
-                    f"rotated numbers, got {asked!r}; leave it out"
-                )
-        options = cls(
-            k_plans=k_plans, v_plans=v_plans, scales=scales, center_keys=center_keys,
-            plan=None if isinstance(by_hand, LayerPlan) else by_hand, **fields,
-        )  # fmt: skip
+        if dtype == ADAPTIVE:
+            raise ConfigError(
+                f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model; pass "
+                f"plan=hf_fp8kv.choose_plan(model), or call enable(model, dtype={ADAPTIVE!r})"
+            )
+        chosen = parse_plan(plan)
+        said = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        if isinstance(scales, KVScales) and scales.plan is not None:
+            _refuse(said | {"plan": plan}, f"the scales ({scales.origin}) say")
+            chosen = scales.plan
+        elif chosen is not None:
+            if not isinstance(scales, float | None):
+                said["scales"] = scales
+            _refuse(said, "the plan says")
+            if isinstance(chosen, StoragePlan):
+                if scales is not None:
+                    _refuse({"scales": scales}, "the plan has dynamic scales and says")
+                scales, chosen = chosen, chosen.plan
+                assert chosen is not None
+        else:
+            both = None if dtype is None else parse_dtype(dtype)
+            # A center of each sequence halves the error of K. Nothing says so of other formats, and
+            # prefill="stored" promises that the way a text is cut into calls changes nothing.
+            centered = both is key_dtype is scales is None and fields["prefill"] == "exact"
+            default = both or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
+            k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
+            v = AUTO if latent else default
+            v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
+            # Rotation makes up for a narrow range. Static scales are for numbers as they are.
+            turned = NARROW if scales is None else ()
+            chosen = LayerPlan(
+                SidePlan(k, k in turned, centered and not latent), SidePlan(v, v in turned)
+            )
+        options = cls(plan=chosen, scales=scales, **fields)
         options.check()
         return options
 
@@ -159,16 +138,16 @@ class CacheOptions:
                 f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}; leave it "
                 "out for 64"
             )
-        for name in ("max_cache_len", "max_pages", "max_device_pages"):
+        for name in ("max_cache_len", "max_pages"):
             if getattr(self, name) is not None:
                 _check_positive(getattr(self, name), name)
         if not isinstance(self.offloading, bool):
-            raise ConfigError(f"offloading: expected True or False, got {self.offloading!r}")
-        if self.offloads and self.is_preallocated:
+            _check_positive(self.offloading, "offloading", "True, False or a number of pages")
+        if self.offloading and self.is_preallocated:
             raise ConfigError(
                 "offloading: expected a cache that grows, got one with max_cache_len="
                 f"{self.max_cache_len}, whose addresses stay for compiled code and CUDA graphs; "
-                "leave out max_cache_len, or offloading and max_device_pages"
+                "leave out one of the two"
             )
         if not isinstance(self.backend, str):
             raise ConfigError(
@@ -176,7 +155,7 @@ class CacheOptions:
                 "for the fastest one that runs here"
             )
         ops.choose_backend(self.backend, _DEVICE_OF_BACKEND.get(self.backend, torch.device("cpu")))
-        check_ranks(self.tp_rank, self.tp_size)
+        check_ranks(*self.tensor_parallel)
 
     @property
     def is_preallocated(self) -> bool:
@@ -184,61 +163,41 @@ class CacheOptions:
         return self.max_cache_len is not None
 
     @property
-    def offloads(self) -> bool:
-        """Whether pages may lie in host memory."""
-        return self.offloading or self.max_device_pages is not None
-
-    @property
     def dynamic_scales(self) -> bool:
         """Whether each token and head gets a scale of its own."""
         return self.scales is None or (isinstance(self.scales, KVScales) and self.scales.is_dynamic)
 
     @property
-    def measures(self) -> bool:
-        """Whether the first call decides how a layer is stored."""
-        several = len(self.k_plans) > 1 or len(self.v_plans) > 1
-        return several and self.scales is None and self.plan is None
-
-    @property
     def first_call_centers(self) -> bool:
-        """Whether the first call may give layers their centers."""
+        """Whether the first call gives layers their centers."""
         if isinstance(self.scales, KVScales) and self.scales.centered:
             return False
-        if self.plan is not None:
-            return any(layer.k.centered for layer in self.plan.values())
-        return any(plan.centered for plan in self.k_plans)
-
-    @property
-    def uniform_plan(self) -> LayerPlan:
-        """How layers are stored of which nothing else is said."""
-        return LayerPlan(self.k_plans[0], self.v_plans[0])
+        plans = [self.plan] if isinstance(self.plan, LayerPlan) else self.plan.values()
+        return any(plan.k.centered for plan in plans)
 
     def layer_plan(self, index: int) -> LayerPlan:
-        """Return how a layer is stored unless its first call decides otherwise.
+        """Return how a layer is stored.
 
         Raises:
             ConfigError: a plan by hand that does not have this layer. ScaleError: scales' plan.
         """
-        if self.plan is not None:
-            if index not in self.plan:
-                if isinstance(self.scales, KVScales):
-                    raise ScaleError(
-                        f"scales ({self.scales.origin}): expected a plan for every paged layer, "
-                        f"got none for layer {index}; use the scales of this very model, or "
-                        f"{KEEP_OUT}"
-                    )
-                raise ConfigError(
-                    f"plan: expected one for every paged layer, got none for layer {index}; add "
-                    f"it, or {KEEP_OUT}"
-                )
+        if isinstance(self.plan, LayerPlan):
+            k, v = self.plan
+            if isinstance(self.scales, KVScales) and not k.is_auto:
+                layer = self.scales.layers.get(index)
+                k = replace(k, centered=layer is not None and layer.k_center is not None)
+            return LayerPlan(k, v)
+        if index in self.plan:
             return self.plan[index]
-        k, v = self.uniform_plan
-        if isinstance(self.scales, KVScales) and self.scales.centered and k.format != AUTO:
-            has_center = (
-                index in self.scales.layers and self.scales.layers[index].k_center is not None
+        if isinstance(self.scales, KVScales):
+            raise ScaleError(
+                f"scales ({self.scales.origin}): expected a plan for every paged layer, got none "
+                f"for layer {index}; use the scales of this very model, or {KEEP_OUT}"
             )
-            k = replace(k, centered=has_center and self.center_keys is not False)
-        return LayerPlan(k, v)
+        raise ConfigError(
+            f"plan: expected one for every paged layer, got none for layer {index}; add it, or "
+            f"{KEEP_OUT}"
+        )
 
     def check_layers(self, paged: Collection[int], count: int) -> None:
         """Raise unless scales have all `paged` layers, and a plan none past the model's `count`.
@@ -246,7 +205,8 @@ class CacheOptions:
         Raises:
             ScaleError: scales of another model. ConfigError: a plan by hand of another model.
         """
-        more = sorted(index for index in self.plan or () if index >= count)
+        layers = () if isinstance(self.plan, LayerPlan) else self.plan
+        more = sorted(index for index in layers if index >= count)
         if isinstance(self.scales, KVScales):
             if missing := sorted(set(paged).difference(self.scales.layers)):
                 raise ScaleError(
@@ -266,8 +226,9 @@ class CacheOptions:
 
     def new_budget(self) -> PageBudget:
         """Return what a cache and its forks may hold."""
-        if self.offloads:
-            return OffloadBudget(self.page_size, self.max_pages, self.max_device_pages)
+        if self.offloading:
+            room = None if self.offloading is True else self.offloading
+            return OffloadBudget(self.page_size, self.max_pages, room)
         return PageBudget(self.page_size, self.max_pages)
 
     def new_pool(
@@ -298,7 +259,7 @@ class CacheOptions:
         if isinstance(self.scales, KVScales):
             layer: LayerScales = self.scales.for_layer(
                 index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
-                tp_rank=self.tp_rank, tp_size=self.tp_size,
+                tp_rank=self.tensor_parallel.rank, tp_size=self.tensor_parallel.size,
             )  # fmt: skip
             k, v = (
                 None
@@ -313,24 +274,22 @@ class CacheOptions:
         return k, v, None
 
 
-def _plan_of(scales: KVScales, others: Mapping[str, Any]) -> Mapping[int, LayerPlan] | None:
-    """Return the plan of scales; raise ConfigError for arguments that say the same."""
-    if said := [name for name, value in others.items() if value is not None]:
-        raise ConfigError(
-            f"{said[0]}: expected None, since the scales ({scales.origin}) say how each layer is "
-            f"stored, and are for nothing else, got {others[said[0]]!r}; leave it out, or "
-            "calibrate without a plan"
-        )
-    return scales.plan
+def _refuse(others: Mapping[str, Any], who: str) -> None:
+    """Raise ConfigError for arguments that say the same as a plan."""
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}: expected None, since {who} how each layer is stored, got {value!r}; "
+                "leave it out"
+            )
 
 
 # The device is not known yet: a backend is asked whether it runs on one that it is made for.
 _DEVICE_OF_BACKEND = {"triton": torch.device("cuda")}
 
 
-def _check_positive(value: object, argument: str) -> None:
+def _check_positive(value: object, argument: str, what: str = "a whole number") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"{argument}: expected a whole number above 0, got {value!r}; leave it out for the "
-            "default"
+            f"{argument}: expected {what} above 0, got {value!r}; leave it out for the default"
         )

@@ -77,8 +77,8 @@ class PagedLayers:
             self.groups[window] = self._new_group(window)
             self._link_groups()
         group = self.groups[window]
-        heads = None
-        if self.options.tp_size > 1 and self.config is not None:
+        heads, size = None, self.options.tensor_parallel.size
+        if size > 1 and self.config is not None:
             heads = kv_heads(self.config, index)
         layer: PagedLayerBase
         if isinstance(group, PreallocatedGroup):
@@ -91,7 +91,7 @@ class PagedLayers:
             layer = growing(index, self.options, group, self.first_tokens, heads, pool)
         layer.turns = turns or Turns.of(self.config, index)
         if self.config is not None:
-            layer.query_heads = (query_heads(self.config, index) or 0) // self.options.tp_size
+            layer.query_heads = (query_heads(self.config, index) or 0) // size
         self.layers.append(layer)
         self.layers[len(self.layers) - 2].following = weakref.ref(layer)
         layer.following = weakref.ref(self.layers[0])
@@ -123,8 +123,8 @@ class PagedLayers:
                     "before the model asks for layers"
                 )
             return []
-        if self.options.tp_size > 1:
-            check_divides(config, self.options.tp_size)
+        if self.options.tensor_parallel.size > 1:
+            check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
         skipped = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
@@ -230,7 +230,7 @@ class PagedLayers:
 
     def ask_for_padding(self, tokens: int) -> None:
         """Have the next mask say which of these new tokens are padding, if a center needs it."""
-        if self.options.first_call_centers or self.options.measures:
+        if self.options.first_call_centers:
             is_empty = not self.layers or self.layers[0].is_empty
             self.first_tokens.ask(tokens, is_empty=is_empty)
 

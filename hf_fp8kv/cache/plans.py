@@ -1,67 +1,46 @@
-"""Plans that a cache may choose among, from what a user said of formats, rotation and centers.
+"""The argument `plan` of a cache: how layers are stored, from a plan, from text, or from a file."""
 
-The first plan of a side is safe on any model. It is taken where nothing is measured: the error of
-rotated numbers depends on how far K moves from its center, which outliers that turn with the
-position do, so rotation is never assumed where a float format can do without.
-"""
-
+import os
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 from ..errors import ConfigError
-from ..formats import AUTO, DEFAULT_DTYPE, LayerPlan, SidePlan
+from ..formats import LayerPlan, SidePlan
+from ..scales.kv_scales import StoragePlan
 
-# Formats without the range that outliers need: it is rotation that makes them precise.
-NARROW = ("fp8_e2m5", "int8")
-_HOW = "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes one of text"
+Plan = StoragePlan | LayerPlan | Mapping[int, LayerPlan]
+_HOW = "plan='fp8_e3m4 centered' or plan=('int8 rotated centered', 'fp8_e2m5 rotated') are examples"
 
 
-def side_plans(
-    format: str | None, rotate: bool | None, centers: tuple[bool, ...], *, measures: bool
-) -> tuple[SidePlan, ...]:
-    """Return the plans of one side, the safe one first, and only that unless `measures`.
+def parse_plan(plan: object) -> Plan | None:
+    """Return the plan of all layers, or of each layer, that the argument `plan` names.
 
     Args:
-        format: a key of `FORMATS`, "auto", or None: any.
-        rotate: as a user said it; None: where it is measured to help.
-        centers: whether there is a center; of several, the first is the safe one.
+        plan: None, a `StoragePlan`, a `LayerPlan`, one `LayerPlan` for each layer, the text of both
+            sides (of which only K has a center) or a pair of texts. Any other text that names a
+            folder, a file or a repository, and a path, is where a `StoragePlan` is read.
+
+    Raises:
+        ConfigError: anything else. ScaleError: a file without a plan.
     """
-    if format == AUTO:
-        return (SidePlan(AUTO),)
-    if format is None:
-        kinds = [(DEFAULT_DTYPE, bool(rotate))]
-        kinds += [(name, rotate is not False) for name in NARROW]
-    elif format in NARROW and rotate is None:
-        kinds = [(format, True), (format, False)]
-    else:
-        kinds = [(format, bool(rotate))]
-    plans = tuple(
-        SidePlan(name, rotated, centered) for centered in centers for name, rotated in kinds
-    )
-    return plans if measures else plans[:1]
-
-
-def check_plan(
-    plan: object, others: Mapping[str, Any]
-) -> Mapping[int, LayerPlan] | LayerPlan | None:
-    """Return the plan of all layers, or of each; raise ConfigError for anything else.
-
-    `others` are the arguments that a plan says, too, as the user gave them.
-    """
-    if plan is None:
-        return None
-    if said := [name for name, value in others.items() if value is not None]:
-        raise ConfigError(
-            f"plan: expected it alone, since it says how every layer is stored, got {said[0]}="
-            f"{others[said[0]]!r} too; leave that out, or change the plan"
-        )
+    if plan is None or isinstance(plan, StoragePlan):
+        return plan
+    if isinstance(plan, os.PathLike) or (isinstance(plan, str) and _is_place(plan)):
+        return StoragePlan.load(plan)
+    if isinstance(plan, str):
+        side = SidePlan.parse(plan)
+        plan = LayerPlan(side, replace(side, centered=False))
+    elif isinstance(plan, list | tuple) and len(plan) == 2 and not isinstance(plan, LayerPlan):
+        plan = LayerPlan.parse(*plan)
     if isinstance(plan, LayerPlan):
-        layers: dict[Any, Any] = {0: plan}
+        layers: dict[object, object] = {0: plan}
     elif isinstance(plan, Mapping) and plan:
         layers = dict(plan)
     else:
         raise ConfigError(
-            f"plan: expected a LayerPlan, or one for each layer's number, got {plan!r}; {_HOW}"
+            "plan: expected a StoragePlan, a LayerPlan, a LayerPlan for each layer, or text, got "
+            f"{plan!r}; {_HOW}"
         )
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
@@ -79,4 +58,8 @@ def check_plan(
                 f"plan: expected V without a center, which only K can have, got {layer} for layer "
                 f"{index}; leave 'centered' out of V's plan"
             )
-    return plan if isinstance(plan, LayerPlan) else layers
+    return plan if isinstance(plan, LayerPlan) else dict(plan)
+
+
+def _is_place(text: str) -> bool:
+    return "/" in text or Path(text).suffix in (".json", ".safetensors") or Path(text).exists()

@@ -1,7 +1,5 @@
 """The pages of a cache that a `PrefixStore` keeps: which, under which keys, and back again."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,10 +12,10 @@ from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
 from ..paging.page_pool import PagePool
 from ..scales import KVScales
+from ..utils.digests import digest_of
 from . import serialization
 from .held_text import Text
 from .indexed import FP8PagedIndexedLayer
-from .layer import PagedLayerBase
 from .options import CacheOptions
 from .prefix_file import Page, chain_keys
 from .prefix_store import PrefixStore
@@ -29,40 +27,41 @@ _MOVING = ("dynamic", "longrope")
 Facts = dict[str, Any]
 
 
-def check_kind(store: object) -> None:
-    """Raise ConfigError for a `prefix_store` that is none."""
+def check_kind(store: object, options: CacheOptions) -> None:
+    """Raise ConfigError unless `store` is a PrefixStore, and the model is in one process."""
     if not isinstance(store, PrefixStore):
         raise ConfigError(
             f"prefix_store: expected a hf_fp8kv.PrefixStore, got {store!r}; make one with "
             "PrefixStore(path)"
         )
+    if options.tensor_parallel.size > 1:
+        raise ConfigError(
+            "prefix_store: expected a model in one process, got one that is split; leave it out"
+        )
 
 
-def check_store(store: object, options: CacheOptions, config: Any, layers: list[Any]) -> None:
-    """Raise ConfigError unless a cache with these layers can have its prefixes stored."""
-    why = ""
-    check_kind(store)
-    if config is None:
-        why = "a config, which tells models apart, got None; pass the model's"
+def check_store(store: object, cache: Any, config: Any) -> None:
+    """Raise ConfigError unless a cache for a model with this config can have prefixes stored."""
+    options, why = cache.options, ""
+    check_kind(store, options)
+    if cache.open_ended:
+        why = "a cache with a config, which names the layers, got one without; pass the model's"
     elif options.is_preallocated:
         why = "a growing cache, got max_cache_len; leave one of the two out"
-    elif options.tp_size > 1:
-        why = "a model in one process, got one that is split; leave it out"
     elif options.prefill != "stored":
         why = (
             "prefill='stored', got 'exact', whose first call reads its own K and V unrounded: its "
-            "pages would not be those of another cut into calls; leave prefill out"
+            "pages would not be those of another cut into calls; make the cache with "
+            "prefill='stored'"
         )
     elif options.first_call_centers:
         why = (
-            "no centers but those of scales, got a center of each text's own first call; leave "
-            "center_keys out"
+            "no centers but those of a plan, got a center of each text's own first call; pass "
+            "plan=hf_fp8kv.choose_plan(model), or store K without centers"
         )
     elif config.is_encoder_decoder:
         why = "a decoder alone, got an encoder-decoder, whose pages depend on what it encodes"
-    elif any(
-        not isinstance(x, PagedLayerBase) or isinstance(x, FP8PagedIndexedLayer) for x in layers
-    ):
+    elif cache.stock_layers or any(isinstance(x, FP8PagedIndexedLayer) for x in cache.layers):
         why = (
             "layers that are pages and nothing else, got some of another kind (recurrent ones, an "
             "indexer, or skip_layers)"
@@ -99,21 +98,12 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
 
     `layers`: number, window and plan of each.
     """
-    digest = hashlib.sha256()
-    facts: list[Any] = [options.page_size, options.backend, options.dynamic_scales]
-    facts += [(index, window, str(plan)) for index, window, plan in layers]
     scales = options.scales
-    if isinstance(scales, KVScales):
-        for index, layer in sorted(scales.layers.items()):
-            for name in ("k", "v", "k_center"):
-                tensor = getattr(layer, name)
-                facts.append((index, name, None if tensor is None else list(tensor.shape)))
-                if tensor is not None:
-                    digest.update(memoryview(tensor.float().cpu().contiguous().numpy()))
-    else:
-        facts.append(scales)
-    digest.update(json.dumps([facts, options.center_keys], default=str).encode())
-    return digest.hexdigest()
+    return digest_of(
+        options.page_size, options.backend, options.dynamic_scales,
+        scales.digest if isinstance(scales, KVScales) else scales,
+        [(index, window, str(plan)) for index, window, plan in layers],
+    )  # fmt: skip
 
 
 def row_keys(identity: str, text: Text, page_size: int) -> list[list[str]]:

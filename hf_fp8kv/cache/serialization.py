@@ -16,11 +16,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import LayerPlan, SidePlan
+from ..formats import LayerPlan
+from ..modeling.tensor_parallel import TensorParallel
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
+from ..scales.kv_scales import StoragePlan
 from ..scales.validation import check_constant
 from ..utils.files import CACHE_FORMAT, write_all
 from .options import CacheOptions
@@ -162,9 +164,8 @@ def unpack(
                 _check_same(prefix + name, (3, batch, length), found)
         if "length" not in layer:
             continue
-        plan, default = LayerPlan.parse(*layer["plan"]), options.layer_plan(i)
-        k_plans, v_plans = (options.k_plans, options.v_plans) if options.measures else zip(default)
-        _check_same(f"plan: {plan} is known", (True, True), (plan.k in k_plans, plan.v in v_plans))
+        plan = options.layer_plan(i)
+        _check_same(f"plan of layer {i}", plan, LayerPlan.parse(*layer["plan"]))
         page, parts = make_page(layer, options, plan)
         held = {n: take(prefix + n, x.dtype, count, *x.shape[1:]) for n, x in parts.items()}
         if plan.k.centered and (length or f"{prefix}k_center" in tensors):
@@ -301,15 +302,9 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
 
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
-    places = {"offloading", "max_device_pages"}  # only where they say something, for old readers
-    facts = {
-        name: value
-        for name, value in vars(options).items()
-        if name != "scales" and (value or name not in places)
-    }
-    facts |= {name: [str(side) for side in facts[name]] for name in ("k_plans", "v_plans")}
-    if options.plan is not None:
-        facts["plan"] = {i: [str(side) for side in layer] for i, layer in options.plan.items()}
+    facts = {name: value for name, value in vars(options).items() if name != "scales"}
+    layers = {"all": options.plan} if isinstance(options.plan, LayerPlan) else options.plan
+    facts["plan"] = {i: [str(side) for side in layer] for i, layer in layers.items()}
     scales = options.scales
     if not isinstance(scales, KVScales):
         return facts | {"constant": scales}
@@ -356,19 +351,21 @@ def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
 def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
     facts = dict(facts)
     told, scales = facts.pop("scales", None), facts.pop("constant", None)
-    facts |= {name: tuple(map(SidePlan.parse, facts[name])) for name in ("k_plans", "v_plans")}
-    if (plan := facts.get("plan")) is not None:
-        facts["plan"] = {int(i): LayerPlan.parse(*both) for i, both in plan.items()}
+    plans = {i: LayerPlan.parse(*both) for i, both in facts["plan"].items()}
+    by_layer = {int(i): plan for i, plan in plans.items() if i != "all"}
+    facts["plan"] = by_layer or plans["all"]
+    facts["tensor_parallel"] = TensorParallel(*facts["tensor_parallel"])
     if told is not None:
-        layers, plan = {}, facts["plan"] or {}
+        layers = {}
         for i in told["layers"]:
             k, v, center = (tensors.pop(f"scales.{i}.{x}", None) for x in ("k", "v", "k_center"))
             # A plan next to scales is theirs. Only a plan allows dynamic scales, and centers alone.
-            layers[i] = LayerScales(k, v, center, plan=plan.get(i))
-        scales = KVScales(layers, told["format"])
+            layers[i] = LayerScales(k, v, center, plan=by_layer.get(i))
+        kind = StoragePlan if layers and all(x.k is None for x in layers.values()) else KVScales
+        scales = kind(layers, told["format"])
     elif scales is not None:
         scales = check_constant(scales, "constant")
     options = CacheOptions(scales=scales, **facts)
     options.check()
-    _check_same("V with a center", False, options.uniform_plan.v.centered)
+    _check_same("V with a center", False, any(plan.v.centered for plan in plans.values()))
     return options

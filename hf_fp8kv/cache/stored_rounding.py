@@ -88,17 +88,10 @@ def check_stored(options: CacheOptions) -> None:
             "prompt is read unrounded; leave prefill out"
         )
     if options.first_call_centers:
-        by_hand = options.center_keys is None
-        got, instead = (
-            ("a plan with centered keys", "store K without centers")
-            if by_hand
-            else ("center_keys=True", "leave center_keys out")
-        )
         raise ConfigError(
-            f"training='stored': expected centers that the scales carry, got {got} "
-            "without any: the center would be the mean of the first call, and so depend on where "
-            "a text is cut into calls. Make the scales with hf_fp8kv.calibrate(center=True), or "
-            f"{instead}"
+            "training='stored': expected a plan that carries the centers of K, got one without: "
+            "the center would be the mean of the first call, and so depend on where a text is cut "
+            "into calls. Make the plan with hf_fp8kv.choose_plan(model), or store K without centers"
         )
 
 

@@ -80,18 +80,6 @@ class Turns:
             int(most or _MOST_POSITIONS),
         )
 
-    def turn(self, x: Tensor, positions: int) -> Tensor:
-        """Return keys or queries `[..., D]`, float32, as they are so many positions further on."""
-        before, pairs = self._place(x.shape[-1])
-        angle = (self._frequencies(pairs).double() * positions).float().to(x.device)
-        cos, sin = angle.cos(), angle.sin()
-        stop = before + 2 * pairs
-        part = x[..., before:stop]
-        axis = -1 if self.neighbors else -2
-        a, b = part.unflatten(-1, (pairs, 2) if self.neighbors else (2, pairs)).unbind(axis)
-        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], axis).flatten(-2)
-        return torch.cat([x[..., :before], turned, x[..., stop:]], -1)
-
     def steady(self, center: Tensor) -> Tensor:
         """Return of a mean of keys, `[..., D]`, what is left of it in the positions around.
 
@@ -99,12 +87,11 @@ class Turns:
         positions before and after. So slow pairs stay, and fast ones, which a center would only
         make larger elsewhere, become 0.
         """
-        before, pairs = self._place(center.shape[-1])
-        reach = min(_REACH, self.positions // 2)
-        left = torch.sinc(self._frequencies(pairs) * (reach / math.pi))
-        both = left.repeat_interleave(2) if self.neighbors else left.repeat(2)
-        after = center.shape[-1] - before - 2 * pairs
-        return center * pad(both, (before, after), value=1.0).to(center.device)
+        # The compiler does without memory between calls.
+        compiles = torch.compiler.is_compiling()
+        find: Any = _steadiness.__wrapped__ if compiles else _steadiness
+        factors: Tensor = find(self, center.shape[-1], center.device)
+        return center * factors
 
     def _place(self, dim: int) -> tuple[int, int]:
         """Return how many channels of `dim` come before those that turn, and how many pairs do."""
@@ -118,6 +105,17 @@ class Turns:
         pair = torch.arange(pairs, dtype=torch.float32, device="cpu")
         speeds = self.base ** -(pair / max(pairs, 1))
         return speeds.where(pair < int(pairs * self.moving), 0.0)
+
+
+@functools.cache
+def _steadiness(turns: Turns, dim: int, device: torch.device) -> Tensor:
+    """Return the factors of `Turns.steady`: `[dim]`, float32, on `device`."""
+    with torch.inference_mode(False), torch.no_grad():
+        before, pairs = turns._place(dim)
+        reach = min(_REACH, turns.positions // 2)
+        left = torch.sinc(turns._frequencies(pairs) * (reach / math.pi))
+        both = left.repeat_interleave(2) if turns.neighbors else left.repeat(2)
+        return pad(both, (before, dim - before - 2 * pairs), value=1.0).to(device)
 
 
 # Keys of a layer without RoPE.

@@ -1,5 +1,6 @@
-"""Static scales from texts: what is observed, what is chosen, and how good it is."""
+"""Static scales from texts, storage plans, and how good they are."""
 
+from .plan_choice import choose_plan
 from .run import calibrate, measure
 
-__all__ = ["calibrate", "measure"]
+__all__ = ["calibrate", "choose_plan", "measure"]

@@ -24,7 +24,6 @@ from typing import Literal
 
 import torch
 
-from ..cache.queries import Queries
 from ..formats import Format, LayerPlan
 from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
@@ -32,6 +31,7 @@ from ..scales.layer_scales import Granularity, LayerScales
 from .observe import TensorDict, merge_ranges
 from .pairs import Partners
 from .positions import SPREAD
+from .queries import Queries
 
 # What a larger scale may cost, and how many octaves up are tried.
 _ROOM_COST = 1.02

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..utils.digests import digest_of
 from ..utils.text import format_list, format_value
 from .text_files import is_json_lines, read_json_lines, split_text_file
 from .text_tokens import TextTokenizer
@@ -38,13 +39,8 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the tokens of both parts and the lengths of their windows."""
-        digest = hashlib.sha256()
-        for part in (self.windows, self.held_out):
-            digest.update(len(part).to_bytes(8, "little"))
-            for window in part:
-                digest.update(len(window).to_bytes(8, "little") + _content(window))
-        return digest.hexdigest()
+        """SHA-256 of the windows of both parts, in hexadecimal."""
+        return digest_of(self.windows, self.held_out)
 
 
 def read_corpus(

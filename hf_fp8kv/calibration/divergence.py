@@ -1,6 +1,5 @@
 """Divergence of a model's predictions under a cache from those under the unquantised cache."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
+from ..modeling.model_support import accepts, with_cache
 
 UNQUANTISED = "unquantised"
 
@@ -134,11 +134,9 @@ def compute_logits(
         ConfigError: the model does not give a logit per token.
     """
     text = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-    options = {} if scored else last_logit_only(model)
+    options = with_cache(model, cache) | ({} if scored else last_logit_only(model))
     with exact_states():  # also under the yardstick
-        logits: torch.Tensor = model(
-            **{text: ids}, **inputs, past_key_values=cache, use_cache=True, **options
-        ).logits
+        logits: torch.Tensor = model(**{text: ids}, **inputs, **options).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
@@ -168,5 +166,4 @@ def compute_scores(expected: torch.Tensor, log_p: torch.Tensor, known: torch.Ten
 
 def last_logit_only(model: PreTrainedModel) -> dict[str, int]:
     """Return the argument that spares all logits but the last, where the model takes it."""
-    names = inspect.signature(type(model).forward).parameters
-    return {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+    return {"logits_to_keep": 1} if accepts(type(model), "logits_to_keep") else {}

@@ -1,6 +1,5 @@
 """Observed K and V: after RoPE, exactly the numbers that a model's cache would store."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,8 +7,9 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import exact_states, warn_of_rounding
+from ..modeling.model_support import with_cache
 from ..modeling.tensor_parallel import tensor_parallel
 from .divergence import last_logit_only
 
@@ -86,9 +86,9 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
             f"model: expected a model that reads text, got {type(model).__name__}, which reads "
             f"{model.main_input_name}; use dynamic scales, which need no calibration"
         )
-    if (ranks := tensor_parallel(model))["tp_size"] > 1:
+    if (parts := tensor_parallel(model).size) > 1:
         raise ConfigError(
-            f"model: expected one with all of its heads, got one of {ranks['tp_size']} parts "
+            f"model: expected one with all of its heads, got one of {parts} parts "
             "(tensor parallelism); load it in one process (device_map='auto' spreads its layers), "
             "and use the scales with any number of processes"
         )
@@ -128,8 +128,8 @@ def observe(
         inputs["position_ids"] = positions.expand(ids.shape)
     try:
         with torch.no_grad(), exact_states():
-            model(**inputs, past_key_values=cache, use_cache=True, **last_logit_only(model))
-    except Fp8KVError:
+            model(**inputs, **with_cache(model, cache), **last_logit_only(model))
+    except FP8KVError:
         raise
     except MODEL_ERRORS as error:
         raise ConfigError(
@@ -137,11 +137,6 @@ def observe(
             f"{type(model).__name__}: {type(error).__name__}: {error}; use dynamic scales, which "
             "need no calibration"
         ) from error
-
-
-def accepts(model: PreTrainedModel, argument: str) -> bool:
-    """Return whether the model's forward names this argument."""
-    return argument in inspect.signature(type(model).forward).parameters
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from .observe import Batch, accepts, observe
+from ..modeling.model_support import accepts
+from .observe import Batch, observe
 from .positions import find_trained
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def measure_partners(
 ) -> dict[int, Partners]:
     """Return the partners of every layer, from the first `TOKENS` of the token ids `[T]`."""
     unknown = dict.fromkeys(layers, Partners())
-    if not accepts(model, "position_ids") or model.config.is_encoder_decoder:
+    if not accepts(type(model), "position_ids") or model.config.is_encoder_decoder:
         return unknown
     room = find_trained(model)
     ids = window[: min(TOKENS, max(room // 4, 2))]

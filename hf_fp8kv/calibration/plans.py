@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cache.plans import side_plans
-from ..cache.queries import Queries
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS, dynamic_scale, rounding_error, search_scale
+from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..scales.layer_scales import LayerScales
 from .choose import CalibrationOptions, Trial, find_centers, make_trial, pick_scale
 from .observe import Batch, TensorDict, add_tensors
 from .pairs import Partners
+from .queries import Queries
 from .stages import Asked, observe_queries, sample_near, sum_costs
 from .state import Job
 
 # The scales of an octave that a plan is tried with: a float format is as good as its best one.
 _STEPS = range(0, SEARCH_STEPS, 4)
+_KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
 # What another plan than the safe one may cost at most, relative to it.
 _MOST = 0.9
 
@@ -40,17 +40,13 @@ class Candidate:
         """The format that scales are made for; of numbers as they are, that of the unit."""
         return _unit_format(self.plan)
 
-    def measure(self, x: torch.Tensor, queries: Queries | None, *, dynamic: bool) -> torch.Tensor:
+    def measure(self, x: torch.Tensor, queries: Queries | None) -> torch.Tensor:
         """Return what errors of K or V, `x` `[N, Hkv, D]`, cost: float64, `[scales tried]`."""
         if self.plan.is_auto:
-            return torch.zeros(1 if dynamic else len(_STEPS), dtype=torch.float64, device="cpu")
+            return torch.zeros(len(_STEPS), dtype=torch.float64, device="cpu")
         x, queries = self.trial.transform(x, queries)
-        if dynamic:
-            choose = search_scale if self.trial.side == "k" else dynamic_scale
-            scales = [choose(x, self.fmt).float()[..., None]]
-        else:
-            first = self.trial.first.to(x.device)
-            scales = [first * 2.0 ** (step / SEARCH_STEPS) for step in _STEPS]
+        first = self.trial.first.to(x.device)
+        scales = [first * 2.0 ** (step / SEARCH_STEPS) for step in _STEPS]
         errors = [rounding_error(x, scale, self.fmt) for scale in scales]
         if queries is None:
             costs = [error.square() for error in errors]
@@ -69,7 +65,7 @@ def _unit_format(plan: SidePlan) -> Format:
 
 def safe_plan(options: CalibrationOptions) -> LayerPlan:
     """Return what is stored where nothing else is known to be better, without centers."""
-    side = SidePlan(DEFAULT_DTYPE if options.granularity == "token" else STATIC_DTYPE)
+    side = SidePlan(STATIC_DTYPE)
     return LayerPlan(side, SidePlan(AUTO) if options.latent else side)
 
 
@@ -105,18 +101,18 @@ def list_candidates(
         plans = {"k": (safe.k,), "v": (safe.v,)}
         sides = {"k": may_center} if options.latent else {"k": may_center, "v": (False,)}
         for side, centered in sides.items():
-            more = side_plans(None, None, centered, measures=True)
-            if options.granularity != "token":
-                more += tuple(SidePlan(DEFAULT_DTYPE, True, center) for center in centered)
+            more = tuple(
+                SidePlan(name, rotated, center) for center in centered for name, rotated in _KINDS
+            )
             if side == "k" and may_turn:
                 more = tuple(plan for plan in more if not (plan.rotated or plan.centered))
             plans[side] += tuple(plan for plan in more if plan != plans[side][0])
     candidates: dict[str, list[Candidate]] = {"k": [], "v": []}
     for side, of_side in plans.items():
         for plan in of_side:
-            # A token's own scale needs no range. Rotated channels are alike, and so have one scale
-            # for a head; where it is not known which channels turn together, so do the others.
-            kind = "head" if options.granularity == "token" else options.granularity
+            # Rotated channels are alike, and so have one scale for a head; where it is not known
+            # which channels turn together, so do the others.
+            kind = options.granularity
             unknown = side == "k" and partners.k is None
             if kind == "channel" and (plan.rotated or unknown):
                 kind = "head"
@@ -131,7 +127,6 @@ def choose_candidates(
     job: Job, windows: Sequence[torch.Tensor], far: Sequence[Batch], candidates: Mapping[int, Sides]
 ) -> dict[int, dict[str, Candidate]]:
     """Return the candidate of each layer and side that costs least, near and far."""
-    dynamic = job.options.granularity == "token"
 
     def measure(name: str, batches: Sequence[Batch], sides: str) -> TensorDict:
         def step(sums: TensorDict, batch: Batch) -> TensorDict:
@@ -142,14 +137,11 @@ def choose_candidates(
                     x = v if side == "v" else k
                     of_side = candidates[index][side]
                     # Where there is nothing to choose there is nothing to measure.
-                    costs = [
-                        c.measure(x, queries, dynamic=dynamic)
-                        for c in (of_side if len(of_side) > 1 else ())
-                    ]
+                    costs = [c.measure(x, queries) for c in (of_side if len(of_side) > 1 else ())]
                     if costs:
                         new[f"{index}.{side}"] = torch.stack(costs)
 
-            observe_queries(job, batch, on_layer)
+            observe_queries(job.model, job.layers, batch, on_layer)
             return add_tensors(sums, new)
 
         return job.run_batches(name, batches, step)
@@ -191,7 +183,7 @@ def make_scales(
     chosen: Mapping[int, Mapping[str, Candidate]],
     name: str,
 ) -> dict[int, LayerScales]:
-    """Return the scales of each layer for what was chosen; dynamic ones are not made.
+    """Return the scales of each layer for what was chosen.
 
     `name` is that of the stage.
     """
@@ -206,8 +198,7 @@ def make_scales(
                 found[f"{index}.{side}"] = pick_scale(candidate.trial, costs, candidate.fmt)[0]
         return found
 
-    dynamic = job.options.granularity == "token"
-    scales = {} if dynamic else job.run_once(name, work)
+    scales = job.run_once(name, work)
     job.state.drop("scales")
     return {
         index: LayerScales(

@@ -5,6 +5,7 @@ the next thousands: in pairs of channels that turn slowly it is large, and point
 What is chosen inside the windows is therefore tried with the windows moved to other positions.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -17,6 +18,11 @@ from ..modeling.model_support import config_field
 from ..utils.text import format_value
 from .observe import Batch
 
+# What configs call the number of positions.
+_LIMITS = (
+    "max_position_embeddings", "n_positions", "max_target_positions",
+    "max_encoder_position_embeddings", "max_decoder_position_embeddings",
+)  # fmt: skip
 # Where nothing else is asked for: so many windows long.
 _WINDOWS = 8
 # The windows' places as parts of the way to the last one. Multiples of the golden ratio are spread
@@ -70,6 +76,11 @@ def find_reach(model: PreTrainedModel, max_length: int, max_position: int | None
     return max_position
 
 
+def find_limit(model: PreTrainedModel) -> int:
+    """Return how many positions the model has, as far as its config says."""
+    return min(_find_limits(model), default=sys.maxsize)
+
+
 def find_trained(model: PreTrainedModel) -> int:
     """Return how many positions the model was trained for, before any scaling of RoPE."""
     ropes = _find_ropes(model)
@@ -85,7 +96,7 @@ def turns_keys(model: PreTrainedModel) -> bool:
 
 def _find_limits(model: PreTrainedModel) -> list[int]:
     config = model.config.get_text_config(decoder=True)
-    limits = [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
+    limits = [config_field(config, name) for name in _LIMITS]
     return [int(n) for n in limits if isinstance(n, int | float) and n > 1]
 
 

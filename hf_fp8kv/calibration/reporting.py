@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ConfigError
-from ..scales.kv_scales import KVScales
+from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.report import PLANNED, CalibrationReport, QualityRow
 from ..utils.environment import hardware, utc_now, versions
 from . import scoring
@@ -62,10 +62,10 @@ def _score_quality(
     return tuple(QualityRow(name, **vars(quality)) for name, quality in finite.items())
 
 
-def _without_scales(scales: KVScales) -> KVScales:
+def _without_scales(scales: KVScales) -> StoragePlan:
     """Return the plan and the centers of static scales."""
     layers = {i: replace(layer, k=None, v=None) for i, layer in scales.layers.items()}
-    return replace(scales, layers=layers, report=None)
+    return StoragePlan(**{**vars(scales), "layers": layers, "report": None})
 
 
 def make_report(

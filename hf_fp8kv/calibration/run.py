@@ -14,14 +14,16 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
-from ..cache.plans import check_plan
+from ..cache.plans import parse_plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
+from ..modeling.identity import describe_model
 from ..modeling.model_support import caches_latents
-from ..scales.fingerprint import fingerprint_weights, warn_if_stale
-from ..scales.kv_scales import KVScales, resolve
+from ..scales.fingerprint import warn_if_stale
+from ..scales.kv_scales import KVScales, StoragePlan, resolve
 from ..scales.layer_scales import Granularity, LayerScales
 from ..scales.report import CalibrationReport
+from ..utils.digests import digest_of, fingerprint_weights, is_whole, sample
 from ..utils.environment import version
 from ..utils.text import format_list, format_value
 from . import plans, scoring, stages
@@ -31,7 +33,7 @@ from .observe import Batch, TensorDict, make_batches, paged_layers
 from .pairs import Partners
 from .positions import Beyond, check_count, find_reach, limit_length, turns_keys
 from .reporting import CACHES, make_report
-from .state import Job, State, digest_of
+from .state import Job, State
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,7 @@ def calibrate(
             texts, conversations or token ids; see `read_corpus`.
         tokenizer: the model's; None: loaded from where the model came from.
         granularity: a scale for each layer and side ("tensor"), each KV head ("head"), or each head
-            and channel ("channel"). "token": none; the cache has one for each token and head, and
-            what is made is a plan with its centers (`plan` None is then "measured").
+            and channel ("channel"). For dynamic scales see `choose_plan`.
         center: also try to store K minus its mean, and do so where it helps. Only the format
             "hf_fp8kv" can hold a center. Latents (MLA) get none, unless a plan by hand says so.
         dtype: the format that scales are chosen for; they can be used for any. None: "fp8_e4m3".
@@ -104,7 +105,7 @@ def calibrate(
         options = replace(options, latent=True, center=False)
     check_count("batch_size", batch_size)
     beyond = Beyond(find_reach(model, max_length, max_position))
-    corpus = _read_corpus(
+    corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
@@ -194,8 +195,8 @@ def measure(
     scales = resolved
     warn_if_stale(model, scales)
     stored = dtype if scales.plan is not None else options.fmt.name
-    FP8PagedCache(model.config, dtype=stored, scales=scales)  # layers that are missing
-    corpus = _read_corpus(
+    FP8PagedCache(model.config, dtype=stored, **scoring.keyword(scales))  # layers that are missing
+    corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
@@ -221,7 +222,7 @@ def _options(
     if not isinstance(center, bool):
         raise ConfigError(f"center: expected True or False, got {center!r}")
     chosen: Any = plan
-    if plan == "measured" or (plan is None and granularity == "token"):
+    if plan == "measured":
         if dtype is not None:
             raise ConfigError(
                 f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
@@ -229,7 +230,14 @@ def _options(
             )
         chosen = "measured"
     elif plan is not None:
-        given = check_plan(plan, {"dtype": dtype})
+        if dtype is not None:
+            raise ConfigError(
+                f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
+                "; leave it out"
+            )
+        given = parse_plan(plan)
+        if isinstance(given, StoragePlan):
+            given = given.plan
         chosen = dict.fromkeys(sorted(layers), given) if isinstance(given, LayerPlan) else given
         for wrong, found, repair in (
             (set(layers) - set(chosen), "none for layers", "add them"),
@@ -246,7 +254,7 @@ def _options(
             )
     name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
     if name == AUTO:
-        raise ConfigError("dtype: expected an 8-bit format, got 'auto', which needs no scales")
+        raise ConfigError(f"dtype: expected an 8-bit format, got {dtype!r}, which needs no scales")
     number = isinstance(margin, int | float) and not isinstance(margin, bool)
     if not number or not 1.0 <= margin <= 16.0:  # type: ignore[operator]
         raise ConfigError(
@@ -269,28 +277,16 @@ def _load_tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
 
 
 def _identity(model: PreTrainedModel, corpus: Corpus, facts: tuple[object, ...]) -> str:
-    """Return a digest of all that the scales depend on; of a weight, of some of its numbers."""
-    weights = [
-        (name, list(p.shape), str(p.dtype), _sample_weight(p))
-        for name, p in model.named_parameters()
-    ]
-    # Of weights that are on disk, it is only known where they are from.
-    origin = getattr(model, "name_or_path", "") if any(not w for *_, w in weights) else ""
-    packages = {name: version(name) for name in ("hf-fp8kv", "torch", "transformers")}
-    config = model.config.to_dict()
-    config.pop("transformers_version", None)
-    where = (model.device.type, model.config._attn_implementation)
-    return digest_of(packages, config, origin, where, weights, corpus.digest, facts)
+    """Return a digest of everything that the scales depend on, with samples of the weights."""
+    here = [weight for weight in model.parameters() if is_whole(weight)]
+    # Weights on disk are only known by their origin.
+    origin = model.name_or_path if len(here) < len([*model.parameters()]) else ""
+    packages = [version(name) for name in ("hf-fp8kv", "torch")]
+    weights = [(weight.shape, sample(weight)) for weight in here]
+    return digest_of(packages, describe_model(model), origin, weights, corpus.digest, facts)
 
 
-def _sample_weight(weight: torch.Tensor) -> list[float]:
-    if weight.is_meta or not weight.numel():
-        return []
-    flat = weight.detach().flatten()
-    return flat[:: max(1, len(flat) // 61)].tolist()
-
-
-def _read_corpus(
+def read_model_corpus(
     model: PreTrainedModel, texts: Any, tokenizer: Any, *, max_length: int, **options: Any
 ) -> Corpus:
     """Read the texts; raise ConfigError for token ids that the model has no embedding for."""

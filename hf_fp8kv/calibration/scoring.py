@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
-from ..scales.kv_scales import KVScales
+from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import LayerScales
 from .choose import CalibrationOptions, Choice
 from .corpus import Corpus
@@ -158,7 +158,14 @@ def cache_factory(
     skipped = sorted(job.layers.difference(covered))
     planned = isinstance(scales, KVScales) and scales.plan is not None
     dtype = None if planned else job.options.fmt.name
-    return lambda: FP8PagedCache(job.model.config, dtype=dtype, scales=scales, skip_layers=skipped)
+    return lambda: FP8PagedCache(
+        job.model.config, dtype=dtype, skip_layers=skipped, **keyword(scales)
+    )
+
+
+def keyword(scales: KVScales | float | None) -> dict[str, Any]:
+    """Return the argument of a cache that scales are, or a plan."""
+    return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
 def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
@@ -200,7 +207,7 @@ def score_caches(
                     job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
                     first_position=batch.start, on_call=on_call,
                 )  # fmt: skip
-        except Fp8KVError:
+        except FP8KVError:
             raise
         except MODEL_ERRORS as error:
             raise ConfigError(
@@ -238,7 +245,7 @@ def warn_if_worse(
     last = max((batch.start or 0) + batch.ids.shape[1] for batch in batches)
     better = "scales=None needs no calibration"
     if fmt not in FORMATS:
-        better = "granularity='token' calibrates plan and centers alone"
+        better = "choose_plan(model) makes plan and centers alone"
     elif fmt != DEFAULT_DTYPE:
         better += f", and {DEFAULT_DTYPE} is closer at the same size"
     logger.warning(

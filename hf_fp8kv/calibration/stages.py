@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
-from ..cache.queries import Queries
 from ..errors import ConfigError
 from ..formats import Format
 from ..formats.rotation import rotate
@@ -27,6 +26,7 @@ from .choose import (
 from .observe import Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
 from .pairs import TOKENS, Partners, measure_partners
 from .positions import SPREAD, Beyond
+from .queries import Queries
 from .state import Job
 
 # Windows on which scales are tried, and queries of each.
@@ -89,7 +89,7 @@ def collect_sample(
             of_layer |= weigh_keys(k, queries)
             new.update({f"{index}.{name}": tensor for name, tensor in of_layer.items()})
 
-        observe_queries(job, batch, on_layer)
+        observe_queries(job.model, job.layers, batch, on_layer)
         return merge_ranges(sample, new) if sample else new
 
     return group_by_layer(job.run_batches(name, batches, step))
@@ -190,7 +190,7 @@ def sum_costs(
                 of_trial = measure_costs(trial, x, queries, format_of(index, name))
                 new.update({f"{index}.{name}.{what}": cost for what, cost in of_trial.items()})
 
-        observe_queries(job, batch, add_costs)
+        observe_queries(job.model, job.layers, batch, add_costs)
         return add_tensors(costs, new)
 
     return job.run_batches("scales", sample_near(windows), step)
@@ -214,7 +214,7 @@ def check_centers(
                 for scales in (of_layer[0].plain, *(choice.centered for choice in of_layer))
             ])  # fmt: skip
 
-        observe_queries(job, batch, add_costs)
+        observe_queries(job.model, job.layers, batch, add_costs)
         return add_tensors(costs, new)
 
     checked = {index: of_layer[0] for index, of_layer in choices.items()}
@@ -240,7 +240,9 @@ def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
     return beyond.spread([w[:room] for w in sample_windows(windows, SAMPLE_WINDOWS)], SPREAD)
 
 
-def observe_queries(job: Job, batch: Batch, on_layer: Callable[..., None]) -> None:
+def observe_queries(
+    model: PreTrainedModel, layers: frozenset[int], batch: Batch, on_layer: Callable[..., None]
+) -> None:
     """Call the model, and `on_layer` with a layer's index, K, V and its queries, if it has any."""
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -255,8 +257,8 @@ def observe_queries(job: Job, batch: Batch, on_layer: Callable[..., None]) -> No
             k, v = states.pop(index)
             on_layer(index, k, v, _sample_queries(query, k, call))
 
-    with _watch(job.model, on_attention):
-        observe(job.model, batch, job.layers, on_states)
+    with _watch(model, on_attention):
+        observe(model, batch, layers, on_states)
     for index in sorted(states):  # those whose attention does not show its queries
         on_layer(index, *states[index], None)
 

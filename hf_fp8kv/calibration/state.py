@@ -5,7 +5,6 @@ The file holds the dict of every fold and how many items it has taken, whole at 
 """
 
 import glob
-import hashlib
 import json
 import os
 import time
@@ -169,8 +168,3 @@ def _remove_abandoned(path: Path) -> None:
             part.unlink(missing_ok=True)
         except OSError:
             continue  # it runs
-
-
-def digest_of(*facts: object) -> str:
-    """Return a digest of facts that JSON can hold."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

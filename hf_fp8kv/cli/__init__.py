@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import Fp8KVError
+from ..errors import FP8KVError
 from ..utils.environment import version
 from . import bench, calibrate, check, convert, generate, inspect, serve
 
@@ -60,7 +60,7 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (Fp8KVError, OSError) as error:
+    except (FP8KVError, OSError) as error:
         print(f"{NAME}: error: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -52,8 +52,7 @@ def calibrate(
     granularity: Annotated[
         str | None,
         typer.Option(
-            help="One scale per layer (tensor), head or channel; token: none, the cache has one "
-            "per token and head, and gets plan and centers. "
+            help="One scale per layer (tensor), head or channel. "
             "Default: head, or the finest that --format can hold.",
             autocompletion=complete_from(granularities),
         ),
@@ -169,15 +168,12 @@ def _check_planned(options: dict[str, Any], format: str) -> None:
     """Check that a plan is for a format that can hold it."""
     from ..scales import SCALE_FORMATS
 
-    option = "--plan" if "plan" in options else "--granularity token"
-    if "plan" not in options and options.get("granularity") != "token":
-        return
-    if not SCALE_FORMATS[format].holds_centers:
+    if "plan" in options and not SCALE_FORMATS[format].holds_centers:
         message = f"requires --format hf_fp8kv, got {format}, whose readers know no plans"
-        raise typer.BadParameter(message, param_hint=option)
-    if "dtype" in options:
+        raise typer.BadParameter(message, param_hint="--plan")
+    if options.keys() >= {"plan", "dtype"}:
         message = "chooses the format of each layer: omit --dtype"
-        raise typer.BadParameter(message, param_hint=option)
+        raise typer.BadParameter(message, param_hint="--plan")
 
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:

@@ -15,11 +15,13 @@ from .values import (
     Json,
     KeyDtype,
     Model,
+    Plan,
     StaticScales,
     ValueDtype,
     attentions,
     backends,
     complete_from,
+    parse_cache_dtype,
     parse_dtype,
     parse_memory,
     parse_scales,
@@ -34,11 +36,8 @@ def generate(
     kv_cache_dtype: CacheDtype = None,
     key_dtype: KeyDtype = None,
     value_dtype: ValueDtype = None,
+    plan: Plan = None,
     scales: StaticScales = None,
-    center_keys: Annotated[
-        bool | None,
-        typer.Option("--center-keys/--no-center-keys", help="Store K minus a frozen center."),
-    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
     page_size: Annotated[int, typer.Option(min=1, help="In tokens.")] = 64,
     backend: Annotated[
@@ -68,11 +67,11 @@ def generate(
     """Answer a prompt with the default cache and with FP8 pages, side by side."""
     room = parse_memory(memory)
     options: dict[str, Any] = {
-        "dtype": kv_cache_dtype and parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
+        "dtype": kv_cache_dtype and parse_cache_dtype(kv_cache_dtype),
         "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
         "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
+        "plan": plan,
         "scales": parse_scales(scales),
-        "center_keys": center_keys,
         "page_size": page_size,
         "backend": backend,
     }

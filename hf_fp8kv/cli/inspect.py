@@ -123,13 +123,13 @@ def _show_cache(path: str, as_json: bool) -> None:
     sizes = cache.memory_footprint()
     if as_json:
         layers = {str(index): list(map(str, plan)) for index, plan in cache.plan.items()}
-        print(json.dumps({"origin": path, **sizes, "layers": layers}))
+        print(json.dumps({"origin": path, **vars(sizes), "layers": layers}))
         return
     rows = [
         {"layer": str(index), "K stored as": str(plan.k), "V stored as": str(plan.v)}
         for index, plan in cache.plan.items()
     ]
-    print(f"{cache}\n{sizes['tokens']} tokens, {format_size(sizes['used'])} in pages")
+    print(f"{cache}\n{sizes.tokens} tokens, {format_size(sizes.used_bytes)} in pages")
     print_parts([make_table(rows)], piped_width=160)
 
 

@@ -15,10 +15,12 @@ from .shared import print_note
 from .values import (
     CacheDtype,
     KeyDtype,
+    Plan,
     StaticScales,
     ValueDtype,
     backends,
     complete_from,
+    parse_cache_dtype,
     parse_dtype,
     parse_memory,
     parse_scales,
@@ -73,11 +75,8 @@ def serve(
     kv_cache_dtype: CacheDtype = None,
     key_dtype: KeyDtype = None,
     value_dtype: ValueDtype = None,
+    plan: Plan = None,
     scales: StaticScales = None,
-    center_keys: Annotated[
-        bool | None,
-        typer.Option("--center-keys/--no-center-keys", help="Whether to use the scales' centers."),
-    ] = None,
     backend: Annotated[
         str,
         typer.Option(help="auto, torch, numba or triton.", autocompletion=complete_from(backends)),
@@ -136,11 +135,11 @@ def serve(
     """
     options: dict[str, Any] = ctx.obj
     pages = {
-        "dtype": kv_cache_dtype and parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
+        "dtype": kv_cache_dtype and parse_cache_dtype(kv_cache_dtype),
         "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
         "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
+        "plan": plan,
         "scales": parse_scales(scales),
-        "center_keys": center_keys,
         "backend": backend,
         "prefix_store": _open_store(prefix_store, prefix_store_size),
     }
@@ -159,7 +158,7 @@ def serve(
         client_seconds=client_timeout,
         metrics_interval=metrics_interval,
     )
-    name = model or str(demo_model.model_path())
+    name = model or str(demo_model.demo_model_path())
     from ..serving.server.run import serve as run
 
     with _log_to_stderr():

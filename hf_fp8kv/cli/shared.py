@@ -42,11 +42,11 @@ def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any,
 
 def find_model(name: str | None) -> str:
     """Return the folder of the demo model (None) or of a packaged one; other names as they are."""
-    from ..utils.demo_model import model_path
+    from ..utils.demo_model import demo_model_path
     from ..utils.packaged_models import PACKAGED, packaged_model_path
 
     if name is None:
-        return str(model_path())
+        return str(demo_model_path())
     is_packaged = name in PACKAGED and not Path(name).exists()
     return str(packaged_model_path(name)) if is_packaged else name
 

@@ -89,20 +89,23 @@ class Comparison:
     ) -> Run:
         """Answer with FP8 pages, read by the attention `attn`."""
         from .. import FP8PagedCache
+        from ..calibration.plan_choice import resolve_plan
         from ..scales.fingerprint import warn_if_stale
 
         try:
             self.model.set_attn_implementation(attn)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"--attn {attn} does not work with {self.name}: {error}") from error
+        dtype, plan = resolve_plan(self.model, options["dtype"], options["plan"])
+        keywords = {**options, "dtype": dtype, "plan": plan}
         ids, speed, cache = self._generate(
-            inputs, lambda: FP8PagedCache(self.model.config, **options)
+            inputs, lambda: FP8PagedCache(self.model.config, **keywords)
         )
         warn_if_stale(self.model, cache.options.scales)
         sizes, page = cache.memory_footprint(), options["page_size"]
-        tokens, size = sizes["tokens"], sizes["used"] + sizes.get("other", 0)
+        tokens, size = sizes.tokens, sizes.used_bytes + sizes.other_bytes
         # The last page is partly filled: a token's size is its share of a full page.
-        share = sizes["used"] / (-(-tokens // page) * page) + sizes.get("other", 0) / tokens
+        share = sizes.used_bytes / (-(-tokens // page) * page) + sizes.other_bytes / tokens
         plans = set(cache.plan.values())
         plan = next(iter(plans))
         stored = "plans by layer" if len(plans) > 1 else str(plan.k if plan.k == plan.v else plan)
@@ -117,6 +120,8 @@ class Comparison:
         """Return the new tokens, the tokens per second after the first one, and the cache."""
         import torch
 
+        from ..modeling.model_support import CACHE
+
         stamps: list[float] = []
 
         def stamp(input_ids: "torch.Tensor", *_: Any, **__: Any) -> "torch.Tensor":
@@ -127,12 +132,12 @@ class Comparison:
 
         # Two tokens for warming up: kernels are compiled at their first use.
         self.model.generate(
-            **inputs, past_key_values=make(), max_new_tokens=2, min_new_tokens=2, do_sample=False
+            **inputs, **{CACHE: make()}, max_new_tokens=2, min_new_tokens=2, do_sample=False
         )
         torch.manual_seed(self.seed)
         cache = make()
         output = self.model.generate(
-            **inputs, past_key_values=cache, stopping_criteria=[stamp], **self.sampling
+            **inputs, **{CACHE: cache}, stopping_criteria=[stamp], **self.sampling
         )
         stamps = stamps[-(output.shape[1] - inputs["input_ids"].shape[1]) :]
         steps = len(stamps) - 1

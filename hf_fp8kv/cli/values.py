@@ -12,15 +12,19 @@ from typing import Annotated, get_args
 import typer
 
 from ..errors import ConfigError
-from ..formats import ALIASES, AUTO, FORMATS, STATIC_DTYPE
+from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
 
 
 def dtypes() -> Iterable[str]:
-    return (*ALIASES, *FORMATS)
+    return [name for name in cache_dtypes() if ALIASES.get(name, name) in FORMATS]
+
+
+def side_dtypes() -> Iterable[str]:
+    return (*ALIASES, *FORMATS, AUTO)
 
 
 def cache_dtypes() -> Iterable[str]:
-    return (*dtypes(), AUTO)
+    return (*side_dtypes(), ADAPTIVE)
 
 
 def formats() -> Iterable[str]:
@@ -92,21 +96,29 @@ ModelDtype = Annotated[
 Scales = Annotated[
     str, typer.Argument(help="A file, a folder or a Hub id, in any supported format.")
 ]
-_cache_dtypes = complete_from(cache_dtypes)
+_side_dtypes = complete_from(side_dtypes)
 CacheDtype = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join((*FORMATS, AUTO))}; "
+        help=f"{', '.join((*FORMATS, AUTO))}; {ADAPTIVE}: measured once for the model; "
         f"{', '.join(f'{alias} = {name}' for alias, name in ALIASES.items())}. "
-        f"Default: what suits each layer best, or {STATIC_DTYPE} with --scales.",
-        autocompletion=_cache_dtypes,
+        f"Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
+        autocompletion=complete_from(cache_dtypes),
     ),
 ]
 KeyDtype = Annotated[
-    str | None, typer.Option(help="The same, for K only.", autocompletion=_cache_dtypes)
+    str | None, typer.Option(help="A format or auto, for K only.", autocompletion=_side_dtypes)
 ]
 ValueDtype = Annotated[
-    str | None, typer.Option(help="The same, for V only.", autocompletion=_cache_dtypes)
+    str | None, typer.Option(help="A format or auto, for V only.", autocompletion=_side_dtypes)
+]
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH|TEXT",
+        help="How layers are stored, instead of the three above: where choose_plan's result was "
+        "saved, or text such as 'fp8_e3m4 centered'.",
+    ),
 ]
 StaticScales = Annotated[
     str | None,
@@ -161,6 +173,11 @@ def parse_dtype(text: str, option: str) -> str:
     except ConfigError as error:
         message = str(error).removeprefix(f"{option}: ")
         raise typer.BadParameter(message, param_hint=option) from None
+
+
+def parse_cache_dtype(text: str) -> str:
+    """Return the name of a storage dtype, or "adaptive"."""
+    return text if text == ADAPTIVE else parse_dtype(text, "--kv-cache-dtype")
 
 
 def parse_format(text: str, option: str) -> str:

@@ -1,6 +1,7 @@
 """Formats: what one stored byte means."""
 
 from .formats import (
+    ADAPTIVE,
     ALIASES,
     AUTO,
     DEFAULT_DTYPE,
@@ -14,6 +15,7 @@ from .formats import (
 from .plan import LayerPlan, SidePlan, count_plans, summarize_plan
 
 __all__ = [
+    "ADAPTIVE",
     "ALIASES",
     "AUTO",
     "DEFAULT_DTYPE",

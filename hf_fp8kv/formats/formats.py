@@ -20,6 +20,8 @@ import torch
 from ..errors import ConfigError
 
 AUTO = "auto"
+# For `enable`: a plan that is measured on the model, see `choose_plan`.
+ADAPTIVE = "adaptive"
 
 # The smallest dynamic scale: a token of zeros (or of subnormal numbers) still gets a scale whose
 # reciprocal is finite in fp32.
@@ -88,7 +90,7 @@ DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.
 # checkpoints have for E4M3.
 DEFAULT_DTYPE, STATIC_DTYPE = "fp8_e3m4", "fp8_e4m3"
 
-ALIASES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
+ALIASES = {"model": AUTO, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 
 
 def parse_dtype(name: object, argument: str = "dtype") -> str:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig
 
 from ..errors import ConfigError
 
@@ -14,6 +14,11 @@ from ..errors import ConfigError
 ATTENTION = "fp8_paged"
 # The method of an attention module that expands cached latents to K and V of each head.
 EXPAND = "expand_kv"
+# The attribute of new keys that holds the cache of a continuous-batching engine.
+ENGINE = "_hf_fp8kv_engine"
+# The name of a cache in `generate()` and in the models of transformers: "cache" since 5.24.
+_PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
+CACHE = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
 
 
 def config_field(config: Any, name: str) -> Any:
@@ -79,12 +84,27 @@ def _expands_what_is_cached(kind: Any) -> bool:
     return source.find(".update(") < source.find(f".{EXPAND}(")
 
 
+def accepts(kind: type[Any], argument: str) -> bool:
+    """Return whether `forward` of a model class names this argument."""
+    return argument in inspect.signature(kind.forward).parameters
+
+
+def cache_argument(kind: type[Any]) -> str:
+    """Return the name of a cache in `forward`. Code from the Hub may keep the old name."""
+    return next((name for name in ("past_key_values", CACHE) if accepts(kind, name)), "")
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the keywords that pass a cache to a call of the model."""
+    return {cache_argument(type(model)) or CACHE: cache, "use_cache": True}
+
+
 def refusal(kind: type[Any]) -> str:
     """Return why models of this class cannot use the cache; empty when they can."""
     if not getattr(kind, "_supports_default_dynamic_cache", lambda: True)():
         return "it needs a cache class of its own"
-    if "past_key_values" not in inspect.signature(kind.forward).parameters:
-        return "its forward takes no past_key_values"
+    if not cache_argument(kind):
+        return f"its forward takes no {CACHE}"
     return ""
 
 
@@ -96,8 +116,10 @@ def refuse_config(config: Any) -> None:
             f"config: expected a model's config or None, got {config_class.__name__}; write "
             "FP8PagedCache(model.config)"
         )
-    kind = model_class(config_class)
-    if kind is not None and (why := refusal(kind)):
+    why = refusal(kind) if (kind := model_class(config_class)) else ""
+    if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
+        why = "it has no attention layers"
+    if why:
         raise ConfigError(
             f"expected the config of a model that can use this cache, got {config_class.__name__}: "
             f"{why}"

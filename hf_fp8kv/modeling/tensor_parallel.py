@@ -4,7 +4,7 @@ It is asked of the model, never of torch.distributed: the processes there may as
 the whole model, stages of a pipeline, or all of these.
 """
 
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -17,19 +17,29 @@ _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 _SPLIT = "colwise"
 
 
-class Ranks(TypedDict):
-    """Two arguments of `FP8PagedCache`, `KVScales.from_file` and `KVScales.from_pretrained`."""
+class TensorParallel(NamedTuple):
+    """The rank of this process among the `size` processes that share a model's KV heads."""
 
-    tp_rank: int
-    tp_size: int
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def parse(cls, given: object) -> "TensorParallel":
+        """Return the argument `tensor_parallel` of a cache. None means one process."""
+        if not isinstance(given, TensorParallel | None):
+            raise ConfigError(
+                "tensor_parallel: expected the result of hf_fp8kv.tensor_parallel(model), got "
+                f"{given!r}; leave it out for one process"
+            )
+        return given or cls()
 
 
-def tensor_parallel(model: PreTrainedModel) -> Ranks:
-    """Return `{"tp_rank": r, "tp_size": n}`: which part of the model's KV heads is here.
+def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
+    """Return which part of the model's KV heads is in this process.
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(id, tp_plan="auto")
-    cache = FP8PagedCache(model.config, scales=scales, **tensor_parallel(model))
+    cache = FP8PagedCache(model.config, scales=scales, tensor_parallel=tensor_parallel(model))
     ```
 
     Rank 0 of 1 for a model that is whole in this process, and for one whose plan leaves all KV
@@ -46,9 +56,9 @@ def tensor_parallel(model: PreTrainedModel) -> Ranks:
         )
     mesh = _mesh(model)
     if mesh is None or mesh.size() == 1 or not _splits_heads(model):
-        return {"tp_rank": 0, "tp_size": 1}
+        return TensorParallel()
     check_divides(model.config.get_text_config(decoder=True), mesh.size())
-    return {"tp_rank": mesh.get_local_rank(), "tp_size": mesh.size()}
+    return TensorParallel(mesh.get_local_rank(), mesh.size())
 
 
 def _mesh(model: Any) -> Any:
@@ -89,29 +99,28 @@ def _heads(config: Any, layer: int, field: str) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def check_divides(config: Any, tp_size: int) -> None:
-    """Raise ConfigError unless the KV heads of every layer can be split over `tp_size`."""
+def check_divides(config: Any, size: int) -> None:
+    """Raise ConfigError unless the KV heads of every layer can be split over `size` processes."""
     layers = config_field(config, "num_hidden_layers")
     counts = {kv_heads(config, index) for index in range(layers if isinstance(layers, int) else 1)}
     for heads in sorted(count for count in counts if count):
-        if heads % tp_size:
+        if heads % size:
             fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             raise ConfigError(
-                f"tp_size: expected a number of processes that divides the {heads} KV heads of "
-                f"the model ({getattr(config, 'model_type', type(config).__name__)}), got "
-                f"{tp_size}; use {' or '.join(fit)}, or one process with "
-                "device_map='auto'"
+                f"tensor_parallel: expected a number of processes that divides the {heads} KV "
+                f"heads of the model ({getattr(config, 'model_type', type(config).__name__)}), got "
+                f"{size}; use {' or '.join(fit)}, or one process with device_map='auto'"
             )
 
 
-def check_split(layer: int, here: int, whole: int | None, tp_size: int) -> None:
+def check_split(layer: int, here: int, whole: int | None, size: int) -> None:
     """Raise ConfigError when all heads arrive where only a part of them was announced.
 
     `here` are the KV heads handed over in this process, `whole` those of the whole model's layer.
     """
-    if tp_size > 1 and here == whole:
+    if size > 1 and here == whole:
         raise ConfigError(
-            f"tp_size={tp_size}: expected {whole // tp_size} of the model's {whole} KV heads, got "
-            f"all of them in layer {layer}: the model is not split here; leave tp_rank and tp_size "
-            "out, or pass **hf_fp8kv.tensor_parallel(model), which knows"
+            f"tensor_parallel: expected {whole // size} of the model's {whole} KV heads, got all "
+            f"of them in layer {layer}, since the model is not split; pass the result of "
+            "hf_fp8kv.tensor_parallel(model)"
         )

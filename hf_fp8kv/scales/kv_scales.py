@@ -14,6 +14,7 @@ from typing import Unpack
 import torch
 
 from ..errors import ScaleError
+from ..formats import summarize_plan
 from ..utils.text import format_list
 from .card import make_card
 from .checkpoint.folder import HubOptions
@@ -102,7 +103,7 @@ class KVScales(ScaleData):
             ScaleError: whatever is wrong with the file.
         """
         request = Request(tp_rank, tp_size, strict, num_layers, model_type)
-        return cls(**vars(read_file(Path(path), request)))
+        return _wrap(read_file(Path(path), request))
 
     @classmethod
     def from_pretrained(
@@ -130,7 +131,7 @@ class KVScales(ScaleData):
             ScaleError: whatever is wrong, also when there are no scales at all.
         """
         request = Request(tp_rank, tp_size, strict)
-        return cls(**vars(read_checkpoint(os.fspath(repo_or_dir), request, **hub_options)))
+        return _wrap(read_checkpoint(os.fspath(repo_or_dir), request, **hub_options))
 
     def for_layer(
         self,
@@ -255,6 +256,43 @@ class KVScales(ScaleData):
                 Path(folder), repo_id, private, token, revision, commit_message, overwrite,
                 make_readme,
             )  # fmt: skip
+
+
+class StoragePlan(KVScales):
+    """How each layer is stored: format, rotation and center of K. The cache finds the scales.
+
+    `hf_fp8kv.choose_plan` makes one. Files, attributes and methods are those of `KVScales`.
+
+    Raises:
+        ScaleError: a layer without a plan, or with static scales.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.is_dynamic:
+            raise ScaleError(
+                f"plan ({self.origin}): expected layers without static scales, got {self!r}; pass "
+                "these as scales"
+            )
+
+    def __repr__(self) -> str:
+        return f"StoragePlan({summarize_plan(self.plan or {})}; {self.origin})"
+
+    @classmethod
+    def load(cls, place: str | os.PathLike[str]) -> "StoragePlan":
+        """Return the plan in a file, a folder or a repository of the Hub.
+
+        Raises:
+            ScaleError: there is none, or there are static scales instead.
+        """
+        found = resolve(place)
+        if not isinstance(found, StoragePlan):
+            raise ScaleError(f"plan: expected a StoragePlan in {place}, got {found!r}")
+        return found
+
+
+def _wrap(data: ScaleData) -> KVScales:
+    return (StoragePlan if data.is_dynamic else KVScales)(**vars(data))
 
 
 def _find_format(name: str, tp_size: int) -> ScaleFormat:

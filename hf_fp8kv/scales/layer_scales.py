@@ -8,21 +8,21 @@ Scales may say how a layer is stored, as a plan: those of rotated numbers are fo
 a plan the scales themselves may be left to the cache, one for each token and head.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ..errors import ScaleError
 from ..formats import Format, LayerPlan, summarize_plan
+from ..utils.digests import digest_of
 from ..utils.text import format_list
 from .report import CalibrationReport
 from .validation import check_center, check_scale
 
-# "token": a scale for each token and head, which the cache determines when it stores the token.
-Granularity = Literal["tensor", "head", "channel", "token"]
+Granularity = Literal["tensor", "head", "channel"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +91,8 @@ class LayerScales:
         return self.k, self.v
 
     @property
-    def granularity(self) -> Granularity:
-        """The finer granularity of the two sides."""
+    def granularity(self) -> Granularity | Literal["token"]:
+        """The finer granularity of the two sides; "token": the cache finds the scales."""
         if self.k is None:
             return "token"
         if any(t.ndim and t.shape[1] > 1 for t in self.static):
@@ -115,8 +115,16 @@ class LayerScales:
     ) -> "LayerScales":
         """Return the same scales as `[Hkv, Dk]` and `[Hkv, Dv]`, as `KVScales.for_layer` does.
 
-        `of` says in messages which layer this is.
+        `of` says in messages which layer this is. The result is kept: every new cache asks for it.
         """
+        kept, key = _SPREAD.setdefault(self, {}), (heads, k_dim, v_dim, tp_rank, tp_size)
+        if key not in kept:
+            kept[key] = self._spread(of, *key)
+        return kept[key]
+
+    def _spread(
+        self, of: str, heads: int, k_dim: int, v_dim: int, tp_rank: int, tp_size: int
+    ) -> "LayerScales":
 
         def spread(tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
             what = f"{what} {of} ({self.source})"
@@ -139,6 +147,9 @@ class LayerScales:
         )
 
 
+_SPREAD: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
+
+
 def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
     """Return which of the heads of scales are those of this rank, which has `wanted` heads."""
     if heads in (1, wanted):
@@ -151,7 +162,7 @@ def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str
     total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
         f"{what}: expected {wanted} heads{total}, got {heads}; use this model's scales, "
-        "and its tp_rank and tp_size (hf_fp8kv.tensor_parallel(model) gives both)"
+        "and the rank of this process (hf_fp8kv.tensor_parallel(model) returns it)"
     )
 
 
@@ -220,22 +231,13 @@ class ScaleData:
         """A digest of the fingerprints of all layers, for people; None: there are none."""
         if not self.fingerprint:
             return None
-        layers = [f"{index}.{digits}" for index, digits in sorted(self.fingerprint.items())]
-        return hashlib.sha256(" ".join(layers).encode()).hexdigest()[:16]
+        return digest_of(dict(self.fingerprint))[:16]
 
     @property
     def digest(self) -> str:
         """SHA-256 of the shape and the bytes of every tensor and of plans, in hexadecimal."""
-        digest = hashlib.sha256()
-        for index, layer in self.layers.items():
-            for name in ("k", "v", "k_center"):
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    digest.update(f"{index}.{name}{list(tensor.shape)}".encode())
-                    digest.update(tensor.numpy().astype("<f4").tobytes())
-            if layer.plan is not None:
-                digest.update(f"{index}.plan {layer.plan}".encode())
-        return digest.hexdigest()
+        layers = self.layers.items()
+        return digest_of([(i, x.k, x.v, x.k_center, str(x.plan)) for i, x in layers])
 
 
 def take_rank(

@@ -8,17 +8,17 @@ model.generate_batch(prompts)          # and generate(cache_implementation="page
 
 import os
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..cache.plans import Plan
 from ..cache.prefix_store import PrefixStore
+from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
-from ..formats import LayerPlan
 from ..modeling.exact_states import warn_of_rounding
+from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import tensor_parallel
-from ..modeling.weights import identify_model
 from ..ops import choose_backend, prepare_backend
 from ..scales.fingerprint import warn_if_stale
 from ..scales.kv_scales import KVScales
@@ -38,8 +38,7 @@ def enable(
     dtype: str | None = None,
     key_dtype: str | None = None,
     value_dtype: str | None = None,
-    center_keys: bool | None = None,
-    plan: LayerPlan | Mapping[int, LayerPlan] | None = None,
+    plan: Plan | str | os.PathLike[str] | tuple[str, str] | None = None,
     backend: str = "auto",
     probe: bool = True,
     prefix_store: PrefixStore | None = None,
@@ -58,15 +57,13 @@ def enable(
         model: a model with `generate_batch`. It runs the attention "fp8_paged" while a manager is
             running, and whatever it ran before afterwards.
         scales: as `FP8PagedCache` takes them, of all heads under tensor parallelism. None: one per
-            token and head, stored in the page. Those of `calibrate(granularity="token")` say how
-            each layer is stored, and have its center: what `generate()` measures in its first
-            call, an engine has to be told.
+            token and head, stored in the page.
         dtype: as `FP8PagedCache` takes it. None: "fp8_e3m4", or "fp8_e4m3" if scales are given.
+            "adaptive": `choose_plan(model)`, which the model keeps.
         key_dtype: overrides one side.
         value_dtype: overrides one side.
-        center_keys: None: if the scales carry centers; False: never. True asks for scales that do:
-            pages are shared between requests, so none can have a center of its own.
-        plan: how all layers are stored, or each, without centers; as `FP8PagedCache` takes it.
+        plan: as `FP8PagedCache` takes it; pages are shared between requests, so that a plan with
+            "centered" K has to carry the centers, as those of `choose_plan` do.
         backend: as `FP8PagedCache` takes it.
         probe: run the model on seven tokens, packed as an engine packs them and one text after
             the other. Models that count positions by themselves, or do not hand the engine's cache
@@ -102,10 +99,11 @@ def enable(
             "ContinuousBatchingManager: it would meet another attention in the middle of a step; "
             "call its stop() first"
         )
+    dtype, plan = resolve_plan(model, dtype, plan)
     config = ServingConfig.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-        center_keys=center_keys, plan=plan, backend=backend, prefix_store=prefix_store,
-        **tensor_parallel(model),
+        plan=plan, backend=backend, prefix_store=prefix_store,
+        tensor_parallel=tensor_parallel(model),
     )  # fmt: skip
     check_kinds(model.config.get_text_config())
     cache_class(config).check(model, config)

@@ -56,7 +56,7 @@ def attend_layer(
     decodes = backend == "triton" and window is None and work.is_decoding and key is not None
     new = None
     if key is not None and value is not None:
-        _check_shapes(key, value, layout)
+        check_shapes(key, value, layout)
         if storage.center is not None and not (decodes and (softcap or sinks is not None)):
             # In float32, as the operation itself would do it: the same bytes are stored.
             key = key.float() - storage.center[None, :, None]
@@ -78,7 +78,7 @@ def attend_layer(
     return out
 
 
-def _check_shapes(key: torch.Tensor, value: torch.Tensor, layout: PageLayout) -> None:
+def check_shapes(key: torch.Tensor, value: torch.Tensor, layout: PageLayout) -> None:
     expected = (1, layout.heads, layout.dim)
     for name, x in (("keys", key), ("values", value)):
         if (x.shape[0], x.shape[1], x.shape[3]) != expected:

@@ -11,8 +11,9 @@ from ..cache.prefix_pages import check_kind, identify_options
 from ..cache.prefix_store import PrefixStore
 from ..errors import ConfigError
 from ..formats import LayerPlan
-from ..modeling.weights import identify_model
-from ..scales.kv_scales import KVScales, resolve
+from ..modeling.identity import identify_model
+from ..modeling.tensor_parallel import TensorParallel
+from ..scales.kv_scales import KVScales
 
 
 class LayerStorage(NamedTuple):
@@ -39,39 +40,31 @@ class ServingConfig:
         dtype: object = None,
         key_dtype: object = None,
         value_dtype: object = None,
-        center_keys: bool | None = None,
         plan: object = None,
         backend: str = "auto",
-        tp_rank: int = 0,
-        tp_size: int = 1,
+        tensor_parallel: TensorParallel | None = None,
         prefix_store: PrefixStore | None = None,
     ) -> "ServingConfig":
         """Return the configuration. Raises ConfigError, ScaleError or BackendError."""
         options = CacheOptions.parse(
-            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-            scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size),
-            center_keys=center_keys, plan=plan, page_size=64, max_cache_len=None, max_pages=None,
-            prefill="stored", backend=backend, tp_rank=tp_rank, tp_size=tp_size,
+            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
+            page_size=64, max_cache_len=None, max_pages=None, prefill="stored", backend=backend,
+            tensor_parallel=tensor_parallel,
         )  # fmt: skip
         if options.first_call_centers:
-            what = "center_keys=True" if plan is None else "plan: centered"
             raise ConfigError(
-                f"{what}: expected scales that carry centers, got none; the engine shares "
-                "pages between requests, so a center of each request's own is not possible. Make "
-                "the scales with hf_fp8kv.calibrate(center=True), or store K without centers"
+                "plan: expected a plan or scales that carry the centers of K, got none; the engine "
+                "shares pages between requests, so a center of each request's own is not possible. "
+                "Make them with hf_fp8kv.choose_plan(model), or store K without centers"
             )
         if prefix_store is not None:
-            check_kind(prefix_store)
-            if tp_size > 1:
-                raise ConfigError(
-                    "prefix_store: expected a model in one process, got one that is split; leave "
-                    "it out"
-                )
+            check_kind(prefix_store, options)
         return cls(options, prefix_store)
 
-    def for_rank(self, tp_rank: int, tp_size: int) -> "ServingConfig":
+    def for_rank(self, rank: int, size: int) -> "ServingConfig":
         """Return the same configuration for the rank that an engine says it is."""
-        return replace(self, options=replace(self.options, tp_rank=tp_rank, tp_size=tp_size))
+        ranks = TensorParallel(rank, size)
+        return replace(self, options=replace(self.options, tensor_parallel=ranks))
 
     def identify(self, model: Any, page_size: int) -> str:
         """Return what the pages of a store depend on beside the tokens."""

@@ -193,8 +193,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         if not self.is_running():
             restore_attention(self.model, excluding=self)
 
-    def _run_generation_loop(self) -> None:
-        super()._run_generation_loop()
+    def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
+        super()._run_generation_loop(*args, **kwargs)
         if self._restore_at_end:  # `stop` did not wait for this thread
             restore_attention(self.model, excluding=self)
 
@@ -226,7 +226,7 @@ def _let_newcomers_in(scheduler: Any) -> None:
 
     An engine that takes pages away from a running request starts no others until one finishes. If
     all that still run are cancelled, or fail, none does, and whatever is asked then waits for ever
-    (transformers 5.18 to 5.23).
+    (transformers 5.18 to 5.24).
     """
     held = weakref.ref(scheduler)  # which holds what is made here
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from ..attention.masks import engine_step
 from ..attention.switching import eval_mode, get_implementations, set_implementations
-from ..errors import ConfigError, Fp8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION
 from .config import ServingConfig
+from .engines import StockCache
 from .engines.common import EngineCache, sizes
 from .layout import LayerPages
 from .step import LayerKind
@@ -69,7 +70,7 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
             ]
             with engine_step():
                 packed = _run_packed(model, ids, _PackedCache(model, chosen))
-    except Fp8KVError:
+    except FP8KVError:
         raise
     except Exception as error:
         raise ConfigError(
@@ -115,15 +116,15 @@ def _relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-class _PackedCache(EngineCache):
+class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
     """A cache without an engine: one page for each text, in the model's own dtype."""
 
     def __init__(self, model: PreTrainedModel, chosen: ServingConfig) -> None:
         config, options = model.config.get_text_config(), chosen.options
         unquantized = ServingConfig.parse(
-            dtype=AUTO, backend=options.backend, tp_rank=options.tp_rank, tp_size=options.tp_size
+            dtype=AUTO, backend=options.backend, tensor_parallel=options.tensor_parallel
         )
-        heads = sizes(config)[0] // options.tp_size
+        heads = sizes(config)[0] // options.tensor_parallel.size
         self._prepare(unquantized, config, heads, _SLOTS, model.dtype, model.device)
         windows = check_kinds(config)
         kinds = list(dict.fromkeys(windows))

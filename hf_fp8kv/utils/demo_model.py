@@ -35,7 +35,7 @@ def find_gguf_file() -> Path:
     )
 
 
-def model_path(*, progress: bool = True) -> Path:
+def demo_model_path(*, progress: bool = True) -> Path:
     """Return the folder with the demo model; the first call makes it, as `make_copy` does.
 
     Raises:

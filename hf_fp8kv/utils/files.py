@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from ..errors import Fp8KVError, OutOfPagesError, ScaleError
+from ..errors import FP8KVError, OutOfPagesError, ScaleError
 from .text import format_value
 
 # Suffixes of files that are not opened: reading them can run code.
@@ -24,7 +24,7 @@ _MOST_JSON = 256 << 20  # bytes
 
 @contextmanager
 def convert_read_errors(
-    path: object, expected: str, kind: type[Fp8KVError] = ScaleError
+    path: object, expected: str, kind: type[FP8KVError] = ScaleError
 ) -> Iterator[None]:
     """Convert every error of reading a file to `kind`, except OutOfPagesError."""
     try:

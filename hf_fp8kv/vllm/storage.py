@@ -1,9 +1,9 @@
 """How each layer is stored, from what vLLM was started with; checked before anything is served.
 
-Scales are named in vLLM's own configuration, which reaches every process of every machine, as
-environment variables do not:
+"scales" or a "plan" are named in vLLM's own configuration, which reaches every process of every
+machine, as environment variables do not:
 
-    --additional-config '{"hf_fp8kv": {"scales": "path/or/hub-id"}}'
+    --additional-config '{"hf_fp8kv": {"plan": "path/or/hub-id"}}'
 """
 
 import functools
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError, ScaleError
+from ..modeling.tensor_parallel import TensorParallel
 from ..scales.kv_scales import KVScales, resolve
 from ..serving.config import LayerStorage, ServingConfig
 from .dtypes import CacheDType, find_dtype
 
 _KEY = "hf_fp8kv"
-_OPTIONS = ("scales", "backend")
+_OPTIONS = ("scales", "plan", "backend")
 
 
 @dataclass(frozen=True)
@@ -96,36 +97,35 @@ def read_storage(
     given = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping) or set(given) - set(_OPTIONS):
         raise ConfigError(
-            f"--additional-config {_KEY}: expected a dict of {' and '.join(_OPTIONS)}, got "
+            f"--additional-config {_KEY}: expected a dict of {', '.join(_OPTIONS)}, got "
             f"{given!r}; leave the rest out"
         )
-    scales, backend = given.get("scales"), given.get("backend", "auto")
-    for option, value, kinds in (
-        ("scales", scales, str | float | int | None),
-        ("backend", backend, str),
+    scales, plan, backend = given.get("scales"), given.get("plan"), given.get("backend", "auto")
+    for option, value, kinds, expected in (
+        ("scales", scales, str | float | int | None, "a path, a repository id or a number"),
+        ("plan", plan, str | None, "a path, a repository id or text"),
+        ("backend", backend, str, "a name"),
     ):
         if not isinstance(value, kinds):
-            expected = "a path, a repository id or a number" if option == "scales" else "a name"
             raise ConfigError(
                 f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}; leave "
                 "it out, or name one"
             )
-    return _read(dtype, scales, backend, checkpoint, rank, size, revision, engine)
+    return _read(dtype, scales, plan, backend, checkpoint, rank, size, revision, engine)
 
 
 @functools.lru_cache(maxsize=8, typed=True)
 def _read(
-    name: str, given: str | float | None, backend: str, checkpoint: str, rank: int, size: int,
-    revision: str | None, engine: str,
+    name: str, given: str | float | None, plan: str | None, backend: str, checkpoint: str,
+    rank: int, size: int, revision: str | None, engine: str,
 ) -> ModelStorage:  # fmt: skip
     dtype = find_dtype(name)
-    scales: KVScales | float | None
-    if given is None and not dtype.dynamic:
+    scales: KVScales | str | float | None = given
+    if given is plan is None and not dtype.dynamic:
         scales = resolve(checkpoint, tp_rank=rank, tp_size=size, revision=revision)
-    else:
-        scales = resolve(given, tp_rank=rank, tp_size=size)
+    ranks = TensorParallel(rank, size)
     config = ServingConfig.parse(
-        scales=scales, dtype=dtype.format, backend=backend, tp_rank=rank, tp_size=size
+        scales=scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
     if config.options.dynamic_scales != dtype.dynamic:
         other = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"

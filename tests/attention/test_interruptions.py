@@ -97,14 +97,13 @@ class Chat:
 
     def stored(self) -> FP8PagedCache:
         """Return a new cache with a store that has the prompt's pages."""
-        keywords = {name: x for name, x in self.keywords.items() if name != "prefill"}
         store = PrefixStore(self.folder)
-        cache = FP8PagedCache(self.model.config, prefix_store=store, **keywords)
+        enable(self.model, prefix_store=store, **self.keywords)
         if not any(self.folder.glob("*.safetensors")):
-            self.say(cache, self.held)
+            self.say(self.new_cache(), self.held)
             store.flush()
             return self.stored()
-        return cache
+        return self.new_cache()
 
     def check(self, cache: FP8PagedCache, where: Any) -> None:
         """Assert that the cache answers other prompts rightly, or raises a ConfigError."""

@@ -85,7 +85,8 @@ def stock(model: Any, inputs: Any, **options: Any) -> Any:
 
 
 def paged(model: Any, **options: Any) -> FP8PagedCache:
-    return FP8PagedCache(model.config, dtype="auto", page_size=8, **options)
+    dtype = None if "plan" in options else "auto"
+    return FP8PagedCache(model.config, dtype=dtype, page_size=8, **options)
 
 
 # Plain, with windows, with an indexer, with layers that read another layer's latents or have no
@@ -109,7 +110,7 @@ def test_every_family(name: str, watch: Watch) -> None:
 # Static scales; searched and rotated formats; K unquantized.
 EIGHT_BITS: list[dict[str, Any]] = [
     {"scales": 0.01, "value_dtype": "fp8_e4m3"},
-    {"dtype": "fp8_e2m5", "value_dtype": "int8", "rotate_values": True},
+    {"plan": ("fp8_e2m5", "int8 rotated")},
     {"dtype": "auto", "value_dtype": "fp8_e4m3", "max_cache_len": 30},
 ]
 
@@ -437,7 +438,7 @@ def test_a_warning_says_why_latents_are_expanded(
         return caplog.text
 
     assert "latents" not in reasons()
-    assert "they have a center" in reasons(key_dtype="fp8", center_keys=True)
+    assert "they have a center" in reasons(plan=("fp8 centered", "auto"))
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in reasons()
     replace_all(model, biased)

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention, register
 from hf_fp8kv.attention.switching import watched_attention
+from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import tiny
 
@@ -58,7 +59,7 @@ def press(model: Any, score: Score, kept: int) -> Iterator[None]:
     """After each layer's first call, keep the tokens of the highest scores, for each head."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs[CACHE].layers[module.layer_idx]
         keys, values = layer.keys, layer.values
         indices = score(keys).topk(kept, dim=-1).indices
         indices = indices[..., None].expand(-1, -1, -1, module.head_dim)
@@ -209,11 +210,11 @@ class Wrapper(torch.nn.Module):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.prepare_base(*args, **kwargs)
         if self.base_model.config.is_encoder_decoder:
-            if self.prefix and not inputs["past_key_values"].get_seq_length():
+            if self.prefix and not inputs[CACHE].get_seq_length():
                 own = self.new_prefix(len(inputs["decoder_input_ids"]))
-                inputs["past_key_values"] = EncoderDecoderCache(own, DynamicCache())
+                inputs[CACHE] = EncoderDecoderCache(own, DynamicCache())
             return inputs
-        ids, cache = inputs["input_ids"], inputs["past_key_values"]
+        ids, cache = inputs["input_ids"], inputs[CACHE]
         if self.prefix:
             seen = torch.ones(len(ids), self.prefix, dtype=torch.long)
             inputs["attention_mask"] = torch.cat([seen, inputs["attention_mask"]], 1)
@@ -221,7 +222,7 @@ class Wrapper(torch.nn.Module):
             if cache.get_seq_length():
                 inputs["input_ids"] = ids[:, -1:]
             else:
-                inputs["past_key_values"] = self.new_prefix(len(ids))
+                inputs[CACHE] = self.new_prefix(len(ids))
         return inputs
 
     def new_prefix(self, batch: int) -> DynamicCache:
@@ -260,7 +261,7 @@ def test_enable_a_wrapped_model(name: str, prefix: int) -> None:
     assert torch.allclose(torch.cat(got.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
     enable(wrapper)
     stored = wrapper.generate(**options).past_key_values
-    sizes = [cache.memory_footprint()["used"] for cache in (stored, got.past_key_values)]
+    sizes = [cache.memory_footprint().used_bytes for cache in (stored, got.past_key_values)]
     assert sizes[0] < sizes[1] / 2
     assert disable(wrapper) is wrapper
     last = wrapper.generate(**options)

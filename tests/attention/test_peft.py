@@ -68,7 +68,7 @@ def answer_twice(folder: Path, method: str, seed: int) -> dict[str, Any]:
     """Answer a prompt twice with a store in a folder, and compare with the answer without one."""
     ids = torch.randint(2, 98, (1, 60), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    model = enable(make_model(method, seed), prefill="stored", center_keys=False, page_size=PAGE)
+    model = enable(make_model(method, seed), prefill="stored", page_size=PAGE)
     expected = model.generate(**inputs, **GREEDY)
     store = PrefixStore(folder)
     model = enable(make_model(method, seed), prefix_store=store, page_size=PAGE)

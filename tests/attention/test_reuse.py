@@ -81,7 +81,7 @@ def test_each_turn_computes_its_new_tokens_only(name: str) -> None:
         # The cache does not hold the last token of the answer yet.
         assert computed == (21 if turn == 0 else 8), turn
         text = torch.cat([said, chat.words(7)], 1)
-    assert chat.cache.memory_footprint()["reused"] == sum(29 + 16 * turn for turn in range(3))
+    assert chat.cache.memory_footprint().reused_tokens == sum(29 + 16 * turn for turn in range(3))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -280,15 +280,15 @@ def test_positions_and_embeddings_are_part_of_the_text() -> None:
 
 
 def test_opting_out() -> None:
-    chat = Chat("gqa", reuse_prefix=False)
+    chat = Chat("gqa")
     said, _ = chat.answer(chat.words(21))
+    enable(chat.model, reuse_prefix=False, **STORED)
     _, computed = chat.answer(torch.cat([said, chat.words(7)], 1))
     assert computed == 8
     with pytest.raises(ConfigError, match="does not hold yet"):
         chat.model.generate(
             said[:, :4], attention_mask=torch.ones(1, 4), past_key_values=chat.cache, **GREEDY
         )
-    assert not chat.cache.fork().reuse_prefix
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "skipped"])
@@ -377,7 +377,7 @@ def test_copies_of_an_enabled_model_reuse_text_themselves() -> None:
         cache = FP8PagedCache(twin.config, **STORED)
         for _ in range(2):
             twin.generate(**inputs, past_key_values=cache, **GREEDY)
-        assert cache.memory_footprint()["reused"] == inputs["input_ids"][:, 1:].numel()
+        assert cache.memory_footprint().reused_tokens == inputs["input_ids"][:, 1:].numel()
 
 
 def test_a_chat_in_a_pipeline(tmp_path: Path) -> None:

@@ -263,11 +263,11 @@ def test_rounding_is_suspended_and_ends() -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a mode": ("gqa", {"training": "exact"}, "training: expected None or 'stored'"),
     "exact": ("gqa", {"prefill": "exact"}, "expected prefill='stored', got 'exact'"),
-    "centers": ("gqa", {"center_keys": True}, "expected centers that the scales carry"),
+    "centers": ("gqa", {"plan": "fp8 centered"}, "expected a plan that carries the centers"),
     "a plan": (
         "gqa",
         {"plan": LayerPlan.parse("int8 centered", "int8")},
-        "got a plan with centered keys",
+        "expected a plan that carries the centers",
     ),
     "a pair": ("cross_attention", {}, "which is an encoder-decoder"),
     "own code": ("alibi", {}, "attention code of its own"),

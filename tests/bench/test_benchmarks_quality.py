@@ -3,7 +3,6 @@
 import json
 import pydoc_data.topics
 import sys
-from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from benchmarks import accuracy, latent_accuracy
 from benchmarks.long import __main__ as long_command
 from benchmarks.long import answers, caches, predictions
-from benchmarks.long.caches import ROWS, Row
+from benchmarks.long.caches import Row
 from benchmarks.long.outliers import planted_outliers
 from benchmarks.long.tasks import Haystack, Question, Step
 from hf_fp8kv.attention.switching import paged_attention
@@ -190,18 +189,6 @@ def test_a_model_with_planted_outliers_computes_the_same(name):
     torch.testing.assert_close(planted, before, rtol=1e-4, atol=1e-4)
     assert torch.equal(after, before)
     assert (keys[-2] / keys[0]).abs().max() > 25
-
-
-def test_the_default_does_not_rotate_planted_outliers():
-    model, _ = tiny("llama", num_hidden_layers=2, head_dim=64, max_position_embeddings=4096)
-    ids = torch.randint(4, 90, (1, 300), generator=torch.Generator().manual_seed(0))
-    rows = {name: ROWS[name] for name in ("default", "e2m5-rotated")}
-    plans = {name: Counter() for name in rows}
-    with planted_outliers(model, 50.0), paged_attention(model):
-        scores = predictions.score_text(model, ids, rows, positions=[300], scored=100, plans=plans)
-    kl = {name: scores[300, name].quality.kl for name in rows}
-    assert sum(plan.k.rotated for plan in plans["default"].elements()) == 0
-    assert kl["e2m5-rotated"] > 3 * kl["default"]
 
 
 def test_the_tables_of_the_docs_are_those_of_the_runs():

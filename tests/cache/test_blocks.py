@@ -44,9 +44,9 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
     caches = pair(dtype="fp8_e4m3", scales=0.02, prefill="stored")
     feed(caches, 50 * PAGE, 0)
     found, expected = (cache.memory_footprint() for cache in caches)
-    for name in ("pages", "scales", "used", "tokens"):
-        assert found[name] == expected[name], name
-    assert found["tables"] > expected["tables"], "addresses of the blocks"
+    for name in ("pages_bytes", "scales_bytes", "used_bytes", "tokens"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.tables_bytes > expected.tables_bytes, "addresses of the blocks"
     written = []
     for cache in caches:
         with BytesWritten() as counted:
@@ -56,14 +56,14 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
                     k = torch.full((BATCH, HEADS, 1, DIM), step / 8)
                     twin.update(k, k, index)
         written.append(counted.total)
-    held = caches[0].memory_footprint()["used"]
+    held = caches[0].memory_footprint().used_bytes
     assert written[0] < held < written[1]
     assert_holds(caches)
     files = [cache.save(tmp_path / str(i)).read_bytes() for i, cache in enumerate(caches)]
     assert abs(len(files[0]) - len(files[1])) < 32, "only the name of the backend differs"
     for cache in caches:
         cache.crop(-47 * PAGE)
-    assert caches[0].memory_footprint()["pages"] < held / 2, "memory is freed"
+    assert caches[0].memory_footprint().pages_bytes < held / 2, "memory is freed"
 
 
 def test_handles_keep_what_they_show():

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from hf_fp8kv import (
     BackendError,
     ConfigError,
-    Fp8KVError,
+    FP8KVError,
     FP8PagedCache,
     KVScales,
     LayerScales,
@@ -20,6 +20,7 @@ from hf_fp8kv import (
     ScaleError,
 )
 from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
@@ -91,7 +92,7 @@ def test_auto_stores_sixteen_bits_as_they_are(dtype: torch.dtype, room: int | No
 
 @pytest.mark.parametrize("room", [None, 40])
 def test_centers_follow_their_sequences(room: int | None) -> None:
-    cache = FP8PagedCache(config(), dtype="fp8_e3m4", center_keys=True, max_cache_len=room)
+    cache = FP8PagedCache(config(), max_cache_len=room)
     k = torch.randn(2, HEADS, 21, DIM) + torch.tensor([40.0, -40.0])[:, None, None, None]
     cache.update(k, k, 0)
     read = cache.layers[0].keys.dense()[:, :, :21].clone()
@@ -158,7 +159,7 @@ def test_forks_share_and_diverge() -> None:
     del cache
     assert_same(content(fork), torch.cat([k, more], 2))
     fork.reset()
-    assert fork.memory_footprint()["total"] < 1000, "no cache holds a page"
+    assert fork.memory_footprint().total_bytes < 1000, "no cache holds a page"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -213,8 +214,10 @@ def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
     # A fork or a reorder copies page numbers, of pages of 64 tokens.
     assert max(totals[1:]) <= 100 * 4 * 16384 // 64
     after = cache.memory_footprint()
-    assert after["pages"] <= before["pages"]
-    assert after["used"] == before["used"] * 3 // 4, "the pages of the dropped sequence are free"
+    assert after.pages_bytes <= before.pages_bytes
+    assert after.used_bytes == before.used_bytes * 3 // 4, (
+        "the pages of the dropped sequence are free"
+    )
 
 
 @pytest.mark.parametrize(("keywords", "share"), [({}, 0.54), ({"scales": 1.0}, 0.52)])
@@ -228,9 +231,9 @@ def test_half_of_the_memory_at_8k(keywords: dict[str, Any], share: float, dim: i
             cache.update(big[:, :, :1], big[:, :, :1], layer)
     footprint = cache.memory_footprint()
     bf16 = 8195 * LAYERS * HEADS * dim * 2 * 2
-    assert footprint["total"] <= share * bf16, footprint
-    assert footprint["used"] <= footprint["pages"] + footprint["scales"]
-    assert footprint["tokens"] == 8195
+    assert footprint.total_bytes <= share * bf16, footprint
+    assert footprint.used_bytes <= footprint.pages_bytes + footprint.scales_bytes
+    assert footprint.tokens == 8195
 
 
 # -- scales and centers --------------------------------------------------------------------------
@@ -270,11 +273,9 @@ def test_centers_of_scales_remove_a_common_bias() -> None:
         }
     )
     # Static scales saturate far below the bias; a key equal to the center is stored as 0.
-    for center in (None, True, False):
-        cache = FP8PagedCache(config(), scales=scales, center_keys=center)
-        cache.update(bias.repeat(2, 1, 3, 1), tokens(3), 0)
-        is_centered = torch.equal(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))
-        assert is_centered == (center is not False)
+    cache = FP8PagedCache(config(), scales=scales)
+    cache.update(bias.repeat(2, 1, 3, 1), tokens(3), 0)
+    assert_same(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))
 
 
 def test_nan_is_not_hidden() -> None:
@@ -345,8 +346,7 @@ def test_skip_layers() -> None:
         ({"max_cache_len": "64"}, "max_cache_len"),
         ({"max_pages": -1}, "max_pages"),
         ({"prefill": "fast"}, "prefill: expected .*; leave it out"),
-        ({"center_keys": "yes"}, "center_keys: expected .*; leave it out"),
-        ({"center_keys": True, "dtype": "auto"}, "center_keys"),
+        ({"plan": "auto centered"}, "neither rotation nor a center"),
         ({"skip_layers": [7]}, "skip_layers"),
         ({"skip_layers": ["slding_attention"]}, "skip_layers"),
         ({"backend": "cuda"}, "backend"),
@@ -359,20 +359,21 @@ def test_skip_layers() -> None:
         ({"scales": "/nowhere/kv_cache_scales.json"}, "kv_cache_scales.json"),
         ({"scales": [1.0]}, "scales"),
         ({"scales": KVScales.uniform(1)}, r"layers \[1\]"),
-        ({"tp_rank": 2, "tp_size": 2}, "tp_rank"),
+        ({"tensor_parallel": TensorParallel(2, 2)}, "tp_rank=2 and tp_size=2"),
+        ({"tensor_parallel": (0, 2)}, r"expected the result of hf_fp8kv.tensor_parallel\(model\)"),
         ({"config": "some/model"}, r"model\.config"),
         ({"config": None, "max_cache_len": 64}, "max_cache_len"),
         ({"config": None, "skip_layers": [0]}, "skip_layers"),
         ({"offloading": True, "max_cache_len": 64}, "offloading: expected a cache that grows"),
-        ({"max_device_pages": 4, "max_cache_len": 64}, "offloading: expected a cache that grows"),
-        ({"offloading": "sliding"}, "offloading: expected True or False, got 'sliding'"),
-        ({"max_device_pages": 0}, "max_device_pages: expected a whole number above 0, got 0"),
-        ({"max_device_pages": 2.5}, "max_device_pages: expected a whole number above 0"),
+        ({"offloading": 4, "max_cache_len": 64}, "offloading: expected a cache that grows"),
+        ({"offloading": "sliding"}, "offloading: expected True, False or a number of pages above"),
+        ({"offloading": 0}, "offloading: expected True, False or a number .* above 0, got 0"),
+        ({"offloading": 2.5}, "offloading: expected True, False or a number of pages above 0"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_bad_arguments(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(Fp8KVError, match=message):
+    with pytest.raises(FP8KVError, match=message):
         FP8PagedCache(**{"config": config(), **keywords})
 
 
@@ -425,7 +426,7 @@ def test_a_failure_in_a_later_layer_leaves_no_trace() -> None:
     cache = FP8PagedCache(config(), scales=KVScales({0: fine, 1: three}))
     with pytest.raises(ScaleError, match="heads"):
         feed(cache, 5)
-    assert cache.get_seq_length() == cache.memory_footprint()["used"] == 0
+    assert cache.get_seq_length() == cache.memory_footprint().used_bytes == 0
     cache = FP8PagedCache(config(), **EXACT)
     k = feed(cache, 9)
     more = tokens(4)
@@ -536,7 +537,7 @@ def test_a_step_fits_for_every_kind_of_layer_or_changes_nothing() -> None:
     for layer in range(len(cache)):
         with pytest.raises(OutOfPagesError):
             cache.update(key, key, layer)
-        assert cache.memory_footprint()["used"] == 0
+        assert cache.memory_footprint().used_bytes == 0
     assert cache.get_seq_length() == 0
 
 
@@ -593,7 +594,13 @@ def test_numbers_of_tokens_and_sequences_that_do_not_exist() -> None:
 @pytest.mark.parametrize("preallocated", [False, True])
 @pytest.mark.parametrize(
     "keywords",
-    [{}, {"scales": 0.5}, {"center_keys": True}, {"dtype": "auto"}, {"scales": scales_per_head()}],
+    [
+        {},
+        {"scales": 0.5},
+        {"plan": "fp8 centered"},
+        {"dtype": "auto"},
+        {"scales": scales_per_head()},
+    ],
     ids=["dynamic", "constant", "center", "auto", "per head"],
 )
 def test_save_and_load(preallocated: bool, keywords: dict[str, Any], tmp_path: Path) -> None:
@@ -607,7 +614,7 @@ def test_save_and_load(preallocated: bool, keywords: dict[str, Any], tmp_path: P
     for mine, other in zip(cache.layers, twin.layers, strict=True):
         assert_same(mine.keys.dense(), other.keys.dense())
         assert_same(mine.values.dense(), other.values.dense())
-    assert twin.memory_footprint()["used"] == cache.memory_footprint()["used"], "still shared"
+    assert twin.memory_footprint().used_bytes == cache.memory_footprint().used_bytes, "still shared"
     for one in (cache, twin):
         feed(one, 4, 1)
     assert_same(cache.layers[1].keys.dense(), twin.layers[1].keys.dense())

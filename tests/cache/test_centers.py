@@ -17,8 +17,7 @@ from tests.helpers.tiny_models import build, tiny
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("no_gradients")]
 
 WIDTH = 45
-# A plan that does not depend on the first call.
-CENTERED: dict[str, Any] = {"dtype": "fp8_e3m4", "center_keys": True}
+CENTERED: dict[str, Any] = {"plan": "fp8_e3m4 centered"}
 # First and last token of each sequence in a padded batch.
 SPANS = {
     "left": [(0, 45), (40, 45), (9, 45), (44, 45)],
@@ -98,7 +97,7 @@ def test_a_center_is_that_of_the_sequence_alone(name: str, spans: str, room: int
 )
 def test_other_ways_to_attend(name: str, prefill: str) -> None:
     model, batch = model_of(name), pad(SPANS["both"])
-    cache = new_cache(model, prefill=prefill, center_keys=True)
+    cache = new_cache(model, prefill=prefill)
     model(**batch, past_key_values=cache)
     # With "stored", the keys of the second layer depend on rounded keys of the first.
     assert_centers(centers(cache)[:1], model, batch, "both")
@@ -164,7 +163,7 @@ def test_compiled_first_calls() -> None:
 def test_tokens_are_read_with_the_center_that_they_are_stored_with(room: int | None) -> None:
     """A sequence that begins in a later chunk gets its center then, and forks keep theirs."""
     model, batch = model_of(), pad([(0, 45), (20, 45)])
-    exact = new_cache(model, dtype="auto", center_keys=None)
+    exact = new_cache(model, plan="auto")
     caches = [new_cache(model, room)]
     for start, stop in ((0, 16), (16, 30), (30, 45)):
         for cache in (exact, *caches):

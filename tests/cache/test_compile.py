@@ -18,12 +18,13 @@ from transformers import CompileConfig
 from transformers.cache_utils import StaticCache
 
 from hf_fp8kv import FP8PagedCache, OutOfPagesError
+from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import tensors_in
 from tests.helpers.assertions import assert_same
 from tests.helpers.standin import triton_standin
 from tests.helpers.tiny_models import tiny
 
-STATIC = {"scales": 0.05, "center_keys": True}
+STATIC = {"scales": 0.05, "plan": "fp8 centered"}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,
@@ -102,7 +103,7 @@ def test_what_generate_compiles(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) 
         (StaticCache(model.config, max_cache_len=50), on_cuda),
         (FP8PagedCache(model.config), False),
     ):
-        inputs = {"past_key_values": cache}
+        inputs = {CACHE: cache}
         assert model._valid_auto_compile_criteria(inputs, model.generation_config) is expected
 
 
@@ -201,8 +202,8 @@ def test_a_compiled_step_fits_a_cuda_graph(
     found: dict[str, Any] = {}
     stored: dict[int, Any] = {}
 
-    def update(key: torch.Tensor, value: torch.Tensor, layer: int, *rest: Any) -> Any:
-        both = FP8PagedCache.update(cache, key, value, layer, *rest)
+    def update(key: torch.Tensor, value: torch.Tensor, layer: int, **rest: Any) -> Any:
+        both = FP8PagedCache.update(cache, key, value, layer, **rest)
         stored[layer] = both[0]
         return both
 

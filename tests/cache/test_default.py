@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, KVScales
@@ -17,7 +18,6 @@ from tests.helpers.tiny_models import causal_config, tiny
 pytestmark = pytest.mark.text
 
 E3M4, E4M3 = "fp8_e3m4", "fp8_e4m3"
-SAFE = LayerPlan.parse("fp8_e3m4 centered", E3M4)
 HEADS, DIM = 2, 16
 
 
@@ -44,11 +44,12 @@ def read(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
     [
         ({}, (E3M4, E3M4), True),
         ({"max_cache_len": 64}, (E3M4, E3M4), True),
-        ({"key_dtype": E3M4, "value_dtype": "fp8_e5m2"}, (E3M4, "fp8_e5m2"), True),
-        ({"center_keys": False}, (E3M4, E3M4), False),
+        ({"value_dtype": "fp8_e5m2"}, (E3M4, "fp8_e5m2"), True),
+        ({"key_dtype": E3M4}, (E3M4, E3M4), False),
+        ({"plan": E3M4}, (E3M4, E3M4), False),
         # Chunks of a prompt may end anywhere, and a center would depend on the first chunk.
         ({"prefill": "stored"}, (E3M4, E3M4), False),
-        ({"prefill": "stored", "center_keys": True}, (E3M4, E3M4), True),
+        ({"prefill": "stored", "plan": "fp8_e3m4 centered"}, (E3M4, E3M4), True),
         ({"key_dtype": "auto"}, ("auto", E3M4), False),
         ({"key_dtype": E4M3}, (E4M3, E3M4), False),
         ({"dtype": "fp8"}, (E4M3, E4M3), False),
@@ -56,13 +57,13 @@ def read(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
         ({"dtype": E3M4}, (E3M4, E3M4), False),
         ({"dtype": "fp8_e5m2"}, ("fp8_e5m2", "fp8_e5m2"), False),
         ({"dtype": "fp8_e4m3fnuz"}, ("fp8_e4m3fnuz", "fp8_e4m3fnuz"), False),
-        ({"dtype": "fp8", "center_keys": True}, (E4M3, E4M3), True),
+        ({"plan": ["fp8 centered", "fp8"]}, (E4M3, E4M3), True),
         ({"dtype": "auto"}, ("auto", "auto"), False),
         # Static scales belong to E4M3.
         ({"scales": 0.5}, (E4M3, E4M3), False),
         ({"scales": KVScales.uniform(2)}, (E4M3, E4M3), False),
         ({"scales": 0.5, "key_dtype": E3M4}, (E3M4, E4M3), False),
-        ({"scales": 0.5, "center_keys": True}, (E4M3, E4M3), True),
+        ({"scales": 0.5, "plan": "fp8 centered"}, (E4M3, E4M3), True),
     ],
     ids=str,
 )  # fmt: skip
@@ -128,20 +129,52 @@ def test_padding_on_the_left_does_not_change_the_center(junk: float, room: int |
 
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
-def test_values_that_are_not_finite_stay_out_of_the_center(junk: float) -> None:
-    """In a prompt whose padding is among the tokens of the center."""
+def test_a_channel_with_a_value_that_is_not_finite_has_no_center(junk: float) -> None:
     k = biased(12)
-    k[0, :, :9] = junk
-    k[1, 0, 4, 3] = junk
+    expected = k.mean(2)
+    k[1, 0, 4, 3], expected[1, 0, 3] = junk, 0.0
     cache = new_cache()
     cache.update(k, torch.ones_like(k), 0)
-    center = read_centers(cache)
-    torch.testing.assert_close(center[0], k[0, :, 9:].mean(1))
-    assert center.isfinite().all()
-    assert (read(cache)[0, :, 9:] - k[0, :, 9:]).abs().max() < 0.2
-    nothing = new_cache()
-    nothing.update(torch.full_like(k, junk), torch.ones_like(k), 0)
-    assert not read_centers(nothing).any()
+    torch.testing.assert_close(read_centers(cache), expected)
+    assert (read(cache)[0] - k[0]).abs().max() < 0.2
+
+
+# Grid: each model once, with padding or without, growing and preallocated.
+@pytest.mark.parametrize(
+    ("name", "room", "padded"),
+    [("gqa", None, False), ("gqa", 64, True), ("sliding_and_full", None, True)],
+)
+@torch.no_grad()
+def test_a_first_call_adds_few_operations(name: str, room: int | None, padded: bool) -> None:
+    """The center takes at most 8 operations a layer."""
+    model, _ = tiny(name, attn_implementation="fp8_paged")
+    ids = torch.randint(4, 90, (2, 44), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0 if padded else 1
+    counts = []
+    for layers in (2, 1, 2):  # the first time, factors are made that stay
+        for plan in ("fp8_e3m4", "fp8_e3m4 centered"):
+            cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=room)
+            skipped = model.model.layers[layers:]
+            model.model.layers = model.model.layers[:layers]
+            with Operations() as operations:
+                model.model(ids, attention_mask=mask, past_key_values=cache)
+            model.model.layers.extend(skipped)
+            counts.append(operations.count)
+    # What is made once for all layers cancels.
+    assert (counts[5] - counts[3]) - (counts[4] - counts[2]) <= 8
+
+
+class Operations(TorchDispatchMode):
+    """Count what is dispatched inside, without views."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
 
 
 MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent")
@@ -157,15 +190,13 @@ def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None
     for attention in ("fp8_paged", dense):
         model, inputs = tiny(name, attn_implementation=attention)
         shift_keys(model)
-        # Other attention functions pass no queries to the cache, so it measures nothing.
-        safe = {"dtype": E3M4, "center_keys": True}
-        cache = FP8PagedCache(model.config, page_size=8, max_cache_len=room, **safe)
+        cache = FP8PagedCache(model.config, page_size=8, max_cache_len=room)
         ids, mask = lengthen(inputs)
         of_model = []
         for part in (ids, ids[:, 2:5], ids[:, 4:5]):
             mask = mask if not of_model else torch.cat([mask, torch.ones_like(part)], 1)
             of_model.append(model(part, attention_mask=mask, past_key_values=cache).logits)
-        assert all(plan.k.centered for plan in cache.plan.values())
+        assert name == "latent" or all(plan.k.centered for plan in cache.plan.values())
         # Rows of padding are not compared.
         logits.append(torch.cat([of_model[0][:, -1:], *of_model[1:]], 1))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
@@ -186,6 +217,5 @@ def shift_keys(model: PreTrainedModel) -> None:
 
 
 def test_pages_of_many_requests_have_no_center() -> None:
-    options = ServingConfig.parse().options
-    assert options.uniform_plan == LayerPlan.parse(E3M4, E3M4)
-    assert ServingConfig.parse(scales=0.5).options.uniform_plan.k.format == E4M3
+    assert ServingConfig.parse().options.layer_plan(0) == LayerPlan.parse(E3M4, E3M4)
+    assert ServingConfig.parse(scales=0.5).options.layer_plan(0).k.format == E4M3

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_fp8kv import ConfigError, FP8PagedCache, check_model, disable, enable
+from hf_fp8kv import ConfigError, FP8PagedCache, calibrate, check_model, disable, enable
+from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import shared_tiny
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
@@ -156,7 +157,7 @@ class TestStored:
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
-        ("gqa", {}), ("gqa", {"scales": 0.05}), ("sliding_and_full", {"center_keys": True}),
+        ("gqa", {}), ("gqa", {"scales": 0.05}), ("sliding_and_full", {"plan": "fp8 centered"}),
         ("kv_sharing", {}), ("hybrid", {}),
     ],
     ids=str,
@@ -427,3 +428,29 @@ def test_models_without_attention_are_refused(kind: str) -> None:
     for call in (lambda: FP8PagedCache(model.config), lambda: enable(model)):
         with pytest.raises(ConfigError, match="can use this cache"):
             call()
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(["past_key_values", CACHE]))
+def test_either_name_of_the_cache(name: str) -> None:
+    """Model code from the Hub keeps the name from before transformers 5.24. Nothing warns."""
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    kind = type(model)
+
+    def old(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **{CACHE: past_key_values}, **kwargs)
+
+    def new(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **{CACHE: cache}, **kwargs)
+
+    forward = old if name == "past_key_values" else new
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    texts = torch.randint(4, 90, (4, 24)).tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check_model(model).path == "fused"
+        scales = calibrate(model, texts, max_length=24, held_out=24, progress=False)
+        assert len(scales.report.quality) > 1
+        enable(model, training="stored")
+        if name == CACHE:
+            out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+            assert isinstance(out[CACHE], FP8PagedCache)

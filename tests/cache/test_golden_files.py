@@ -150,7 +150,8 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
         "dynamic", lambda _, tensors: tensors.update({CENTER: torch.ones(2, 2, 16)}), CENTER
     ),
     "plan that the options do not have": (
-        "dynamic", set_fact(["fp8_e5m2", "fp8_e4m3"], "layers", 0, "plan"), "plan: .*fp8_e5m2"
+        "dynamic", set_fact(["fp8_e5m2", "fp8_e4m3"], "layers", 0, "plan"),
+        "plan of layer 0: .*fp8_e5m2",
     ),
     "dtype of no model": ("dynamic", set_fact(["uint8"] * 2, "layers", 0, "dtypes"), "uint8"),
     "page_size of 0": ("dynamic", set_fact(0, "options", "page_size"), "page_size: "),

@@ -67,7 +67,7 @@ def test_the_layers_are_paged(model, form, ids):
     cache = read(model, ids, **form)
     assert cache.paged_layers
     held = sum(layer.indexer_keys.nbytes for layer in cache.paged_layers)
-    assert cache.memory_footprint()["other"] >= held > 0
+    assert cache.memory_footprint().other_bytes >= held > 0
     for layer in cache.paged_layers:
         layer.offload()
     cache.paged_layers[0].prefetch()

@@ -31,7 +31,7 @@ GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_toke
 EXACT = {"scales": 1.0, "page_size": PAGE}
 # Bytes of a page with static scales.
 PAGE_BYTES = PAGE * HEADS * 2 * DIM
-WHERE: list[dict[str, Any]] = [{"offloading": True}, {"max_device_pages": 2}]
+WHERE: list[dict[str, Any]] = [{"offloading": True}, {"offloading": 2}]
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -81,7 +81,7 @@ def check(cache: FP8PagedCache) -> None:
     """Assert that at most two layers are on the device if the cache offloads all layers."""
     sizes = [layer.memory_footprint() for layer in cache.paged_layers]
     here = [size for size in sizes if size.get("pages")]
-    assert len(here) <= 2 or cache.options.max_device_pages or not cache.options.offloading
+    assert len(here) <= 2 or cache.options.offloading is not True
 
 
 def both(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
@@ -98,7 +98,7 @@ def call(caches: list[FP8PagedCache], method: str, *arguments: Any) -> None:
 
 def moved(cache: FP8PagedCache) -> tuple[int, int]:
     sizes = cache.memory_footprint()
-    return sizes["fetched"], sizes["returned"]
+    return sizes.fetched_bytes, sizes.returned_bytes
 
 
 # -- the same tokens -----------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_the_same_tokens(
     )
     expected = model.generate(**row, past_key_values=stayed, **keywords)
     assert_same(model.generate(**row, past_key_values=cache, **keywords), expected)
-    assert cache.memory_footprint()["fetched"] > 0
+    assert cache.memory_footprint().fetched_bytes > 0
     check(cache)
 
 
@@ -141,7 +141,7 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
     model.set_attn_implementation("fp8_paged")
     for keywords in ({}, {"num_beams": 2}):
         expected = None
-        for where in ({}, {"offloading": True}, {"max_device_pages": 1}):
+        for where in ({}, {"offloading": True}, {"offloading": 1}):
             caches = [
                 FP8PagedCache(model.config, dtype=dtype, page_size=PAGE, **where) for _ in range(2)
             ]
@@ -153,7 +153,7 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
                 assert bool(min(moved(cache))) == bool(where)
                 check(cache)
             sizes = caches[1].memory_footprint()
-            assert sizes["returned"] <= sizes["host"], "written once, and then only read"
+            assert sizes.returned_bytes <= sizes.host_bytes, "written once, and then only read"
 
 
 def test_generate_with_an_offloaded_cache_implementation() -> None:
@@ -197,7 +197,7 @@ def test_a_draft_model_may_also_be_offloaded() -> None:
     row = {name: tensor[1:] for name, tensor in inputs.items()}
     model.set_attn_implementation("fp8_paged")
     expected = None
-    for where in ({}, {"offloading": True}, {"max_device_pages": 1}):
+    for where in ({}, {"offloading": True}, {"offloading": 1}):
         enable(draft, page_size=PAGE, dtype="auto", **where)
         cache = FP8PagedCache(model.config, page_size=PAGE, prefill="stored", **where)
         got = model.generate(**row, past_key_values=cache, assistant_model=draft, **GREEDY)
@@ -228,7 +228,7 @@ def test_every_operation(
     if backend == "triton":
         triton_standin(monkeypatch)
         monkeypatch.setattr(page_pool, "BLOCK_BYTES", 3000)
-    where = {None: {"offloading": True}, 0: {}}.get(pages, {"max_device_pages": pages})
+    where = {"offloading": True if pages is None else pages or False}
     fields, keywords = config(name), {"page_size": PAGE, **FORMS[form]}
     stayed = FP8PagedCache(
         fields, backend="reference" if backend == "triton" else backend, **keywords
@@ -265,7 +265,7 @@ def test_every_operation(
         layer.prefetch()
     assert_holds(pair)
     call(pair, "reset")
-    assert max(one.memory_footprint()["total"] for one in pair) < 100
+    assert max(one.memory_footprint().total_bytes for one in pair) < 100
     feed(pair, 4, 14, batch=3)
     assert_holds(pair)
 
@@ -275,7 +275,7 @@ def test_pending_tokens_are_stored_before_their_layer_leaves(
 ) -> None:
     """Tokens without an attention call: of a first call, which decides the plan, and of steps."""
     triton_standin(monkeypatch)
-    for where in ({"offloading": True}, {"max_device_pages": 1}):
+    for where in ({"offloading": True}, {"offloading": 1}):
         fields = config("gemma3_text")
         pair = [
             FP8PagedCache(fields, backend="reference", page_size=PAGE),
@@ -296,8 +296,8 @@ def test_bytes_go_back_after_a_crop() -> None:
     before = pair[1].memory_footprint()
     call(pair, "crop", -280)
     after = pair[1].memory_footprint()
-    assert after["host"] < before["host"] / 4
-    assert after["pages"] == 0, "pages come back when their layer computes"
+    assert after.host_bytes < before.host_bytes / 4
+    assert after.pages_bytes == 0, "pages come back when their layer computes"
     assert_holds(pair)
     feed(pair, 1, 1)
     # Tokens are assigned.
@@ -329,11 +329,7 @@ def test_a_refused_step_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [
-        ("gemma3_text", {}),
-        ("llama", {"offloading": True}),
-        ("gemma3_text", {"max_device_pages": 9}),
-    ],
+    [("gemma3_text", {}), ("llama", {"offloading": True}), ("gemma3_text", {"offloading": 9})],
 )
 def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
     """Each allocation of a step fails once. The step can be undone, and forks stay as they were."""
@@ -402,7 +398,7 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
 )
 def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> None:
     """To the device: the stored tokens, or the window. Back: the pages that the step wrote."""
-    where = {"offloading": True} if pages is None else {"max_device_pages": pages}
+    where = {"offloading": pages or True}
     window = {} if name == "llama" else {"sliding_window": 16}
     cache = FP8PagedCache(config(name, **window), **EXACT, **where)
     feed([cache], 100)
@@ -435,23 +431,21 @@ def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
     feed([stayed], 1, 1)
     sizes = stayed.memory_footprint()
     # Pages of a layer, with the room for growth.
-    pages = sizes["pages"] // PAGE_BYTES // LAYERS
-    cache = FP8PagedCache(config(), max_device_pages=-(-pages * room // LAYERS), **EXACT)
+    pages = sizes.pages_bytes // PAGE_BYTES // LAYERS
+    cache = FP8PagedCache(config(), offloading=-(-pages * room // LAYERS), **EXACT)
     for step, count in enumerate((129, 1, 1, 1)):
         feed([cache], count, step)
     before = moved(cache)
     for step in range(4, 8):
         feed([cache], 1, step)
-    layer_bytes = sizes["used"] // LAYERS
+    layer_bytes = sizes.used_bytes // LAYERS
     assert moved(cache)[0] - before[0] == crossing * LAYERS * layer_bytes
     if not crossing:
         assert moved(cache) == (0, 0)
-        assert cache.memory_footprint()["host"] == 0
+        assert cache.memory_footprint().host_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("where", "both_fit"), [(WHERE[0], True), ({"max_device_pages": 1}, False)]
-)
+@pytest.mark.parametrize(("where", "both_fit"), [(WHERE[0], True), ({"offloading": 1}, False)])
 def test_the_next_layer_comes_while_one_computes(where: dict[str, Any], both_fit: bool) -> None:
     cache = FP8PagedCache(config(), **EXACT, **where)
     feed([cache], 124)
@@ -471,14 +465,14 @@ def test_sizes_of_both_tiers() -> None:
         feed([one], 61)
     sizes, expected = cache.memory_footprint(), stayed.memory_footprint()
     page = PAGE_BYTES
-    assert sizes["used"] == expected["used"] == LAYERS * 16 * page
-    assert expected["host"] == expected["fetched"] == expected["returned"] == 0
+    assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * page
+    assert expected.host_bytes == expected.fetched_bytes == expected.returned_bytes == 0
     # The last two layers are on the device. Only the last layer is not in host memory.
-    assert sizes["pages"] == 2 * 16 * page
-    assert sizes["host"] == (LAYERS - 1) * 16 * page
-    assert sizes["returned"] == (LAYERS - 1) * 16 * page
+    assert sizes.pages_bytes == 2 * 16 * page
+    assert sizes.host_bytes == (LAYERS - 1) * 16 * page
+    assert sizes.returned_bytes == (LAYERS - 1) * 16 * page
     parts = ("pages", "scales", "tables", "host", "other")
-    assert sizes["total"] == sum(sizes[name] for name in parts)
+    assert sizes.total_bytes == sum(getattr(sizes, f"{name}_bytes") for name in parts)
 
 
 def test_memory_is_free_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

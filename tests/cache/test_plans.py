@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fp8kv import FP8PagedCache
+from hf_fp8kv import FP8PagedCache, SidePlan, StoragePlan
 from hf_fp8kv.cache.stored_rounding import StoredRounding
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
@@ -14,7 +14,7 @@ from hf_fp8kv.formats.codec import dynamic_scale, round_to_format, search_scale
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales, LayerScales
 from tests.helpers.assertions import assert_same
-from tests.helpers.planned import PLANS, planned_scales
+from tests.helpers.planned import PLANS, as_keyword, planned_scales
 from tests.helpers.tiny_models import causal_config, tiny
 
 HEADS, DIM, LAYERS = 2, 16, 3
@@ -52,7 +52,8 @@ def test_each_layer_is_stored_as_its_plan_says(
     backend: str, is_dynamic: bool, keywords: dict[str, Any]
 ) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
-    cache = FP8PagedCache(config(), scales=scales, page_size=8, backend=backend, **keywords)
+    keywords = {**keywords, **as_keyword(scales)}
+    cache = FP8PagedCache(config(), page_size=8, backend=backend, **keywords)
     assert cache.plan == dict(enumerate(PLANS))
     k, v = states(17)
     for index in range(LAYERS):
@@ -83,8 +84,9 @@ def test_a_file_gives_the_tokens_of_what_was_saved(tmp_path: Path, is_dynamic: b
     scales.save_pretrained(tmp_path)
     prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
     found = []
+    name = "plan" if is_dynamic else "scales"
     for given in (scales, tmp_path, str(tmp_path / "kv_scales.safetensors")):
-        cache = FP8PagedCache(model.config, scales=given, page_size=8, prefill="stored")
+        cache = FP8PagedCache(model.config, page_size=8, prefill="stored", **{name: given})
         found.append(answer(model, prompt, cache))
         again = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
         assert again.plan == cache.plan
@@ -101,7 +103,7 @@ def test_a_file_gives_the_tokens_of_what_was_saved(tmp_path: Path, is_dynamic: b
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_training_rounds_as_the_pages_do(is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
-    options = FP8PagedCache(config(), scales=scales, prefill="stored").options
+    options = FP8PagedCache(config(), prefill="stored", **as_keyword(scales)).options
     k, v = states(19)
     for index, layer in scales.layers.items():
         rounding = StoredRounding(options, index, k, v)
@@ -114,11 +116,11 @@ def test_training_rounds_as_the_pages_do(is_dynamic: bool) -> None:
 def test_dynamic_plans_without_centers_are_explicit_plans() -> None:
     model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
     plans = dict(enumerate([LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated"), *PLANS[1:]]))
-    scales = KVScales({i: LayerScales(None, None, plan=plan) for i, plan in plans.items()})
+    plan = StoragePlan({i: LayerScales(None, None, plan=plan) for i, plan in plans.items()})
     prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
     caches = [
-        FP8PagedCache(model.config, page_size=8, prefill="stored", **how)
-        for how in ({"scales": scales}, {"plan": plans})
+        FP8PagedCache(model.config, page_size=8, prefill="stored", plan=how)
+        for how in (plan, plans)
     ]
     tokens = [answer(model, prompt, cache) for cache in caches]
     assert torch.equal(*tokens)
@@ -130,9 +132,9 @@ def test_dynamic_plans_without_centers_are_explicit_plans() -> None:
 def test_the_footprint_and_repr_name_the_plans() -> None:
     cache = FP8PagedCache(config(), scales=planned_scales(), skip_layers=[1])
     plans = {str(PLANS[0]): 1, str(PLANS[2]): 1}
-    assert cache.memory_footprint()["plans"] == plans
+    assert cache.memory_footprint().layers_by_plan == plans
     assert repr(cache) == f"FP8PagedCache(3 layers: 1 x {PLANS[0]}; 1 x {PLANS[2]})"
-    assert FP8PagedCache(config(), dtype="fp8").memory_footprint()["plans"] == {
+    assert FP8PagedCache(config(), dtype="fp8").memory_footprint().layers_by_plan == {
         "K fp8_e4m3, V fp8_e4m3": 3
     }
 
@@ -142,8 +144,6 @@ def test_the_footprint_and_repr_name_the_plans() -> None:
     [
         ({"dtype": "fp8"}, "dtype: expected None, since the scales"),
         ({"key_dtype": "auto"}, "key_dtype: expected None"),
-        ({"center_keys": False}, "center_keys: expected None"),
-        ({"rotate_values": True}, "rotate_values: expected None"),
         ({"plan": PLANS[0]}, "plan: expected None"),
     ],
     ids=str,
@@ -151,6 +151,70 @@ def test_the_footprint_and_repr_name_the_plans() -> None:
 def test_other_storage_options_are_refused_with_a_plan(keywords: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(config(), scales=planned_scales(), **keywords)
+
+
+SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"plan": SAFE, "dtype": "fp8"}, "dtype: expected None, since the plan says"),
+        ({"plan": SAFE, "value_dtype": "fp8"}, "value_dtype: expected None"),
+        ({"plan": SAFE, "scales": KVScales.uniform(3)}, "scales: expected None"),
+        ({"plan": planned_scales(is_dynamic=True), "scales": 1.0}, "scales: expected None"),
+        ({"scales": planned_scales(is_dynamic=True)}, "pass it as plan"),
+        ({"plan": {}}, "expected a StoragePlan"),
+        ({"plan": 7}, "expected a StoragePlan"),
+        ({"plan": ("int8", "int9")}, "expected one of"),
+        ({"plan": {0: SAFE}}, "got none for layer 1; add it"),
+        ({"plan": dict.fromkeys(range(5), SAFE)}, r"from 0 to 2, .*got \[3, 4\], too; leave these"),
+        ({"plan": dict.fromkeys(range(5), SAFE), "max_cache_len": 64}, r"from 0 to 2, .*\[3, 4\]"),
+        ({"plan": {-1: SAFE}}, "numbers from 0, got -1; name layers"),
+        ({"plan": {0: "int8"}}, "LayerPlan for layer 0"),
+        ({"plan": LayerPlan("int8", "int8")}, "expected a SidePlan for k, got 'int8'"),
+        ({"plan": {0: SAFE, 1: LayerPlan(SAFE.k, None)}}, "expected a SidePlan for v, got None"),
+        ({"plan": LayerPlan.parse("int8", "int8 centered")}, "; leave 'centered' out"),
+        ({"dtype": "adaptive"}, r"choose_plan\(model\)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_contradictions_are_refused(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FP8PagedCache(config(), **keywords)
+
+
+def test_a_plan_that_cannot_be_read(tmp_path: Path) -> None:
+    unreadable: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
+    for text in unreadable:
+        with pytest.raises(ConfigError, match=r"; write it|expected one of|; choose an 8-bit"):
+            SidePlan.parse(text)
+    with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
+        SidePlan("int8", "rotated")
+    planned_scales().save_pretrained(tmp_path)
+    with pytest.raises(ScaleError, match="expected a StoragePlan"):
+        FP8PagedCache(config(), plan=tmp_path)
+    with pytest.raises(ScaleError, match="without static scales"):
+        StoragePlan(planned_scales().layers)
+
+
+@pytest.mark.parametrize("attention", ["fp8_paged", "sdpa"])
+def test_the_same_bytes_wherever_a_plan_is_used(attention: str) -> None:
+    """In any batch, growing or preallocated; until the tokens are replaced, and after a reset."""
+    model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation=attention)
+    ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(3))
+    plan, found = planned_scales(is_dynamic=True), []
+    for batch, room in ((1, None), (2, None), (1, 64)):
+        cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=room)
+        for _ in range(2):
+            cache.reset()
+            with torch.no_grad():
+                model(ids.expand(batch, -1), past_key_values=cache)
+        found.append([x.dense()[:1, :, :40] for y in cache.layers for x in (y.keys, y.values)])
+        assert cache.plan == dict(enumerate(PLANS))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [{}, {"max_cache_len": 64}], ids=str)

@@ -36,6 +36,8 @@ from hf_fp8kv import (
     enable,
 )
 from hf_fp8kv.cache.prefix_file import Page, pack
+from hf_fp8kv.cache.prefix_pages import check_frequencies
+from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.utils.environment import make_environment
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
@@ -80,12 +82,8 @@ class Reader:
         members = {"forward": forward, "__qualname__": stock.__qualname__}
         self.model.__class__ = type(stock.__name__, (stock,), members)
 
-    def plain_cache(self) -> FP8PagedCache:
-        keywords = {**self.keywords, "prefill": "stored"}
-        return FP8PagedCache(self.model.config, **keywords)
-
     def new_cache(self) -> FP8PagedCache:
-        return FP8PagedCache(self.model.config, prefix_store=self.store, **self.keywords)
+        return FP8PagedCache(self.model.config, prefill="stored", **self.keywords)
 
     def answer(self, ids: torch.Tensor, **keywords: Any) -> int:
         """Compare an answer with the answer without a store, and return the computed tokens."""
@@ -96,7 +94,9 @@ class Reader:
         computed = self.calls[0]
         if "num_beams" not in keywords:
             keywords["logits_processor"] = wide_margins(LEAST_MARGIN)
-        expected = self.model.generate(ids, past_key_values=self.plain_cache(), **keywords)
+        enable(self.model, prefill="stored", **self.keywords)
+        expected = self.model.generate(ids, **keywords)
+        self.enable()
         assert_same(said, expected, f"{computed} of {ids.shape[1]} tokens computed")
         return computed
 
@@ -194,13 +194,13 @@ def test_a_chat_leaves_its_answers(tmp_path: Path) -> None:
     for turn in range(3):
         said = reader.model.generate(text, past_key_values=cache, **GREEDY)
         text = torch.cat([said, words(6, seed=turn)], 1)
-    assert cache.memory_footprint()["reused"] == 26 + 39
+    assert cache.memory_footprint().reused_tokens == 26 + 39
     fresh = Reader(tmp_path, "gqa")
     # The last prompt had 46 tokens, so the store has its full pages.
     assert fresh.answer(text) == text.shape[1] - 40
     again = fresh.new_cache()
     fresh.model.generate(text, past_key_values=again, **GREEDY)
-    assert again.memory_footprint()["restored"] == 56 - 8 * (text.shape[1] < 57)
+    assert again.memory_footprint().restored_tokens == 56 - 8 * (text.shape[1] < 57)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_chat_leaves_its_answers(tmp_path: Path) -> None:
     [
         {"dtype": "fp8"}, {"dtype": "auto"}, {"key_dtype": "auto"}, {"scales": 0.05},
         {"plan": LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated")}, {"page_size": 16},
-        {"offloading": True}, {"max_device_pages": 6},
+        {"offloading": True}, {"offloading": 6},
     ],
     ids=str,
 )  # fmt: skip
@@ -290,9 +290,10 @@ def test_other_options_find_no_page(tmp_path: Path) -> None:
     moved = {"rope_type": "default", "rope_theta": 9999.0}
     variants: list[dict[str, Any]] = [
         {}, {"dtype": "fp8"}, {"dtype": "int8"}, {"key_dtype": "fp8"}, {"value_dtype": "int8"},
-        {"rotate_keys": True}, {"rotate_values": True}, {"page_size": 16}, {"scales": 0.05},
+        {"plan": ("fp8_e3m4 rotated", "fp8_e3m4")}, {"plan": ("fp8_e3m4", "fp8_e3m4 rotated")},
+        {"page_size": 16}, {"scales": 0.05},
         {"scales": 0.06}, {"scales": scales_of()}, {"scales": scales_of(1.01)},
-        {"scales": scales_of(center=0.11)}, {"scales": scales_of(), "center_keys": False},
+        {"scales": scales_of(center=0.11)},
         {"seed": 1}, {"rope_parameters": moved}, {"name": "sliding", "sliding_window": 8},
         {"name": "sliding", "sliding_window": 9}, {"backend": "torch"},
     ]  # fmt: skip
@@ -1083,10 +1084,11 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "prefill='stored'", {"prefill": "exact"}),
     ("gqa", "max_cache_len", {"max_cache_len": 64}),
-    ("gqa", "split", {"tp_size": 2}),
-    ("gqa", "first call", {"center_keys": True}),
+    ("gqa", "split", {"tensor_parallel": TensorParallel(0, 2)}),
+    ("gqa", "first call", {"plan": "fp8 centered"}),
     ("gqa", "another kind", {"skip_layers": [0]}),
     ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
+    ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
     ("hybrid", "another kind", {}),
     ("sparse", "another kind", {}),
     ("cross_attention", "encoder-decoder", {}),
@@ -1098,20 +1100,32 @@ def test_caches_that_cannot_be_stored_are_refused(
     name: str, message: str, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
     model, _ = tiny(name)
-    keywords = {"prefix_store": PrefixStore(tmp_path), **keywords}
     with pytest.raises(ConfigError, match=message):
-        FP8PagedCache(model.config, **keywords)
+        enable(model, **{"prefix_store": PrefixStore(tmp_path), **keywords})
+
+
+def test_caches_that_are_passed(tmp_path: Path) -> None:
+    """They use the store of the model, or are refused before anything changes."""
+    reader, ids = Reader(tmp_path), words(40)
+    for keywords in ({}, {"prefill": "stored", "config": None}):
+        cache = FP8PagedCache(**{"config": reader.model.config, **keywords})
+        with pytest.raises(ConfigError, match=r"make the cache with prefill|with a config"):
+            reader.model.generate(ids, past_key_values=cache, **GREEDY)
+        assert cache.host_length() == 0
+    said = reader.model.generate(ids, **GREEDY)
+    loaded = FP8PagedCache.load(reader.new_cache().save(tmp_path / "cache"))
+    assert_same(reader.model.generate(ids, past_key_values=loaded, **GREEDY), said)
+    assert loaded.restored == 32
 
 
 def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
     moving = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model, _ = tiny("gqa", rope_parameters=moving)
+    with pytest.raises(ConfigError, match="dynamic"):
+        enable(model, prefix_store=PrefixStore(tmp_path))
     # The text part of a config also counts.
-    for config in (model.config, LlavaConfig(text_config=model.config)):
-        with pytest.raises(ConfigError, match="dynamic"):
-            FP8PagedCache(config, prefix_store=PrefixStore(tmp_path))
-    with pytest.raises(ConfigError, match="a config"):
-        FP8PagedCache(prefix_store=PrefixStore(tmp_path))
+    with pytest.raises(ConfigError, match="dynamic"):
+        check_frequencies(LlavaConfig(text_config=model.config))
 
 
 def test_bad_folders_and_bounds(tmp_path: Path) -> None:
@@ -1150,7 +1164,6 @@ def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:
     for twin in (copy.deepcopy(reader.model), pickle.loads(pickle.dumps(reader.model))):
         cache = twin.generate(words(40), return_dict_in_generate=True, **GREEDY).past_key_values
         assert cache.restored == 32
-        assert cache.fork().prefix_store is cache.prefix_store
     disable(reader.model)
     usage = reader.store.usage()
     reader.model.generate(words(40), **GREEDY)

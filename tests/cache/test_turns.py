@@ -26,6 +26,23 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def turn(turns: Turns, x: torch.Tensor, positions: int) -> torch.Tensor:
+    """Return keys `[..., D]`, float32, moved by a number of positions."""
+    dim = x.shape[-1]
+    before, turned = turns.mla or (0, int(dim * turns.share))
+    if before + turned > dim or (turns.mla and before + turned != dim):
+        return x  # latents
+    pairs = turned // 2
+    pair = torch.arange(pairs)
+    speeds = (turns.base ** -(pair / max(pairs, 1))).where(pair < int(pairs * turns.moving), 0.0)
+    cos, sin = (speeds.double() * positions).float().cos(), (speeds * positions).sin()
+    part = x[..., before : before + 2 * pairs]
+    axis = -1 if turns.neighbors else -2
+    a, b = part.unflatten(-1, (pairs, 2) if turns.neighbors else (2, pairs)).unbind(axis)
+    part = torch.stack([a * cos - b * sin, a * sin + b * cos], axis).flatten(-2)
+    return torch.cat([x[..., :before], part, x[..., before + 2 * pairs :]], -1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_keys_turn_as_the_config_says(name: str) -> None:
@@ -40,7 +57,7 @@ def test_keys_turn_as_the_config_says(name: str) -> None:
         keys, expected = (layer.keys.dense()[:, :, :8].float() for layer in (near, far))
         turns = Turns.of(model.config, near.index)
         assert turns is not None
-        keys = turns.turn(keys, DISTANCE)
+        keys = turn(turns, keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -75,7 +92,7 @@ def test_layers_without_rope_do_not_turn() -> None:
 )
 def test_a_steady_center_is_the_mean_over_positions(turns: Turns) -> None:
     center = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
-    mean = sum(turns.turn(center, at) for at in range(-300, 301)) / 601
+    mean = sum(turn(turns, center, at) for at in range(-300, 301)) / 601
     torch.testing.assert_close(turns.steady(center), mean, rtol=0, atol=0.01)
     far = dataclasses.replace(turns, positions=1 << 20).steady(center)
     assert (far.abs() <= center.abs()).all()
@@ -85,7 +102,7 @@ def test_a_steady_center_is_the_mean_over_positions(turns: Turns) -> None:
 def test_a_center_keeps_channels_that_hardly_turn() -> None:
     """In a cache, slow pairs of channels and channels that do not turn have a center."""
     config = causal_config("gpt_neox", max_position_embeddings=65536)
-    cache = FP8PagedCache(config, dtype="fp8", center_keys=True)
+    cache = FP8PagedCache(config, plan="fp8 centered")
     k = 20 + torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache.update(k, k, 0)
     turns, mean = Turns.of(config, 0), k[:, :, -32:].mean(2)

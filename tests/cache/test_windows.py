@@ -357,14 +357,14 @@ def test_no_token_outside_the_window_is_read(room: int | None) -> None:
 def test_memory_is_freed_when_a_quarter_is_in_use() -> None:
     one, other = FP8PagedCache(**EXACT), FP8PagedCache(**EXACT)  # without windows
     feed([one, other], 320, 0)
-    full, sizes = one.memory_footprint()["pages"], []
+    full, sizes = one.memory_footprint().pages_bytes, []
     for _ in range(16):
         one.crop(-10)
-        sizes.append(one.memory_footprint()["pages"])
+        sizes.append(one.memory_footprint().pages_bytes)
     assert sizes == [full] * 16, "half is in use"
     one.crop(-100)
     other.crop(-260)
-    assert one.memory_footprint()["pages"] == LAYERS * -(-60 // PAGE) * BATCH * PAGE_BYTES
+    assert one.memory_footprint().pages_bytes == LAYERS * -(-60 // PAGE) * BATCH * PAGE_BYTES
     # Going back and forth moves no pages.
     feed([one, other], 10, 1)
     addresses = {one.layers[1].keys.k_codes.data_ptr()}
@@ -402,6 +402,6 @@ def test_selecting_one_of_many_sequences_frees_memory() -> None:
     x = torch.ones(4 * BATCH, 2, 80, 4)
     for layer in range(LAYERS):
         one.update(x, x, layer)
-    full = one.memory_footprint()["pages"]
+    full = one.memory_footprint().pages_bytes
     one.batch_select_indices(torch.tensor([3]))
-    assert one.memory_footprint()["pages"] < full / 3
+    assert one.memory_footprint().pages_bytes < full / 3

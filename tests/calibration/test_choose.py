@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hf_fp8kv import KVScales
-from hf_fp8kv.cache.queries import Queries
 from hf_fp8kv.calibration import scoring, stages
 from hf_fp8kv.calibration.choose import (
     CalibrationOptions,
@@ -26,6 +25,7 @@ from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
 from hf_fp8kv.calibration.pairs import Partners, match_channels
 from hf_fp8kv.calibration.positions import Beyond
+from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.calibration.state import Job, State
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode

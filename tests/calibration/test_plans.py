@@ -1,5 +1,7 @@
-"""Calibration of how layers are stored: what is chosen, on what scales, and when it is not."""
+"""How layers are stored: what is chosen, by a calibration with its scales or for a model alone."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,18 +9,32 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate
-from hf_fp8kv.cache.queries import Queries
-from hf_fp8kv.calibration import measure, scoring, stages
+from benchmarks.long.outliers import planted_outliers
+from hf_fp8kv import (
+    ConfigError,
+    FP8PagedCache,
+    KVScales,
+    StoragePlan,
+    calibrate,
+    choose_plan,
+    enable,
+    serving,
+)
+from hf_fp8kv.attention.switching import paged_attention
+from hf_fp8kv.calibration import measure, plan_choice, scoring, stages
 from hf_fp8kv.calibration.choose import Trial
+from hf_fp8kv.calibration.divergence import compare_caches
+from hf_fp8kv.calibration.observe import paged_layers
 from hf_fp8kv.calibration.plans import Candidate, choose_candidates
+from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
-from hf_fp8kv.formats.codec import dynamic_scale, round_to_format
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import LayerScales
+from tests.cache.test_default import Operations
 from tests.cache.test_plans import stored
 from tests.calibration.test_calibrate import FEW, NONE, QUIET, seen, texts
-from tests.helpers.tiny_models import tiny
+from tests.calibration.test_corpus import words
+from tests.helpers.tiny_models import VOCAB, tiny, type_names
 
 E4M3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
 BY_HAND = {
@@ -26,11 +42,13 @@ BY_HAND = {
     1: LayerPlan.parse("fp8_e2m5", "auto"),
 }
 HALF = QUIET | {"held_out": 50}
+# The positions at which `choose_plan` reads.
+LONG = {"max_position_embeddings": 8192}
 
 
 def model_with_outliers() -> Any:
     """A biased K, and in the first head of layer 0 a pair of channels with 50 times as much."""
-    model = tiny("qwen2", key_bias=30.0)[0]
+    model = tiny("qwen2", key_bias=30.0, **LONG)[0]
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         for channel in (3, 3 + 8):
@@ -52,30 +70,21 @@ def static(biased: Any, state: Path) -> KVScales:
     return calibrate(biased, texts(12), plan="measured", state=state, **HALF)
 
 
-@pytest.fixture(scope="module")
-def dynamic(biased: Any) -> KVScales:
-    return calibrate(biased, texts(12), granularity="token", **HALF)
-
-
 def kl(scales: KVScales, cache: str) -> list[float]:
     rows = (*scales.report.quality, *scales.report.far_quality)
     return [row.kl for row in rows if row.cache == cache]
 
 
-def test_a_measured_plan_is_closer_near_and_far(static: KVScales, dynamic: KVScales) -> None:
+def test_a_measured_plan_is_closer_near_and_far(static: KVScales) -> None:
     assert static.report.centers.startswith("Measured plans in 2 of 2 layers: KL")
-    assert static.report.dtype == dynamic.report.dtype == "plan"
-    assert dynamic.report.granularity == "token"
-    for scales in (static, dynamic):
-        for plan in scales.plan.values():
-            assert plan.k.centered
-            assert plan.v.rotated
+    assert static.report.dtype == "plan"
+    for plan in static.plan.values():
+        assert plan.k.centered
+        assert plan.v.rotated
     at_most = {"static, the plan": 0.3, "dynamic, the plan": 0.1}
     for name, share in at_most.items():
         for found, e4m3 in zip(kl(static, name), kl(static, "dynamic fp8_e4m3"), strict=True):
             assert found < share * e4m3, name
-    assert not kl(dynamic, "static, the plan")
-    assert len(kl(dynamic, "dynamic, the plan")) == 2
 
 
 @pytest.mark.parametrize("name", ["static", "by hand"])
@@ -101,26 +110,9 @@ def test_scales_cover_the_numbers_that_are_stored(biased: Any, static: Any, name
             assert (reach <= (4 if side == "k" else 2.01) * amax).all(), (index, side)
 
 
-def test_dynamic_scales_are_left_to_the_cache(biased: Any, dynamic: KVScales) -> None:
-    assert dynamic.is_dynamic
-    assert {layer.k for layer in dynamic.layers.values()} == {None}
-    windows, center = [t[:24] for t in texts()[:6]], dynamic.layers[0].k_center
-    everywhere = seen(biased, windows, range(0, 169, 24))[0][0].mean(0)
-    assert (everywhere - center).norm() < 0.3 * center.norm(), "it is the mean of K, about"
-    ids = texts()[0][None]
-    biased.set_attn_implementation("fp8_paged")
-    cache = FP8PagedCache(biased.config, scales=dynamic, prefill="stored")
-    with torch.no_grad():
-        biased(ids, past_key_values=cache)
-    biased.set_attn_implementation("sdpa")
-    assert cache.plan == dynamic.plan
-    assert torch.equal(cache.layers[0].k_center[0], center)
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("plan", ["int8 rotated centered", "fp8_e2m5 rotated", "fp8_e4m3"])
-def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str, dynamic: bool) -> None:
+def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     """In the model's own basis, whatever basis it is stored in."""
     chance = torch.Generator().manual_seed(2)
     x = torch.randn(40, 2, 16, generator=chance) + 2
@@ -130,30 +122,15 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str, dynamic: bool
     how = SidePlan.parse(plan)
     first = 0.01 + torch.rand(2, 1, generator=chance) / 100
     candidate = Candidate(how, Trial(side, first, first, center, "head", how.rotated))
-    costs = candidate.measure(x, queries, dynamic=dynamic)
+    costs = candidate.measure(x, queries)
     layer = LayerScales(
-        None if dynamic else first / FORMATS[how.format].scale_from_e4m3 * 2**0.25,
-        None if dynamic else first, center, plan=LayerPlan(how, SidePlan("int8")),
+        first / FORMATS[how.format].scale_from_e4m3 * 2**0.25, first, center,
+        plan=LayerPlan(how, SidePlan("int8")),
     )  # fmt: skip
-    if dynamic and side == "v":
-        back = smallest(x, layer)
-    else:
-        back = stored(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1)
-    error = back - x
+    error = stored(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
     weigh = queries.cost_of_keys if side == "k" else queries.cost_of_values
-    # Of static scales the second that is tried.
-    torch.testing.assert_close(
-        costs[0 if dynamic else 1], weigh(error, "head").sum().double(), rtol=1e-3, atol=0
-    )
-
-
-def smallest(x: torch.Tensor, layer: LayerScales) -> torch.Tensor:
-    """What is read back of V, in the plan of K, with its dynamic scales: the smallest ones."""
-    plan, center = layer.plan.k, 0.0 if layer.k_center is None else layer.k_center
-    y = rotate(x - center) if plan.rotated else x - center
-    scale = dynamic_scale(y, FORMATS[plan.format]).float()[..., None]
-    y = round_to_format(y / scale, FORMATS[plan.format]) * scale
-    return (rotate(y) if plan.rotated else y) + center
+    # The second scale that is tried.
+    torch.testing.assert_close(costs[1], weigh(error, "head").sum().double(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +159,10 @@ def test_the_best_where_it_is_worst(near: Any, far: Any, best: int) -> None:
     assert choose_candidates(job, [], [], {0: {"k": [0, 1, 2]}}) == {0: {"k": best}}
 
 
-@pytest.mark.parametrize("granularity", ["token", pytest.param("head", marks=pytest.mark.full)])
-def test_outliers_that_turn_are_not_rotated(granularity: Any) -> None:
+@pytest.mark.full
+def test_static_scales_of_outliers_that_turn_are_not_rotated() -> None:
     """Rotation spreads them; where they stay alone, a float format has room for them."""
-    model = model_with_outliers()
-    scales = calibrate(model, texts(12), plan="measured", granularity=granularity, **FEW)
+    scales = calibrate(model_with_outliers(), texts(12), plan="measured", **FEW)
     assert [plan.k.rotated for plan in scales.plan.values()] == [False, True]
 
 
@@ -201,8 +177,8 @@ def test_keys_stay_as_they_are_where_other_positions_cannot_be_tried(
         return real(job, batches, partners, name)
 
     monkeypatch.setattr(stages, "collect_sample", sample)
-    scales = calibrate(biased, texts(8), granularity="token", **FEW)
-    assert {plan.k for plan in scales.plan.values()} == {SidePlan("fp8_e3m4")}
+    scales = calibrate(biased, texts(8), plan="measured", **FEW)
+    assert {plan.k.rotated or plan.k.centered for plan in scales.plan.values()} == {False}
 
 
 def test_a_scale_per_channel_is_one_per_head_where_k_is_rotated(biased: Any) -> None:
@@ -258,9 +234,9 @@ def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path:
     ("keywords", "message"),
     [
         ({"plan": "measured", "dtype": "fp8"}, "dtype: expected None"),
-        ({"granularity": "token", "dtype": "fp8"}, "dtype: expected None"),
-        ({"plan": E4M3, "dtype": "fp8"}, "expected it alone"),
-        ({"plan": "best"}, "expected a LayerPlan"),
+        ({"plan": E4M3, "dtype": "fp8"}, "dtype: expected None"),
+        ({"granularity": "token"}, "granularity: expected one of"),
+        ({"plan": "best"}, "expected one of"),
         ({"plan": {0: E4M3}}, "got none for layers 1; add"),
         ({"plan": dict.fromkeys(range(4), E4M3)}, "got some for others 2, 3; leave"),
         ({"plan": BY_HAND, "center": False}, "a plan with centers"),
@@ -270,3 +246,209 @@ def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path:
 def test_plans_that_cannot_be_calibrated(biased: Any, keywords: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         calibrate(biased, texts(8), **QUIET, **keywords)
+
+
+# -- a plan for a model alone ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny("llama", **LONG)[0]
+
+
+@pytest.fixture(scope="module")
+def chosen(llama: Any) -> StoragePlan:
+    return choose_plan(llama)
+
+
+def compare(model: Any, plan: StoragePlan, tokens: int = 300) -> tuple[float, float]:
+    """Return the KL of predictions with the default and with a plan, on other tokens."""
+    ids = torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(9))
+    caches = {
+        name: lambda how=how: FP8PagedCache(model.config, **how)
+        for name, how in (("default", {}), ("plan", {"plan": plan}))
+    }
+    with paged_attention(model):
+        scores = compare_caches(model, ids, caches, prefill=tokens // 2)
+    return scores["default"].quality.kl, scores["plan"].quality.kl
+
+
+def test_gaussian_numbers_get_narrow_rotated_formats(llama: Any, chosen: StoragePlan) -> None:
+    for plan in chosen.plan.values():
+        assert plan.k.rotated
+        assert plan.v.rotated
+        assert {plan.k.format, plan.v.format} <= {"fp8_e2m5", "int8"}
+    default, planned = compare(llama, chosen)
+    assert planned < 0.5 * default
+    assert repr(chosen).startswith("StoragePlan(")
+    assert repr(chosen).endswith(" chosen on 256 random tokens)")
+
+
+def test_a_plan_is_the_same_each_time(llama: Any, chosen: StoragePlan, tmp_path: Path) -> None:
+    """In train mode, under another attention and from files. The model stays as it was."""
+    llama.train()
+    llama.set_attn_implementation("eager")
+    state = torch.get_rng_state()
+    try:
+        assert choose_plan(llama).digest == chosen.digest
+        assert llama.training
+        assert llama.config._attn_implementation == "eager"
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.set_num_threads(2)
+        other = choose_plan(llama)
+    finally:
+        torch.set_num_threads(1)
+        llama.eval()
+        llama.set_attn_implementation("sdpa")
+    assert other.plan == chosen.plan
+    chosen.save_pretrained(tmp_path)
+    cache = FP8PagedCache(llama.config, plan=tmp_path)
+    assert cache.plan == chosen.plan
+    for place in (tmp_path, str(tmp_path), tmp_path / "kv_scales.safetensors"):
+        found = StoragePlan.load(place)
+        assert (found.digest, found.plan) == (chosen.digest, chosen.plan)
+        assert found.made_for(llama)
+
+
+@pytest.mark.full
+def test_another_process_chooses_the_same_plan(chosen: StoragePlan) -> None:
+    code = (
+        f"import torch\ntorch.set_num_threads({torch.get_num_threads()})\n"
+        "from hf_fp8kv import choose_plan\nfrom tests.helpers.tiny_models import tiny\n"
+        f"print(choose_plan(tiny('llama', **{LONG})[0]).digest)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert found.stdout.split()[-1] == chosen.digest
+
+
+def test_outliers_that_turn_refuse_a_rotation_of_k() -> None:
+    model = tiny("llama", head_dim=64, **LONG)[0]
+    assert all(layer.k.rotated for layer in choose_plan(model).plan.values())
+    with planted_outliers(model, 50.0, every=2):  # in one of two heads
+        plan = choose_plan(model)
+        assert not any(layer.k.rotated for layer in plan.plan.values())
+        default, planned = compare(model, plan)
+    assert planned <= default
+
+
+SAFE, LATENT = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "v"),
+    [
+        ("mha", {SAFE}, None),  # 256 positions: none of the others can be tried
+        ("sliding_and_full", {SAFE}, None),
+        ("gpt2", None, None),  # nothing turns
+        ("latent", LATENT, {"auto"}),
+        ("alibi", {SAFE}, {SAFE}),  # its attention shows no queries
+        ("cross_attention", {SAFE}, {SAFE}),
+        ("position_bias", {SAFE}, {SAFE}),
+        *(pytest.param(name, None, None, marks=pytest.mark.full) for name in type_names()),
+    ],
+)
+def test_every_kind_of_model_gets_a_plan(name: str, k: Any, v: Any) -> None:
+    """Where nothing can be tried, it has the safe format."""
+    try:
+        model, inputs = tiny(name)
+        paged_layers(model)
+    except Exception as error:
+        pytest.skip(f"{type(error).__name__}: {error}")
+    plan = choose_plan(model)
+    cache = FP8PagedCache(model.config, plan=plan)
+    assert set(plan.plan) == {layer.index for layer in cache.paged_layers}
+    for side, expected in (("k", k), ("v", v)):
+        found = {str(getattr(layer, side)) for layer in plan.plan.values()}
+        assert expected is None or found <= expected
+    if not model.config.is_encoder_decoder:
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["sliding", "mqa", "latent"])
+def test_keys_that_turn_are_tried_at_other_positions(name: str) -> None:
+    plan = choose_plan(tiny(name, **LONG)[0])
+    assert all(layer.k.rotated for layer in plan.plan.values())
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_keys_stay_where_no_other_position_can_be_tried(
+    llama: Any, monkeypatch: Any, named: bool
+) -> None:
+    """The model takes no `position_ids`, or takes them and fails."""
+    real = plan_choice.observe_queries
+
+    def observe(model: Any, layers: Any, batch: Any, on_layer: Any) -> None:
+        if batch.start is not None:
+            raise ConfigError("it takes no position_ids")
+        real(model, layers, batch, on_layer)
+
+    monkeypatch.setattr(plan_choice, "observe_queries", observe)
+    monkeypatch.setattr(plan_choice, "accepts", lambda *_: named)
+    for given in (None, texts()):
+        plan = choose_plan(llama, given)
+        assert {str(layer.k) for layer in plan.plan.values()} == {SAFE}
+        assert all(layer.v.rotated for layer in plan.plan.values())
+
+
+def test_a_plan_on_texts(llama: Any) -> None:
+    tokenizer, text = words(), ["a b c d " * 40, "d c b a " * 30]
+    plan = choose_plan(llama, text, tokenizer=tokenizer)
+    ids = [tokenizer(t).input_ids for t in text]
+    assert plan.digest == choose_plan(llama, ids).digest
+    assert plan.origin == "chosen on 280 tokens of text"
+    assert choose_plan(llama, texts()).digest != plan.digest
+    rows = [{"body": t} for t in text]
+    by_column = choose_plan(llama, rows, tokenizer=tokenizer, text_column="body")
+    assert by_column.digest == plan.digest
+
+
+def test_what_no_plan_can_be_chosen_on(llama: Any) -> None:
+    for given, message in (([], "texts: expected"), ([[5]], "of at least 2 tokens")):
+        with pytest.raises(ConfigError, match=message):
+            choose_plan(llama, given)
+    model = tiny("llama", **LONG)[0]
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
+    with pytest.raises(ConfigError, match="layer 1: expected finite K and V"):
+        choose_plan(model)
+
+
+def test_an_adaptive_model_keeps_one_plan_for_its_weights(chosen: StoragePlan) -> None:
+    model, inputs = tiny("llama", **LONG)
+    calls: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def plan_of(**keywords: Any) -> Any:
+        enable(model, dtype="adaptive", **keywords)
+        found = model.generate(**inputs, max_new_tokens=1, return_dict_in_generate=True)
+        return found.past_key_values.options.scales.digest
+
+    assert plan_of() == chosen.digest
+    asked = len(calls)
+    assert plan_of(page_size=16) == chosen.digest
+    serving.enable(model, dtype="adaptive", probe=False)
+    serving.disable(model)
+    assert len(calls) == asked + 1, "nothing but generate() ran the model"
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-2)
+    assert plan_of() == choose_plan(model).digest != chosen.digest
+    for switch in (enable, serving.enable):
+        with pytest.raises(ConfigError, match="plan: expected None with dtype='adaptive'"):
+            switch(model, dtype="adaptive", plan=chosen)
+    with pytest.raises(ConfigError, match="choose_plan"):
+        FP8PagedCache(model.config, dtype="adaptive")
+
+
+def test_a_choice_takes_few_operations() -> None:
+    """At most 60 a layer, without what the model's own calls take."""
+
+    def count(layers: int) -> int:
+        model, before, after = tiny("llama", num_hidden_layers=layers, **LONG)[0], [], []
+        with Operations() as operations:
+            model.register_forward_pre_hook(lambda *_: before.append(operations.count))
+            model.register_forward_hook(lambda *_: after.append(operations.count))
+            choose_plan(model)
+        return operations.count - (sum(after) - sum(before))
+
+    _, few, more = map(count, (2, 2, 4))  # the first time, tables are made that stay
+    assert more - few <= 2 * 60

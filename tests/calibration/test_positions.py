@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate
-from hf_fp8kv.calibration import measure
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate, measure
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.positions import Beyond, find_reach, find_trained, turns_keys
 from tests.calibration.test_calibrate import QUIET, YARN

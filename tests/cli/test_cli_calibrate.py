@@ -208,9 +208,9 @@ def test_an_error_is_one_message(run, calibration, tmp_path, error, says):
 
 def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
     calibration.scales = planned_scales(2)
-    said = run.json("--plan", "measured", "--granularity", "token")
+    said = run.json("--plan", "measured")
     (call,) = calibration.calls
-    assert (call["plan"], call["granularity"]) == ("measured", "token")
+    assert call["plan"] == "measured"
     assert said["plan"] == {str(plan): 1 for plan in PLANS[:2]}
     assert KVScales.from_pretrained(tmp_path / "out").plan == dict(enumerate(PLANS[:2]))
 
@@ -228,11 +228,10 @@ def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
     ("arguments", "message"),
     [
         (["--format", "gguf"], "vllm-json, tgi"),
-        (["--granularity", "row"], "tensor, head, channel"),
+        (["--granularity", "token"], "tensor, head, channel"),
         (["--dtype", "int4"], "fp8_e4m3"),
         (["--plan", "best"], "measured"),
         (["--plan", "measured", "--format", "tgi"], "requires --format hf_fp8kv"),
-        (["--granularity", "token", "--format", "tgi"], "requires --format hf_fp8kv"),
         (["--plan", "measured", "--dtype", "fp8"], "omit --dtype"),
         (["--model-dtype", "int8"], "bfloat16"),
         (["--max-tokens", "1"], "--max-tokens"),

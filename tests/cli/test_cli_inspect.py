@@ -101,7 +101,7 @@ def test_how_a_saved_cache_is_stored(run, tmp_path):
         (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index} ")]
         assert [cell.strip() for cell in row.split("│")[2:4]] == [str(side) for side in plan]
     said = run.json("inspect", path)
-    assert said["plans"] == {str(plan): 1 for plan in PLANS[:2]}
+    assert said["layers_by_plan"] == {str(plan): 1 for plan in PLANS[:2]}
     assert said["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
     assert said["tokens"] == 5
     run.fails("inspect", path, "--texts", "pydoc", code=2)

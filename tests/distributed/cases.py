@@ -1,7 +1,7 @@
 """The cases that every process of the distributed tests runs, and the test itself in one process.
 
-A case gets a model and the keywords `tp_rank` and `tp_size` of its part of it, or `{}` for the
-whole model, and returns a value that JSON can hold. Every process runs all cases in their order.
+A case gets a model and the keyword `tensor_parallel` of its part of it, or `{}` for the whole
+model, and returns a value that JSON can hold. Every process runs all cases in their order.
 """
 
 import json
@@ -17,6 +17,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
+from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.helpers.serving_tools import batched, prompts
 from tests.helpers.tiny_models import prompt, tiny
 
@@ -39,7 +40,7 @@ if hasattr(DeepseekV2Attention, "expand_kv"):
     MODELS["latents"] = ("deepseek_v2", {})
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
-Ranks = dict[str, int]
+Ranks = dict[str, TensorParallel]
 Case = Callable[[Any, Ranks, Path], Any]
 
 
@@ -157,8 +158,7 @@ def saved(model: Any, ranks: Ranks, work: Path) -> Any:
         model(**{n: t[:, :9] for n, t in inputs.items()}, past_key_values=cache)
     path = cache.save(work / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")
     read = FP8PagedCache.load(path)
-    options = (read.options.tp_rank, read.options.tp_size)
-    assert options == (ranks.get("tp_rank", 0), ranks.get("tp_size", 1))
+    assert read.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
     return generate(model, read)
 
 
@@ -223,13 +223,13 @@ def served(kind: str | int, **config: Any) -> Case:
 
 def other_ranks_scales(model: Any, ranks: Ranks, work: Path) -> Any:
     """A mistake: every process uses the scales of the heads of rank 0."""
-    wrong = {**ranks, "tp_rank": 0} if ranks else {}
+    wrong = {"tensor_parallel": TensorParallel(0, 2)} if ranks else {}
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **wrong)
     return generate(model, cache)
 
 
 def ranks_of(model: Any, ranks: Ranks, work: Path) -> Any:
-    return dict(hf_fp8kv.tensor_parallel(model))
+    return hf_fp8kv.tensor_parallel(model)
 
 
 def report(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -254,7 +254,7 @@ def refused(**keywords: Any) -> Case:
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **keywords)
         error = failed(lambda: generate(model, cache))
-        stored = [cache.host_length(), cache.memory_footprint()["total"]]
+        stored = [cache.host_length(), cache.memory_footprint().total_bytes]
         good = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
         return {"error": error, "stored": stored, "tokens": generate(model, good)}
 
@@ -266,7 +266,7 @@ def uneven(model: Any, ranks: Ranks, work: Path) -> Any:
         failed(lambda: hf_fp8kv.tensor_parallel(model)),
         failed(lambda: hf_fp8kv.enable(model)),
         failed(lambda: serving.enable(model)),
-        failed(lambda: FP8PagedCache(model.config, tp_rank=0, tp_size=2)),
+        failed(lambda: FP8PagedCache(model.config, tensor_parallel=TensorParallel(0, 2))),
     ]
 
 
@@ -291,7 +291,7 @@ EQUAL: dict[str, tuple[str, Case]] = {
     "centers": ("8q-4kv", attended("fp8_paged", "centers")),
     "dynamic": ("4q-2kv", attended("fp8_paged", None)),
     "dynamic, center of the first call": (
-        "biased-keys", attended("fp8_paged", None, center_keys=True),
+        "biased-keys", attended("fp8_paged", None, plan="fp8_e3m4 centered"),
     ),
     "unquantized keys": ("4q-2kv", attended("fp8_paged", "head", key_dtype="auto")),
     "exact prefill": ("4q-2kv", attended("fp8_paged", "head", prefill="exact")),
@@ -318,8 +318,8 @@ CASES: dict[str, tuple[str, Case]] = {
     "ranks": ("8q-4kv", ranks_of),
     "ranks, gathered heads": ("gathered", ranks_of),
     "report": ("8q-4kv", report),
-    "scales of all heads, no tp_size": ("8q-4kv", refused()),
-    "tp_size, heads not split": ("gathered", refused(tp_rank=0, tp_size=2)),
+    "scales of all heads, no ranks": ("8q-4kv", refused()),
+    "ranks, heads not split": ("gathered", refused(tensor_parallel=TensorParallel(0, 2))),
     "uneven heads": ("one-head", uneven),
     "calibrate": ("8q-4kv", calibrated),
 }

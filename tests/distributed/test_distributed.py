@@ -20,6 +20,7 @@ from filelock import FileLock
 from transformers import AutoTokenizer
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, tensor_parallel
+from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.distributed import cases
 from tests.distributed.worker import PROCESSES
 from tests.helpers.tiny_models import tiny
@@ -163,11 +164,11 @@ def test_the_script_of_the_page_runs(folder, tmp_path):
 
 def test_a_model_has_a_rank_if_its_heads_are_split(of_ranks):
     for rank, found in enumerate(of_ranks):
-        assert found["ranks"] == {"tp_rank": rank, "tp_size": 2}
+        assert found["ranks"] == [rank, 2]
         # A plan that gathers K and V leaves all heads in every process.
-        assert found["ranks, gathered heads"] == {"tp_rank": 0, "tp_size": 1}
+        assert found["ranks, gathered heads"] == [0, 1]
     model, _ = tiny("gqa")
-    assert tensor_parallel(model) == {"tp_rank": 0, "tp_size": 1}
+    assert tensor_parallel(model) == TensorParallel(0, 1)
     with pytest.raises(ConfigError, match="expected a PreTrainedModel, got list"):
         tensor_parallel([])
 
@@ -184,11 +185,11 @@ def test_a_split_model_can_be_checked(folder, of_ranks):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("scales of all heads, no tp_size",
+        ("scales of all heads, no ranks",
          r"ScaleError: K scale of layer 0.*expected 2 heads, got 4.*tensor_parallel\(model\)"),
-        ("tp_size, heads not split", "ConfigError: tp_size=2: expected 1 of the model's 2 KV"),
+        ("ranks, heads not split", "ConfigError: tensor_parallel: expected 1 of the model's 2 KV"),
         ("uneven heads",
-         r"ConfigError: tp_size: .*divides the 1 KV heads of the model \(llama\), got 2"),
+         r"ConfigError: tensor_parallel: .*divides the 1 KV heads of the model \(llama\), got 2"),
         ("calibrate", "ConfigError: model: expected one with all of its heads, got one of 2 parts"
          ".*device_map"),
     ],
@@ -200,7 +201,7 @@ def test_a_refused_case_says_why_and_changes_nothing(folder, of_ranks, case, say
             assert told["stored"] == [0, 0]
             whole = alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
             assert told["tokens"]
-            assert told["tokens"] == whole or case == "tp_size, heads not split"
+            assert told["tokens"] == whole or case == "ranks, heads not split"
             told = told["error"]
         for error in [told] if isinstance(told, str) else told:
             assert re.match(says, error, re.DOTALL), error
@@ -211,12 +212,13 @@ def test_a_refused_case_says_why_and_changes_nothing(folder, of_ranks, case, say
 def test_a_rank_of_a_model_in_one_process_is_refused(kind, form):
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     scales = None if kind == "dynamic" else cases.scales(kind, model)
-    cache = FP8PagedCache(model.config, scales=scales, tp_rank=1, tp_size=2, **form)
+    ranks = TensorParallel(1, 2)
+    cache = FP8PagedCache(model.config, scales=scales, tensor_parallel=ranks, **form)
     for fork in (cache, cache.fork()):
-        with pytest.raises(ConfigError, match=r"tp_size=2: expected 1 of .* got all of them"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel: expected 1 of .* got all of them"):
             model.generate(**inputs, past_key_values=fork, **cases.GREEDY)
         assert fork.host_length() == 0
-        assert fork.memory_footprint()["total"] == 0
+        assert fork.memory_footprint().total_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_a_rank_of_a_model_in_one_process_is_refused(kind, form):
 def test_a_cache_for_uneven_heads_is_not_made(heads, size, message):
     model, _ = tiny("llama", num_key_value_heads=heads)
     with pytest.raises(ConfigError, match=message):
-        FP8PagedCache(model.config, tp_rank=0, tp_size=size)
+        FP8PagedCache(model.config, tensor_parallel=TensorParallel(0, size))
 
 
 def test_a_file_of_one_rank_serves_all(tmp_path):

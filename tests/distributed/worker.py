@@ -38,7 +38,9 @@ def main(folder: Path) -> None:
             models[model_name] = cases.load(folder, model_name, distributed_config=split)
         model = models[model_name]
         model.set_attn_implementation("fp8_paged")
-        ranks = {} if name == "uneven heads" else dict(hf_fp8kv.tensor_parallel(model))
+        ranks: Any = {}
+        if name != "uneven heads":
+            ranks["tensor_parallel"] = hf_fp8kv.tensor_parallel(model)
         try:
             found[name] = {"found": run(model, ranks, folder)}
         except Exception:

@@ -412,7 +412,7 @@ def test_the_default_dtype_does_not_matter():
 NAMES = {
     "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3",
     "fp8_e4m3fnuz": "fp8_e4m3fnuz", "fp8_e5m2": "fp8_e5m2", "fp8_e3m4": "fp8_e3m4", "auto": "auto",
-    "fp8_e2m5": "fp8_e2m5", "int8": "int8", torch.int8: "int8",
+    "model": "auto", "fp8_e2m5": "fp8_e2m5", "int8": "int8", torch.int8: "int8",
     torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e4m3fnuz: "fp8_e4m3fnuz",
     torch.float8_e5m2: "fp8_e5m2",
 }  # fmt: skip
@@ -429,7 +429,9 @@ def test_names_of_storage_dtypes(name, canonical):
     ids=str,
 )
 def test_other_names_are_refused_with_the_known_ones(name):
-    with pytest.raises(ConfigError, match=r"key_dtype: expected one of 'auto', 'fp8'.*got") as info:
+    with pytest.raises(
+        ConfigError, match=r"key_dtype: expected one of 'auto', 'model'.*got"
+    ) as info:
         parse_dtype(name, "key_dtype")
     assert repr(name) in str(info.value)
     assert all(repr(known) in str(info.value) for known in FORMATS)

@@ -72,7 +72,7 @@ def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 MODELS = ("middling", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic scales": {},
-    "static scales": {"scales": 0.02, "center_keys": True},
+    "static scales": {"scales": 0.02, "plan": "fp8 centered"},
     "e3m4, stored": {"dtype": "fp8_e3m4", "prefill": "stored"},
 }
 
@@ -172,7 +172,7 @@ def layered(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return make_model("gqa" if name == "middling" else name, num_hidden_layers=4, **more)
 
 
-@pytest.mark.parametrize("where", [{"offloading": True}, {"max_device_pages": 1}], ids=str)
+@pytest.mark.parametrize("where", [{"offloading": True}, {"offloading": 1}], ids=str)
 @pytest.mark.parametrize("keywords", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize("name", ["middling", "sliding_and_full", "latent"])
 def test_tokens_of_layers_in_host_memory(name, keywords, where):
@@ -184,7 +184,7 @@ def test_tokens_of_layers_in_host_memory(name, keywords, where):
         expected = answer(model, inputs, cache_for(model, inputs, False, **keywords), **more)
         cache = cache_for(model, inputs, False, **keywords, **where)
         assert torch.equal(answer(model, inputs, cache, **more), expected), more
-        assert cache.memory_footprint()["fetched"] > 0
+        assert cache.memory_footprint().fetched_bytes > 0
 
 
 def filled(layers: int, batch: int, tokens: int, **keywords: Any) -> FP8PagedCache:
@@ -220,12 +220,12 @@ def test_copies_next_to_kernels_race_with_nothing():
     layers, tokens, steps = (6, 40_000, 12) if ON_GPU else (3, 130, 2)
     more = {"dtype": "fp8_e4m3"}
     expected = list(deep_steps(filled(layers, 1, tokens, **more), layers, steps))
-    for where in ({"offloading": True}, {"max_device_pages": tokens // 128}):
+    for where in ({"offloading": True}, {"offloading": tokens // 128}):
         cache = filled(layers, 1, tokens, **more, **where)
         for number, found in enumerate(deep_steps(cache, layers, steps)):
             assert torch.equal(found, expected[number]), (where, divmod(number, layers))
         sizes = cache.memory_footprint()
-        assert sizes["fetched"] > sizes["returned"] > 0
+        assert sizes.fetched_bytes > sizes.returned_bytes > 0
 
 
 @only_gpu
@@ -237,7 +237,7 @@ def test_two_layers_take_the_memory_of_two():
         pass
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    one = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint()["total"]
+    one = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
     held = torch.cuda.memory_allocated()
     assert held < 2.2 * one
     for _ in deep_steps(cache, layers, 3):

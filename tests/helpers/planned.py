@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
+from hf_fp8kv import StoragePlan
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.scales import KVScales, LayerScales
 
@@ -39,7 +40,13 @@ def planned_scales(
         plan = PLANS[index % len(PLANS)]
         center = torch.randn(heads, dim, generator=chance) / 2 if plan.k.centered else None
         made[index] = LayerScales(scale(6.0, plan.k), scale(4.0, plan.v), center, plan=plan)
-    return KVScales(made, model_type="llama", origin="planned", fingerprint={0: "ab" * 8})
+    kind = StoragePlan if is_dynamic else KVScales
+    return kind(made, model_type="llama", origin="planned", fingerprint={0: "ab" * 8})
+
+
+def as_keyword(scales: KVScales) -> dict[str, KVScales]:
+    """Return the argument of a cache that these scales are."""
+    return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
 def planned_for(model: PreTrainedModel, **keywords: bool) -> KVScales:

@@ -43,8 +43,8 @@ def layers(
     shallow_model_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> int:
-    """The number of layers of the model that `demo_model.model_path()` returns during a test."""
+    """The number of layers of the model at `demo_model_path()` during a test."""
     if request.param == "whole":
         return 30
-    monkeypatch.setattr(demo_model, "model_path", lambda **_: shallow_model_path)
+    monkeypatch.setattr(demo_model, "make_copy", lambda *_, **__: shallow_model_path)
     return LAYERS

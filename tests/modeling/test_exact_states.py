@@ -14,15 +14,18 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_fp8kv
-from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, serving
-from hf_fp8kv.calibration import measure
+from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, serving
 from hf_fp8kv.modeling import exact_states as module
 from hf_fp8kv.modeling.exact_states import NOTE, exact_states, rounding_note
+from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_projections, save_w8a8
 from tests.helpers.serving_tools import batched, prompts
 
 pytest.importorskip("compressed_tensors")
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
+rounded = pytest.mark.skipif(
+    CACHE == "cache", reason="compressed-tensors 0.20 rounds nothing with transformers 5.24"
+)
 
 IDS = torch.randint(3, 99, (2, 65), generator=torch.Generator().manual_seed(2))
 
@@ -68,6 +71,7 @@ def far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all((a - b).abs().max() > 0.3 for a, b in zip(left, right, strict=True))
 
 
+@rounded
 # Grid: each attention, and quantized weights under one of them.
 @pytest.mark.parametrize(
     ("weights", "attention"),
@@ -127,6 +131,7 @@ def test_a_cache_that_was_made_before_the_package_was_loaded(pair, monkeypatch):
         assert_same(run(declared, cache), expected)
 
 
+@rounded
 def test_no_cache_is_kept_alive(pair):
     cache = FP8PagedCache(pair[1].config)
     run(pair[1], cache)
@@ -151,6 +156,7 @@ def test_forks_beams_and_padding(pair):
     assert_same(*found)
 
 
+@rounded
 def test_enable_and_disable(pair):
     original, declared = pair
     options = {
@@ -174,6 +180,7 @@ def test_enable_and_disable(pair):
     assert_same(logits(declared), before)
 
 
+@rounded
 def test_one_warning_and_the_report_say_so(pair, caplog, monkeypatch):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
     original, declared = pair
@@ -191,6 +198,7 @@ def test_one_warning_and_the_report_say_so(pair, caplog, monkeypatch):
     assert NOTE not in str(original)
 
 
+@rounded
 def test_a_warning_says_that_outputs_of_projections_stay_rounded(
     dense_folders, tmp_path, caplog, monkeypatch
 ):
@@ -239,6 +247,7 @@ def test_calibrate_and_measure(pair):
     assert static > 5 * dynamic
 
 
+@rounded
 def test_serving(pair):
     texts = prompts()[:4]
     answers = []
@@ -252,6 +261,7 @@ def test_serving(pair):
     assert rounded[0, len(texts[1]) :].tolist() != answers[1][1]
 
 
+@rounded
 def test_a_thread_that_keeps_states_exact_changes_no_other(pair):
     declared = pair[1]
     rounded = run(declared, DynamicCache(config=declared.config))

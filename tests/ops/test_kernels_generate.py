@@ -47,7 +47,7 @@ def tokens(model: Any, inputs: dict[str, Any], backend: str, cache: Any = None, 
 
 
 _STATIC = {"max_cache_len": 40}
-_CENTERS = {"scales": 0.05, "center_keys": True}
+_CENTERS = {"scales": 0.05, "plan": "fp8 centered"}
 
 
 # Grid: each architecture with a growing and a preallocated cache, each way to store with either.

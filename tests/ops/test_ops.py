@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.errors import BackendError, Fp8KVError, OutOfPagesError
+from hf_fp8kv.errors import BackendError, FP8KVError, OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
@@ -814,7 +814,7 @@ def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None
     spec = AttentionSpec(**{name: x[name] for name in AttentionSpec._fields if name in x})
     try:
         return OPERATIONS[operation](x, pages, spec, backend), pages
-    except Fp8KVError as error:
+    except FP8KVError as error:
         return type(error), pages
 
 

@@ -15,6 +15,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
+from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.helpers.assertions import assert_same
 from tests.helpers.standin import Made, triton_standin
 from tests.helpers.tiny_models import tiny
@@ -113,9 +114,9 @@ def test_layers_with_other_heads_have_their_own(
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
 def test_plans_are_for_the_query_rows(keywords: dict[str, int], made: list[Made]) -> None:
     """Of the config, for each KV head that is here."""
-    for heads, tp_size, rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
+    for heads, size, rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
         made.clear()
-        _, cache = cache_of(tp_size=tp_size, **keywords)
+        _, cache = cache_of(tensor_parallel=TensorParallel(0, size), **keywords)
         for count in (5, 1):
             cache.update(*tokens(2, count, heads), 0)
         assert {x.rows for x in made} == {rows}

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from transformers import LlamaConfig
 
-from hf_fp8kv.errors import Fp8KVError, ScaleError
+from hf_fp8kv.errors import FP8KVError, ScaleError
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales, declared_kv_scales
 from hf_fp8kv.scales.kv_scales import resolve
@@ -354,7 +354,7 @@ BAD_ARGUMENTS = {
 def test_resolve_refuses(value, message):
     with pytest.raises(ScaleError, match=message) as error:
         resolve(value)
-    assert isinstance(error.value, Fp8KVError)
+    assert isinstance(error.value, FP8KVError)
     assert isinstance(error.value, ValueError)
 
 

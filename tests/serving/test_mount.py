@@ -6,9 +6,8 @@ import threading
 import pytest
 from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausalLM
 
-from hf_fp8kv import serving
+from hf_fp8kv import application, serving
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.serving.server import application
 from tests.helpers.serve_process import (
     PAGE,
     PAGES,

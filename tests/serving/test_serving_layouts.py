@@ -57,7 +57,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, A
 
 def keywords(scales: Any = None) -> ServingConfig:
     return ServingConfig.parse(
-        scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None, center_keys=None,
+        scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None,
         backend="torch",
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ class TestChoice:
         monkeypatch.setattr(engines, "_LAYOUT", "pages")
         with pytest.raises(ConfigError, match=r"no pages in cache, .*scheduler") as caught:
             serving.enable(model)
-        for told in (transformers.__version__, "5.18 to 5.23", "FP8PagedCache"):
+        for told in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
             assert told in str(caught.value)
         # Nothing was changed: the model still has its own engine.
         manager = model.init_continuous_batching(greedy(), batching())

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import demo_model_path
 from tests.helpers.serve_process import ROOT, TOOLS_TEMPLATE, serving
 
 CLIENTS = (
@@ -123,7 +123,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "template").write_text(TOOLS_TEMPLATE)
-        model = str(model_path())
+        model = str(demo_model_path())
         server = stack.enter_context(
             serving(model, *ROOM, "--chat-template", str(folder / "template"))
         )

@@ -34,7 +34,7 @@ def cases(config: Any) -> dict[str, Callable[[], Any]]:
         "preallocated": lambda: FP8PagedCache(config, page_size=16, max_cache_len=ROOM),
         "preallocated, stored": lambda: FP8PagedCache(
             config, page_size=16, max_cache_len=ROOM, prefill="stored", scales=0.05,
-            center_keys=True,
+            plan="fp8_e3m4 centered",
         ),
     }  # fmt: skip
 

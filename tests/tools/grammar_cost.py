@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoTokenizer
 
+from hf_fp8kv import demo_model_path
 from hf_fp8kv.serving.server import grammars
 from hf_fp8kv.serving.server.structured_output import read_grammar
-from hf_fp8kv.utils.demo_model import model_path
 from tests.helpers.serve_process import save_chat_model
 from tests.serving.test_structured import PERSON
 
@@ -51,7 +51,7 @@ def measure(tokenizer: object, guide: grammars.Guide, rows: int, guides: int) ->
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
-    for name in (save_chat_model(Path(tempfile.mkdtemp())), model_path()):
+    for name in (save_chat_model(Path(tempfile.mkdtemp())), demo_model_path()):
         tokenizer = AutoTokenizer.from_pretrained(name)
         made = grammars.Grammars(tokenizer, len(tokenizer), None)
         asked = read_grammar({"structured_outputs": {"json": PERSON}})

@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import demo_model_path
 from tests.helpers.serve_process import (
     OVERFLOWS,
     TOOLS_TEMPLATE,
@@ -429,7 +429,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "template").write_text(TOOLS_TEMPLATE)
-        model = str(model_path()) if chosen.demo else save_chat_model(folder, context=CONTEXT)
+        model = str(demo_model_path()) if chosen.demo else save_chat_model(folder, context=CONTEXT)
         if not chosen.demo:
             add_overflow(model)
         options = ("--chat-template", str(folder / "template"), "--max-waiting", "100")

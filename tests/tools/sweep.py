@@ -32,7 +32,7 @@ import transformers
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_fp8kv import Fp8KVError, FP8PagedCache, check_model
+from hf_fp8kv import FP8KVError, FP8PagedCache, check_model
 from hf_fp8kv.attention.latent import passes_latents
 from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.utils.environment import hardware
@@ -210,7 +210,7 @@ def attempt(run: Callable[[], Outcome]) -> Outcome:
     try:
         return run()
     except Exception as error:  # a type may fail in any way: it is reported, not hidden
-        return Outcome("refused" if isinstance(error, Fp8KVError) else "error", note=short(error))
+        return Outcome("refused" if isinstance(error, FP8KVError) else "error", note=short(error))
 
 
 def short(error: BaseException) -> str:
@@ -374,7 +374,7 @@ Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}; \
 {hardware()["cpu"]}, {torch.get_num_threads()} thread(s), {seconds:.0f} s.
 
 Tiny random models in fp32, two rows with padding, eight tokens chosen greedily. \
-"Equal" means: with `dtype="auto"` and pages of 8 slots the same tokens as with \
+"Equal" means: with `dtype="model"` and pages of 8 slots the same tokens as with \
 `DynamicCache`, and logits within {TOLERANCE:g} of their standard deviation.
 The columns "FP8" give the share of tokens that agree when K and V are stored in E4M3 \
 with dynamic scales; with random weights the choices are close calls, and the share says \

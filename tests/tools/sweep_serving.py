@@ -22,7 +22,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hf_fp8kv import Fp8KVError, serving
+from hf_fp8kv import FP8KVError, serving
 from tests.helpers.serving_tools import batched, greedy, prompts
 from tests.helpers.tiny_models import tiny, type_names
 
@@ -61,7 +61,7 @@ def compare(name: str) -> list[str] | None:
     theirs, _ = outcome(model, texts, wanted)
     try:
         serving.enable(model, dtype="auto")
-    except Fp8KVError as error:
+    except FP8KVError as error:
         return [theirs, REFUSED, str(error)[:160]]
     return [theirs, *outcome(model, texts, wanted)]
 

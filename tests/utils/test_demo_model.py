@@ -79,7 +79,7 @@ def test_a_missing_package_is_named(monkeypatch, request, folder, owner, name, v
     conversions = request.getfixturevalue("conversions") if owner is dense_copies else []
     monkeypatch.setattr(owner, name, value)
     with pytest.raises(ConfigError, match=message):
-        demo_model.model_path()
+        demo_model.demo_model_path()
     assert not conversions
     assert not folder.exists()
 
@@ -93,9 +93,9 @@ def test_an_interrupted_conversion_leaves_nothing(folder, conversions, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(dense_copies, "_convert", convert)
         with pytest.raises(error):
-            demo_model.model_path()
+            demo_model.demo_model_path()
     assert os.listdir(folder.parent) == []
-    assert demo_model.model_path() == folder
+    assert demo_model.demo_model_path() == folder
 
 
 def test_of_two_conversions_at_once_the_first_stays(folder, conversions, monkeypatch):
@@ -105,16 +105,16 @@ def test_of_two_conversions_at_once_the_first_stays(folder, conversions, monkeyp
         (folder / "config.json").write_text("first")
 
     monkeypatch.setattr(dense_copies, "_convert", convert)
-    assert demo_model.model_path() == folder
+    assert demo_model.demo_model_path() == folder
     assert (folder / "config.json").read_text() == "first"
     assert os.listdir(folder.parent) == [demo_model.NAME]
 
 
 def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
-    assert demo_model.model_path() == demo_model.model_path() == folder
+    assert demo_model.demo_model_path() == demo_model.demo_model_path() == folder
     assert len(conversions) == 1
     (folder / "model.safetensors").unlink()
-    demo_model.model_path()
+    demo_model.demo_model_path()
     assert len(conversions) == 2
     assert dense_copies._is_complete(folder)
     assert os.listdir(folder.parent) == [demo_model.NAME]
@@ -126,7 +126,7 @@ def test_folders_of_killed_conversions_are_removed_later(folder, conversions):
         _write_model(path)
     yesterday = time.time() - 86400
     os.utime(old, (yesterday, yesterday))
-    demo_model.model_path()
+    demo_model.demo_model_path()
     assert not old.exists()
     assert young.exists()  # another process may be at work there
 

@@ -115,13 +115,14 @@ def serve():
 
     running = []
 
-    def start(folder, kv_cache_dtype, scales=None, **options):
-        config = {} if scales is None else {"hf_fp8kv": {"scales": str(scales)}}
+    def start(folder, kv_cache_dtype, scales=None, plan=None, **options):
+        named = {"scales": scales, "plan": plan}
+        config = {"hf_fp8kv": {name: str(path) for name, path in named.items() if path}}
         options = {
             "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": True, "dtype": "float32",
             "max_model_len": 512,
             "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 8 << 20,
-            # Less than the longest prompts: they are prefilled in chunks, beside others.
+            # Less than the longest prompts: the engine prefills them in chunks, with others.
             "max_num_batched_tokens": 128, "seed": 0, "block_size": 32,
         } | options  # fmt: skip
         llm = LLM(folder, additional_config=config, **options)

@@ -12,6 +12,7 @@ from hf_fp8kv import KVScales
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.vllm.dtypes import DTYPES, find_dtype
 from hf_fp8kv.vllm.storage import read_storage
+from tests.helpers.planned import planned_scales
 
 from .conftest import make_scales
 
@@ -32,9 +33,10 @@ class TestWithoutVLLM:
     @pytest.mark.parametrize(
         ("option", "message"),
         [
-            ({"scale": 1.0}, "expected a dict of scales and backend"),
+            ({"scale": 1.0}, "expected a dict of scales, plan, backend"),
             ({"scales": ["a"]}, r"scales: expected a .*got \["),
             ({"scales": {}}, r"scales: expected a .*got \{"),
+            ({"plan": 1.0}, "plan: expected a .*got 1.0"),
             ({"backend": ["torch"]}, r"backend: expected a .*got \["),
             ({"scales": True}, "expected a finite number above 0"),
         ],
@@ -69,6 +71,25 @@ class TestWithoutVLLM:
         make_scales("head").save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="use hf_fp8kv_e4m3_static"):
             read("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
+
+    def test_a_plan_for_slots_with_scales(self, tmp_path):
+        plan = planned_scales(2, dim=32, is_dynamic=True)
+        plan.save_pretrained(tmp_path)
+        config = {"plan": str(tmp_path)}
+        for size, rank in ((1, 0), (2, 1)):
+            model = read("hf_fp8kv", config, rank=rank, size=size)
+            layer = model.layer(0, 2 // size, 32, torch.device("cpu"))
+            assert (layer.plan, layer.k) == (plan.plan[0], None)
+            assert torch.equal(layer.center, plan.layers[0].k_center[rank:])
+        with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
+            model.check_layers([0, 1], 2, ["qwen2"])
+        for dtype, more, message in (
+            ("hf_fp8kv_static", {}, "use hf_fp8kv for these scales"),
+            ("hf_fp8kv_e3m4", {}, "dtype: expected None, since the plan says"),
+            ("hf_fp8kv", {"scales": str(tmp_path)}, "pass it as plan"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                read(dtype, config | more)
 
     def test_a_checkpoint_without_scales(self, tmp_path):
         with pytest.raises(ScaleError, match="expected"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv import demo_model_path
 from tests.helpers.margins import greedy_deficit
 
 from .conftest import generate_here, make_scales
@@ -81,8 +81,8 @@ def test_the_example():
     )  # fmt: skip
     found = re.findall(r"^(['\"].*): (['\"].*), (?:the same|other) tokens$", run.stdout, re.M)
     assert len(found) == 3, run.stdout[-2000:] + run.stderr[-2000:]
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     pairs = [tuple(map(ast.literal_eval, pair)) for pair in found]
     texts = [tokenizer(prompt).input_ids for prompt, _ in pairs]
     answers = [

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_fp8kv import FP8PagedCache, LayerPlan, SidePlan, calibrate
-from hf_fp8kv.scales import KVScales
+from hf_fp8kv import FP8PagedCache, choose_plan
 from hf_fp8kv.vllm.dtypes import DTYPES
 
 from . import conftest
@@ -90,16 +89,13 @@ def test_few_blocks_are_given_from_one_request_to_the_next(models, prompts, serv
         assert generate(llm, prompts)[0] == expected
 
 
-def test_a_calibrated_plan(models, prompts, serve, tmp_path):
-    model, folder = models("llama")
-    plan = LayerPlan(SidePlan("fp8_e2m5", rotated=True, centered=True), SidePlan("int8", True))
-    model.set_attn_implementation("sdpa")
-    texts = torch.randint(3, 256, (40, 64), generator=torch.Generator().manual_seed(5))
-    scales = calibrate(model, texts.tolist(), granularity="token", plan=plan, max_length=64)
-    model.set_attn_implementation("fp8_paged")
-    scales.save_pretrained(tmp_path)
-    tokens, _ = generate(serve(folder, "hf_fp8kv", tmp_path), prompts)
-    assert tokens == generate_here(model, prompts, scales=KVScales.from_pretrained(tmp_path))
+def test_a_plan_chosen_once(models, prompts, serve, tmp_path):
+    model, folder = models("qwen2")
+    plan = choose_plan(model, prompts)
+    assert any(layer.v.rotated for layer in plan.plan.values())
+    plan.save_pretrained(tmp_path)
+    tokens, _ = generate(serve(folder, "hf_fp8kv", plan=tmp_path), prompts)
+    assert tokens == generate_here(model, prompts, plan=plan)
 
 
 def test_transformers_models_in_vllm(models, prompts, serve):

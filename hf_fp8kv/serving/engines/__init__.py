@@ -29,7 +29,7 @@ _LAYOUT = "cache_allocators"
 def unsupported_engine(what: str) -> ConfigError:
     """Return the error for a version of transformers whose engine is not supported."""
     return ConfigError(
-        "expected an engine for continuous batching as in transformers 5.18 to 5.23, got that of "
+        "expected an engine for continuous batching as in transformers 5.18 to 5.24, got that of "
         f"{transformers.__version__}, which {what}; install one of those versions, or use "
         "generate() with FP8PagedCache"
     )

@@ -4,13 +4,14 @@ import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ... import ops
 from ...errors import ConfigError
-from ..attend import attend_layer
+from ...modeling.model_support import ATTENTION, ENGINE
+from ..attend import attend_layer, check_shapes
 from ..config import LayerStorage, ServingConfig
 from ..layout import LayerPages, PageLayout
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerKind, LayerWork, decode_work
@@ -97,7 +98,7 @@ class EngineCache:
         Raises:
             ConfigError, ScaleError, BackendError: what was chosen does not fit the model.
         """
-        dim, layers = sizes(config)[1], config.num_hidden_layers
+        self._config, dim, layers = config, sizes(config)[1], config.num_hidden_layers
         self.page_layout = PageLayout.of(chosen.options, layers, heads, dim, page_size, dtype)
         self.storage = chosen.layer_storage(layers, heads, dim, device)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
@@ -118,7 +119,7 @@ class EngineCache:
         """Raise ConfigError or ScaleError if no engine of this model can have this config."""
         config = model.config.get_text_config()
         heads, dim = sizes(config)
-        heads //= chosen.options.tp_size
+        heads //= chosen.options.tensor_parallel.size
         chosen.layer_storage(config.num_hidden_layers, heads, dim)
         EngineCache.bytes_per_token(config, chosen, model.dtype)  # pages of one size
         ops.choose_backend(chosen.options.backend, model.device)
@@ -127,7 +128,7 @@ class EngineCache:
     def bytes_per_token(config: Any, chosen: ServingConfig, dtype: torch.dtype) -> float:
         """Return what a token takes in the pages of a process, which has its rank's heads."""
         heads, dim = sizes(config)
-        heads //= chosen.options.tp_size
+        heads //= chosen.options.tensor_parallel.size
         layers = config.num_hidden_layers
         page = PageLayout.of(chosen.options, layers, heads, dim, 64, dtype)
         return page.bytes_per_page / page.slots * float(layers)
@@ -253,9 +254,17 @@ class EngineCache:
             self.on_prefix(request_id, tokens)
         return tokens
 
-    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ConfigError: an attention that wants dense keys and values cannot have them."""
-        raise ConfigError(
-            "expected attn_implementation='fp8_paged', which reads the FP8 pages, got a model that "
-            "runs another attention on them; do not change the attention while the engine runs"
-        )
+    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Return new keys and values for attention over pages, which stores them.
+
+        Before transformers 5.24 only other attention functions call this. They get an error.
+        """
+        if self._config._attn_implementation != ATTENTION:
+            raise ConfigError(
+                "expected attn_implementation='fp8_paged', which reads the FP8 pages, got another "
+                "attention; do not change the attention while the engine runs"
+            )
+        check_shapes(key_states, value_states, self.page_layout)
+        # Layers that share these keys get no cache.
+        setattr(key_states, ENGINE, self)
+        return key_states, value_states

@@ -29,7 +29,7 @@ def describe(path: str, model: SingleModelManager, engine: Engine) -> dict[str, 
     if not path.startswith(_MODEL):
         return None
     name = model.check_name(path.removeprefix(_MODEL))
-    (found,) = model.get_gen_models()
+    (found,) = model.list_models()
     return {**found, "id": name, "max_model_len": engine.max_tokens}
 
 

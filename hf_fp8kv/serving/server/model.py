@@ -92,11 +92,11 @@ class SingleModelManager(ModelManager):
         """Return that the model generates text, whatever stands for its tokenizer in a request."""
         return Modality.LLM
 
-    def get_gen_models(  # type: ignore[override]  # theirs is a static method with a cache
-        self, cache_dir: str | None = None
-    ) -> list[dict[str, Any]]:
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """Return the model in the form of OpenAI's list of models."""
         return [{"id": self.names[-1], "object": "model", "created": 0, "owned_by": ""}]
+
+    get_gen_models = list_models  # type: ignore[assignment]  # the name before transformers 5.24
 
     def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
         model = super()._load_model(model_id_and_revision, *args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from ...errors import Fp8KVError
+from ...errors import FP8KVError
 from .config import ServerConfig
 from .engine import Engine, SingleEngineState
 from .errors import APIError
@@ -116,7 +116,7 @@ class Application:
         try:
             await asyncio.to_thread(self.start)
         except Exception as error:
-            text = str(error) if isinstance(error, Fp8KVError) else traceback.format_exc()
+            text = str(error) if isinstance(error, FP8KVError) else traceback.format_exc()
             await send({"type": "lifespan.startup.failed", "message": text})
             return
         await send({"type": "lifespan.startup.complete"})

@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from transformers.generation.continuous_batching import cb_logits_processors as stock
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from ...errors import ConfigError
+from ..engines import unsupported_engine
 from .grammars import GUIDE, GrammarError, GrammarMask, follow
 from .logits import RULES, LogprobRecorder, RuleProcessor, TokenRules
 
@@ -193,10 +193,7 @@ def per_request_sampling(manager: Any, vocabulary: int) -> LogprobRecorder:
     processors = getattr(manager, "logit_processor", None)
     missing = [name for name in _NEEDED if not hasattr(processors, name)]
     if processors is None or missing:
-        raise ConfigError(
-            f"expected the logits processors of an engine with {', '.join(_NEEDED)}; this "
-            "transformers has others. Tested with transformers 5.18 and 5.23: install one of them"
-        )
+        raise unsupported_engine(f"has logits processors without {', '.join(_NEEDED)}")
     kept = [p for p in processors.logits_processor if not isinstance(p, _SAMPLERS)]
     recorder = LogprobRecorder()
     changes = [RuleProcessor(), GrammarMask(vocabulary)]

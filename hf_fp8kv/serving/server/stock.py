@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import ConfigError
+from ..engines import unsupported_engine
 from .answers import TokenTexts
 from .errors import INTERNAL, APIError
 from .handlers import adapt
@@ -72,12 +72,8 @@ def _select_keywords(called: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a part of transformers' server takes."""
     parameters = inspect.signature(called).parameters
     needed = {name for name, p in parameters.items() if p.default is p.empty}
-    if not needed <= known.keys():
-        raise ConfigError(
-            f"{called.__name__}: unknown required parameters "
-            f"{', '.join(sorted(needed - known.keys()))}. Tested with transformers 5.18 and 5.23: "
-            "install one of them"
-        )
+    if unknown := ", ".join(sorted(needed - known.keys())):
+        raise unsupported_engine(f"has a {called.__name__} that needs {unknown}")
     return {name: known[name] for name in parameters if name in known}
 
 

@@ -52,16 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"dtype": "fp8_e4m3", "key_dtype": "fp8_e3m4", "value_dtype": "fp8_e5m2"},
     ),
-    "dynamic-int8-e2m5": (
-        "llama",
-        {
-            "dtype": "int8",
-            "value_dtype": "fp8_e2m5",
-            "center_keys": False,
-            "rotate_keys": False,
-            "rotate_values": False,
-        },
-    ),
+    "dynamic-int8-e2m5": ("llama", {"dtype": "int8", "value_dtype": "fp8_e2m5"}),
     "planned": (
         "llama",
         {
@@ -71,7 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "first-call-centers": ("llama", {"dtype": "fp8_e4m3", "center_keys": True}),
+    "first-call-centers": ("llama", {"plan": "fp8_e4m3 centered"}),
     "static-scales": ("llama", {"scales": make_scales(center=False)}),
     "centered": ("llama", {"scales": make_scales(center=True)}),
     "constant-scale": ("llama", {"scales": 0.5}),
@@ -80,10 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "two-groups": ("gemma3", {"dtype": "fp8_e4m3"}),
     "stock-layers": ("gemma3", {"dtype": "fp8_e4m3", "skip_layers": ["sliding_attention"]}),
     "preallocated": ("llama", {"dtype": "fp8_e4m3", "max_cache_len": 30}),
-    "preallocated-two-groups": (
-        "gemma3",
-        {"dtype": "fp8_e4m3", "max_cache_len": 30, "center_keys": True},
-    ),
+    "preallocated-two-groups": ("gemma3", {"plan": "fp8_e4m3 centered", "max_cache_len": 30}),
     "without-config": ("", {"dtype": "fp8_e4m3"}),
     "default": ("llama", {}),
     "default-preallocated": ("gemma3", {"max_cache_len": 30}),

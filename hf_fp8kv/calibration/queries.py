@@ -11,13 +11,9 @@ from ..scales.layer_scales import Granularity
 
 @dataclass(frozen=True)
 class Queries:
-    """Some queries of a text; softcaps, sinks, chunks and biases of the logits are left out.
+    """Some queries of a text; softcaps, sinks, chunks and biases of the logits are left out."""
 
-    They may be given several times, at other positions, and so may errors of K and V, along a first
-    axis of all but the weights.
-    """
-
-    q: torch.Tensor  # [..., Hkv, G, Q, Dk], float32, scaled: G query heads for each KV head
+    q: torch.Tensor  # [Hkv, G, Q, Dk], float32, scaled: G query heads for each KV head
     weights: torch.Tensor  # [Hkv, G, Q, N], float32: how much each gives to every token
 
     @classmethod
@@ -54,19 +50,16 @@ class Queries:
         return torch.einsum("hgqn,hgqd->nhd", spread, self.q.square())
 
     def cost_of_keys(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-        """Return the cost of errors of K, `[..., N, Hkv, Dk]`.
-
-        Per head that is `[..., Hkv, 1]`, and per channel `[..., Hkv, Dk]`.
-        """
+        """Return the cost of errors of K, `[N, Hkv, Dk]`: `[Hkv, 1]`, by channel `[Hkv, Dk]`."""
         if granularity == "channel":
-            mean = torch.einsum("hgqn,...nhd->...hgqd", self.weights, error)
-            square = torch.einsum("hgqn,...nhd->...hgqd", self.weights, error.square())
+            mean = torch.einsum("hgqn,nhd->hgqd", self.weights, error)
+            square = torch.einsum("hgqn,nhd->hgqd", self.weights, error.square())
             return (self.q.square() * (square - mean.square())).sum((-3, -2))
-        moved = torch.einsum("...hgqd,...nhd->...hgqn", self.q, error)
+        moved = torch.einsum("hgqd,nhd->hgqn", self.q, error)
         mean = (self.weights * moved).sum(-1, keepdim=True)
         return (self.weights * (moved - mean).square()).sum((-3, -2, -1))[..., None]
 
     def cost_of_values(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-        """Return the cost of errors of V, `[..., N, Hkv, Dv]`, in the same shapes."""
-        moved = torch.einsum("hgqn,...nhd->...hgqd", self.weights, error).square().sum((-3, -2))
+        """Return the cost of errors of V, `[N, Hkv, Dv]`, in the same shapes."""
+        moved = torch.einsum("hgqn,nhd->hgqd", self.weights, error).square().sum((-3, -2))
         return moved if granularity == "channel" else moved.sum(-1, keepdim=True)

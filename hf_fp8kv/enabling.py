@@ -8,19 +8,28 @@ from typing import Any, TypeVar
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ..cache.cache import FP8PagedCache
-from ..errors import ConfigError
-from ..modeling.exact_states import warn_of_rounding
-from ..modeling.model_support import ATTENTION, refusal
-from ..modeling.tensor_parallel import tensor_parallel
-from ..modeling.weights import digest_weights
-from ..ops import choose_backend, prepare_backend
-from ..scales.fingerprint import warn_if_stale
-from . import latent
-from .full_rows import install_full_rows, remove_full_rows
-from .reuse import install_reuse, remove_reuse
-from .switching import get_implementations, install_rounding, remove_rounding, set_implementations
-from .training import prepare_rounding
+from .attention import latent
+from .attention.full_rows import install_full_rows, remove_full_rows
+from .attention.reuse import install_reuse, remove_reuse
+from .attention.switching import (
+    get_implementations,
+    install_rounding,
+    remove_rounding,
+    set_implementations,
+)
+from .attention.training import prepare_rounding
+from .cache.cache import FP8PagedCache
+from .cache.prefix_pages import check_store
+from .cache.prefix_store import PrefixStore
+from .calibration.plan_choice import resolve_plan
+from .errors import ConfigError
+from .modeling.exact_states import warn_of_rounding
+from .modeling.model_support import ATTENTION, CACHE, refusal
+from .modeling.tensor_parallel import tensor_parallel
+from .ops import choose_backend, prepare_backend
+from .scales.fingerprint import warn_if_stale
+from .scales.kv_scales import StoragePlan
+from .utils.digests import digest_weights
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +42,14 @@ _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 _Model = TypeVar("_Model")
 
 
-def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any) -> _Model:
+def enable(
+    model: _Model,
+    *,
+    training: str | None = None,
+    reuse_prefix: bool = True,
+    prefix_store: PrefixStore | None = None,
+    **cache_keywords: Any,
+) -> _Model:
     """Make `model.generate()`, and pipelines of this model, use an FP8 cache from now on.
 
     Each call gets a new cache, unless it passes one, or asks for another kind of cache or for
@@ -49,7 +65,13 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
         model: a model with `generate`, or PEFT's wrapper of one.
         training: None: calls without a cache are as under any attention; "stored": see above. The
             model is run on three tokens, so call this before it is compiled, wrapped or sharded.
-        cache_keywords: of `FP8PagedCache`; `tp_rank` and `tp_size` come from the model.
+        reuse_prefix: Whether a prompt continues a cache after the tokens that both have in common.
+            False means that the cache holds the beginning of every prompt.
+        prefix_store: Store in which each `generate()` finds pages of the beginning of its prompt,
+            and leaves its own pages. New caches then have `prefill="stored"`, and caches that are
+            passed need it.
+        cache_keywords: of `FP8PagedCache`; `tensor_parallel` comes from the model.
+            dtype="adaptive" is the plan of `choose_plan(model)`, which the model keeps.
 
     Returns:
         The model.
@@ -66,12 +88,19 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
             f"expected a model that can use this cache, got {type(base).__name__}: {why}; use it "
             "without enable()"
         )
-    cache_keywords = {**tensor_parallel(base), **cache_keywords}
+    cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
+    dtype, plan = resolve_plan(base, cache_keywords.get("dtype"), cache_keywords.get("plan"))
+    cache_keywords |= {"dtype": dtype, "plan": plan}
+    if training is not None or prefix_store is not None:
+        cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
-    cache_keywords, roundings = prepare_rounding(base, training, cache_keywords)
+    roundings = prepare_rounding(base, training, cache_keywords)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
-    if cache.prefix_store is not None:
+    if prefix_store is not None:
+        check_store(prefix_store, cache, base.config)
+        if not reuse_prefix:
+            raise ConfigError("prefix_store: expected reuse_prefix=True, got False; leave one out")
         # Once, here and not in the first answer.
         digest_weights(base)
         prepare_backend(choose_backend(cache.options.backend, base.device))
@@ -81,7 +110,7 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
     if base._can_set_attn_implementation():
         base.set_attn_implementation(ATTENTION)
         latent.install_all(base)
-    vars(base)[_HOOK] = _PrepareCache(base, cache_keywords)
+    vars(base)[_HOOK] = _PrepareCache(base, cache_keywords, reuse_prefix, prefix_store)
     vars(base)[_SAVED] = before
     install_reuse(base)
     if roundings:
@@ -119,9 +148,9 @@ class _PrepareCache:
     generate several times in one call.
     """
 
-    def __init__(self, model: PreTrainedModel, cache_keywords: dict[str, Any]) -> None:
+    def __init__(self, model: PreTrainedModel, *arguments: Any) -> None:
         self._model = weakref.ref(model)  # weak, since the model holds this
-        self._keywords = cache_keywords
+        self._arguments = arguments
 
     @property
     def _owner(self) -> Any:
@@ -132,19 +161,22 @@ class _PrepareCache:
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        model = self._owner
+        model, (keywords, reuse_prefix, store) = self._owner, self._arguments
         if _wants_default_cache(generation_config, model_kwargs):
-            keywords = self._keywords
             if generation_config.cache_implementation == OFFLOADED:
-                keywords = {**keywords, "offloading": True}
+                keywords = {**keywords, "offloading": keywords.get("offloading") or True}
                 # With a cache that there is already transformers refuses to be asked for one.
                 generation_config = copy.copy(generation_config)
                 generation_config.cache_implementation = None
-            cache = model_kwargs["past_key_values"] = _new_cache(model, keywords)
+            cache = model_kwargs[CACHE] = _new_cache(model, keywords)
             _note_padding(cache, model_kwargs.get("attention_mask"))
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             self._take_prefix(model, keywords)
+        if isinstance(given := model_kwargs.get("past_key_values"), FP8PagedCache):
+            if store is not None:
+                check_store(store, given, model.config)
+            given.reuse_prefix, given.prefix_store = reuse_prefix, store
         stock = type(model)._prepare_cache_for_generation
         return stock(model, generation_config, model_kwargs, *args, **kwargs)
 
@@ -160,9 +192,9 @@ class _PrepareCache:
 
         def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
             inputs = prepare(*args, **kwargs)
-            prefix = _self_attention_cache(inputs.get("past_key_values"))
+            prefix = _self_attention_cache(inputs.get(CACHE))
             if type(prefix) is DynamicCache:
-                cache = inputs["past_key_values"] = _new_cache(model, keywords)
+                cache = inputs[CACHE] = _new_cache(model, keywords)
                 layers: list[Any] = prefix.layers
                 for index, layer in enumerate(layers):
                     if getattr(layer, "keys", None) is not None:
@@ -172,10 +204,10 @@ class _PrepareCache:
         vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_PrepareCache":
-        return _PrepareCache(memo.get(id(self._owner), self._owner), dict(self._keywords))
+        return _PrepareCache(memo.get(id(self._owner), self._owner), *self._arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _PrepareCache, (self._owner, self._keywords)
+        return _PrepareCache, (self._owner, *self._arguments)
 
 
 def _self_attention_cache(cache: Any) -> Any:
@@ -196,7 +228,7 @@ def _fill_up(layer: Any) -> list[torch.Tensor]:
 
 
 def _wants_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
-    if model_kwargs.get("past_key_values") is not None:
+    if model_kwargs.get(CACHE) is not None:
         return False
     kind = generation_config.cache_implementation
     # Old checkpoints say "hybrid" in their generation config, where transformers ignores it.
@@ -211,8 +243,9 @@ def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
     if not model.config.is_encoder_decoder:
         return cache
     # The cross-attention cache grows, since the length of the encoder's output is known only at the
-    # first call. Scales and skipped layers belong to the decoder's self-attention.
-    cross = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": ()}
+    # first call. Scales, centers and skipped layers belong to the decoder's self-attention.
+    plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
+    cross = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
     return EncoderDecoderCache(cache, FP8PagedCache(model.config, **cross))
 
 

@@ -1,0 +1,111 @@
+"""Identity of a model: a digest of everything that K and V depend on, in addition to the tokens."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+
+from ..errors import ConfigError
+from ..utils.digests import digest_of, digest_weights
+
+# Hooks and replaced methods of these libraries do only what the digest covers.
+_COVERED = (
+    "accelerate.hooks",
+    "compressed_tensors",
+    "hf_fp8kv",
+    "peft",
+    "transformers",
+    "torch.nn.utils",
+)
+# Methods, and the libraries that may replace them. PEFT replaces the last two to add tokens.
+_METHODS = {
+    "forward": _COVERED,
+    "_old_forward": _COVERED,
+    "_prefill": ("hf_fp8kv",),
+    "prepare_inputs_for_generation": ("hf_fp8kv",),
+}
+# What adapters of PEFT say about themselves outside of their weights.
+_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "lora_variant")
+# Of a config, what changes no number.
+_NAMES = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
+
+
+def identify_model(model: Any) -> str:
+    """Return a digest of weights, config, class and library: 64 hexadecimal digits.
+
+    Raises:
+        ConfigError: Weights are not whole in this process, or other code changes hidden states.
+    """
+    _check_code(model)
+    return digest_of(describe_model(model), digest_weights(model))
+
+
+def describe_model(model: Any) -> dict[str, object]:
+    """Return everything that `identify_model` covers, except the weights."""
+    device = model.device.type
+    # "arguments": PEFT passes on which adapter is for which text (`adapter_names`) in such hooks.
+    return {
+        "config": {name: x for name, x in model.config.to_dict().items() if name not in _NAMES},
+        "class": type(model).__qualname__,
+        "attention": str(model.config._attn_implementation),
+        "transformers": transformers.__version__,
+        "device": device,
+        "autocast": torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)),
+        "adapters": [
+            (name, part, str(value))
+            for name, module in model.named_modules()
+            for part in _ADAPTERS
+            if (value := getattr(module, part, None)) is not None
+        ],
+        "arguments": [
+            (name, getattr(hook.func, "__qualname__", ""), hook.args, hook.keywords)
+            for name, module in model.named_modules()
+            for hook in module._forward_pre_hooks.values()
+            if isinstance(hook, partial)
+        ],
+    }
+
+
+def _check_code(model: Any) -> None:
+    """Raise ConfigError if a hook or a replaced method may change hidden states or tokens."""
+    shared = torch.nn.modules.module
+    hooks = [*shared._global_forward_pre_hooks.values(), *shared._global_forward_hooks.values()]
+    for name, module in model.named_modules():
+        own, accelerates = vars(module), vars(module).get("_hf_hook")
+        hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        hooks += getattr(accelerates, "hooks", [accelerates])
+        found = [hook for hook in hooks if hook is not None and not _is_of(hook, _COVERED)]
+        for method, packages in _METHODS.items():
+            code = _unwrap(own.get(method))
+            stock = getattr(type(module), method.removeprefix("_old_"), None)
+            is_stock = code is None or getattr(code, "__func__", None) is stock
+            found += [] if is_stock or _is_of(code, packages) else [code]
+        if found:
+            kind = getattr(found[0], "__qualname__", type(found[0]).__name__)
+            raise ConfigError(
+                "prefix_store: expected no hook and no replaced method, which may change hidden "
+                f"states or tokens, got {kind} in {name or 'the model'}; remove it, or leave "
+                "prefix_store out"
+            )
+        hooks.clear()
+
+
+def _is_of(function: Any, packages: tuple[str, ...]) -> bool:
+    """Return whether one of the packages defines a function, or the class of a callable object."""
+    while isinstance(function, partial):
+        function = function.func
+    # functools.wraps copies `__module__`, but not the globals.
+    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
+    return f"{names.get('__name__')}.".startswith(tuple(f"{name}." for name in packages))
+
+
+def _unwrap(function: Any) -> Any:
+    """Return the function inside torch.compile, torch.no_grad, torch.inference_mode and reuse."""
+    while _is_of(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
+        names = ("_torchdynamo_orig_callable", "__wrapped__", "before")
+        inner = [found for x in names if (found := getattr(function, x, None)) is not None]
+        if not inner:
+            break
+        function = inner[0]
+    return function
