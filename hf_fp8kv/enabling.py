@@ -173,7 +173,7 @@ class _PrepareCache:
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             self._take_prefix(model, keywords)
-        if isinstance(given := model_kwargs.get("past_key_values"), FP8PagedCache):
+        if isinstance(given := model_kwargs.get(CACHE), FP8PagedCache):
             if store is not None:
                 check_store(store, given, model.config)
             given.reuse_prefix, given.prefix_store = reuse_prefix, store
