@@ -91,7 +91,7 @@ def _layers(indices: list[int]) -> str:
 
 def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:
     layers = scales.layers
-    order = get_args(Granularity)
+    order = (*get_args(Granularity), "token")
     kinds = sorted({layer.granularity for layer in layers.values()}, key=order.index)
     centered = sum(layer.k_center is not None for layer in layers.values())
     count = f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"

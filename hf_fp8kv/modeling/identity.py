@@ -51,7 +51,9 @@ def describe_model(model: Any) -> dict[str, object]:
         "attention": str(model.config._attn_implementation),
         "transformers": transformers.__version__,
         "device": device,
-        "autocast": torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)),
+        "autocast": device != "meta"
+        and torch.is_autocast_enabled(device)
+        and str(torch.get_autocast_dtype(device)),
         "adapters": [
             (name, part, str(value))
             for name, module in model.named_modules()

@@ -128,8 +128,8 @@ class Forgetful(DynamicCache):
 
 
 WHOLE_AND_FORGETFUL = {
-    "whole": Row("whole", lambda config: DynamicCache(config=config)),
-    "forgetful": Row("forgetful", lambda config: Forgetful()),
+    "whole": Row("whole", lambda model: DynamicCache(config=model.config)),
+    "forgetful": Row("forgetful", lambda model: Forgetful()),
 }
 
 

@@ -120,10 +120,10 @@ def test_a_step_that_does_not_fit_is_undone(model, ids):
     cache = read(model, ids, max_pages=8)
     update, failing = cache.paged_layers[1].update, True
 
-    def fail(*args):
+    def fail(*args, **kwargs):
         if failing:
             raise OutOfPagesError.of_tokens(0, 0, 2)
-        return update(*args)
+        return update(*args, **kwargs)
 
     cache.paged_layers[1].update = fail
     with pytest.raises(OutOfPagesError):

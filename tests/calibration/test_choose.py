@@ -363,6 +363,10 @@ def test_k_has_no_scale_of_channels_where_pairs_are_not_known(ranges):
 # -- on a model ------------------------------------------------------------------------------------
 
 
+def see_queries(job, batch, on_layer):
+    stages.observe_queries(job.model, job.layers, batch, on_layer)
+
+
 def job_of(model, *, center=False) -> Job:
     options = CalibrationOptions("head", E4M3, 1.0, center)
     return Job(model, paged_layers(model), options, State(None, ""), lambda *_: None)
@@ -400,7 +404,7 @@ def test_the_queries_are_those_of_the_model(name, more, tokens, window):
     model, (ids,) = tiny(name, **more)[0], windows_of(tokens)
     calls: list[Queries] = []
     batch = Batch((ids,))
-    stages.observe_queries(job_of(model), batch, lambda i, k, v, queries: calls.append(queries))
+    see_queries(job_of(model), batch, lambda i, k, v, queries: calls.append(queries))
     eager = tiny(name, attn_implementation="eager", **more)[0]
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -420,7 +424,7 @@ def test_the_queries_are_those_of_the_model(name, more, tokens, window):
 def test_queries_of_several_texts_are_none(sliding):
     found: list[Queries | None] = []
     batch = Batch(tuple(windows_of(12, 9)))
-    stages.observe_queries(job_of(sliding), batch, lambda i, k, v, queries: found.append(queries))
+    see_queries(job_of(sliding), batch, lambda i, k, v, queries: found.append(queries))
     assert found == [None, None]
 
 
@@ -455,7 +459,7 @@ def test_every_window_that_is_tried_counts(sliding, count):
             sums[index][side] = {what: before[what] + cost[what] for what in cost}
 
     for batch in batches:
-        stages.observe_queries(job_of(sliding), batch, add)
+        see_queries(job_of(sliding), batch, add)
     for index, choice in found.items():
         expected = pick_scales(trials[index], sums[index], E4M3)
         assert choice.k.equal(expected.k)
@@ -623,7 +627,7 @@ def test_a_sample_is_weighed_by_the_queries_of_the_model(llama):
         weighed[index].append(weigh_keys(k, queries)["weighted_sum"])
 
     for batch in batches:
-        stages.observe_queries(job, batch, weigh)
+        see_queries(job, batch, weigh)
     for index, of_layer in sample.items():
         k = torch.cat([shown(llama, window)[index][0] for window in windows])
         assert of_layer["count"] == len(k) == 72

@@ -281,7 +281,7 @@ def test_gaussian_numbers_get_narrow_rotated_formats(llama: Any, chosen: Storage
     default, planned = compare(llama, chosen)
     assert planned < 0.5 * default
     assert repr(chosen).startswith("StoragePlan(")
-    assert repr(chosen).endswith(" chosen on 256 random tokens)")
+    assert repr(chosen).endswith(" chosen on 128 random tokens)")
 
 
 def test_a_plan_is_the_same_each_time(llama: Any, chosen: StoragePlan, tmp_path: Path) -> None:

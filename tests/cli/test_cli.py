@@ -53,7 +53,7 @@ def test_auto_gives_the_tokens_and_the_bytes_of_the_usual_cache(ask, tmp_path):
         (["--kv-cache-dtype", "fp8_e4m3fn", "--page-size", "16"], 1 / 2 + 1 / 16),
         (["--key-dtype", "auto", "--scales", "1.0"], 3 / 4),
         (["--kv-cache-dtype", "int8", "--value-dtype", "fp8_e2m5", "--scales", "1.0"], 1 / 2),
-        (["--kv-cache-dtype", "fp8_e3m4", "--center-keys", "--scales", "1.0"], 1 / 2),
+        (["--plan", "fp8_e3m4 centered", "--scales", "1.0"], 1 / 2),
     ],
     ids=["constant", "dynamic", "alias-small-pages", "keys-kept", "two-formats", "centered"],
 )

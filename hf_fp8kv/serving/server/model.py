@@ -96,7 +96,7 @@ class SingleModelManager(ModelManager):
         """Return the model in the form of OpenAI's list of models."""
         return [{"id": self.names[-1], "object": "model", "created": 0, "owned_by": ""}]
 
-    get_gen_models = list_models  # type: ignore[assignment]  # the name before transformers 5.24
+    get_gen_models = list_models
 
     def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
         model = super()._load_model(model_id_and_revision, *args, **kwargs)
