@@ -58,7 +58,7 @@ def choose_plan(
 ) -> StoragePlan:  # fmt: skip
     """Return how a model's layers are best stored: the format, rotation and center of each.
 
-    The model reads some thousand tokens. The plan is for this model in any cache, engine or
+    The model reads some hundred tokens, or some thousand of `texts`. The plan is for this model in any cache, engine or
     process, and is the same each time for the same weights on the same machine.
 
     Args:
