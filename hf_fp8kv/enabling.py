@@ -1,6 +1,7 @@
 """Enabling: an FP8 cache for every `generate()` of a model, without a keyword."""
 
 import copy
+import functools
 import logging
 import weakref
 from typing import Any, TypeVar
@@ -190,6 +191,7 @@ class _PrepareCache:
         if config is None or config.peft_type not in _PREFIXES:
             return
 
+        @functools.wraps(prepare)  # a prefix store looks for other code inside
         def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
             inputs = prepare(*args, **kwargs)
             prefix = _self_attention_cache(inputs.get(CACHE))

@@ -58,8 +58,8 @@ def choose_plan(
 ) -> StoragePlan:  # fmt: skip
     """Return how a model's layers are best stored: the format, rotation and center of each.
 
-    The model reads some hundred tokens, or some thousand of `texts`. The plan is for this model in any cache, engine or
-    process, and is the same each time for the same weights on the same machine.
+    The model reads some hundred tokens, or some thousand of `texts`. The plan is for this model in
+    any cache, engine or process. The same weights give the same plan on the same machine.
 
     Args:
         model: a language model in one process, on any device or devices.
