@@ -14,7 +14,7 @@ from ..modeling.exact_states import warn_of_rounding
 from ..modeling.model_support import ATTENTION, refusal
 from ..modeling.tensor_parallel import tensor_parallel
 from ..ops import choose_backend, prepare_backend
-from ..scales.fingerprint import warn_if_stale
+from ..scales.kv_scales import warn_if_stale
 from ..utils.digests import digest_weights
 from . import latent
 from .full_rows import install_full_rows, remove_full_rows

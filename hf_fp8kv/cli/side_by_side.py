@@ -89,7 +89,7 @@ class Comparison:
     ) -> Run:
         """Answer with FP8 pages, read by the attention `attn`."""
         from .. import FP8PagedCache
-        from ..scales.fingerprint import warn_if_stale
+        from ..scales.kv_scales import warn_if_stale
 
         try:
             self.model.set_attn_implementation(attn)
