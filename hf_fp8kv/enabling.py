@@ -28,8 +28,7 @@ from .modeling.exact_states import warn_of_rounding
 from .modeling.model_support import ATTENTION, CACHE, refusal
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, prepare_backend
-from .scales.fingerprint import warn_if_stale
-from .scales.kv_scales import StoragePlan
+from .scales.kv_scales import StoragePlan, warn_if_stale
 from .utils.digests import digest_weights
 
 logger = logging.getLogger(__name__)

@@ -94,10 +94,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, LayerPlan]]) -> str:
-    """Return a digest of how numbers are stored: formats, plans, scales, centers, page size.
-
-    `layers`: number, window and plan of each.
-    """
+    """Return a digest of how values are stored, in layers with an index, window and plan each."""
     scales = options.scales
     return digest_of(
         options.page_size, options.backend, options.dynamic_scales,

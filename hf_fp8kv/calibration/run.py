@@ -19,8 +19,7 @@ from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
 from ..modeling.identity import describe_model
 from ..modeling.model_support import caches_latents
-from ..scales.fingerprint import warn_if_stale
-from ..scales.kv_scales import KVScales, StoragePlan, resolve
+from ..scales.kv_scales import KVScales, StoragePlan, resolve, warn_if_stale
 from ..scales.layer_scales import Granularity, LayerScales
 from ..scales.report import CalibrationReport
 from ..utils.digests import digest_of, fingerprint_weights, is_whole, sample
@@ -281,9 +280,8 @@ def _identity(model: PreTrainedModel, corpus: Corpus, facts: tuple[object, ...])
     here = [weight for weight in model.parameters() if is_whole(weight)]
     # Weights on disk are only known by their origin.
     origin = model.name_or_path if len(here) < len([*model.parameters()]) else ""
-    packages = [version(name) for name in ("hf-fp8kv", "torch")]
-    weights = [(weight.shape, sample(weight)) for weight in here]
-    return digest_of(packages, describe_model(model), origin, weights, corpus.digest, facts)
+    facts += (version("hf-fp8kv"), version("torch"), describe_model(model), origin, corpus.digest)
+    return digest_of(facts, [(weight.shape, sample(weight)) for weight in here])
 
 
 def read_model_corpus(

@@ -90,7 +90,7 @@ class Comparison:
         """Answer with FP8 pages, read by the attention `attn`."""
         from .. import FP8PagedCache
         from ..calibration.plan_choice import resolve_plan
-        from ..scales.fingerprint import warn_if_stale
+        from ..scales.kv_scales import warn_if_stale
 
         try:
             self.model.set_attn_implementation(attn)

@@ -10,21 +10,13 @@ from ..errors import ConfigError
 from ..utils.digests import digest_of, digest_weights
 
 # Hooks and replaced methods of these libraries do only what the digest covers.
-_COVERED = (
-    "accelerate.hooks",
-    "compressed_tensors",
-    "hf_fp8kv",
-    "peft",
-    "transformers",
-    "torch.nn.utils",
-)
+_COVERED = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
+            "torch.nn.utils")  # fmt: skip
 # Methods, and the libraries that may replace them. PEFT replaces the last two to add tokens.
-_METHODS = {
-    "forward": _COVERED,
-    "_old_forward": _COVERED,
-    "_prefill": ("hf_fp8kv",),
-    "prepare_inputs_for_generation": ("hf_fp8kv",),
-}
+_METHODS: dict[str, tuple[str, ...]] = {
+    "forward": _COVERED, "_old_forward": _COVERED,
+    "_prefill": ("hf_fp8kv",), "prepare_inputs_for_generation": ("hf_fp8kv",),
+}  # fmt: skip
 # What adapters of PEFT say about themselves outside of their weights.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "lora_variant")
 # Of a config, what changes no number.
@@ -44,6 +36,7 @@ def identify_model(model: Any) -> str:
 def describe_model(model: Any) -> dict[str, object]:
     """Return everything that `identify_model` covers, except the weights."""
     device = model.device.type
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     # "arguments": PEFT passes on which adapter is for which text (`adapter_names`) in such hooks.
     return {
         "config": {name: x for name, x in model.config.to_dict().items() if name not in _NAMES},
@@ -51,9 +44,7 @@ def describe_model(model: Any) -> dict[str, object]:
         "attention": str(model.config._attn_implementation),
         "transformers": transformers.__version__,
         "device": device,
-        "autocast": device != "meta"
-        and torch.is_autocast_enabled(device)
-        and str(torch.get_autocast_dtype(device)),
+        "autocast": autocasts and str(torch.get_autocast_dtype(device)),
         "adapters": [
             (name, part, str(value))
             for name, module in model.named_modules()
@@ -104,10 +95,8 @@ def _is_of(function: Any, packages: tuple[str, ...]) -> bool:
 
 def _unwrap(function: Any) -> Any:
     """Return the function inside torch.compile, torch.no_grad, torch.inference_mode and reuse."""
-    while _is_of(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
-        names = ("_torchdynamo_orig_callable", "__wrapped__", "before")
-        inner = [found for x in names if (found := getattr(function, x, None)) is not None]
-        if not inner:
-            break
-        function = inner[0]
+    if _is_of(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
+        for name in ("_torchdynamo_orig_callable", "__wrapped__", "before"):
+            if (inner := getattr(function, name, None)) is not None:
+                return _unwrap(inner)
     return function

@@ -15,11 +15,12 @@ import torch
 
 from ..errors import ScaleError
 from ..formats import summarize_plan
+from ..utils.digests import fingerprint_weights
 from ..utils.text import format_list
+from ..utils.warn_once import warn_once
 from .card import make_card
 from .checkpoint.folder import HubOptions
 from .copy_checkpoint import Weights, add_to_checkpoint, copy_checkpoint
-from .fingerprint import compare_weights
 from .formats import CHECKPOINT_FORMATS, SCALE_FORMATS, ScaleFormat
 from .layer_scales import LayerScales, ScaleData
 from .load import read_checkpoint, read_file
@@ -30,6 +31,14 @@ from .save import check_folder, find_weights, keep_config, upload_files, write_f
 from .validation import KEEP_OUT, check_constant, check_ranks, scalar
 
 logger = logging.getLogger(__name__)
+
+_STALE = (
+    "static scales (%s) were made for other weights than %s has now: the attention of layers %s "
+    "differs. %s. Calibrate again (hf_fp8kv.calibrate), or use dynamic scales (scales=None); "
+    "scales.made_for(model) tells at any time"
+)
+_HARM = ("What its K and V have grown to since saturates",
+         "Nothing saturates, but their plan and centers may suit it no longer")  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,8 +74,14 @@ class KVScales(ScaleData):
         A training step changes that. None: not known, since the scales come from a file without a
         fingerprint, or no layer of the model is whole in this process.
         """
-        other = compare_weights(model, self.fingerprint)
-        return None if other is None else not other
+        stale = self.stale_layers(model)
+        return None if stale is None else not stale
+
+    def stale_layers(self, model: torch.nn.Module) -> list[int] | None:
+        """Return the layers whose attention has changed; None as in `made_for`."""
+        found = fingerprint_weights(model) if self.fingerprint else {}
+        both = sorted(found.keys() & self.fingerprint.keys())
+        return [i for i in both if found[i] != self.fingerprint[i]] if both else None
 
     @classmethod
     def uniform(cls, num_layers: int, k: float = 1.0, v: float = 1.0) -> "KVScales":
@@ -340,3 +355,10 @@ def resolve(
     return KVScales.from_pretrained(
         scales, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub_options
     )
+
+
+def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
+    """Warn once if static scales carry the fingerprint of other weights than the model has."""
+    if isinstance(scales, KVScales) and (stale := scales.stale_layers(model)):
+        facts = scales.origin, type(model).__name__, format_list(stale), _HARM[scales.is_dynamic]
+        warn_once(logger, _STALE % facts)

@@ -229,15 +229,12 @@ class ScaleData:
     @property
     def weights_digest(self) -> str | None:
         """A digest of the fingerprints of all layers, for people; None: there are none."""
-        if not self.fingerprint:
-            return None
-        return digest_of(dict(self.fingerprint))[:16]
+        return digest_of(dict(self.fingerprint))[:16] if self.fingerprint else None
 
     @property
     def digest(self) -> str:
         """SHA-256 of the shape and the bytes of every tensor and of plans, in hexadecimal."""
-        layers = self.layers.items()
-        return digest_of([(i, x.k, x.v, x.k_center, str(x.plan)) for i, x in layers])
+        return digest_of({i: (x.k, x.v, x.k_center, str(x.plan)) for i, x in self.layers.items()})
 
 
 def take_rank(

@@ -20,8 +20,7 @@ from ..modeling.exact_states import warn_of_rounding
 from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import tensor_parallel
 from ..ops import choose_backend, prepare_backend
-from ..scales.fingerprint import warn_if_stale
-from ..scales.kv_scales import KVScales
+from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
 from .engines import StockManager, cache_class
 from .fp8_manager import Enabled, FP8Manager, enabled_state, restore_attention

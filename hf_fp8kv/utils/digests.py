@@ -10,7 +10,6 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,13 +59,14 @@ def digest_weights(model: torch.nn.Module) -> str:
     """
     named = model.named_parameters(remove_duplicate=False)
     tensors = dict[str, torch.Tensor]([*named, *model.named_buffers(remove_duplicate=False)])
-    state = (
-        [
-            (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
-            for name, x in tensors.items()
-        ],
-        _read_samples(tensors),
-    )
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in filter(is_whole, tensors.values()):
+        samples.setdefault(tensor.device, []).append(sample(tensor, 8).view(torch.uint8))
+    state: list[object] = [torch.cat(part).cpu().numpy().tobytes() for part in samples.values()]
+    state += [
+        (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
+        for name, x in tensors.items()
+    ]
     known = _known.get(model)
     if known is not None and known[0] == state:
         return known[1]
@@ -80,14 +80,6 @@ def digest_weights(model: torch.nn.Module) -> str:
         digest = digest_of(*pool.map(digest_of, tensors.items()))
     _known[model] = (state, digest)
     return digest
-
-
-def _read_samples(tensors: Mapping[str, torch.Tensor]) -> list[bytes]:
-    """Return the bytes of 8 values of each tensor, with one copy from each device."""
-    parts: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in filter(is_whole, tensors.values()):
-        parts.setdefault(tensor.device, []).append(sample(tensor, 8).view(torch.uint8))
-    return [torch.cat(part).cpu().numpy().tobytes() for part in parts.values()]
 
 
 def fingerprint_weights(model: torch.nn.Module) -> dict[int, str]:

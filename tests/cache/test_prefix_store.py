@@ -354,9 +354,10 @@ def _add_tokens(model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any
     return inputs
 
 
-def _add_tokens_in_method(model: Any) -> None:
+def _add_tokens_in_method(model: Any, package: str = __name__) -> None:
     stock = type(model).prepare_inputs_for_generation.__get__(model)
-    model.prepare_inputs_for_generation = partial(_add_tokens, model, stock)
+    code = types.FunctionType(_add_tokens.__code__, {"__name__": package, "torch": torch})
+    model.prepare_inputs_for_generation = partial(code, model, stock)
 
 
 def _add_tokens_in_class(model: Any) -> None:
@@ -378,6 +379,7 @@ CODE: dict[str, Callable[[Any], Any]] = {
     "a forward under accelerate": _replace_under_accelerate,
     "a hook in accelerate": lambda model: add_hook_to_module(model.model.layers[0].mlp, _Steer()),
     "more tokens": _add_tokens_in_method,
+    "more tokens by PEFT": partial(_add_tokens_in_method, package="peft.peft_model"),
 }
 
 
@@ -401,6 +403,15 @@ def test_code_that_may_change_hidden_states(
     if hasattr(handle, "remove"):
         handle.remove()
     assert len([x for x in caplog.messages if "prefix_store: expected" in x]) >= 1
+
+
+@pytest.mark.parametrize("missing", [torch.empty(0), torch.empty(2, device="meta")])
+def test_weights_that_are_not_here_are_refused(missing: torch.Tensor, tmp_path: Path) -> None:
+    """As accelerate leaves offloaded weights, and DeepSpeed the ones of other processes."""
+    reader = Reader(tmp_path)
+    reader.model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(missing)
+    with pytest.raises(ConfigError, match="expected all weights in this process"):
+        reader.enable()
 
 
 def test_tokens_that_a_model_adds_are_not_stored(tmp_path: Path) -> None:
