@@ -78,7 +78,7 @@ class KVScales(ScaleData):
         return None if stale is None else not stale
 
     def stale_layers(self, model: torch.nn.Module) -> list[int] | None:
-        """Return the layers whose attention has changed; None as in `made_for`."""
+        """Return the layers whose attention has changed, or None as `made_for` does."""
         found = fingerprint_weights(model) if self.fingerprint else {}
         both = sorted(found.keys() & self.fingerprint.keys())
         return [i for i in both if found[i] != self.fingerprint[i]] if both else None
