@@ -159,7 +159,7 @@ class Job:
 def _remove_abandoned(path: Path) -> None:
     """Remove what runs left that were killed in the middle of a write."""
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        number = part.name.split(".")[-2]
+        number = part.name.split(".")[-2].partition("-")[0]
         try:
             os.kill(int(number), 0)
         except ValueError:

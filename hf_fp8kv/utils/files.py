@@ -91,7 +91,9 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object]]) -> None:
     A process that is killed between two renames leaves the first files replaced, each complete. So
     pass the file without which the others are not read last.
     """
-    parts = {path: path.with_name(f".{path.name}.{secrets.token_hex(8)}.part") for path in files}
+    # The number of the process, for `_remove_abandoned`, and a name at which nobody plants a link.
+    own = f"{os.getpid()}-{secrets.token_hex(8)}"
+    parts = {path: path.with_name(f".{path.name}.{own}.part") for path in files}
     try:
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)

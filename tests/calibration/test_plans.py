@@ -344,7 +344,12 @@ SAFE, LATENT = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
         ("alibi", {SAFE}, {SAFE}),  # its attention shows no queries
         ("cross_attention", {SAFE}, {SAFE}),
         ("position_bias", {SAFE}, {SAFE}),
-        *(pytest.param(name, None, None, marks=pytest.mark.full) for name in type_names()),
+        *(
+            pytest.param(name, None, None, marks=pytest.mark.full)
+            for name in type_names()
+            # Calibration cannot run these models either.
+            if name not in ("dory", "seq2seq/switch_transformers")
+        ),
     ],
 )
 def test_every_kind_of_model_gets_a_plan(name: str, k: Any, v: Any) -> None:

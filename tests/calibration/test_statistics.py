@@ -1,5 +1,7 @@
 """What a calibration says of scales, which run it is, and how one that was killed goes on."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -294,6 +296,21 @@ BAD_STATES = {
     "done-no-number": ({"done": '{"folds": {"text": "many"}, "seconds": 1}'}, "got a damaged one"),
     "done-other-folds": ({"done": '{"folds": {}, "seconds": 1}'}, "got a damaged one"),
 }
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda part, path: part)  # it ends before the last step
+        patched.setattr(Path, "unlink", lambda part, **_: None)
+        State(tmp_path / "state", "one").fold(
+            "text", (1,), lambda parts, item: {"x": torch.ones(1)}
+        )
+    (left,) = tmp_path.iterdir()
+    State(tmp_path / "state", "one")
+    assert left.exists(), "its process runs"
+    left.rename(str(left).replace(f".{os.getpid()}-", f".{2**22 + 1}-"))
+    State(tmp_path / "state", "one")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_STATES.values(), ids=BAD_STATES)
