@@ -91,7 +91,7 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object]]) -> None:
     A process that is killed between two renames leaves the first files replaced, each complete. So
     pass the file without which the others are not read last.
     """
-    # The number of the process, for `_remove_abandoned`, and a name at which nobody plants a link.
+    # `_remove_abandoned` needs the process. A random name cannot be planted.
     own = f"{os.getpid()}-{secrets.token_hex(8)}"
     parts = {path: path.with_name(f".{path.name}.{own}.part") for path in files}
     try:
