@@ -51,13 +51,14 @@ def trace(call: Callable[[], Any], point: Point | None = None) -> Counter[tuple[
     def on_call(frame: Any, _event: str, _argument: Any) -> Any:
         return on_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
+    before = sys.gettrace()  # of a measurement of coverage
     sys.settrace(on_call)
     try:
         call()
     except KeyboardInterrupt:
         assert point is not None
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return counts
 
 
