@@ -98,12 +98,10 @@ class CacheOptions:
             _refuse(said | {"plan": plan}, f"the scales ({scales.origin}) say")
             chosen = scales.plan
         elif chosen is not None:
-            if not isinstance(scales, float | None):
+            if isinstance(chosen, StoragePlan) or isinstance(scales, KVScales):
                 said["scales"] = scales
             _refuse(said, "the plan says")
             if isinstance(chosen, StoragePlan):
-                if scales is not None:
-                    _refuse({"scales": scales}, "the plan has dynamic scales and says")
                 scales, chosen = chosen, chosen.plan
                 assert chosen is not None
         else:

@@ -22,7 +22,8 @@ from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
-from ..scales.kv_scales import StoragePlan
+from ..scales.kv_scales import wrap_scales
+from ..scales.layer_scales import ScaleData
 from ..scales.validation import check_constant
 from ..utils.files import CACHE_FORMAT, write_all
 from .options import CacheOptions
@@ -361,8 +362,7 @@ def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
             k, v, center = (tensors.pop(f"scales.{i}.{x}", None) for x in ("k", "v", "k_center"))
             # A plan next to scales is theirs. Only a plan allows dynamic scales, and centers alone.
             layers[i] = LayerScales(k, v, center, plan=by_layer.get(i))
-        kind = StoragePlan if layers and all(x.k is None for x in layers.values()) else KVScales
-        scales = kind(layers, told["format"])
+        scales = wrap_scales(ScaleData(layers, told["format"]))
     elif scales is not None:
         scales = check_constant(scales, "constant")
     options = CacheOptions(scales=scales, **facts)

@@ -108,7 +108,7 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
     weights change. A plan in a file is read.
 
     Raises:
-        ConfigError: "adaptive" with a plan. Other errors are those of `choose_plan` and `plan`.
+        ConfigError: "adaptive" with a plan. `choose_plan` and `plan` raise other errors.
     """
     if dtype != ADAPTIVE:
         return dtype, parse_plan(plan)
@@ -123,7 +123,7 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
 def _read(
     model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
 ) -> tuple[dict[int, list[list[_Read]]], int]:
-    """Return what each layer computes of each window at each position, and how many these are."""
+    """Return what each layer computes of each window at each position, and their number."""
     positions: list[int | None] = [None]
     if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
         most = find_limit(model) - max(map(len, windows))

@@ -19,7 +19,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # What adapters of PEFT say about themselves outside of their weights.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "lora_variant")
-# Of a config, what changes no number.
+# Fields of a config that change no number.
 _NAMES = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
 
 

@@ -48,5 +48,5 @@ class PendingWrite:
     def finish(self) -> None:
         """Free the pages and the tokens: the model may keep the handle of a layer for long."""
         self.is_done = True
-        for name in ("_pages", "given", "key", "value"):
+        for name in ("_pages", "key", "value"):
             vars(self).pop(name, None)

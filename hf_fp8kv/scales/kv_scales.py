@@ -118,7 +118,7 @@ class KVScales(ScaleData):
             ScaleError: whatever is wrong with the file.
         """
         request = Request(tp_rank, tp_size, strict, num_layers, model_type)
-        return _wrap(read_file(Path(path), request))
+        return wrap_scales(read_file(Path(path), request))
 
     @classmethod
     def from_pretrained(
@@ -146,7 +146,7 @@ class KVScales(ScaleData):
             ScaleError: whatever is wrong, also when there are no scales at all.
         """
         request = Request(tp_rank, tp_size, strict)
-        return _wrap(read_checkpoint(os.fspath(repo_or_dir), request, **hub_options))
+        return wrap_scales(read_checkpoint(os.fspath(repo_or_dir), request, **hub_options))
 
     def for_layer(
         self,
@@ -276,7 +276,7 @@ class KVScales(ScaleData):
 class StoragePlan(KVScales):
     """How each layer is stored: format, rotation and center of K. The cache finds the scales.
 
-    `hf_fp8kv.choose_plan` makes one. Files, attributes and methods are those of `KVScales`.
+    `hf_fp8kv.choose_plan` makes one. It has the files, attributes and methods of `KVScales`.
 
     Raises:
         ScaleError: a layer without a plan, or with static scales.
@@ -306,7 +306,8 @@ class StoragePlan(KVScales):
         return found
 
 
-def _wrap(data: ScaleData) -> KVScales:
+def wrap_scales(data: ScaleData) -> KVScales:
+    """Return the scales as `KVScales`, or as a `StoragePlan` if the cache finds them."""
     return (StoragePlan if data.is_dynamic else KVScales)(**vars(data))
 
 

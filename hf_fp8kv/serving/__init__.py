@@ -62,7 +62,7 @@ def enable(
         key_dtype: overrides one side.
         value_dtype: overrides one side.
         plan: as `FP8PagedCache` takes it; pages are shared between requests, so that a plan with
-            "centered" K has to carry the centers, as those of `choose_plan` do.
+            "centered" K has to carry the centers, as a plan of `choose_plan` does.
         backend: as `FP8PagedCache` takes it.
         probe: run the model on seven tokens, packed as an engine packs them and one text after
             the other. Models that count positions by themselves, or do not hand the engine's cache
