@@ -124,7 +124,6 @@ def make_stack(layers: int) -> Stack:
     stack = Stack(cache, "fp8_paged", HEADS, TOKENS, layers)
     for layer in cache.paged_layers:
         layer.backend = "triton"
-        layer.pool.lay_out(in_blocks=True)
     return stack
 
 

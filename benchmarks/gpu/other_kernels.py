@@ -10,6 +10,7 @@ import torch
 
 from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import Pages, StoredSide
+from hf_fp8kv.ops.blocks import pack_pages
 
 from .pools import PAGE_SIZE, check
 from .record import Record
@@ -99,7 +100,8 @@ def _as_pages(stored: Stored) -> Pages:
     if stored.scales is not None:
         k, v = ((x * s[..., None]).to(BF16) for x, s in zip((k, v), stored.scales, strict=True))
     sides = (k.transpose(1, 2), v.permute(0, 2, 3, 1))
-    return Pages(*(StoredSide(x, None, None, AUTO, v.shape[-1]) for x in sides), None, stored.table)
+    side = StoredSide(None, None, AUTO, v.shape[-1])
+    return pack_pages(side, sides[0], side, sides[1], None, stored.table)
 
 
 def _make_call(vllm: Any, case: Case, stored: Stored) -> Call:

@@ -4,7 +4,7 @@ import functools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ import torch
 
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import Pages, StoredSide, reference
-from hf_fp8kv.ops.blocks import copy_side_by_side
+from hf_fp8kv.ops.blocks import locate_pages, pack_pages, read_rows
 
 from .shapes import Case, Heads, Kind
 from .stage import Stage
@@ -30,7 +30,9 @@ def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> 
     v_dim, v_format = (heads.positions, AUTO) if heads.positions else (heads.dim, kind.format)
     tokens = count * PAGE_SIZE
 
-    def side(dim: int, fmt: str, steps: tuple[float, float], *shape: int) -> StoredSide:
+    def side(
+        dim: int, fmt: str, steps: tuple[float, float], *shape: int
+    ) -> tuple[StoredSide, torch.Tensor]:
         dtype = torch.bfloat16 if fmt == AUTO else torch.uint8
         codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
         scale = None
@@ -38,7 +40,7 @@ def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> 
             # Different for each head. Normal random values reach about 5.
             scale = 5.5 / FORMATS[fmt].max * torch.linspace(*steps, heads.kv, device=device)
             scale = scale[:, None].expand(-1, dim).contiguous()
-        return StoredSide(codes, scale, None, fmt, dim)
+        return StoredSide(scale, None, fmt, dim), codes
 
     k = side(heads.dim, kind.format, (1, 1.5), PAGE_SIZE, heads.dim)
     v = side(v_dim, v_format, (1.5, 1), v_dim, PAGE_SIZE)
@@ -46,7 +48,8 @@ def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> 
     if kind.format != AUTO and not kind.static:
         shape = (count, heads.kv, PAGE_SIZE, 2)
         scales = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    pages = Pages(k, v, scales, torch.arange(count, dtype=torch.int32, device=device)[None])
+    table = torch.arange(count, dtype=torch.int32, device=device)[None]
+    pages = pack_pages(*k, *v, scales, table)
     key, value = (
         torch.randn(1, heads.kv, tokens, dim, dtype=torch.bfloat16, device=device)
         for dim in (heads.dim, v_dim)
@@ -67,16 +70,10 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
     layer_pages = []
     for _ in range(layers):
         chosen = torch.randint(0, count, (len(order),), device=stage.device)
-        pages = map_stored(sample, functools.partial(torch.index_select, dim=0, index=chosen))
-        layer_pages.append(pages._replace(table=table))
+        block = sample.block.index_select(0, chosen)
+        pages = sample._replace(block=block, offsets=locate_pages([block]), table=table)
+        layer_pages.append(pages)
     return layer_pages
-
-
-def map_stored(pages: Pages, change: Callable[[torch.Tensor], torch.Tensor]) -> Pages:
-    """Return pages with changed codes and token scales."""
-    k, v = (side._replace(codes=change(side.codes)) for side in (pages.k, pages.v))
-    scales = None if pages.token_scales is None else change(pages.token_scales)
-    return pages._replace(k=k, v=v, token_scales=scales)
 
 
 def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -119,8 +116,6 @@ def check(
     if not bool(output.isfinite().all()):
         return float("inf")
     batch, heads, tokens = len(case.lengths), case.heads, case.tokens
-    if pages.addresses is not None:
-        pages = copy_side_by_side(pages, 0, pages.table.shape[1])
     longest = max(range(batch), key=lambda b: case.lengths[b])
     groups = heads.query // heads.kv
     count = groups if groups <= CHECKED_HEADS else math.gcd(groups, CHECKED_HEADS)
@@ -150,15 +145,18 @@ def check(
 
 def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
     one = slice(head, head + 1)
-    cut = map_stored(pages, lambda stored: stored[:, one])
     k, v = (
         side._replace(
             static_scale=None if side.static_scale is None else side.static_scale[one],
             center=None if side.center is None else side.center[sequence : sequence + 1, one],
         )
-        for side in (cut.k, cut.v)
+        for side in (pages.k, pages.v)
     )
-    return Pages(k, v, cut.token_scales, pages.table[sequence : sequence + 1])
+    used = pages.table.shape[1]
+    rows = read_rows(pages._replace(table=pages.table[sequence : sequence + 1]), 0, used)
+    parts = {name: part[:, one] for name, part in pages.layout.split(rows).items()}
+    table = torch.arange(used, dtype=torch.int32, device=rows.device)[None]
+    return pack_pages(k, parts["k"], v, parts["v"], parts.get("token_scales"), table)
 
 
 def check_dense(
@@ -166,12 +164,10 @@ def check_dense(
     projection: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
     """Return the error of `output`, `[B, Hq, T, D]`, for dense K and V, `[B, Hkv, N, D]`."""
-    pages = Pages(
-        StoredSide(k, None, None, AUTO, k.shape[3]),
-        StoredSide(v.transpose(2, 3), None, None, AUTO, v.shape[3]),
-        None,
-        torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
-    )
+    pages = pack_pages(
+        StoredSide(None, None, AUTO, k.shape[3]), k, StoredSide(None, None, AUTO, v.shape[3]),
+        v.transpose(2, 3), None, torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
+    )  # fmt: skip
     stored = replace(case, lengths=(k.shape[2],) * len(k))
     return check(output.transpose(1, 2), query, pages, stored, projection)
 

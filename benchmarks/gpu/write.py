@@ -8,7 +8,7 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.ops import Pages, reference
 
-from .pools import map_stored, pages_for
+from .pools import pages_for
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 
@@ -57,12 +57,12 @@ def _check(
     pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
 ) -> None:
     """Raise RuntimeError unless all stored bytes equal those of the reference."""
-    written, expected = (map_stored(pages, torch.Tensor.clone) for _ in range(2))
+    written, expected = (pages._replace(block=pages.block.clone()) for _ in range(2))
     ops.write(written, key, value, lengths, backend)
     reference.write(expected, key, value, lengths)
     for name, ours, theirs in (
-        ("k", written.k.codes, expected.k.codes),
-        ("v", written.v.codes, expected.v.codes),
+        ("k", written.k_codes, expected.k_codes),
+        ("v", written.v_codes, expected.v_codes),
         ("token_scales", written.token_scales, expected.token_scales),
     ):
         if ours is not None and not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):

@@ -144,7 +144,7 @@ def _asks_dense(kwargs: dict[str, Any]) -> bool:
 def _belong_together(key: PagedKV, value: PagedKV) -> bool:
     """Return whether these are K and V of one layer, and not swapped."""
     sides = key.side == "k" and value.side == "v"
-    return sides and key.k_codes is value.k_codes and key.stop == value.stop
+    return sides and key.block is value.block and key.stop == value.stop
 
 
 def _rounded_attention(

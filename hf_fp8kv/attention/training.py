@@ -74,8 +74,9 @@ def _probe(
 
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _call: Any) -> None:
         if isinstance(key, PagedKV) and isinstance(value, PagedKV):
-            owners = [x for x in cache.paged_layers if x.is_initialized and x.pool.k is key.k_codes]
-            if len(owners) == 1 and value.k_codes is key.k_codes:
+            ready = [x for x in cache.paged_layers if x.is_initialized]
+            owners = [x for x in ready if x.pool.block is key.block]
+            if len(owners) == 1 and value.block is key.block:
                 found[module] = owners[0].index, key, value
 
     try:

@@ -32,8 +32,7 @@ class FP8PagedLayer(PagedLayerBase):
         self._prepare_scales(key_states, value_states)
         if not self.pool.is_allocated:
             capacity = self.group.table.allocator.capacity
-            in_blocks = ops.reads_blocks(self.backend, self.device)
-            self.pool.allocate(key_states, value_states, capacity, in_blocks=in_blocks)
+            self.pool.allocate(key_states, value_states, capacity)
         self._ready = True
 
     def update(

@@ -301,7 +301,7 @@ class PagedLayerBase(CacheLayerMixin):
             assert isinstance(following.pool, OffloadedPool)
             held, following_held = (x.group.held_pages(x.member) for x in (self, following))
             pool.budget.use(pool, held, following.pool, following_held)
-        elif pool.is_allocated and pool.k.device != self.device:
+        elif pool.is_allocated and pool.block.device != self.device:
             self.prefetch()
 
     def move_to(self, device: torch.device) -> None:
@@ -310,8 +310,6 @@ class PagedLayerBase(CacheLayerMixin):
         A cache from a file is on one device, and the model's layers may be on several.
         """
         self.backend = ops.choose_backend(self.options.backend, device)
-        if not self.options.is_preallocated:
-            self.pool.lay_out(in_blocks=ops.reads_blocks(self.backend, device))
         self.device = self.pool.device = device
         # Written in place later, in inference mode and outside of it.
         with torch.inference_mode(False), torch.no_grad():

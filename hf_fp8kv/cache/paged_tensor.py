@@ -37,7 +37,7 @@ class PagedKV(torch.Tensor):
     `torch.compile` can read from a subclass.
     """
 
-    k_codes: torch.Tensor
+    block: torch.Tensor
     k_center: torch.Tensor | None
     lengths: torch.Tensor
     plan: torch.Tensor | None
@@ -108,7 +108,7 @@ def pages_of(handle: PagedKV) -> Pages:
 def _wrap(attributes: dict[str, Any], dtype: torch.dtype) -> PagedKV:
     """Return a handle with these attributes, `_FIELDS`; the dictionary becomes its own."""
     table, tokens = attributes["table"], attributes["stop"] - attributes["start"]
-    heads, dim = attributes["k_codes"].shape[1], attributes[f"{attributes['side']}_head_dim"]
+    heads, dim = attributes["heads"], attributes[f"{attributes['side']}_head_dim"]
     handle = torch.Tensor._make_wrapper_subclass(
         PagedKV, (table.shape[0], heads, tokens, dim), dtype=dtype, device=table.device
     )

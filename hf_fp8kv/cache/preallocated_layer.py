@@ -13,6 +13,7 @@ from .. import ops
 from ..errors import ConfigError, OutOfPagesError
 from ..modeling.model_support import ATTENTION
 from ..ops import Pages
+from ..ops.blocks import locate_pages
 from ..paging.page_pool import zeros
 from ..paging.preallocated_group import PreallocatedGroup
 from ..paging.shared_lengths import SharedLengths
@@ -77,10 +78,10 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             self.table, pages = self.group.defer(self.max_cache_len, batch, self.device)
         else:
             self.table, pages = _preallocate(self.group, self.max_cache_len, batch, self.device)
-        self.pool.allocate(key_states, value_states, pages)
+        self.pool.allocate(key_states, value_states, pages, in_one=True)
         self.shared.place(self.place, batch, self.device)
         if self._scale_center is not None or self.storage.k.centered:
-            shape = (batch, *self.pool.k.shape[1::2])
+            shape = (batch, self.pool.heads, self.pool.k_dim)
             self.k_center = zeros(shape, torch.float32, self.device)
         self.batch_size = batch
         self._ready = True
@@ -93,9 +94,10 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         )
         if torch.compiler.is_compiling():
             return
+        pages = self._pages(self.table)
         step = (self.table, self.plan, *self.shared.tensors(self.place))
         scales = (self.k_static_scale, self.v_static_scale, self.k_center)
-        for tensor in (*self.pool.tensors().values(), *step, *scales):
+        for tensor in (pages.block, pages.offsets, *step, *scales):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor)
 
@@ -162,11 +164,11 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         self.shared.advance(self.place, tokens, lengths)
         if passes and is_read:
             end = self._first_in_ring(lengths)
-            for own, scratch in zip(_tensors(pages), _tensors(target), strict=True):
-                kept = scratch.unflatten(0, (len(lengths), -1))
-                index = (end - begin)[:, None] + torch.arange(ring, device=end.device)
-                rows = torch.arange(len(lengths), device=end.device)[:, None]
-                own.index_copy_(0, self._ring_pages(end).flatten(), kept[rows, index].flatten(0, 1))
+            kept = target.block.unflatten(0, (len(lengths), -1))
+            index = (end - begin)[:, None] + torch.arange(ring, device=end.device)
+            rows = torch.arange(len(lengths), device=end.device)[:, None]
+            own = self._ring_pages(end).flatten()
+            pages.block.index_copy_(0, own, kept[rows, index].flatten(0, 1))
         self.fill_plan(tokens)
         return target
 
@@ -188,20 +190,14 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """
         ring = self.group.ring
         batch, room = len(first), ring + -(-tokens // pages.page_size)
-        own = self._ring_pages(first)
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            scratch = tensor.new_zeros((batch, room, *tensor.shape[1:]))
-            scratch[:, :ring] = tensor[own]
-            return scratch.flatten(0, 1)
-
-        k, v = (side._replace(codes=copied(side.codes)) for side in (pages.k, pages.v))
-        scales = None if pages.token_scales is None else copied(pages.token_scales)
+        scratch = pages.block.new_zeros((batch, room, pages.block.shape[1]))
+        scratch[:, :ring] = pages.block[self._ring_pages(first)]
         # Other positions have no page here; no query sees them.
         column = torch.arange(self.table.shape[1], device=first.device) - first[:, None]
         start = torch.arange(batch, device=first.device)[:, None] * room
         table = (start + column.clamp(0, room - 1)).int()
-        return Pages(k, v, scales, table)
+        block = scratch.flatten(0, 1)
+        return pages._replace(block=block, table=table, offsets=locate_pages([block]))
 
     def fill_plan(self, tokens: int) -> None:
         """Fill the group's plan for `tokens` that were stored, if this layer is to."""
@@ -354,21 +350,14 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         rows = stored.rows[:, first : stored.count]
         self.group.lost = first * self.pool.page_size
         pages = self.table[:, first : stored.count].long().reshape(-1)
-        sources = snapshot.pool.take(rows.reshape(-1))
-        for name, tensor in self.pool.tensors().items():
-            tensor[pages] = sources[name].to(tensor.device)
+        sources = snapshot.pool.take_rows(rows.reshape(-1))
+        self.pool.block[pages] = sources.to(self.pool.block.device)
         if self.k_center is not None and snapshot.k_center is not None:
             self.k_center.copy_(snapshot.k_center)
 
     def pages_in_use(self) -> int:
         """Return all pages of the pool: each has its place in a sequence."""
         return self.pool.pages
-
-
-def _tensors(pages: Pages) -> list[torch.Tensor]:
-    """Return the tensors of pages that a write changes."""
-    tensors = (pages.k.codes, pages.v.codes, pages.token_scales)
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 @torch.compiler.disable(

@@ -189,9 +189,8 @@ def _fill_pool(pool: PagePool, page: PagePool, held: Tensors, options: CacheOpti
     """Copy pages to a new pool like `page`, and free them."""
     device = held["k"].device
     key, value = (torch.empty_like(x, device=device) for x in page.empty_tokens(1))
-    backend = ops.choose_backend(options.backend, device)
-    in_blocks = not options.is_preallocated and ops.reads_blocks(backend, device)
-    pool.allocate(key, value, len(held["k"]), in_blocks=in_blocks)
+    ops.choose_backend(options.backend, device)  # raises where there is none
+    pool.allocate(key, value, len(held["k"]))
     start = 0
     for part in pool.parts():
         for name, tensor in name_as_in_files(pool, part).items():

@@ -19,12 +19,11 @@ What a stored code stands for (reference.py is the specification):
 
 # Only names in here: the folders `torch`, `numba` and `triton` become attributes of this package.
 from .backends import BACKENDS, CHOICES, available_backends, choose_backend, prepare_backend
-from .blocks import reads_blocks
 from .pages import AttentionSpec, Pages, StoredSide
 from .registration import advance, attend, gather, make_plan, plan_rows, write
 
 __all__ = [
     "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance",
     "attend", "available_backends", "choose_backend", "gather", "make_plan", "plan_rows",
-    "prepare_backend", "reads_blocks", "write",
+    "prepare_backend", "write",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Pages in blocks of memory, for pools that grow: a page is known by its address.
+"""Pages in blocks of memory: a page is known by its distance from the first block.
 
-A block is `[n, bytes]`, uint8: whole pages one after the other, each with its K, its V and its
-dynamic scales. No block is ever moved or made larger. Kernels read `Pages.addresses`; for code that
-needs tensors of pages, `copy_side_by_side` makes some.
+A block is `[n, bytes]`, uint8: whole pages one after the other, as `page_layout` lays them out. No
+block is ever moved or made larger. Kernels add an offset to the first block's address, other code
+takes rows of blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,21 +12,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .page_bytes import layout_of
-from .pages import Pages
+from .page_layout import page_layout
+from .pages import Pages, StoredSide
 
 Ints = npt.NDArray[np.integer]
 
 
-def address_pages(blocks: Sequence[Tensor]) -> Tensor:
-    """Return the address of each page, `[P]`, int64, on the blocks' device.
+def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
+    """Return how many bytes after the first block's beginning each page is, `[P]`, int64.
 
-    The tensor keeps the blocks alive: whoever has the addresses can read the pages.
+    The offsets of pages in several blocks keep these alive.
     """
-    numbers = [block.data_ptr() + block.stride(0) * np.arange(len(block)) for block in blocks]
-    addresses = upload(np.concatenate(numbers).astype(np.int64), blocks[0].device)
-    vars(addresses)["blocks"] = tuple(blocks)
-    return addresses
+    first = blocks[0]
+    if len(blocks) == 1:
+        # The offsets hold for a copy of the block, which compiled code may put in its place.
+        size = first.stride(0)
+        return torch.arange(0, size * len(first), size, dtype=torch.int64, device=first.device)
+    numbers = [
+        block.data_ptr() - first.data_ptr() + block.stride(0) * np.arange(len(block))
+        for block in blocks
+    ]
+    offsets = upload(np.concatenate(numbers).astype(np.int64), first.device)
+    vars(offsets)["blocks"] = tuple(blocks)
+    return offsets
 
 
 def upload(numbers: Ints, device: torch.device) -> Tensor:
@@ -42,14 +50,6 @@ def upload(numbers: Ints, device: torch.device) -> Tensor:
         # From other memory torch copies after everything that was started before. The allocator of
         # pinned memory does not give it to anybody else before the copy is done.
         return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def reads_blocks(backend: str, device: torch.device) -> bool:
-    """Return whether a pool that grows is made of blocks on `device`, for `backend`.
-
-    On a CPU what is given back is free at once, and kernels there want one tensor.
-    """
-    return device.type != "meta" and (backend == "triton" or device.type != "cpu")
 
 
 # -- pages by their numbers ----------------------------------------------------------------------
@@ -80,42 +80,65 @@ def _locate(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, T
         yield blocks[i], upload(places, device), upload(there.astype(np.int64), device)
 
 
-# -- for code that takes tensors of pages --------------------------------------------------------
+# -- pages of a table ----------------------------------------------------------------------------
 
 
-def copy_side_by_side(pages: Pages, first: int, last: int) -> Pages:
-    """Return copies of the logical pages `first` to `last - 1`, without gaps, in a table from 0.
+def read_rows(pages: Pages, first: int, last: int) -> Tensor:
+    """Return copies of the logical pages `first` to `last - 1` of each sequence, `[B * n, bytes]`.
 
-    Pages that there are none of stay without one. Waits for the device.
+    A page that does not exist is read as another one. Several blocks make this wait for the device.
     """
-    numbers = pages.table[:, first:last].cpu().numpy()
-    rows = take_pages(_blocks_of(pages), np.maximum(numbers, 0).ravel())
-    table = np.where(numbers < 0, -1, np.arange(numbers.size).reshape(numbers.shape))
-    parts = {name: part.contiguous() for name, part in layout_of(pages).split(rows).items()}
-    return pages._replace(
-        k=pages.k._replace(codes=parts["k"]),
-        v=pages.v._replace(codes=parts["v"]),
-        token_scales=parts.get("token_scales"),
-        table=upload(table.astype(np.int32), pages.table.device),
-        addresses=None,
-    )
+    number = pages.table[:, first:last].clamp(min=0).flatten()
+    blocks = blocks_of(pages)
+    if len(blocks) == 1:
+        return blocks[0].index_select(0, number)
+    return take_pages(blocks, number.cpu().numpy())
 
 
-def write_back(pages: Pages, first: int, copies: Pages) -> None:
-    """Write the copies that `copy_side_by_side` made from logical page `first` on."""
-    last = first + copies.table.shape[1]
-    numbers = pages.table[:, first:last].cpu().numpy().ravel()
-    rows = copies.k.codes.new_zeros((len(numbers), layout_of(pages).size), dtype=torch.uint8)
-    tensors = {"k": copies.k.codes, "v": copies.v.codes, "token_scales": copies.token_scales}
-    for name, part in layout_of(pages).split(rows).items():
-        stored = tensors[name]
-        assert stored is not None
-        part.copy_(stored)
-    exists = np.flatnonzero(numbers >= 0)
-    put_pages(_blocks_of(pages), numbers[exists], rows[upload(exists, rows.device)])
+def split_places(
+    pages: Pages, number: Tensor, exists: Tensor
+) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
+    """Yield each block that has some of the pages, their numbers there, and which they are.
+
+    `number`, `exists`: `[B, T]`. This waits for a GPU.
+    """
+    first = 0
+    blocks = blocks_of(pages)
+    used = {0} if len(blocks) == 1 else set(_which(blocks, number[exists].cpu().numpy()))
+    for i, block in enumerate(blocks):
+        if i in used:
+            inside = exists & (number >= first) & (number < first + len(block))
+            chosen = inside.nonzero(as_tuple=True)
+            yield block, number[chosen] - first, chosen
+        first += len(block)
 
 
-def _blocks_of(pages: Pages) -> tuple[Tensor, ...]:
-    assert pages.addresses is not None
-    blocks: tuple[Tensor, ...] = vars(pages.addresses)["blocks"]
+def _which(blocks: Sequence[Tensor], numbers: Ints) -> Ints:
+    return np.unique(np.searchsorted(np.cumsum([len(b) for b in blocks]), numbers, side="right"))
+
+
+def blocks_of(pages: Pages) -> tuple[Tensor, ...]:
+    """Return all blocks of the pages."""
+    blocks: tuple[Tensor, ...] = vars(pages.offsets).get("blocks", (pages.block,))
     return blocks
+
+
+def pack_pages(
+    k: StoredSide, k_codes: Tensor, v: StoredSide, v_codes: Tensor, token_scales: Tensor | None,
+    table: Tensor,
+) -> Pages:  # fmt: skip
+    """Return pages with copies of codes `[P, Hkv, S, Dk]`, `[P, Hkv, Dv, S]` and dynamic scales."""
+    count, heads, slots, _ = map(int, k_codes.shape)
+    has_scales = token_scales is not None
+    layout = page_layout(
+        heads, slots, k.head_dim, v.head_dim, k_codes.dtype, v_codes.dtype, has_scales
+    )
+    block = k_codes.new_zeros((count, layout.size), dtype=torch.uint8)
+    for name, part in layout.split(block).items():
+        codes = {"k": k_codes, "v": v_codes, "token_scales": token_scales}[name]
+        assert codes is not None
+        part.copy_(codes)
+    return Pages(
+        k, v, block, table, locate_pages([block]), heads, slots, k_codes.dtype, v_codes.dtype,
+        has_scales,
+    )  # fmt: skip

@@ -8,11 +8,12 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from .pages import WRITTEN, AttentionSpec, Pages, StoredSide
 
-Leaf: TypeAlias = Tensor | str | int | float | bool | None
+Leaf: TypeAlias = Tensor | str | int | float | bool | torch.dtype | None
 
 
 def _leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -31,8 +32,8 @@ _SIDE, _SPEC = len(StoredSide._fields), len(AttentionSpec._fields)
 
 def flatten(pages: Pages) -> tuple[Leaf, ...]:
     """Return the fields of `pages.k`, then those of `pages.v`, then the others."""
-    k, v, *others = pages
-    return (*k, *v, *others)
+    fields: tuple[Any, ...] = pages[2:]
+    return (*pages.k, *pages.v, *fields)
 
 
 def unflatten(leaves: tuple[Any, ...]) -> Pages:
@@ -46,7 +47,10 @@ def unflatten_spec(leaves: tuple[Any, ...]) -> tuple[AttentionSpec, Pages]:
     return AttentionSpec(*leaves[:_SPEC]), unflatten(leaves[_SPEC:])
 
 
-_TYPES = {Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool"}
+_TYPES = {
+    Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool",
+    torch.dtype: "ScalarType",
+}  # fmt: skip
 
 
 def schema_of(record: Any, *, written: bool = False) -> str:

@@ -3,21 +3,20 @@
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..formats import AUTO
+from .page_layout import PageLayout, page_layout
 
 # Marks a tensor that `write` changes. The schemas of flattening.py are made of these types.
 WRITTEN = "written"
 
 
 class StoredSide(NamedTuple):
-    """The stored keys of one layer, or its stored values.
+    """How the keys of one layer are stored, or its values.
 
     Attributes:
-        codes: uint8 codes, or numbers of the model's dtype when `format` is "auto". Keys are
-            `[P, Hkv, S, Dk]`, values `[P, Hkv, Dv, S]`: transposed inside their page, which has no
-            gaps. Between pages there may be other bytes, but not for "triton" without addresses.
         static_scale: `[Hkv, D]`, float32, or None.
         center: `[B, Hkv, Dk]`, float32: what was subtracted before storing, or None. Only keys
             have one.
@@ -27,7 +26,6 @@ class StoredSide(NamedTuple):
             `formats.rotation` says. Not in "auto".
     """
 
-    codes: Annotated[Tensor, WRITTEN]
     static_scale: Tensor | None
     center: Tensor | None
     format: str
@@ -43,9 +41,14 @@ class StoredSide(NamedTuple):
 class _PageFields(NamedTuple):
     k: StoredSide
     v: StoredSide
-    token_scales: Annotated[Tensor | None, WRITTEN]
+    block: Annotated[Tensor, WRITTEN]
     table: Tensor
-    addresses: Tensor | None = None
+    offsets: Tensor
+    heads: int
+    page_size: int
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    has_scales: bool
 
 
 class Pages(_PageFields):
@@ -57,37 +60,61 @@ class Pages(_PageFields):
     Attributes:
         k: the keys.
         v: the values.
-        token_scales: `[P, Hkv, S, 2]`, bfloat16: the dynamic scales of K and V of each token and
-            head, side by side: one 32-bit word, which a kernel loads at once. What a side without
-            dynamic scales has there means nothing; where neither has any, this may be None.
+        block: `[n, bytes]`, uint8: the first block of pages, laid out as `layout` says. Between
+            pages there may be other bytes.
         table: `[B, M]`, int32: the pages of each sequence, in order. A page that fell out of the
             window, or that is not needed yet, is a number below 0 and is never read.
-        addresses: None: pages lie one after the other in `codes` and `token_scales`. Else `[P]`,
-            int64: where in memory each page is, as blocks.py says; the tensors then are parts of
-            the first block, and tell shapes and dtypes.
+        offsets: `[P]`, int64, how many bytes after the beginning of `block` each page is, see
+            `blocks.locate_pages`.
+        heads: KV heads.
+        page_size: slots per page, in tokens.
+        k_dtype: dtype of a stored number of K: uint8, or floating for "auto".
+        v_dtype: the same of V.
+        has_scales: whether pages have room for dynamic scales.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
         # Copies have tensors of their own, of which nothing was found out.
         return type(self), tuple(self)
 
+    @cached_property
+    def layout(self) -> PageLayout:
+        """Where the bytes of a page are."""
+        return page_layout(
+            self.heads, self.page_size, self.k.head_dim, self.v.head_dim, self.k_dtype,
+            self.v_dtype, self.has_scales,
+        )  # fmt: skip
+
+    @cached_property
+    def _parts(self) -> dict[str, Tensor]:
+        return self.layout.split(self.block)
+
+    @property
+    def k_codes(self) -> Tensor:
+        """Codes of K in the first block, `[n, Hkv, S, Dk]`, a view."""
+        return self._parts["k"]
+
+    @property
+    def v_codes(self) -> Tensor:
+        """Codes of V in the first block, `[n, Hkv, Dv, S]`, a view."""
+        return self._parts["v"]
+
+    @property
+    def token_scales(self) -> Tensor | None:
+        """Dynamic scales in the first block, `[n, Hkv, S, 2]`, bfloat16, a view, or None.
+
+        Those of K and V of a token and head are side by side: one 32-bit word, which a kernel loads
+        at once. The half of a side without dynamic scales is unused.
+        """
+        return self._parts.get("token_scales")
+
     def scales_of(self, side: str) -> Tensor | None:
-        """Return the dynamic scales of "k" or "v", `[P, Hkv, S]`, a view; None: it has none."""
+        """Return the dynamic scales of "k" or "v", `[n, Hkv, S]`, a view; None: it has none."""
         stored = self.k if side == "k" else self.v
         if not stored.is_dynamic:
             return None
         assert self.token_scales is not None
         return self.token_scales[..., "kv".index(side)]
-
-    @cached_property
-    def heads(self) -> int:
-        """KV heads."""
-        return self.k.codes.shape[1]
-
-    @property
-    def page_size(self) -> int:
-        """Slots per page, in tokens."""
-        return self.k.codes.shape[2]
 
 
 class AttentionSpec(NamedTuple):

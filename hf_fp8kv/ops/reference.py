@@ -10,7 +10,7 @@ from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
 from ..formats.codec import decode, dynamic_scale, encode, search_scale
 from ..formats.rotation import rotate
-from .blocks import copy_side_by_side, write_back
+from .blocks import read_rows, split_places
 from .pages import AttentionSpec, Pages, StoredSide
 from .visibility import visible
 
@@ -30,42 +30,18 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
             part = slice(start, stop)
             write(pages, key[:, :, part], value[:, :, part], lengths - (tokens - stop))
         return
-    if pages.addresses is not None:
-        _write_to_blocks(pages, key, value, lengths)
-        return
     number, slot, exists = locate(pages, lengths, tokens)
+    if pages.table.is_cpu and not bool(exists.all()):
+        raise_overrun(pages, lengths, tokens)
     k, k_scales = quantize(key, pages.k, search=True)
     v, v_scales = quantize(value, pages.v, search=False)
-    if pages.table.is_cpu:
-        if not bool(exists.all()):
-            raise_overrun(pages, lengths, tokens)
-        place = (number, slot)
-        chosen: tuple[Tensor, ...] | None = None
-    else:
-        chosen = exists.nonzero(as_tuple=True)
-        place = (number[chosen], slot[chosen])
-
-    def tokens_first(x: Tensor) -> Tensor:
-        x = x.transpose(1, 2)
-        return x if chosen is None else x[chosen]
-
-    pages.k.codes[place[0], :, place[1]] = tokens_first(k)
-    pages.v.codes[place[0], :, :, place[1]] = tokens_first(v)
-    for side, scales in (("k", k_scales), ("v", v_scales)):
-        if scales is not None and (stored := pages.scales_of(side)) is not None:
-            stored[place[0], :, place[1]] = tokens_first(scales)
-
-
-def _write_to_blocks(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
-    """Store new tokens in copies of their pages, and these in place of the pages."""
-    tokens, size = key.shape[2], pages.page_size
-    locate_all(pages, lengths, tokens)
-    first = (int(lengths.min()) - tokens) // size
-    last = min(-(-int(lengths.max()) // size), pages.table.shape[1])
-    if first < last:
-        copies = copy_side_by_side(pages, first, last)
-        write(copies, key, value, lengths - first * size)
-        write_back(pages, first, copies)
+    for block, there, chosen in split_places(pages, number, exists):
+        parts, at = pages.layout.split(block), slot[chosen]
+        parts["k"][there, :, at] = k.transpose(1, 2)[chosen]
+        parts["v"][there, :, :, at] = v.transpose(1, 2)[chosen]
+        for i, scales in enumerate((k_scales, v_scales)):
+            if scales is not None:
+                parts["token_scales"][there, :, at, i] = scales.transpose(1, 2)[chosen]
 
 
 def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
@@ -143,23 +119,24 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     """Return K or V, `[B, Hkv, stop - start, D]`, float32, or as stored in "auto"."""
     size = pages.page_size
     first, last = start // size, -(-stop // size)
-    if pages.addresses is not None:
-        copies = copy_side_by_side(pages, first, last)
-        return _dense(copies, side, start - first * size, stop - first * size)
-    # A released page is behind the window: it is read as page 0 and masked by who asked.
-    number = pages.table[:, first:last].clamp(min=0).long()
+    # A released page is behind the window: it is read as another one and masked by who asked.
+    parts = pages.layout.split(read_rows(pages, first, last))
+    shape = len(pages.table), last - first
     stored = pages.k if side == "k" else pages.v
-    codes = stored.codes[number] if side == "k" else stored.codes[number].transpose(3, 4)
+    codes = parts[side].unflatten(0, shape)
+    if side == "v":
+        codes = codes.transpose(3, 4)
     inside = slice(start - first * size, stop - first * size)
     # [B, pages, Hkv, S, D] -> [B, Hkv, pages * S, D]
-    tokens = codes.transpose(1, 2).flatten(2, 3)[:, :, inside]
+    tokens: Tensor = codes.transpose(1, 2).flatten(2, 3)[:, :, inside]
     if stored.format == AUTO:
         return tokens
     x = decode(tokens, FORMATS[stored.format])
     if stored.static_scale is not None:
         x = x * stored.static_scale[:, None]
-    elif (token_scales := pages.scales_of(side)) is not None:
-        scales = token_scales[number].transpose(1, 2).flatten(2, 3)
+    else:
+        scales = parts["token_scales"][..., "kv".index(side)].unflatten(0, shape)
+        scales = scales.transpose(1, 2).flatten(2, 3)
         x = x * scales[:, :, inside, None].float()
     if stored.rotated:
         x = rotate(x)

@@ -135,10 +135,10 @@ class OffloadedPool(PagePool):
         )  # fmt: skip
 
     def allocate(
-        self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_blocks: bool = False
+        self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_one: bool = False
     ) -> None:
         """Make `pages` pages of these shapes; memory for them is taken when they are used."""
-        self._describe(key, value, in_blocks)
+        self._describe(key, value, in_one)
         self.is_allocated = True
         self.grow(pages)
 
@@ -168,7 +168,7 @@ class OffloadedPool(PagePool):
     def fetch(self, pages: Ints) -> None:
         """Start to bring those of `pages` (ascending) to the device that are not there."""
         if not self.device_pool.is_allocated:
-            self.device_pool.allocate(*self.empty_tokens(1), self.pages, in_blocks=self.in_blocks)
+            self.device_pool.allocate(*self.empty_tokens(1), self.pages, in_one=self.in_one)
             self.budget.note_place(self)
         missing = self.missing(pages)
         if len(missing):
@@ -218,10 +218,8 @@ class OffloadedPool(PagePool):
         if not self.host_pool.is_allocated:
             key, value = (tokens.to(_HOST) for tokens in self.empty_tokens(1))
             self.host_pool.pinned = self.device.type == "cuda"
-            self.host_pool.allocate(key, value, self.pages, in_blocks=self.in_blocks)
+            self.host_pool.allocate(key, value, self.pages, in_one=self.in_one)
         if self.host_pool.pages < self.pages:
-            if not self.in_blocks:
-                self._settle()  # its bytes move
             self.host_pool.grow(self.pages)
 
     def _copy_over(
@@ -254,7 +252,7 @@ class OffloadedPool(PagePool):
     def scratch(self, pages: int) -> PagePool:
         """Return a pool of `pages` zeroed pages of the same kind, on the device."""
         pool = PagePool._empty_twin(self)
-        pool.allocate(*self.empty_tokens(1), pages, in_blocks=self.in_blocks)
+        pool.allocate(*self.empty_tokens(1), pages, in_one=self.in_one)
         return pool
 
     def with_pages(self, pages: Ints) -> PagePool:
@@ -269,12 +267,12 @@ class OffloadedPool(PagePool):
         self._on_host[:] = True
         return self.host_pool.parts()
 
-    def take(self, pages: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
-        """Return copies of pages in host memory, by the name of the tensor."""
+    def take_rows(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
+        """Return copies of pages in host memory, `[n, bytes]`."""
         self.store()
         self._grow_host()
         self._settle()
-        return self.host_pool.take(pages)
+        return self.host_pool.take_rows(pages)
 
     def copy(self, copies: Copies, source: PagePool | None = None) -> None:
         """Copy pages `(sources, destinations)`, within the pool where it is, or from `source`."""
@@ -310,14 +308,6 @@ class OffloadedPool(PagePool):
         self._bring_home()
         if self.device.type == "cuda" and not self.host_pool.pinned:
             self.host_pool.pin()
-
-    def lay_out(self, *, in_blocks: bool) -> None:
-        """Bring the pages into blocks, or out of them."""
-        if not self.is_allocated or in_blocks == self.in_blocks:
-            return
-        self._bring_home()
-        self.in_blocks = in_blocks
-        self.host_pool.lay_out(in_blocks=in_blocks)
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: those on the device as `PagePool` does, and `host`."""

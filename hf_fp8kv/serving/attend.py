@@ -8,7 +8,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..ops import AttentionSpec, Pages
 from .config import LayerStorage
-from .layout import LayerPages, PageLayout
+from .layout import EnginePages, stored_as
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -19,9 +19,9 @@ def attend_layer(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     work: LayerWork,
-    pages: LayerPages,
+    pages: Pages,
     storage: LayerStorage,
-    layout: PageLayout,
+    layout: EnginePages,
     backend: str,
     *,
     window: int | None,
@@ -58,7 +58,7 @@ def attend_layer(
     # The softmax ignores a constant in all logits of a row, unless some logits do not have it.
     center = storage.center if softcap or sinks is not None else None
     spec = AttentionSpec(scaling, True, reach, softcap, sinks)
-    layer = _Layer(pages.stored_as(storage), storage, center, spec, window, layout, backend)
+    layer = _Layer(stored_as(pages, storage), storage, center, spec, window, layout, backend)
     if key is not None and value is not None:
         layer.write(key, value, work)
     for batch in work.batches:
@@ -71,7 +71,7 @@ def attend_layer(
     return out
 
 
-def check_shapes(key: torch.Tensor, value: torch.Tensor, layout: PageLayout) -> None:
+def check_shapes(key: torch.Tensor, value: torch.Tensor, layout: EnginePages) -> None:
     expected = (1, layout.heads, layout.dim)
     for name, x in (("keys", key), ("values", value)):
         if (x.shape[0], x.shape[1], x.shape[3]) != expected:
@@ -84,12 +84,12 @@ def check_shapes(key: torch.Tensor, value: torch.Tensor, layout: PageLayout) -> 
 
 @dataclass(frozen=True)
 class _Layer:
-    pages: LayerPages
+    pages: Pages
     storage: LayerStorage
     center: torch.Tensor | None  # what the logits need back
     spec: AttentionSpec
     window: int | None
-    layout: PageLayout
+    layout: EnginePages
     backend: str
 
     def write(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
@@ -104,7 +104,7 @@ class _Layer:
         key, value = key.permute(2, 1, 0, 3), value.permute(2, 1, 0, 3)
         for start in range(0, count, MAX_BATCH):
             part = slice(start, start + MAX_BATCH)
-            pages = self.pages.with_table(work.table[part])
+            pages = self.pages._replace(table=work.table[part])
             ops.write(pages, key[part], value[part], work.ends[part], self.backend)
 
     def attend(
@@ -124,7 +124,7 @@ class _Layer:
         else:
             chosen = query[0].index_select(1, batch.tokens)
             queries = chosen.view(-1, size, batch.count, query.shape[3]).transpose(0, 1)
-        pages = self.pages.with_table(batch.table)
+        pages = self.pages._replace(table=batch.table)
         spec = self.spec._replace(causal=batch.causal)
         plan = batch.plan(self.backend, self.layout.heads, queries.shape[1], spec.window)
         result = self.attend(queries, pages, batch.lengths, batch.stop, spec, plan)
@@ -145,9 +145,9 @@ class _Layer:
         stop = before + chunk.tokens
         count = -(-stop // size)
         memory = query.new_zeros(count * self.layout.bytes_per_page, dtype=torch.uint8)
-        own = self.layout.carve(memory).stored_as(self.storage)
+        own = stored_as(self.layout.carve(memory), self.storage)
         table = torch.arange(count, dtype=torch.int32, device=query.device)[None]
-        pages = own.with_table(table)
+        pages = own._replace(table=table)
         position = torch.arange(stop, device=query.device)
         page, slot = position // size, position % size
         _copy_tokens(self.pages, chunk.old, own, (page[:before], slot[:before]))
@@ -160,9 +160,9 @@ class _Layer:
         _copy_tokens(own, (page[kept:], slot[kept:]), self.pages, chunk.kept)
 
 
-def _copy_tokens(source: LayerPages, at: _Pair, target: LayerPages, to: _Pair) -> None:
+def _copy_tokens(source: Pages, at: _Pair, target: Pages, to: _Pair) -> None:
     """Copy stored tokens, byte by byte."""
-    target.k.codes[to[0], :, to[1]] = source.k.codes[at[0], :, at[1]]
-    target.v.codes[to[0], :, :, to[1]] = source.v.codes[at[0], :, :, at[1]]
+    target.k_codes[to[0], :, to[1]] = source.k_codes[at[0], :, at[1]]
+    target.v_codes[to[0], :, :, to[1]] = source.v_codes[at[0], :, :, at[1]]
     if source.token_scales is not None and target.token_scales is not None:
         target.token_scales[to[0], :, to[1]] = source.token_scales[at[0], :, at[1]]

@@ -1,9 +1,6 @@
-"""Layout of a page: where its bytes are in memory that an engine planned and allocated."""
+"""The pages in memory that an engine planned and allocated."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
-from typing import Any, NamedTuple
 
 import torch
 
@@ -11,49 +8,33 @@ from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..ops import Pages, StoredSide
+from ..ops.blocks import locate_pages
+from ..ops.page_layout import page_layout
 from .config import LayerStorage
 
 
-class LayerPages(NamedTuple):
-    """The pages of a layer, or of all layers, without a block table."""
-
-    k: StoredSide
-    v: StoredSide
-    token_scales: torch.Tensor | None
-    addresses: torch.Tensor | None = None  # as in `Pages`
-
-    def with_table(self, table: torch.Tensor) -> Pages:
-        """Return the pages of sequences that have a block table, `[B, M]`, int32."""
-        return Pages(self.k, self.v, self.token_scales, table, self.addresses)
-
-    def stored_as(self, storage: LayerStorage) -> "LayerPages":
-        """Return the same pages with the plan and the static scales of a layer."""
-        k, v = (
-            side._replace(static_scale=scale, format=plan.format, rotated=plan.rotated)
-            for side, scale, plan in zip(
-                (self.k, self.v), (storage.k, storage.v), storage.plan, strict=True
-            )
+def stored_as(pages: Pages, storage: LayerStorage) -> Pages:
+    """Return the same pages with the plan and the static scales of a layer."""
+    k, v = (
+        side._replace(static_scale=scale, format=plan.format, rotated=plan.rotated)
+        for side, scale, plan in zip(
+            (pages.k, pages.v), (storage.k, storage.v), storage.plan, strict=True
         )
-        return self._replace(k=k, v=v)
+    )
+    return pages._replace(k=k, v=v)
 
-    def from_page(self, first: int) -> "LayerPages":
-        """Return the pages from `first` on: page `n` is then what was page `n + first`."""
 
-        k, v = (side._replace(codes=side.codes[first:]) for side in (self.k, self.v))
-        scales = None if self.token_scales is None else self.token_scales[first:]
-        return LayerPages(k, v, scales)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the codes and dynamic scales, each with the pages first."""
-        tensors = (self.k.codes, self.v.codes, self.token_scales)
-        return [x for x in tensors if x is not None]
+def from_page(pages: Pages, first: int) -> Pages:
+    """Return the pages from `first` on: page `n` was page `n + first`."""
+    count = len(pages.offsets) - first
+    return pages._replace(block=pages.block[first:], offsets=pages.offsets[:count])
 
 
 @dataclass(frozen=True)
-class PageLayout:
-    """One page: `slots` tokens of one layer, for all KV heads of this process.
+class EnginePages:
+    """The kind of an engine's pages: `slots` tokens of a layer, for all KV heads of this process.
 
-    Layers may be stored in other 8-bit plans, which take the same bytes: `LayerPages.stored_as`.
+    Layers may be stored in other 8-bit plans, which take the same bytes: `stored_as`.
     """
 
     heads: int  # Hkv
@@ -67,7 +48,7 @@ class PageLayout:
     def of(
         cls, options: CacheOptions, layers: int, heads: int, dim: int, slots: int,
         dtype: torch.dtype,
-    ) -> "PageLayout":  # fmt: skip
+    ) -> "EnginePages":  # fmt: skip
         """Return the layout for what a user chose, and a model's and an engine's sizes.
 
         Raises:
@@ -88,69 +69,27 @@ class PageLayout:
                 )
         return cls(heads, dim, slots, plans[0], dtype, options.dynamic_scales)
 
-    def _parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
-        """Yield shape and dtype of a page's K, V, and dynamic scales (None: there are none)."""
-        heads, dim, slots = self.heads, self.dim, self.slots
-        shapes = (heads, slots, dim), (heads, dim, slots)
-        for side, shape in zip(self.plan, shapes, strict=True):
-            yield shape, self.dtype if side.is_auto else torch.uint8
-        has_scales = self.dynamic and not all(side.is_auto for side in self.plan)
-        yield ((heads, slots, 2), torch.bfloat16) if has_scales else None
-
     @property
     def bytes_per_page(self) -> int:
         """Bytes of a page, its dynamic scales among them."""
-        return sum(prod(part[0]) * part[1].itemsize for part in self._parts() if part is not None)
-
-    def carve(self, memory: torch.Tensor) -> LayerPages:
-        """Return the pages in `memory`, `[bytes]`, uint8, contiguous.
-
-        All pages' K come first, then all V, then the scales: so each is a tensor without gaps, as
-        the operations want it. The engine only ever counts in pages, and never looks inside.
-        """
-        pages = memory.numel() // self.bytes_per_page
-        tensors: list[Any] = []
-        start = 0
-        for part in self._parts():
-            if part is None:
-                tensors.append(None)
-                continue
-            shape, dtype = part
-            stop = start + pages * prod(shape) * dtype.itemsize
-            tensors.append(memory[start:stop].view(dtype).view(pages, *shape))
-            start = stop
-        k, v, token_scales = tensors
-        return LayerPages(
-            StoredSide(k, None, None, self.plan.k.format, self.dim, self.plan.k.rotated),
-            StoredSide(v, None, None, self.plan.v.format, self.dim, self.plan.v.rotated),
-            token_scales,
-        )
-
-
-class BlockRows:
-    """Blocks of pages as rows of bytes: what an engine copies when it forks or offloads requests.
-
-    It has the two methods of a `[blocks, bytes]` tensor that engines use for it.
-    """
-
-    def __init__(self, pages: LayerPages, pages_per_block: int) -> None:
-        self._parts = [
-            x.view(torch.uint8).view(len(x) // pages_per_block, -1) for x in pages.tensors()
-        ]
-        self.device = pages.k.codes.device
+        k, v = (self.dtype if side.is_auto else torch.uint8 for side in self.plan)
+        return page_layout(self.heads, self.slots, self.dim, self.dim, k, v, self._has_scales).size
 
     @property
-    def width(self) -> int:
-        """Bytes of a row."""
-        return sum(part.shape[1] for part in self._parts)
+    def _has_scales(self) -> bool:
+        return self.dynamic and not all(side.is_auto for side in self.plan)
 
-    def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the rows `index`, `[n, bytes]`, uint8."""
-        return torch.cat([part.index_select(dim, index) for part in self._parts], 1)
+    def carve(self, memory: torch.Tensor) -> Pages:
+        """Return the pages in `memory`, `[bytes]`, uint8, contiguous, without a block table."""
+        size = self.bytes_per_page
+        return self.view(memory[: len(memory) // size * size].view(-1, size))
 
-    def index_copy_(self, dim: int, index: torch.Tensor, rows: torch.Tensor) -> "BlockRows":
-        """Copy `rows`, `[n, bytes]`, uint8, to the rows `index`."""
-        widths = [part.shape[1] for part in self._parts]
-        for part, columns in zip(self._parts, rows.split(widths, 1), strict=True):
-            part.index_copy_(dim, index, columns)
-        return self
+    def view(self, block: torch.Tensor) -> Pages:
+        """Return the pages of a block `[n, bytes]`, without a block table."""
+        k, v = (self.dtype if side.is_auto else torch.uint8 for side in self.plan)
+        table = torch.empty((0, 0), dtype=torch.int32, device=block.device)
+        return Pages(
+            StoredSide(None, None, self.plan.k.format, self.dim, self.plan.k.rotated),
+            StoredSide(None, None, self.plan.v.format, self.dim, self.plan.v.rotated),
+            block, table, locate_pages([block]), self.heads, self.slots, k, v, self._has_scales,
+        )  # fmt: skip

@@ -17,10 +17,10 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION
+from ..ops import Pages
 from .config import ServingConfig
 from .engines import StockCache
 from .engines.common import EngineCache, sizes
-from .layout import LayerPages
 from .step import LayerKind
 
 # Two texts; the last token of each comes in a step of its own.
@@ -130,7 +130,7 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         kinds = list(dict.fromkeys(windows))
         self.kinds = [LayerKind(window, _SLOTS) for window in kinds]
         self._kind_index = [kinds.index(window) for window in windows]
-        self._pages: dict[int, LayerPages] = {}
+        self._pages: dict[int, Pages] = {}
         self._device = model.device
 
     def begin(self, starts: list[int], counts: list[int]) -> None:
@@ -142,7 +142,7 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
     def kind_index(self, layer: int) -> int:
         return self._kind_index[layer]
 
-    def layer_pages(self, layer: int) -> LayerPages:
+    def layer_pages(self, layer: int) -> Pages:
         """Return the pages of a layer, made when they are first needed."""
         if layer not in self._pages:
             size = len(LENGTHS) * self.page_layout.bytes_per_page

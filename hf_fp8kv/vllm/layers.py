@@ -11,10 +11,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from ..errors import ConfigError
-from ..ops import choose_backend
+from ..ops import Pages, choose_backend
 from ..serving.attend import attend_layer
 from ..serving.config import LayerStorage
-from ..serving.layout import LayerPages, PageLayout
+from ..serving.layout import EnginePages
 from ..serving.step import LayerWork
 from .pages import check_block_size, view_pages
 from .step import DecodeStep, PlannedStep, is_decoding, plan_step
@@ -109,15 +109,14 @@ class BoundLayer:
         self._storage: LayerStorage = model.layer(index, heads, dim, device)
         self._backend = choose_backend(model.backend, device)
         self._sizes = heads, dim, dtype
-        self._pool: tuple[torch.Tensor, LayerPages, PageLayout] | None = None
+        self._pool: tuple[torch.Tensor, Pages, EnginePages] | None = None
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[LayerPages, PageLayout]:
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[Pages, EnginePages]:
         if self._pool is None or self._pool[0] is not kv_cache:
             heads, dim, dtype = self._sizes
-            plan = self._storage.plan
-            pages = view_pages(kv_cache, dim, plan, dynamic=self._dynamic, backend=self._backend)
-            layout = PageLayout(heads, dim, kv_cache.shape[2], plan, dtype, self._dynamic)
-            self._pool = kv_cache, pages, layout
+            slots = kv_cache.shape[2]
+            kind = EnginePages(heads, dim, slots, self._storage.plan, dtype, self._dynamic)
+            self._pool = kv_cache, view_pages(kv_cache, kind), kind
         return self._pool[1:]
 
     def attend(

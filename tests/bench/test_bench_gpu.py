@@ -188,7 +188,7 @@ def _without_the_mask(right):
 def _wrong_byte(right):
     def wrong(pages, *args, **kwargs):
         right(pages, *args, **kwargs)
-        pages.v.codes.view(torch.uint8)[-1, -1, -1, -1] ^= 1
+        pages.v_codes.view(torch.uint8)[-1, -1, -1, -1] ^= 1
 
     return wrong
 

@@ -1,4 +1,4 @@
-"""A growing cache whose pages are in blocks of memory, against a cache with one tensor of pages.
+"""A growing cache, whose pages are in blocks of memory, by two backends.
 
 The "triton" backend is a stand-in here that reads the blocks with the reference. All operations on
 such caches are in test_offloading.py, the kernels in tests/ops/test_kernels_generate.py.
@@ -32,7 +32,7 @@ def _blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pair(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
-    """Return a cache with blocks, and the same cache without."""
+    """Return a cache of each backend."""
     return [
         FP8PagedCache(config(name), page_size=PAGE, backend=backend, **options)
         for backend in ("triton", "reference")
@@ -40,13 +40,12 @@ def pair(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
 
 
 def test_growth_and_forks_copy_no_full_page(tmp_path):
-    """A pool in one tensor is copied when it grows; blocks are not. The files are the same."""
+    """Blocks are not copied when a pool grows."""
     caches = pair(dtype="fp8_e4m3", scales=0.02, prefill="stored")
     feed(caches, 50 * PAGE, 0)
     found, expected = (cache.memory_footprint() for cache in caches)
     for name in ("pages_bytes", "scales_bytes", "used_bytes", "tokens"):
         assert getattr(found, name) == getattr(expected, name), name
-    assert found.tables_bytes > expected.tables_bytes, "addresses of the blocks"
     written = []
     for cache in caches:
         with BytesWritten() as counted:
@@ -57,7 +56,7 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
                     twin.update(k, k, index)
         written.append(counted.total)
     held = caches[0].memory_footprint().used_bytes
-    assert written[0] < held < written[1]
+    assert max(written) < held
     assert_holds(caches)
     files = [cache.save(tmp_path / str(i)).read_bytes() for i, cache in enumerate(caches)]
     assert abs(len(files[0]) - len(files[1])) < 32, "only the name of the backend differs"
@@ -70,7 +69,7 @@ def test_handles_keep_what_they_show():
     cache, _ = pair(prefill="stored")
     key = cache.update(*torch.randn(2, BATCH, HEADS, 30, DIM), 0)[0]
     shown = key.dense().clone()
-    storage = weakref.ref(key.k_codes.untyped_storage())
+    storage = weakref.ref(key.block.untyped_storage())
     cache.reset()
     assert_same(key.dense(), shown)
     gc.disable()

@@ -161,7 +161,7 @@ def test_no_copy_of_the_pool_in_compiled_code(
     assert "hf_fp8kv.write" in code
     assert "hf_fp8kv.attend" in code
     assert "hf_fp8kv.gather" not in code, "a dense copy of the history"
-    shape = str(tuple(cache.layers[0].keys.k_codes.shape))
+    shape = str(tuple(cache.layers[0].keys.block.shape))
     made = [x for x in code.splitlines() if "empty_strided" in x and shape in x and "= " in x]
     assert not made, made
 
@@ -245,9 +245,7 @@ def test_a_compiled_step_fits_a_cuda_graph(
     # The step writes the pools of every layer, the lengths once, and a plan for each window.
     written: Counter[Any] = Counter()
     for layer, key in stored.items():
-        parts = [key.k_codes, key.v_codes]
-        parts += [key.token_scales] if key.token_scales is not None else []
-        parts += [key.lengths] if not layer else []
+        parts = [key.block] if layer else [key.block, key.lengths]
         window = cache.layers[layer].sliding_window
         first = next(i for i in stored if cache.layers[i].sliding_window == window)
         parts += [key.plan] if layer == first else []

@@ -466,7 +466,7 @@ def test_memory_is_free_before_the_next_layer_uses_it(monkeypatch: pytest.Monkey
             keys, values = cache.update(*torch.randn(2, 2, HEADS, 1, DIM), index)
             attend(torch.randn(2, 2 * HEADS, 1, DIM), keys, values, 0.2)
             assert not any(storage() for storage in storages[:-1])
-            storages.append(weakref.ref(keys.k_codes.untyped_storage()))
+            storages.append(weakref.ref(keys.block.untyped_storage()))
             del keys, values
 
 
@@ -476,7 +476,7 @@ def test_no_layer_waits_for_the_garbage_collector() -> None:
     fork = cache.fork()
     feed([fork], 1, 1)
     keys = fork.layers[LAYERS - 1].keys
-    storage = weakref.ref(keys.k_codes.untyped_storage())
+    storage = weakref.ref(keys.block.untyped_storage())
     gc.disable()
     try:
         del cache, fork, keys

@@ -367,12 +367,12 @@ def test_memory_is_freed_when_a_quarter_is_in_use() -> None:
     assert one.memory_footprint().pages_bytes == LAYERS * -(-60 // PAGE) * BATCH * PAGE_BYTES
     # Going back and forth moves no pages.
     feed([one, other], 10, 1)
-    addresses = {one.layers[1].keys.k_codes.data_ptr()}
+    addresses = {one.layers[1].keys.block.data_ptr()}
     for step in range(20):
         feed([one, other], 9, step)
         one.crop(-8)
         other.crop(-8)
-        addresses.add(one.layers[1].keys.k_codes.data_ptr())
+        addresses.add(one.layers[1].keys.block.data_ptr())
     assert len(addresses) <= 2
     assert_same_layers(one, other)
 

@@ -11,6 +11,7 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import FORMATS, codec
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
 from hf_fp8kv.ops import Pages, StoredSide
+from hf_fp8kv.ops.blocks import pack_pages
 from tests.helpers.grids import pairwise
 
 NUMBA = pytest.param(
@@ -33,12 +34,10 @@ def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pag
         torch.full((columns, HEADS, *shape), 0xFF, dtype=torch.uint8)
         for shape in ((SLOTS, dim), (dim, SLOTS))
     )
-    return Pages(
-        StoredSide(k, None, center, name, dim),
-        StoredSide(v, None, None, name, dim),
-        scales,
+    return pack_pages(
+        StoredSide(None, center, name, dim), k, StoredSide(None, None, name, dim), v, scales,
         torch.randperm(columns)[None].int(),
-    )
+    )  # fmt: skip
 
 
 def written(
@@ -54,7 +53,7 @@ def written(
         return pool[stored.table[0].long()].transpose(0, 1).flatten(1, 2)[:, :tokens]
 
     k_scales, v_scales = in_order(stored.scales_of("k")), in_order(stored.scales_of("v"))
-    return in_order(stored.k.codes), k_scales, v_scales
+    return in_order(stored.k_codes), k_scales, v_scales
 
 
 def ordinary(dim: int, rows: int = 30) -> Tensor:

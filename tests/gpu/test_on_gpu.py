@@ -17,7 +17,7 @@ from transformers import CompileConfig
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
 from benchmarks.gpu.latent import Layers
-from benchmarks.gpu.pools import check, map_stored, pages_for, poison_memory, relative_error
+from benchmarks.gpu.pools import check, pages_for, poison_memory, relative_error
 from benchmarks.gpu.record import TOLERANCE
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, KINDS, TINY, Case, Heads, Kind
 from benchmarks.gpu.stage import Stage
@@ -26,6 +26,7 @@ from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import reference
+from hf_fp8kv.ops.blocks import locate_pages
 from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
 from tests.helpers.tiny_models import tiny
 
@@ -479,13 +480,12 @@ def test_gather_past_two_gigabytes():
     many = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
     near = pages_for(STAGE, E4M3, Case((300,), HEADS), 1, 16)[0]
 
-    def at_the_end(tensor: torch.Tensor) -> torch.Tensor:
-        pool = torch.empty((many, *tensor.shape[1:]), dtype=tensor.dtype, device=DEVICE)
-        pool[-len(tensor) :] = tensor
-        return pool
-
-    far = map_stored(near, at_the_end)
-    far = far._replace(table=near.table + (many - len(near.k.codes)))
+    count, size = near.block.shape
+    block = torch.empty((many, size), dtype=torch.uint8, device=DEVICE)
+    block[-count:] = near.block
+    far = near._replace(
+        block=block, offsets=locate_pages([block]), table=near.table + (many - count)
+    )
     ends = torch.tensor([300], dtype=torch.int32, device=DEVICE)
     for side in ("k", "v"):
         given = (ends, side, 0, 300, torch.float32, False)

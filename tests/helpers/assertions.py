@@ -1,6 +1,5 @@
 """Equality of tensors that says where the first difference is."""
 
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -44,8 +43,8 @@ def assert_same_bytes(
 
 def assert_same_pool(got: Any, expected: Any, what: Any = "") -> None:
     """Assert that two `Pages` hold the same bytes: codes of both sides, and dynamic scales."""
-    for part, axes in (("k codes", K), ("v codes", V), ("token_scales", SCALES)):
-        x, y = (attrgetter(part.replace(" ", "."))(pages) for pages in (got, expected))
+    for part, axes in (("k_codes", K), ("v_codes", V), ("token_scales", SCALES)):
+        x, y = (getattr(pages, part) for pages in (got, expected))
         name = f"{what} {part}".strip()
         assert (x is None) == (y is None), f"{name}: expected it in both pools or in none"
         if x is not None:

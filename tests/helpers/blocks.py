@@ -1,58 +1,42 @@
-"""Pages in blocks of memory, made of pages in one tensor, and back."""
+"""Pages in several blocks of memory, made of pages in one, and back."""
 
+import numpy as np
 import torch
 
 from hf_fp8kv.ops import Pages
-from hf_fp8kv.ops.blocks import address_pages, take_pages
-from hf_fp8kv.ops.page_bytes import layout_of
+from hf_fp8kv.ops.blocks import blocks_of, locate_pages, put_pages, take_pages
 
 
 def in_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
     """The same pages in blocks of `size` pages, in no order of their addresses, and on `device`."""
-    layout, count = layout_of(pages), len(pages.k.codes)
-    device = device or pages.table.device
+    rows, device = _rows(pages), device or pages.table.device
+    width = rows.shape[1]
     # What is between pages is never to be read as a number.
     blocks = [
-        torch.full((min(size, count - start), layout.size), 0xFF, dtype=torch.uint8, device=device)
-        for start in range(0, count, size)
+        torch.full((min(size, len(rows) - start), width), 0xFF, dtype=torch.uint8, device=device)
+        for start in range(0, len(rows), size)
     ]
-    if len(blocks) > 2:
-        one, other = len(blocks) - 1, 0
-        if blocks[one].shape == blocks[other].shape:
-            blocks[one], blocks[other] = blocks[other], blocks[one]
-    start = 0
-    for block in blocks:
-        stop = start + len(block)
-        parts = layout.split(block)
-        parts["k"].copy_(pages.k.codes[start:stop])
-        parts["v"].copy_(pages.v.codes[start:stop])
-        if pages.token_scales is not None:
-            parts["token_scales"].copy_(pages.token_scales[start:stop])
-        start = stop
-    return _shaped_as(pages, blocks[0])._replace(
-        addresses=address_pages(blocks), table=pages.table.to(device)
-    )
-
-
-def _shaped_as(pages: Pages, block: torch.Tensor) -> Pages:
-    parts = layout_of(pages).split(block)
+    if len(blocks) > 2 and blocks[-1].shape == blocks[0].shape:
+        blocks[-1], blocks[0] = blocks[0], blocks[-1]
+    put_pages(blocks, np.arange(len(rows)), rows.to(device))
     return pages._replace(
-        k=pages.k._replace(codes=parts["k"]),
-        v=pages.v._replace(codes=parts["v"]),
-        token_scales=parts.get("token_scales"),
+        block=blocks[0], offsets=locate_pages(blocks), table=pages.table.to(device)
     )
 
 
-def in_one_tensor(pages: Pages) -> Pages:
-    """The same pages, by the same numbers, without blocks."""
-    assert pages.addresses is not None
-    blocks = vars(pages.addresses)["blocks"]
-    count = sum(len(block) for block in blocks)
-    rows = take_pages(blocks, torch.arange(count).numpy())
-    whole = _shaped_as(pages, rows)
-    return whole._replace(
-        k=whole.k._replace(codes=whole.k.codes.contiguous()),
-        v=whole.v._replace(codes=whole.v.codes.contiguous()),
-        token_scales=None if whole.token_scales is None else whole.token_scales.contiguous(),
-        addresses=None,
-    )
+def between_others(pages: Pages) -> Pages:
+    """The same pages in one block, with other bytes between them."""
+    rows = _rows(pages)
+    block = torch.full((len(rows), rows.shape[1] + 48), 0xFF, dtype=torch.uint8)[:, :-48]
+    block.copy_(rows)
+    return pages._replace(block=block, offsets=locate_pages([block]))
+
+
+def in_one_block(pages: Pages) -> Pages:
+    """The same pages, by the same numbers, in one block."""
+    return pages._replace(block=(block := _rows(pages)), offsets=locate_pages([block]))
+
+
+def _rows(pages: Pages) -> torch.Tensor:
+    blocks = blocks_of(pages)
+    return take_pages(blocks, np.arange(sum(map(len, blocks))))

@@ -29,10 +29,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import jit
 
+from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay, tuning
 from hf_fp8kv.ops.triton.target import Target, assuming
-from tests.helpers.blocks import in_blocks, in_one_tensor
 
 BATCH, HEADS, QUERIES, DIM, SLOTS, COUNT, COLUMNS = 2, 2, 8, 64, 16, 9, 4
 # What the launcher was given, and whether with a hook, since it was last looked at.
@@ -151,10 +151,10 @@ def make_pages() -> Pages:
     v = torch.zeros(COUNT, HEADS, DIM, SLOTS, dtype=torch.uint8)
     scales = torch.zeros(COUNT, HEADS, SLOTS, 2, dtype=torch.bfloat16)
     sides = (
-        StoredSide(k, None, torch.zeros(BATCH, HEADS, DIM), "fp8_e4m3", DIM),
-        StoredSide(v, torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM),
-    )
-    return in_blocks(Pages(*sides, scales, torch.zeros(BATCH, COLUMNS, dtype=torch.int32)))
+        StoredSide(None, torch.zeros(BATCH, HEADS, DIM), "fp8_e4m3", DIM), k,
+        StoredSide(torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM), v,
+    )  # fmt: skip
+    return pack_pages(*sides, scales, torch.zeros(BATCH, COLUMNS, dtype=torch.int32))
 
 
 Write = namedtuple("Write", "pages key value lengths limit")
@@ -175,6 +175,11 @@ def copied(x: torch.Tensor, begin: int = 0, stretch: int = 1) -> torch.Tensor:
     return copy
 
 
+def _misaligned(x: torch.Tensor) -> torch.Tensor:
+    # Parts of a block have other dtypes.
+    return copied(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
+
+
 def changes(args: Any) -> Iterator[tuple[str, Any]]:
     """Yield arguments that differ from `args` in one thing, and in what."""
     yield "other addresses", map_tensors(args, copied)
@@ -182,7 +187,7 @@ def changes(args: Any) -> Iterator[tuple[str, Any]]:
     map_tensors(args, lambda _: next(count))
     for i in range(next(count)):
         yield f"tensor {i}, another address", map_tensors(args, copied, i)
-        yield f"tensor {i}, not aligned", map_tensors(args, lambda x: copied(x, 1), i)
+        yield f"tensor {i}, not aligned", map_tensors(args, _misaligned, i)
     # Fields with other values; queries, keys and values of other dtypes and strides.
     for name, values in OTHERS[type(args)].items():
         for i, value in enumerate(values):
@@ -237,12 +242,10 @@ _PAGES: list[Callable[[Pages], Pages]] = [
     lambda p: p._replace(k=p.k._replace(center=None)),
     lambda p: p._replace(k=p.k._replace(static_scale=torch.ones(HEADS, DIM))),
     lambda p: p._replace(v=p.v._replace(static_scale=None)),
-    in_one_tensor,
+    lambda p: p._replace(offsets=p.offsets.flip(0)),
     lambda p: p._replace(table=p.table[:, :3]),
     lambda p: p._replace(table=torch.zeros(BATCH, 9, dtype=torch.int32)),
-    lambda p: p._replace(
-        k=p.k._replace(codes=p.k.codes[:, :, :8]), v=p.v._replace(codes=p.v.codes[..., :8])
-    ),
+    lambda p: p._replace(page_size=8),
 ]
 OTHERS: dict[type, dict[str, list[Any]]] = {
     Write: {"limit": [7, None]},

@@ -1,4 +1,4 @@
-"""Pages in blocks of memory: their addresses, and what keeps them.
+"""Pages in blocks of memory: their offsets, and who keeps them.
 
 test_ops.py and test_kernels_*.py read and write blocks with each backend.
 """
@@ -11,21 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from hf_fp8kv.ops.blocks import address_pages, put_pages, take_pages, upload
-from hf_fp8kv.ops.page_bytes import page_bytes
+from hf_fp8kv.ops.blocks import locate_pages, put_pages, take_pages, upload
+from hf_fp8kv.ops.page_layout import page_layout
 from tests.helpers.assertions import assert_same
 
 
-def test_whoever_has_the_addresses_keeps_the_blocks():
+def test_whoever_has_the_offsets_keeps_the_blocks():
     blocks = [torch.zeros(2, 64, dtype=torch.uint8) for _ in range(3)]
     gone = [weakref.ref(block.untyped_storage()) for block in blocks]
-    addresses = address_pages(blocks)
-    assert addresses.tolist() == [b.data_ptr() + 64 * i for b in blocks for i in range(2)]
+    offsets = locate_pages(blocks)
+    assert offsets.tolist() == [
+        b.data_ptr() - blocks[0].data_ptr() + 64 * i for b in blocks for i in range(2)
+    ]
     del blocks
     gc.disable()
     try:
         assert all(ref() is not None for ref in gone)
-        del addresses
+        del offsets
         assert not any(ref() for ref in gone), "without waiting for the garbage collector"
     finally:
         gc.enable()
@@ -44,12 +46,12 @@ def test_pages_by_number():
 
 @pytest.mark.parametrize("sizes", [(2, 16, 5, 3), (8, 64, 128, 128), (1, 8, 1, 1)])
 def test_parts_of_a_page_do_not_overlap_and_are_aligned(sizes):
-    layout = page_bytes(*sizes, torch.uint8, torch.bfloat16, True)
+    layout = page_layout(*sizes, torch.uint8, torch.bfloat16, True)
     block = torch.zeros(3, layout.size, dtype=torch.uint8)
     for name, part in layout.split(block).items():
-        assert layout.first_byte(name) % 16 == 0
+        assert layout.first[name] % 16 == 0
         part.view(torch.uint8).add_(1)
-        assert part.data_ptr() == block.data_ptr() + layout.first_byte(name)
+        assert part.data_ptr() == block.data_ptr() + layout.first[name]
     assert block.max() == 1, "a byte is in two parts"
     heads, slots, k_dim, v_dim = sizes
     assert block.sum() == 3 * heads * slots * (k_dim + 2 * v_dim + 4)

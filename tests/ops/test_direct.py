@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv import ConfigError, ops
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
+from hf_fp8kv.ops.blocks import pack_pages
 from tests.helpers.assertions import assert_same
 
 
@@ -18,13 +19,20 @@ class Subclass(torch.Tensor):
     """As FakeTensor and DTensor are."""
 
 
+def pages_of(table: torch.Tensor, count: int, heads: int = 1) -> Pages:
+    """Pages of 16 tokens, in float32."""
+    side = StoredSide(None, None, "auto", 16)
+    zeros = torch.zeros((count, heads, 16, 16), device=table.device)
+    return pack_pages(side, zeros, side, zeros, None, table)
+
+
+# Not made inside of a trace.
+PAGES = pages_of(torch.tensor([[1]], dtype=torch.int32), 2)
+
+
 def call(make: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
     """Store a token and attend to it, by each operation; `make` makes what is given."""
-    codes = torch.zeros(2, 1, 16, 16)
-    side = StoredSide(codes, None, None, "auto", 16)
-    table = torch.tensor([[1]], dtype=torch.int32)
-    pages = Pages(side, side._replace(codes=codes.clone()), None, table)
-    one = torch.tensor([1], dtype=torch.int32)
+    pages, one = PAGES, torch.tensor([1], dtype=torch.int32)
     x = make(torch.arange(16.0).view(1, 1, 1, 16))
     spec = AttentionSpec(0.25, True)
     ops.write(pages, x, x, one, "torch")
@@ -103,11 +111,10 @@ def test_observers_see_operations(observer: str, gradients: bool) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_calls_compare_sizes_as_others_do() -> None:
     """Growing sizes need one more graph. Wrong sizes are refused when the graph is made."""
-    side = StoredSide(torch.zeros(4, 1, 16, 16), None, None, "auto", 16)
     table = torch.arange(4, dtype=torch.int32)[None]
 
     def attend(query: torch.Tensor, stop: int, mask: torch.Tensor) -> torch.Tensor:
-        pages = Pages(side, side, None, table.to(query.device))
+        pages = pages_of(table.to(query.device), 4)
         lengths = torch.full((1,), stop, dtype=torch.int32, device=query.device)
         spec = AttentionSpec(0.25, True, mask=mask)
         return ops.attend(query, pages, lengths, 0, stop, spec, backend="torch")
@@ -138,8 +145,7 @@ def test_compiled_calls_compare_sizes_as_others_do() -> None:
 def test_operations_of_the_dispatcher_keep_nothing_with_a_plan(gradients: bool) -> None:
     """Its own memory must not outlive a call in the CUDA graphs of torch.compile."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    side = StoredSide(torch.zeros(2, 2, 16, 16, device=device), None, None, "auto", 16)
-    pages = Pages(side, side, None, torch.zeros(1, 1, dtype=torch.int32, device=device))
+    pages = pages_of(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
     x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
     lengths = lengths.to(device)
     plan = torch.empty((ops.plan_rows("triton", device, 1, 2), 4), dtype=torch.int32, device=device)

@@ -23,6 +23,7 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
+from hf_fp8kv.ops.blocks import locate_pages
 from hf_fp8kv.ops.visibility import visible
 from tests.helpers import gpu_model
 from tests.helpers.assertions import assert_same, assert_same_pool
@@ -462,14 +463,9 @@ def test_pages_past_two_gigabytes(kernel):
     table = torch.tensor([[count - 1, 1, count - 3, count - 4]], dtype=torch.int32)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
-    def spread(near: Tensor | None) -> Tensor:
-        assert near is not None
-        pool = torch.empty((count, *near.shape[1:]), dtype=near.dtype, device=DEVICE)
-        pool[table[0].long().to(DEVICE)] = near[pages.table[0].long()].to(DEVICE)
-        return pool
-
-    k, v = (side._replace(codes=spread(side.codes)) for side in (pages.k, pages.v))
-    far = Pages(k, v, spread(pages.token_scales), table)
+    block = torch.empty((count, pages.block.shape[1]), dtype=torch.uint8, device=DEVICE)
+    block[table[0].long().to(DEVICE)] = pages.block[pages.table[0].long()].to(DEVICE)
+    far = pages._replace(block=block, table=table, offsets=locate_pages([block]))
     expected = attend(case, pages, query, "reference", **kwargs)
     found = run(kernel, case, far, query, blocks=False, **kwargs)
     assert errors(found, expected).max() <= bound(case)

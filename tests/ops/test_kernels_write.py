@@ -13,9 +13,10 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS, codec
 from hf_fp8kv.ops import Pages, reference
+from hf_fp8kv.ops.blocks import locate_pages
 from tests.formats.test_search_scale import ordinary, special, ties
 from tests.helpers.assertions import assert_same
-from tests.helpers.blocks import in_blocks, in_one_tensor
+from tests.helpers.blocks import in_blocks
 from tests.helpers.grids import pairwise
 from tests.ops import test_ops
 from tests.ops.test_ops import NAMES, NEXT, map_pages, poisoned, with_scales
@@ -65,11 +66,11 @@ class Case(test_ops.Case):
 def pages_of(case: Case) -> Pages:
     """Pages that hold noise. The first and the last are not in any table."""
     pages = poisoned(case)
-    for x in (pages.k.codes, pages.v.codes, pages.token_scales):
+    for x in (pages.k_codes, pages.v_codes, pages.token_scales):
         if x is not None:
             x.view(torch.uint8).random_(256)
     columns = -(-case.stop // case.page_size) + case.columns
-    batch, count = len(case.lengths), len(pages.k.codes)
+    batch, count = len(case.lengths), len(pages.k_codes)
     table = 1 + torch.randperm(count - 2)[: batch * columns].view(batch, columns).int()
     table[:, : case.released] = -1
     return pages._replace(table=table)
@@ -103,8 +104,8 @@ def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
             if length + t >= limit or column >= pages.table.shape[1] or pages.table[b, column] < 0:
                 continue
             page = pages.table[b, column]
-            found.k.codes[page, :, slot] = k[b, :, t]
-            found.v.codes[page, :, :, slot] = v[b, :, t]
+            found.k_codes[page, :, slot] = k[b, :, t]
+            found.v_codes[page, :, :, slot] = v[b, :, t]
             for i, new in enumerate((k_scales, v_scales)):
                 if found.token_scales is not None and new is not None:
                     found.token_scales[page, :, slot, i] = new[b, :, t]
@@ -122,8 +123,8 @@ def bits(x: Tensor, name: str) -> Tensor:
 
 def assert_equal(found: Pages, right: Pages) -> None:
     tensors = {
-        "k": (found.k.codes, right.k.codes, right.k.format),
-        "v": (found.v.codes, right.v.codes, right.v.format),
+        "k": (found.k_codes, right.k_codes, right.k.format),
+        "v": (found.v_codes, right.v_codes, right.v.format),
         "token_scales": (found.token_scales, right.token_scales, AUTO),
     }
     for name, (x, y, stored_format) in tensors.items():
@@ -143,7 +144,7 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     wide = torch.nn.functional.pad(found.table, (0, 3), value=1 << 30)
     found = found._replace(table=wide[:, :columns])
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens, case.limit)
-    found = map_pages(torch.Tensor.cpu, in_one_tensor(found)) if case.blocks else found
+    found = map_pages(torch.Tensor.cpu, found)
     assert_equal(found, expected(case, pages, key, value))
 
 
@@ -334,35 +335,29 @@ def test_gathering_behind_a_window(side):
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_addresses_past_four_gigabytes(tokens, tmp_path):
-    """Pools of 4 GiB and more; on a CPU they are files with holes."""
+    """A block of 8 GiB; on a CPU it is a file with holes."""
     case = Case(
         lengths=(12,), tokens=tokens, k_dim=128, v_dim=128, page_size=64, heads=1, dynamic=False
     )
     count = (1 << 32) // (64 * 128) + 2
 
-    def large(name: str, *shape: int) -> Tensor:
-        size = math.prod(shape)
-        if DEVICE.type == "cuda":
-            return torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
-        file = str(tmp_path / name)
-        return torch.from_file(file, shared=True, size=size, dtype=torch.uint8).view(shape)
-
     small = pages_of(case)
-    small.k.codes.zero_()
-    small.v.codes.zero_()
+    small.block.zero_()
     key, value = tokens_of(case)
     right = expected(case, small, key, value)
-    found = to_device(small)
-    found = Pages(
-        found.k._replace(codes=large("k", count, 1, 64, 128)),
-        found.v._replace(codes=large("v", count, 1, 128, 64)),
-        found.token_scales,
-        torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE),
-    )
+    size = small.block.shape[1]
+    if DEVICE.type == "cuda":
+        block = torch.zeros(count, size, dtype=torch.uint8, device=DEVICE)
+    else:
+        file = str(tmp_path / "pages")
+        block = torch.from_file(file, shared=True, size=count * size, dtype=torch.uint8)
+        block = block.view(count, size)
+    table = torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE)
+    found = to_device(small)._replace(block=block, offsets=locate_pages([block]), table=table)
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens)
     page = small.table[0, 0]
-    assert_same(found.k.codes[-1].cpu(), right.k.codes[page])
-    assert_same(found.v.codes[-1].cpu(), right.v.codes[page])
+    assert_same(found.k_codes[-1].cpu(), right.k_codes[page])
+    assert_same(found.v_codes[-1].cpu(), right.v_codes[page])
     stored = lengths_of(case) + tokens
     for side in ("k", "v"):
         there_too = reference.gather(right, stored.cpu(), side, 0, 40, torch.float32, True)

@@ -237,4 +237,4 @@ def test_a_call_compiles_and_copies_nothing():
     with event.install_recorder("numba:compile") as compiled, BytesWritten() as written:
         attend(pages, query, 4000)
     assert not compiled.buffer
-    assert written.total < pages.k.codes.nbytes / 10
+    assert written.total < pages.k_codes.nbytes / 10

@@ -21,12 +21,13 @@ from hf_fp8kv.errors import BackendError, FP8KVError, OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
+from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.flattening import PAGE_FIELDS, flatten, unflatten
 from hf_fp8kv.ops.triton.target import Target, assuming
 from hf_fp8kv.ops.visibility import mask_bounds
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
-from tests.helpers.blocks import in_blocks, in_one_tensor
+from tests.helpers.blocks import between_others, in_blocks, in_one_block
 from tests.helpers.grids import pairwise
 
 pytestmark = pytest.mark.text
@@ -114,25 +115,27 @@ def poisoned(case: Case) -> Pages:
             return torch.full((pages, heads, *shape), math.nan, dtype=case.dtype)
         return torch.full((pages, heads, *shape), nan_code(name), dtype=torch.uint8)
 
-    def side(name: str, dim: int, codes: Tensor, least: float) -> StoredSide:
+    def side(name: str, dim: int, least: float) -> StoredSide:
         has_static = name != AUTO and not case.dynamic
         scale = static(heads, dim, least=least) if has_static else None
-        return StoredSide(codes, scale, None, name, dim, case.rotated and name != AUTO)
+        return StoredSide(scale, None, name, dim, case.rotated and name != AUTO)
 
-    k = side(case.key, case.k_dim, pool(case.key, slots, case.k_dim), 0.013)
-    v = side(case.value, case.v_dim, pool(case.value, case.v_dim, slots), 0.007)
+    k, v = side(case.key, case.k_dim, 0.013), side(case.value, case.v_dim, 0.007)
     if case.center and case.key != AUTO:
         k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
         scales = torch.full((pages, heads, slots, 2), math.nan, dtype=torch.bfloat16)
-    return Pages(k, v, scales, torch.randperm(pages)[: batch * columns].view(batch, columns).int())
+    return pack_pages(
+        k, pool(case.key, slots, case.k_dim), v, pool(case.value, case.v_dim, slots), scales,
+        torch.randperm(pages)[: batch * columns].view(batch, columns).int(),
+    )  # fmt: skip
 
 
 def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
-    """The same pages with another tensor for each."""
-    leaves = [function(x) if isinstance(x, Tensor) else x for x in flatten(pages)]
-    return unflatten(tuple(leaves))
+    """The same pages, in one block, with another tensor for each."""
+    leaves = flatten(in_one_block(pages))
+    return unflatten(tuple([function(x) if isinstance(x, Tensor) else x for x in leaves]))
 
 
 def copy(pages: Pages) -> Pages:
@@ -141,9 +144,7 @@ def copy(pages: Pages) -> Pages:
 
 def with_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
     """The same pages with other static scales, and no dynamic ones."""
-    return pages._replace(
-        k=pages.k._replace(static_scale=k), v=pages.v._replace(static_scale=v), token_scales=None
-    )
+    return pages._replace(k=pages.k._replace(static_scale=k), v=pages.v._replace(static_scale=v))
 
 
 def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
@@ -197,8 +198,11 @@ def arguments(case: Case, pages: Pages) -> dict[str, Any]:
 def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
     for position in positions:
         page, slot = int(pages.table[row, position // pages.page_size]), position % pages.page_size
-        for side, at in ((pages.k, (page, slice(None), slot)), (pages.v, (page, ..., slot))):
-            side.codes[at] = math.nan if side.format == AUTO else nan_code(side.format)
+        for side, codes, at in (
+            (pages.k, pages.k_codes, (page, slice(None), slot)),
+            (pages.v, pages.v_codes, (page, ..., slot)),
+        ):
+            codes[at] = math.nan if side.format == AUTO else nan_code(side.format)
         if pages.token_scales is not None:
             pages.token_scales[page, :, slot] = math.nan
 
@@ -366,13 +370,8 @@ def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
 EDGES = [edge_case(*axes) for axes in itertools.product((1, 3, 17), (15, 16, 17), (False, True))]
 
 
-def between_others(pages: Pages) -> Pages:
-    """The same pages, K, V and scales of each beside each other, as in a pool of whole blocks."""
-    return in_blocks(pages, size=len(pages.k.codes))._replace(addresses=None)
-
-
 LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
-    "whole": lambda pages: pages, "blocks": in_blocks, "gaps": between_others,
+    "whole": in_one_block, "blocks": in_blocks, "gaps": between_others,
 }  # fmt: skip
 
 
@@ -382,7 +381,9 @@ def in_layouts(cases: list[Case]) -> Any:
     found = []
     for i, case in enumerate(cases):
         found.append(pytest.param(case, "torch", ("whole", "blocks", "gaps")[i % 3]))
-        found.append(pytest.param(case, "numba", ("whole", "gaps")[i % 2], marks=NUMBA.marks))
+        found.append(
+            pytest.param(case, "numba", ("whole", "blocks", "gaps")[i % 3], marks=NUMBA.marks)
+        )
     return pytest.mark.parametrize(("case", "backend", "layout"), found, ids=str)
 
 
@@ -600,7 +601,7 @@ def test_written_bytes_are_the_reference_s(case, backend, layout):
         lengths += tokens
         ops.write(pages, key, value, lengths, backend)
         ops.write(other, key, value, lengths, "reference")
-        assert_same_pool(in_one_tensor(pages) if layout == "blocks" else pages, other)
+        assert_same_pool(in_one_block(pages), other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -619,7 +620,7 @@ def test_special_numbers(name, dynamic, backend):
     ops.write(pages, x, x, lengths, backend)
     ops.write(other, x, x, lengths, "reference")
     table = code_table(FORMATS[name], torch.device("cpu"))
-    for found, expected in ((pages.k.codes, other.k.codes), (pages.v.codes, other.v.codes)):
+    for found, expected in ((pages.k_codes, other.k_codes), (pages.v_codes, other.v_codes)):
         # NaN times a NaN scale: no rule says whose sign the product has.
         nan = table[expected.int()].isnan()
         assert_same(nan, table[found.int()].isnan())
@@ -672,7 +673,7 @@ def test_an_overrun_changes_nothing(hole, backend, layout):
     lengths = torch.tensor([20, 50 if hole else 70], dtype=torch.int32)
     with pytest.raises(OutOfPagesError, match="reserve pages"):
         ops.write(pages, key, key, lengths, backend)
-    assert_same_pool(in_one_tensor(pages) if layout == "blocks" else pages, before)
+    assert_same_pool(in_one_block(pages), before)
 
 
 @in_layouts([c for c in CASES if c.tokens == 1 and not (c.window or c.padding or c.mask)])
@@ -698,8 +699,8 @@ def test_every_code_is_decoded_exactly(name, backend):
     pages = with_scales(poisoned(case), torch.ones(1, 4), torch.ones(1, 4))
     expected = code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
     codes = torch.arange(256, dtype=torch.uint8).view(4, 16, 4)
-    pages.k.codes[pages.table[0, :4], 0] = codes
-    pages.v.codes[pages.table[0, :4], 0] = codes.transpose(1, 2)
+    pages.k_codes[pages.table[0, :4], 0] = codes
+    pages.v_codes[pages.table[0, :4], 0] = codes.transpose(1, 2)
     lengths = torch.tensor([64], dtype=torch.int32)
     for side in ("k", "v"):
         found = ops.gather(pages, lengths, side, 0, 64, torch.float32, False, backend)[0, 0]

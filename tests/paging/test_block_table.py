@@ -55,7 +55,11 @@ def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> N
     held = whole(pool)
     for _, by_slot, stored in compared(held, tokens):
         by_slot[pages, slots] = stored
-    pool.put(0, held)
+    first = 0
+    for part in pool.parts():
+        for name, tensor in part.items():
+            tensor.copy_(held[name][first : first + len(tensor)])
+        first += len(part["k"])
 
 
 def compared(
@@ -312,8 +316,7 @@ class Pages(RuleBasedStateMachine):
         if not pool.is_allocated:
             like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
             # The first layer of each group has its pages in blocks.
-            in_blocks = member == 0
-            pool.allocate(*like, capacity, in_blocks=in_blocks)
+            pool.allocate(*like, capacity, in_one=member > 0)
         passage = group.passage(start, stop)
         if passage is None:
             pool.grow(capacity)

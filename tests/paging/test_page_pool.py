@@ -35,10 +35,10 @@ def new_pool(
     dynamic: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
-    in_blocks: bool = False,
+    in_one: bool = False,
 ) -> PagePool:
     pool = PagePool(S, k_is_auto=key == "auto", v_is_auto=value == "auto", dynamic=dynamic)
-    pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages, in_blocks=in_blocks)
+    pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages, in_one=in_one)
     return pool
 
 
@@ -48,7 +48,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_pool, "BLOCK_BYTES", 1200)
 
 
-layouts = pytest.mark.parametrize("in_blocks", [False, True], ids=["one tensor", "blocks"])
+layouts = pytest.mark.parametrize("in_one", [True, False], ids=["one block", "blocks"])
 
 
 def whole(pool: PagePool) -> dict[str, torch.Tensor]:
@@ -94,10 +94,10 @@ SHAPES = pairwise(
 )
 
 
-@pytest.mark.parametrize(("case", "dtype", "in_blocks"), SHAPES)
-def test_shapes_dtypes_and_bytes(case, dtype, device, in_blocks):
+@pytest.mark.parametrize(("case", "dtype", "in_one"), SHAPES)
+def test_shapes_dtypes_and_bytes(case, dtype, device, in_one):
     key, value, dynamic, names = case
-    pool = new_pool(key, value, 7, dynamic=dynamic, dtype=dtype, device=device, in_blocks=in_blocks)
+    pool = new_pool(key, value, 7, dynamic=dynamic, dtype=dtype, device=device, in_one=in_one)
     found = whole(pool)
     assert " ".join(found) == names
     assert found["k"].shape == (7, HEADS, S, K_DIM)
@@ -111,7 +111,7 @@ def test_shapes_dtypes_and_bytes(case, dtype, device, in_blocks):
     assert not any(tensor.any() for tensor in found.values()), "new pages are zero"
     assert (pool.pages, pool.is_allocated) == (7, True)
     size = sum(x[:1].nbytes for x in found.values())
-    assert size <= pool.bytes_per_page() < size + (48 if in_blocks else 1)
+    assert size <= pool.bytes_per_page() < size + 48
     footprint = pool.memory_footprint()
     assert footprint["pages"] + footprint["scales"] == 7 * pool.bytes_per_page()
 
@@ -119,11 +119,11 @@ def test_shapes_dtypes_and_bytes(case, dtype, device, in_blocks):
 @layouts
 @cases
 def test_growing_keeps_every_page_and_zeroes_the_new_ones(
-    key, value, dynamic, names, device, in_blocks
+    key, value, dynamic, names, device, in_one
 ):
     pool = PagePool(S, k_is_auto=True, v_is_auto=True, dynamic=True)
     assert (pool.pages, pool.is_allocated) == (0, False)
-    pool = new_pool(key, value, 0, dynamic=dynamic, device=device, in_blocks=in_blocks)
+    pool = new_pool(key, value, 0, dynamic=dynamic, device=device, in_one=in_one)
     pool.grow(3)
     before, places = fill(pool), addresses(pool)
     for pages in (0, 2, 3):  # a pool never shrinks, and stays in place
@@ -132,17 +132,17 @@ def test_growing_keeps_every_page_and_zeroes_the_new_ones(
         assert addresses(pool) == places
     pool.grow(8)
     assert pool.pages == 8
-    assert not in_blocks or addresses(pool)[: len(places)] == places, "a block was moved"
+    assert in_one or addresses(pool)[: len(places)] == places, "a block was moved"
     assert_holds(pool, before)
 
 
 @layouts
 @cases
 def test_copying_a_page_copies_every_tensor_of_it_and_touches_no_other(
-    key, value, dynamic, names, device, in_blocks
+    key, value, dynamic, names, device, in_one
 ):
     pool, other = (
-        new_pool(key, value, pages, dynamic=dynamic, device=device, in_blocks=in_blocks)
+        new_pool(key, value, pages, dynamic=dynamic, device=device, in_one=in_one)
         for pages in (6, 9)
     )
     before, theirs = fill(pool), fill(other)
@@ -181,11 +181,11 @@ class Allocations(TorchDispatchMode):
 
 
 def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
-    page = new_pool(in_blocks=True).bytes_per_page()
+    page = new_pool().bytes_per_page()
     monkeypatch.setattr(page_pool, "BLOCK_BYTES", 8 * page)
     allocator = PageAllocator(PageBudget(S))
     with Allocations() as seen, BytesWritten() as written:
-        pool = new_pool(pages=0, in_blocks=True)
+        pool = new_pool(pages=0)
         for _ in range(300):
             allocator.take(1)
             pool.grow(allocator.capacity)
@@ -205,8 +205,8 @@ def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
 
 
 @layouts
-def test_there_and_back_the_bytes_are_the_same(device, in_blocks):
-    pool = new_pool(device=device, in_blocks=in_blocks)
+def test_there_and_back_the_bytes_are_the_same(device, in_one):
+    pool = new_pool(device=device, in_one=in_one)
     before, places = fill(pool), addresses(pool)
     pool.move(device)
     assert addresses(pool) == places, "they were there"
@@ -225,15 +225,14 @@ def test_bytes_moved_to_the_cpu_are_there_when_move_returns():
     # The copy waits behind this work; a reader on the CPU does not.
     for _ in range(20):
         busy = busy @ busy.clamp(-1, 1)
-    pool.k.fill_(7)
-    pool.v.fill_(9)
+    pool.block.fill_(7)
     pool.move(torch.device("cpu"))
-    assert (int(pool.k.min()), int(pool.v.min())) == (7, 9)
+    assert int(pool.block.min()) == 7
 
 
 @layouts
-def test_freed_bytes_are_gone_and_can_be_taken_again(in_blocks):
-    pool = new_pool(in_blocks=in_blocks)
+def test_freed_bytes_are_gone_and_can_be_taken_again(in_one):
+    pool = new_pool(in_one=in_one)
     fill(pool)
     pool.free()
     assert (pool.pages, pool.is_allocated) == (0, False)
@@ -249,24 +248,23 @@ CHANGES: dict[str, Callable[[PagePool], None]] = {
     "nothing": lambda pool: None,
     "grow": lambda pool: pool.grow(40),
     "keep": lambda pool: pool.keep(np.array([1, 3])),
-    "lay out": lambda pool: pool.lay_out(in_blocks=not pool.in_blocks),
     "free": lambda pool: pool.free(),
 }
 
 
 @layouts
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_record_has_the_pages_and_tensors_of_now(change, in_blocks):
+def test_a_record_has_the_pages_and_tensors_of_now(change, in_one):
     """It finds the bytes wherever they went, and keeps none that a pool gives back."""
-    pool = new_pool("auto", "auto", in_blocks=in_blocks, dtype=torch.float32)
+    pool = new_pool("auto", "auto", in_one=in_one, dtype=torch.float32)
     plan, table = LayerPlan.parse("auto", "auto"), torch.tensor([[1, 0]], dtype=torch.int32)
     scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
     center = torch.zeros(1, HEADS, K_DIM)
     first = pool.record(plan, table, *scales, center)
-    before, gone = fill(pool), weakref.ref(pool.k.untyped_storage())
+    before, gone = fill(pool), weakref.ref(pool.block.untyped_storage())
     del first
     CHANGES[change](pool)
-    stays = change == "nothing" or (in_blocks and change == "grow")
+    stays = change == "nothing" or (change == "grow" and not in_one)
     assert (gone() is not None) == stays
     if not pool.is_allocated:
         return
@@ -289,9 +287,9 @@ def test_a_record_has_the_pages_and_tensors_of_now(change, in_blocks):
 
 
 @layouts
-def test_pages_come_from_a_pool_elsewhere(in_blocks):
+def test_pages_come_from_a_pool_elsewhere(in_one):
     """The blocks of the two begin at other pages, after growing in other steps."""
-    pool, other = (new_pool(pages=n, in_blocks=in_blocks) for n in (2, 7))
+    pool, other = (new_pool(pages=n, in_one=in_one) for n in (2, 7))
     for pages in (3, 8, 11):
         pool.grow(pages)
     other.grow(11)

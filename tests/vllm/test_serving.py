@@ -134,10 +134,10 @@ def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, d
     for index, layer in enumerate(cache.layers):
         attention = layers[f"model.layers.{index}.self_attn.attn"]
         pages, _ = attention.impl.bound._pages(attention.kv_cache)
-        pool = layer.pool
-        stored = [(pages.k.codes, pool.k), (pages.v.codes.mT, pool.v.mT)]
+        (pool,) = layer.pool.parts()
+        stored = [(pages.k_codes, pool["k"]), (pages.v_codes.mT, pool["v"].mT)]
         if path is None:
-            stored.append((pages.token_scales, pool.token_scales))
+            stored.append((pages.token_scales, pool["token_scales"]))
         for block, start in enumerate(range(0, len(prompt), 32)):
             size = min(32, len(prompt) - start)
             for theirs, ours in stored:

@@ -14,7 +14,7 @@ from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.ops import AttentionSpec, StoredSide, reference
 from hf_fp8kv.serving.attend import attend_layer
 from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.layout import PageLayout
+from hf_fp8kv.serving.layout import EnginePages
 from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
 from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
@@ -41,8 +41,8 @@ class Layer:
         self.backend, self.storage = backend, make_storage(dtype, centered=kind == "static")
         plan = self.storage.plan
         self.memory, view = make_pool(dtype, gap=gap)
-        self.pages = view_pages(view, DIM, plan, dynamic=dtype.dynamic, backend=backend)
-        self.layout = PageLayout(HEADS, DIM, SLOTS, plan, torch.float32, dtype.dynamic)
+        self.layout = EnginePages(HEADS, DIM, SLOTS, plan, torch.float32, dtype.dynamic)
+        self.pages = view_pages(view, self.layout)
         self.spec = AttentionSpec(DIM**-0.5, True, reach, softcap, sinks)
 
     def attend(self, query, key, value, work):
@@ -112,9 +112,7 @@ def expected(requests, request, query, layer):
     stored = []
     for name, (x, plan, scale, center) in zip("kv", sides, strict=True):
         x = x.transpose(0, 1)[None]
-        side = StoredSide(
-            torch.empty(0), scale, None if center is None else center[None], plan.format, DIM
-        )
+        side = StoredSide(scale, None if center is None else center[None], plan.format, DIM)
         codes, scales = reference.quantize(x, side, search=name == "k")
         x = decode(codes, FORMATS[plan.format])
         x = x * (scale[:, None] if scales is None else scales.float()[..., None])

@@ -118,18 +118,16 @@ def _find_parts(c: Call, sequence: int, low: int, high: int, parts: Floats) -> i
 
 
 @jit
-def _load_scales(
-    c: Call, pool: int, page: int, shift: int, parts: Floats, head: int, to: int
-) -> None:
+def _load_scales(c: Call, scales: int, shift: int, parts: Floats, head: int, to: int) -> None:
     """Load the dynamic scales of the parts, float32, and zeros up to a whole vector.
 
-    They are the lower halves (`shift` 16, K) or the upper ones (0, V) of the words at `pool`, in
-    which a page has `page` bytes.
+    They are the lower halves (`shift` 16, K) or the upper ones (0, V) of the words that a page has
+    from `scales` on.
     """
     count = parts[-1, 3]
     store(to + 4 * ((count - 1) // LANES * LANES), splat(np.float32(0)))
     for part in parts:
-        source = pool + part[0] * page + 4 * (head * c.slots + part[1])
+        source = part[0] + scales + 4 * (head * c.slots + part[1])
         begin, size = part[2], part[3] - part[2]
         for i in range(0, size, LANES):
             store(to + 4 * (begin + i), load_halves(source + 4 * i, shift, size - i))
@@ -145,11 +143,11 @@ def _attend_tile(
     k_scales, v_scales, logits = 0, 0, address_of(s.logits)
     if c.k_token_scales:
         k_scales = address_of(s.k_scales)
-        _load_scales(c, c.k_token_scales, c.k_scales_page, 16, parts, head, k_scales)
+        _load_scales(c, c.k_token_scales, 16, parts, head, k_scales)
     if c.latent:
         if c.p_token_scales:
             scales = address_of(s.v_scales)
-            _load_scales(c, c.p_token_scales - 2, c.p_scales_page, 0, parts, head, scales)
+            _load_scales(c, c.p_token_scales - 2, 0, parts, head, scales)
         multiply_latents(c, parts, head, padded, s)
         k_scales = 0  # they are multiplied into what is decoded
     else:
@@ -173,7 +171,7 @@ def _attend_tile(
         return
     if c.v_token_scales and not c.latent:
         v_scales = address_of(s.v_scales)
-        _load_scales(c, c.v_token_scales - 2, c.v_scales_page, 0, parts, head, v_scales)
+        _load_scales(c, c.v_token_scales - 2, 0, parts, head, v_scales)
         if seen_columns < count:
             for column in range(count):
                 if s.seen[column] == 0:
@@ -183,7 +181,7 @@ def _attend_tile(
     soon = 0
     if high // c.slots < c.table_columns:
         place = head * c.slots + high % c.slots
-        soon = c.k_codes + page_of(c, sequence, high) * c.k_page
+        soon = page_of(c, sequence, high) + c.k_codes
         soon += place * c.k_dim * width_of(c.k_kind)
     if c.latent:
         add_latents(c, count, seen_columns == count, padded, soon, s)

@@ -60,7 +60,6 @@ def _plain(pages: Pages) -> Pages:
 
 
 def _plain_side(side: StoredSide) -> StoredSide:
-    assert side.codes.is_contiguous() or side.codes[:1].is_contiguous()
     scale, center = side.static_scale, side.center
     if (scale is None or scale.is_contiguous()) and (center is None or center.is_contiguous()):
         return side
@@ -111,17 +110,17 @@ def load_kernels() -> None:
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     """Store new tokens: the bytes of `reference.write`."""
-    if not _READABLE.issuperset((pages.k.codes.dtype, pages.v.codes.dtype)):
+    if not _READABLE.issuperset((pages.k_dtype, pages.v_dtype)):
         torch_backend.write(pages, key, value, lengths)
         return
     pages, lengths = _plain(pages), no_gaps(lengths)
     k, v = pages.k, pages.v
-    key, value = _input(k.codes, key), _input(v.codes, value)
+    key, value = _input(pages.k_dtype, key), _input(pages.v_dtype, value)
     batch, heads, tokens, _ = key.shape
     blocks = -(-tokens // writing.BLOCK)
     call = writing.WRITE.fill(
         (0, batch * heads * blocks, batch, heads, tokens, MIN_SCALE),
-        table(pages.page_size, pages.table, lengths),
+        table(pages, lengths),
         stored(pages, "k", k.center), strided(key), encoding(k.format),
         stored(pages, "v", None), strided(value), encoding(v.format),
     )  # fmt: skip
@@ -130,10 +129,10 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     _run(writing.write, _threads(4 * (key.numel() + value.numel())), call)
 
 
-def _input(pool: Tensor, x: Tensor) -> Tensor:
-    """Return `x` in a dtype that the kernel reads; in "auto", in the pool's."""
-    if pool.dtype != torch.uint8:
-        x = x.to(pool.dtype)
+def _input(stored: torch.dtype, x: Tensor) -> Tensor:
+    """Return `x` in a dtype that the kernel reads; in "auto" that is the pages' dtype."""
+    if stored != torch.uint8:
+        x = x.to(stored)
     elif x.dtype not in KINDS or x.dtype == torch.uint8:
         x = x.float()
     return no_gaps(x)
@@ -147,19 +146,24 @@ def gather(
     stop: int,
     dtype: torch.dtype,
     ragged: bool,
+    some: slice = slice(None),
 ) -> Tensor:
-    """Return dense keys or values: the numbers of `reference.gather`."""
+    """Return dense keys or values: the numbers of `reference.gather`.
+
+    `some`: heads; with fewer than all of them K has no center.
+    """
     pages, lengths = _plain(pages), no_gaps(lengths)
     is_k = side == "k"
-    chosen = pages.k if is_k else pages.v
-    if not _READABLE.issuperset((chosen.codes.dtype, dtype)):
+    chosen, held = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
+    if not _READABLE.issuperset((held, dtype)):
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
-    heads, batch = pages.heads, len(pages.table)
+    first_head, last_head, _ = some.indices(pages.heads)
+    heads, batch = last_head - first_head, len(pages.table)
     out = torch.empty((batch, heads, stop - start, chosen.head_dim), dtype=dtype, device="cpu")
     blocks = -(-(stop - start) // gathering.BLOCK)
     call = gathering.GATHER.fill(
-        (0, batch * heads * blocks, batch, heads, start, stop, ragged, not is_k),
-        table(pages.page_size, pages.table, lengths),
+        (0, batch * heads * blocks, batch, heads, first_head, start, stop, ragged, not is_k),
+        table(pages, lengths),
         stored(pages, side, None if chosen.format == AUTO else chosen.center),
         decoding(chosen.format),
         (out.data_ptr(), KINDS[dtype]),
@@ -172,7 +176,7 @@ def attend(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> Tensor:
     """Return softmax attention, as `reference.attend` up to rounding."""
-    if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
+    if not _READABLE.issuperset((query.dtype, pages.k_dtype, pages.v_dtype)):
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
     if prompts.is_faster(query, pages, spec):
         return prompts.attend(query, pages, lengths, spec, gather)
@@ -212,7 +216,7 @@ def attend(
     call = attention.ATTEND.fill(
         (0, units * splits, batch, q_heads, heads, tokens, start, stop),
         (causal, window, scaling, softcap),
-        table(pages.page_size, pages.table, lengths),
+        table(pages, lengths),
         stored(pages, "k", center), decoding(k.format),
         *values, (latent,), *second,
         strided(query),

@@ -29,7 +29,7 @@ from .rotation import rotate_line
 BLOCK = 64
 
 GATHER = Record(
-    ("", "next units batch heads start stop ragged transposed"),
+    ("", "next units batch heads first_head start stop ragged transposed"),
     ("", TABLE), ("", STORED), ("", DECODING),
     ("", "out out_kind"),
 )  # fmt: skip
@@ -65,9 +65,10 @@ def _gather_block(
     width, out_width = width_of(c.kind), width_of(c.out_kind)
     slot, count = begin % c.slots, end - begin
     length = load_i32(c.lengths + 4 * sequence)
-    page, first = page_of(c, sequence, begin), head * c.slots
-    codes, scales = c.codes + page * c.page, c.token_scales + page * c.scales_page
-    scale = c.static_scale + 4 * head * c.dim if c.static_scale else 0
+    page, stored_head = page_of(c, sequence, begin), head + c.first_head
+    first = stored_head * c.slots
+    codes, scales = page + c.codes, page + c.token_scales
+    scale = c.static_scale + 4 * stored_head * c.dim if c.static_scale else 0
     center = c.center + 4 * (sequence * c.heads + head) * c.dim if c.center else 0
     line_at, columns = address_of(line), square.shape[1]
     if c.transposed:

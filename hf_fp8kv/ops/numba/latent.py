@@ -155,7 +155,7 @@ def _decode_latents(c: Call, parts: Floats, head: int, s: Scratch) -> None:
     whole = c.k_dim // LANES * LANES
     strip = address_of(s.strip)
     for part in parts:
-        source = c.k_codes + part[0] * c.k_page + (head * c.slots + part[1]) * size
+        source = part[0] + c.k_codes + (head * c.slots + part[1]) * size
         for column in range(part[2], part[3]):
             scale = splat(s.k_scales[column])
             line = strip + _STEP * column
@@ -187,7 +187,7 @@ def _decode_positions(c: Call, parts: Floats, head: int, s: Scratch) -> None:
             line = lines + i * stride
             for part in parts:
                 place = (head * c.p_dim + first + i) * c.slots + part[1]
-                source = c.p_codes + part[0] * c.p_page + place * width
+                source = part[0] + c.p_codes + place * width
                 size = part[3] - part[2]
                 decode(source, c.p_kind, code, size, line + 4 * part[2])
             if c.p_token_scales:

@@ -263,6 +263,8 @@ def _scalar(name: str, result: Any, kind: ir.Type) -> Callable[..., Any]:
         value.align = 1
         if kind is FLOAT_IR:
             return value
+        if kind is I64:
+            return value
         return builder.zext(value, I64) if kind is I8 else builder.sext(value, I64)
 
     emit.__name__ = name
@@ -271,6 +273,7 @@ def _scalar(name: str, result: Any, kind: ir.Type) -> Callable[..., Any]:
 
 load_u8 = _scalar("load_u8", INT, I8)
 load_i32 = _scalar("load_i32", INT, I32)
+load_i64 = _scalar("load_i64", INT, I64)
 load_f32 = _scalar("load_f32", SCALAR, FLOAT_IR)
 
 
@@ -343,6 +346,7 @@ def decode(source: int, kind: int, code: Code, count: int, target: int) -> None:
 
 @jit
 def page_of(c: Call, sequence: int, position: int) -> int:
-    """Return the page of a position; one that fell out of the window is page 0 and hidden."""
+    """Return where the page of a position is; one behind the window is page 0 and hidden."""
     page: int = load_i32(c.table + sequence * c.table_b + 4 * (position // c.slots))
-    return max(page, 0)
+    address: int = c.block + load_i64(c.offsets + 8 * max(page, 0))
+    return address

@@ -34,7 +34,7 @@ class Scratch(NamedTuple):
     k_scales: Floats  # [2 * TILE], float32: a page may end inside a vector, which is stored whole
     v_scales: Floats  # the same
     seen: Floats  # [TILE], int64: whether some query sees the position
-    parts: Floats  # [TILE, 4], int64: page and head, slot, first column, one past the last
+    parts: Floats  # [TILE, 4], int64: address of a page, slot, first column, one past the last
     lines: Floats  # [TILE / LANES], int64: where each vector of V's first row is
     strip: Floats  # [TILE or Dk, and a vector], float32: one decoded row of K or V; of latents all
     out: Floats  # [rows / 4, Dv, 4], float32 (or [1, Dv, 1]; of latents [rows, Dv and more, 1])
@@ -92,9 +92,9 @@ def multiply_keys(c: Call, parts: Floats, head: int, rows: int, s: Scratch) -> N
     q, strip, out = address_of(s.q), address_of(s.strip), s.logits
     stride = 4 * s.q.shape[1]
     for part in parts:
-        source = c.k_codes + part[0] * c.k_page + (head * c.slots + part[1]) * size
+        source = part[0] + c.k_codes + (head * c.slots + part[1]) * size
         v_size = c.v_dim * width_of(c.v_kind)
-        soon = c.v_codes + part[0] * c.v_page + (head * c.slots + part[1]) * v_size
+        soon = part[0] + c.v_codes + (head * c.slots + part[1]) * v_size
         for column in range(part[2], part[3]):
             for i in range(0, v_size, 64):
                 prefetch(soon + i)
@@ -150,7 +150,7 @@ def multiply_values(
         store(strip + 4 * ((count - 1) // LANES * LANES), splat(np.float32(0)))
         for part in parts:
             place = (head * c.v_dim + dim) * c.slots + part[1]
-            source = c.v_codes + part[0] * c.v_page + place * width
+            source = part[0] + c.v_codes + place * width
             decode(source, c.v_kind, code, part[3] - part[2], strip + 4 * part[2])
         if not all_seen:
             for column in range(count):
@@ -173,7 +173,7 @@ def _find_lines(c: Call, parts: Floats, head: int, lines: Floats) -> bool:
             return False
         for column in range(part[2], part[3], LANES):
             slot = part[1] + column - part[2]
-            lines[column // LANES] = first + part[0] * c.v_page + slot
+            lines[column // LANES] = part[0] + first + slot
     return True
 
 

@@ -47,32 +47,34 @@ class Record:
         return self.fill((0,) * len(self.dtype.names or ()))
 
 
-TABLE = "slots table table_b table_columns lengths"
+TABLE = "slots table table_b table_columns lengths block offsets"
 
 
-def table(slots: int, pages: Tensor, lengths: Tensor) -> tuple[int, ...]:
+def table(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
     """Return the group `TABLE`."""
-    return slots, pages.data_ptr(), 4 * pages.stride(0), pages.shape[1], lengths.data_ptr()
+    rows = pages.table
+    return (
+        pages.page_size, rows.data_ptr(), 4 * rows.stride(0), rows.shape[1], lengths.data_ptr(),
+        pages.block.data_ptr(), pages.offsets.data_ptr(),
+    )  # fmt: skip
 
 
-STORED = "codes page kind dim token_scales scales_page static_scale center rotation"
+STORED = "codes kind dim token_scales static_scale center rotation"
 
 
 def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     """Return the group `STORED` of "k" or "v".
 
-    `token_scales` is where the first of the side's dynamic scales is, 0 without; the others of its
-    page follow every four bytes. `page` and `scales_page`: bytes from a page to the next one.
+    `codes` is where a page has the side's codes, and `token_scales` the first of its dynamic
+    scales, in bytes from the page's address; 0 without, and the others follow every four bytes.
     `rotation`: the numbers that are rotated together; 0: they are not.
     """
-    side = pages.k if name == "k" else pages.v
-    codes, scales, stride = side.codes, 0, 0
-    if side.is_dynamic and pages.token_scales is not None:
-        scales = address(pages.token_scales) + 2 * "kv".index(name)
-        stride = pages.token_scales.stride(0) * pages.token_scales.element_size()
+    side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
+    layout, scales = pages.layout, 0
+    if side.is_dynamic:
+        scales = layout.first["token_scales"] + (2 if name == "v" else 0)
     return (
-        codes.data_ptr(), codes.stride(0) * codes.element_size(), KINDS[codes.dtype],
-        side.head_dim, scales, stride,
+        layout.first[name], KINDS[dtype], side.head_dim, scales,
         address(side.static_scale), address(center),
         rotation_block(side.head_dim) if side.rotated else 0,
     )  # fmt: skip

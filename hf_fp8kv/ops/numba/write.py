@@ -162,7 +162,7 @@ def _write_k(
     source = c.k_in_data + sequence * c.k_in_b + head * c.k_in_h + token * c.k_in_t
     place = head * c.slots + slot
     width = width_of(c.k_kind)
-    target = c.k_codes + page * c.k_page + place * c.k_dim * width
+    target = page + c.k_codes + place * c.k_dim * width
     if c.k_kind != FP8:
         _copy_bytes(source, width, target, width, c.k_dim, width)
         return
@@ -174,7 +174,7 @@ def _write_k(
     scale = c.k_static_scale + 4 * head * c.k_dim if c.k_static_scale else 0
     _encode_token(
         source, c.k_in_dtype, c.k_dim, center, c.k_rotation, scale,
-        c.k_token_scales + page * c.k_scales_page + 4 * place, True, c.k_max, c.min_scale, code,
+        page + c.k_token_scales + 4 * place, True, c.k_max, c.min_scale, code,
         c.k_unit, target, work,
     )  # fmt: skip
 
@@ -186,7 +186,7 @@ def _write_v(
     source = c.v_in_data + sequence * c.v_in_b + head * c.v_in_h + token * c.v_in_t
     first = head * c.slots
     width = width_of(c.v_kind)
-    target = c.v_codes + page * c.v_page + (first * c.v_dim + slot) * width
+    target = page + c.v_codes + (first * c.v_dim + slot) * width
     if c.v_kind != FP8:
         _copy_bytes(source, width, target, c.slots * width, c.v_dim, width)
         return
@@ -197,7 +197,7 @@ def _write_v(
     scale = c.v_static_scale + 4 * head * c.v_dim if c.v_static_scale else 0
     _encode_token(
         source, c.v_in_dtype, c.v_dim, 0, c.v_rotation, scale,
-        c.v_token_scales + page * c.v_scales_page + 4 * (first + slot), False, c.v_max,
+        page + c.v_token_scales + 4 * (first + slot), False, c.v_max,
         c.min_scale, code, c.v_unit, line, work,
     )  # fmt: skip
     _copy_bytes(line, 1, target, c.slots, c.v_dim, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...formats import AUTO, FORMATS
 from ...formats.codec import decode
 from ...formats.rotation import rotate
-from ..blocks import copy_side_by_side
+from ..blocks import read_rows
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..reference import gather, write
 from ..visibility import first_visible
@@ -37,8 +37,8 @@ def attend(
     exact = query.float() * spec.scaling
     if spec.latent:
         exact, positional = exact.split([pages.k.head_dim, pages.v.head_dim], -1)
-        positional = _prepare_query(positional, pages.v)
-    q = _prepare_query(exact, pages.k)
+        positional = _prepare_query(positional, pages.v, heads)
+    q = _prepare_query(exact, pages.k, heads)
     # softmax(x + a) = softmax(x): the center's share of the logits counts only where something is
     # compared with them that does not contain it.
     offset = None
@@ -126,9 +126,8 @@ def attend(
     return out.view(batch, tokens, q_heads, v_dim).to(query.dtype)
 
 
-def _prepare_query(query: Tensor, stored: StoredSide) -> Tensor:
+def _prepare_query(query: Tensor, stored: StoredSide, heads: int) -> Tensor:
     """Return what codes are multiplied with, `[B * Hkv, G * T, D]`, for `[B, Hq, T, D]`."""
-    heads = stored.codes.shape[1]
     q = _per_head(rotate(query) if stored.rotated else query, heads)
     if stored.static_scale is not None:
         q = q * stored.static_scale[:, None]
@@ -148,39 +147,30 @@ def _read(
 
     K `[B * Hkv, n * S, Dk]`, scales `[B * Hkv, 1, n * S]`, V `[B * Hkv, Dv, n * S]`.
     """
-    if pages.addresses is not None:
-        pages = copy_side_by_side(pages, first, last)
-        first, last = 0, last - first
-    number = pages.table[:, first:last].clamp(min=0)
-    batch, count = number.shape
+    parts = pages.layout.split(read_rows(pages, first, last))
+    batch, count = len(pages.table), last - first
     heads, size = pages.heads, pages.page_size
-    # One look-up brings a sequence's pages side by side: [B, Hkv, n] places in [P * Hkv].
-    head = torch.arange(heads, device=number.device, dtype=torch.int32)[:, None]
-    place = (number[:, None] * heads + head).reshape(-1)
 
-    def look_up(stored: Tensor) -> Tensor:
-        if stored.is_contiguous():
-            return stored.flatten(0, 1).index_select(0, place)
-        # Between pages there are other bytes, so that no view has all heads in one row.
-        found = stored.index_select(0, number.reshape(-1)).view(batch, count, *stored.shape[1:])
-        return found.transpose(1, 2).flatten(0, 2)
+    def by_head(part: Tensor) -> Tensor:
+        """Return `[B * n, Hkv, ...]` as `[B * Hkv * n, ...]`, a sequence's pages side by side."""
+        rows: Tensor = part.unflatten(0, (batch, count)).transpose(1, 2).flatten(0, 2)
+        return rows
 
     k_scales = v_scales = None
-    if pages.token_scales is not None and (pages.k.is_dynamic or pages.v.is_dynamic):
+    if pages.k.is_dynamic or pages.v.is_dynamic:
         # Words of 32 bits, K's scale in the lower half: the upper half of a float32 is a bfloat16.
-        words = look_up(pages.token_scales.view(torch.int32))
-        words = words.view(batch * heads, 1, -1)
+        words = by_head(parts["token_scales"].view(torch.int32)).reshape(batch * heads, 1, -1)
         k_scales = (words << 16).view(torch.float32) if pages.k.is_dynamic else None
         v_scales = (words & -0x10000).view(torch.float32) if pages.v.is_dynamic else None
 
-    def numbers(stored: StoredSide) -> Tensor:
-        codes = look_up(stored.codes)
+    def numbers(side: str, stored: StoredSide) -> Tensor:
+        codes = by_head(parts[side])
         if stored.format == AUTO:
             return codes.float()
         return decode(codes, FORMATS[stored.format])
 
-    v = numbers(pages.v).view(batch * heads, count, pages.v.head_dim, size)
-    k = numbers(pages.k).view(batch * heads, count * size, -1)
+    v = numbers("v", pages.v).reshape(batch * heads, count, pages.v.head_dim, size)
+    k = numbers("k", pages.k).reshape(batch * heads, count * size, -1)
     return k, k_scales, v.transpose(1, 2).flatten(2), v_scales
 
 

@@ -8,7 +8,6 @@ import torch
 import triton.language as tl
 
 from ...formats.rotation import rotation_factor
-from ..page_bytes import layout_of
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
 from . import softmax
@@ -21,30 +20,24 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 class SidePointers(NamedTuple):
-    """Tensors of a `StoredSide`, which see for shapes and dtypes; in a kernel, pointers.
+    """What kernels read one side of pages by; in a kernel, pointers.
 
-    `addresses` is that of `Pages`; with it, the bytes of a page at which its codes begin, and its
-    dynamic scales.
+    Attributes:
+        offsets: of the pages, see `Pages`.
+        codes: of the first page.
+        static_scale, center: those of `StoredSide`.
     """
 
+    offsets: torch.Tensor
     codes: torch.Tensor
     static_scale: torch.Tensor | None
     center: torch.Tensor | None
-    addresses: torch.Tensor | None = None
-    offset: int = 0
-    scales_offset: int = 0
 
 
 def pointers_to(pages: Pages, name: str) -> SidePointers:
     """Return what kernels take of "k" or "v"."""
-    side = pages.k if name == "k" else pages.v
-    tensors = side.codes, side.static_scale, side.center
-    if pages.addresses is None:
-        return SidePointers(*tensors)
-    layout = layout_of(pages)
-    return SidePointers(
-        *tensors, pages.addresses, layout.first_byte(name), layout.first_byte("token_scales")
-    )
+    side, codes = (pages.k, pages.k_codes) if name == "k" else (pages.v, pages.v_codes)
+    return SidePointers(pages.offsets, codes, side.static_scale, side.center)
 
 
 class AttentionTensors(NamedTuple):
@@ -220,9 +213,9 @@ def _pad(size: int) -> int:
     return max(16, next_power_of_2(size))
 
 
-def _codec(side: StoredSide, target: Target, exact: bool) -> Codec:
-    stored = _TYPES.get(side.codes.dtype, tl.float16)
-    exact = exact or side.codes.dtype == torch.float32
+def _codec(side: StoredSide, held: torch.dtype, target: Target, exact: bool) -> Codec:
+    stored = _TYPES.get(held, tl.float16)
+    exact = exact or held == torch.float32
     return codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
 
 
@@ -260,7 +253,8 @@ def prepare(
     if query.stride(3) != 1:
         query = query.contiguous()
     exact = query.dtype == torch.float32
-    k_codec, v_codec = _codec(pages.k, target, exact), _codec(pages.v, target, exact)
+    k_codec = _codec(pages.k, pages.k_dtype, target, exact)
+    v_codec = _codec(pages.v, pages.v_dtype, target, exact)
     # The center's share of the logits counts only beside what does not contain it.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
     k, v = pointers_to(pages, "k"), pointers_to(pages, "v")

@@ -136,21 +136,16 @@ def attend_rows(
         l_i = tl.zeros([TILE, ROWS] if SWAPPED else [ROWS, TILE], tl.float32)
     table_ptr = tensors.table + b.to(tl.int64) * table_b
 
-    # The number of a tile's page is loaded one tile ahead, or two and its address one: the tile's
-    # own loads can then be started as far ahead as `STAGES` says.
+    # The number of a tile's page is loaded two tiles ahead, and its offset one: the tile's own
+    # loads can then be started as far ahead as `STAGES` says.
     page = tl.load(table_ptr + main * TILE // SHAPE.page_size, mask=main < main_end, other=0)
-    LEAD: tl.constexpr = 1 if tensors.k.addresses is None else 2
-    if LEAD == 2:
-        next_place = find_place(tensors.k, tl.maximum(page, 0))
-        later = tl.minimum(main + 1, main_end - 1)
-        page = tl.load(table_ptr + later * TILE // SHAPE.page_size, mask=main < main_end, other=0)
+    next_place = find_place(tensors.k, tl.maximum(page, 0))
+    later = tl.minimum(main + 1, main_end - 1)
+    page = tl.load(table_ptr + later * TILE // SHAPE.page_size, mask=main < main_end, other=0)
     for j in tl.range(main, main_end, num_stages=STAGES):
-        if LEAD == 2:
-            place = next_place
-            next_place = find_place(tensors.k, tl.maximum(page, 0))
-        else:
-            place = tl.maximum(page, 0)
-        later = tl.minimum(j + LEAD, main_end - 1)
+        place = next_place
+        next_place = find_place(tensors.k, tl.maximum(page, 0))
+        later = tl.minimum(j + 2, main_end - 1)
         page = tl.load(table_ptr + later * TILE // SHAPE.page_size)
         acc, m_i, l_i = _attend_tile(
             acc, m_i, l_i, query, j, place, table_ptr, h, q_position, exists, begin, end, start,

@@ -72,7 +72,7 @@ def attend(
 ) -> torch.Tensor:
     """Return what `reference.attend` returns for the same arguments, up to rounding.
 
-    Pages are contiguous, except for the table. `plan` is what `make_plan` wrote for these lengths;
+    `plan` is what `make_plan` wrote for these lengths;
     None: made here.
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
@@ -151,11 +151,11 @@ def _describe(pages: Pages) -> Described:
     """Return what recordings have to know of the pages; found out once for each record."""
     described: Described | None = vars(pages).get("described")
     if described is None:
-        k, v, token_scales, table, addresses = pages
+        k, v = pages.k, pages.v
         kind, places = describe(
             (
-                k.codes, k.static_scale, k.center, v.codes, v.static_scale, v.center, token_scales,
-                table, addresses,
+                pages.k_codes, k.static_scale, k.center, pages.v_codes, v.static_scale, v.center,
+                pages.token_scales, pages.table, pages.offsets,
             )
         )  # fmt: skip
         sizes = (

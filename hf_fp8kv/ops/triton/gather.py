@@ -22,15 +22,12 @@ def gather(
     dtype: torch.dtype,
     ragged: bool,
 ) -> torch.Tensor:
-    """Return what `reference.gather` returns for the same arguments, to the bit.
-
-    Pages are contiguous, except for the table.
-    """
+    """Return what `reference.gather` returns for the same arguments, to the bit."""
     is_key = side == "k"
     stored = pages.k if is_key else pages.v
     heads, dim = pages.heads, stored.head_dim
     batch = pages.table.shape[0]
-    out = stored.codes.new_empty((batch, heads, stop - start, dim), dtype=dtype)
+    out = pages.block.new_empty((batch, heads, stop - start, dim), dtype=dtype)
     tile, width = tile_size(pages.page_size), next_power_of_2(dim)
     # Tiles begin at multiples of their size, wherever `start` is.
     tiles = (stop - 1) // tile - start // tile + 1 if stop > start else 0
@@ -77,7 +74,7 @@ def _gather(
     if PAGE % TILE == 0:
         # One page: the addresses of a tile are one base and constants, and all of it is there.
         place = find_place(side, tl.maximum(tl.load(table_ptr + first // PAGE), 0))
-        codes_ptr = codes_of(side, place, h, HEADS, PAGE * DIM)
+        codes_ptr = codes_of(side, place, h, PAGE * DIM)
         first_slot = (tile % (PAGE // TILE)) * TILE
         if TRANSPOSED:
             code_ptrs = codes_ptr + first_slot + (d * PAGE)[None, :] + i[:, None]
@@ -88,7 +85,7 @@ def _gather(
     else:
         page = tl.load(table_ptr + position // PAGE, mask=asked, other=0)
         place = find_place(side, tl.maximum(page, 0))
-        codes_ptr = codes_of(side, place, h, HEADS, PAGE * DIM)
+        codes_ptr = codes_of(side, place, h, PAGE * DIM)
         slot = position % PAGE
         if TRANSPOSED:
             code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
@@ -103,7 +100,7 @@ def _gather(
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = scales_of(scales_ptr, side, place, h, HEADS, PAGE * 2)
+            scale_ptrs = scales_of(scales_ptr, place, h, PAGE * 2)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         x = rotate(x, BLOCK)

@@ -1,4 +1,4 @@
-"""Where the bytes of a page are, by its number or its address in some block, and tiles of them."""
+"""Where the bytes of a page are, by its offset, and tiles of them."""
 
 import triton
 import triton.language as tl
@@ -6,43 +6,35 @@ import triton.language as tl
 
 @triton.jit
 def find_place(side, page):
-    """Return what `codes_of` takes for a page: its number, or its address."""
-    if side.addresses is None:
-        return page
-    else:
-        return tl.load(side.addresses + page)
+    """Return how many bytes a page is after the first one."""
+    return tl.load(side.offsets + page)
 
 
 @triton.jit
 def codes_of(
-    side, place, h, HEADS: tl.constexpr, SIZE: tl.constexpr, ALIKE: tl.constexpr = 1
+    side, place, h, SIZE: tl.constexpr, ALIKE: tl.constexpr = 1
 ):  # fmt: skip
     """Return a pointer to the SIZE codes that a page has of head `h`; of the shape of `place`.
 
     ALIKE: how many places that follow each other are one.
     """
-    return _in_page(side.codes, side, side.offset, place, h, HEADS, SIZE, ALIKE)
+    return _in_page(side.codes, place, h, SIZE, ALIKE)
 
 
 @triton.jit
-def scales_of(scales_ptr, side, place, h, HEADS: tl.constexpr, SIZE: tl.constexpr):
-    """Return a pointer to the SIZE numbers that `scales_ptr` has of a page and head."""
-    return _in_page(scales_ptr, side, side.scales_offset, place, h, HEADS, SIZE, 1)
+def scales_of(scales_ptr, place, h, SIZE: tl.constexpr):
+    """Return a pointer to the SIZE numbers that a page has of a head, of those at `scales_ptr`."""
+    return _in_page(scales_ptr, place, h, SIZE, 1)
 
 
 @triton.jit
-def _in_page(
-    pointer, side, offset, place, h,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, ALIKE: tl.constexpr,
-):  # fmt: skip
-    if side.addresses is None:
-        return pointer + (place.to(tl.int64) * HEADS + h) * SIZE
-    else:
-        # Parts of a page begin at multiples of 16 bytes, which Triton cannot see in an address.
-        part = tl.multiple_of((place + offset).to(pointer.dtype), 16)
-        if ALIKE > 1:
-            part = tl.max_constancy(part, ALIKE)
-        return part + h * SIZE
+def _in_page(pointer, place, h, SIZE: tl.constexpr, ALIKE: tl.constexpr):
+    # Parts of a page begin at multiples of 16 bytes, which Triton cannot see in an offset. From a
+    # pointer and an offset, compilers load bytes one by one all the same.
+    part = tl.multiple_of((pointer.to(tl.int64) + place).to(pointer.dtype), 16)
+    if ALIKE > 1:
+        part = tl.max_constancy(part, ALIKE)
+    return part + h * SIZE
 
 
 @triton.jit
@@ -63,8 +55,8 @@ def load_codes(
     if PAGE % TILE == 0:
         # One page, known by one number: the addresses of a tile are one base and constants.
         slot = (j % (PAGE // TILE)) * TILE
-        k_ptr = codes_of(tensors.k, page, h, SHAPE.heads, PAGE * DK) + slot * DK
-        v_ptr = codes_of(tensors.v, page, h, SHAPE.heads, DV * PAGE) + slot
+        k_ptr = codes_of(tensors.k, page, h, PAGE * DK) + slot * DK
+        v_ptr = codes_of(tensors.v, page, h, DV * PAGE) + slot
         k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
         v_ptrs = v_ptr + (dv[:, None] * PAGE + n[None, :])
         slots = slot + n
@@ -78,8 +70,8 @@ def load_codes(
             pages = tl.max_constancy(pages, 16)
         page = find_place(tensors.k, pages)
         slots = position % PAGE
-        k_ptr = codes_of(tensors.k, page, h, SHAPE.heads, PAGE * DK)
-        v_ptr = codes_of(tensors.v, page, h, SHAPE.heads, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
+        k_ptr = codes_of(tensors.k, page, h, PAGE * DK)
+        v_ptr = codes_of(tensors.v, page, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
         k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE
     if SHAPE.k_width == DK:
@@ -93,7 +85,7 @@ def load_codes(
     word_ptrs = n
     if tensors.token_scales is not None:
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        word_ptrs = scales_of(words_ptr, tensors.k, page, h, SHAPE.heads, PAGE) + slots
+        word_ptrs = scales_of(words_ptr, page, h, PAGE) + slots
     return k_codes, v_codes, word_ptrs
 
 

@@ -40,7 +40,7 @@ def write(
 ) -> None:
     """Store what `reference.write` stores for the same arguments, to the bit.
 
-    Pages are contiguous, except for the table. A token without a page, or at a position from
+    A token without a page, or at a position from
     `limit` on, is not stored.
     """
     batch, heads, tokens, k_dim = key.shape
@@ -112,14 +112,14 @@ def _write(
         write_side(
             x_ptr, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
             key_strides[2], key_strides[3],
-            HEADS, PAGE, K_DIM, K_WIDTH, K_BLOCK, K_ENCODER, TILE, TRANSPOSED=False,
+            PAGE, K_DIM, K_WIDTH, K_BLOCK, K_ENCODER, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         x_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         write_side(
             x_ptr, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit, columns,
             value_strides[2], value_strides[3],
-            HEADS, PAGE, V_DIM, V_WIDTH, V_BLOCK, V_ENCODER, TILE, TRANSPOSED=True,
+            PAGE, V_DIM, V_WIDTH, V_BLOCK, V_ENCODER, TILE, TRANSPOSED=True,
         )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def _write(
 def write_side(
     x_ptr, side, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
     x_t, x_d,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ENCODER: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of one head's K, or V (TRANSPOSED)."""
@@ -153,7 +153,7 @@ def write_side(
         slot = position % PAGE
     exists = inside & (page >= 0)
     place = find_place(side, tl.maximum(page, 0))
-    codes_ptr = codes_of(side, place, h, HEADS, PAGE * DIM)
+    codes_ptr = codes_of(side, place, h, PAGE * DIM)
 
     if ENCODER is None:
         codes = tl.load(x_ptrs, mask=given, other=0.0).to(side.codes.dtype.element_ty)
@@ -174,7 +174,7 @@ def write_side(
             scale = search_scale_at_once(copies, ENCODER)
         else:
             scale = search_scale(x, ENCODER)
-        scale_ptrs = scales_of(scales_ptr, side, place, h, HEADS, PAGE * 2)
+        scale_ptrs = scales_of(scales_ptr, place, h, PAGE * 2)
         scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], ENCODER)

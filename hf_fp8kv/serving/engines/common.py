@@ -11,9 +11,10 @@ import torch
 from ... import ops
 from ...errors import ConfigError
 from ...modeling.model_support import ATTENTION, ENGINE
+from ...ops import Pages
 from ..attend import attend_layer, check_shapes
 from ..config import LayerStorage, ServingConfig
-from ..layout import LayerPages, PageLayout
+from ..layout import EnginePages
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerKind, LayerWork, decode_work
 
 
@@ -77,7 +78,7 @@ class EngineCache:
 
     chosen: ServingConfig  # by the user
     identity: str  # of model and options, for a store
-    page_layout: PageLayout
+    page_layout: EnginePages
     kinds: list[LayerKind]  # of the attention layers, in the engine's order
     storage: list[LayerStorage]  # of each layer, for this rank
     backend: str  # a key of `ops.BACKENDS`
@@ -99,7 +100,7 @@ class EngineCache:
             ConfigError, ScaleError, BackendError: what was chosen does not fit the model.
         """
         self._config, dim, layers = config, sizes(config)[1], config.num_hidden_layers
-        self.page_layout = PageLayout.of(chosen.options, layers, heads, dim, page_size, dtype)
+        self.page_layout = EnginePages.of(chosen.options, layers, heads, dim, page_size, dtype)
         self.storage = chosen.layer_storage(layers, heads, dim, device)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
         self.prefix_hits = self.prefix_tokens = 0
@@ -130,12 +131,12 @@ class EngineCache:
         heads, dim = sizes(config)
         heads //= chosen.options.tensor_parallel.size
         layers = config.num_hidden_layers
-        page = PageLayout.of(chosen.options, layers, heads, dim, 64, dtype)
+        page = EnginePages.of(chosen.options, layers, heads, dim, 64, dtype)
         return page.bytes_per_page / page.slots * float(layers)
 
     def _wait_for_pages(self) -> None:
         """Wait until the pages are zero; an engine has a stream of its own, which does not."""
-        device = self.layer_pages(0).k.codes.device
+        device = self.layer_pages(0).block.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -162,7 +163,7 @@ class EngineCache:
         """Return the index into `kinds` of a layer."""
         raise NotImplementedError
 
-    def layer_pages(self, layer: int) -> LayerPages:
+    def layer_pages(self, layer: int) -> Pages:
         """Return the pages of a layer, as the block tables count them."""
         raise NotImplementedError
 

@@ -13,7 +13,8 @@ from transformers.generation.continuous_batching import cache
 
 from ...cache.prefix_pages import check_frequencies
 from ...errors import ConfigError
-from ..layout import BlockRows, LayerPages, PageLayout
+from ...ops import Pages
+from ..layout import EnginePages, from_page
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
 from .common import EngineCache, count_tokens, peak_elements, sizes
@@ -67,8 +68,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             LayerKind(getattr(allocator, "sliding_window", None), page_size)
             for allocator in self.cache_allocators.values()
         ]
-        self._pages: dict[int, LayerPages] = {
-            layer: allocator.fp8_pages.from_page(place)
+        self._pages: dict[int, Pages] = {
+            layer: from_page(allocator.fp8_pages, place)
             for allocator in self.cache_allocators.values()
             for place, layer in enumerate(allocator.layer_indices)
         }
@@ -117,7 +118,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def kind_index(self, layer: int) -> int:
         return int(self.layer_to_allocator[layer].index)
 
-    def layer_pages(self, layer: int) -> LayerPages:
+    def layer_pages(self, layer: int) -> Pages:
         """Return the pages of a layer: that of a block is its first, and the layer's place."""
         return self._pages[layer]
 
@@ -180,8 +181,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 class _FP8Pages:
     """The part of an allocator that knows the size of a page, and where its bytes are."""
 
-    layout: PageLayout
-    fp8_pages: LayerPages
+    layout: EnginePages
+    fp8_pages: Pages
     pages_per_block: int
     block_table: dict[str, list[int]]
 
@@ -196,7 +197,9 @@ class _FP8Pages:
         """Use the pages in `cache_tensor`."""
         self.bytes_per_sector = bytes_per_sector
         self.fp8_pages = self.layout.carve(cache_tensor)
-        self._copy_view = BlockRows(self.fp8_pages, self.pages_per_block)
+        # Blocks as rows of bytes, which an engine copies when it forks or offloads requests.
+        block = self.fp8_pages.block
+        self._copy_view = block.view(len(block) // self.pages_per_block, -1)
         allocator: Any = self
         allocator._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
 

@@ -26,7 +26,7 @@ class StoredBlocks:
         self._store, self._allocator = store, allocator
         self._slots, self._rows = int(allocator.tokens_per_page), allocator._copy_view
         self._device: torch.device = self._rows.device
-        self._identity = f"{identity}.blocks.{self._rows.width}"
+        self._identity = f"{identity}.blocks.{self._rows.shape[1]}"
         # Of each block that was full once: the engine's hash of it and the key in the store, which
         # hold for as long as the engine has that hash for the block.
         self._keys: dict[int, tuple[int, str]] = {}
@@ -76,7 +76,7 @@ class StoredBlocks:
     def _check(self, page: Page) -> None:
         """Raise ValueError for a page that is no block of this engine; see `PrefixStore.read`."""
         row = page.tensors[_NAME]
-        if page.facts or len(page.tensors) > 1 or row.shape != (self._rows.width,):
+        if page.facts or len(page.tensors) > 1 or row.shape != (self._rows.shape[1],):
             raise ValueError("not a block of this engine")
         if row.dtype != torch.uint8:
             raise ValueError(f"a block of {row.dtype}")

@@ -7,6 +7,7 @@ for; `new_pages` makes empty pages.
 import torch
 
 from .formats import AUTO, FORMATS
+from .ops.page_layout import page_layout
 from .ops.pages import AttentionSpec, Pages, StoredSide
 from .ops.triton.backend import attend, gather, make_plan, plan_rows, write
 
@@ -41,11 +42,8 @@ def new_pages(
     """
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
-    new = {"dtype": torch.uint8, "device": table.device}
-    sides = (
-        torch.zeros(pages, heads, page_size, head_dim, **new),
-        torch.zeros(pages, heads, head_dim, page_size, **new),
-    )
-    k, v = (StoredSide(codes, None, None, format, head_dim, rotated) for codes in sides)
-    scales = torch.ones(pages, heads, page_size, 2, dtype=torch.bfloat16, device=table.device)
-    return Pages(k, v, scales, table)
+    side, byte = StoredSide(None, None, format, head_dim, rotated), torch.uint8
+    size = page_layout(heads, page_size, head_dim, head_dim, byte, byte, True).size
+    block = torch.zeros(pages, size, dtype=byte, device=table.device)
+    offsets = torch.arange(0, pages * size, size, device=table.device)
+    return Pages(side, side, block, table, offsets, heads, page_size, byte, byte, True)

@@ -11,6 +11,7 @@ import torch
 
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
+from hf_fp8kv.ops.blocks import pack_pages
 
 HEADS, BATCH, LENGTH = 8, 3, 2001
 
@@ -28,7 +29,7 @@ class Variant:
         tokens: New tokens.
         page: Slots of a page.
         dtype: Dtype of the query, or of new keys and values.
-        extras: "window", "softcap", "sinks", "mask", "bias", "center", "rotated" or "blocks".
+        extras: "window", "softcap", "sinks", "mask", "bias", "center" or "rotated".
             "complete" is a mask per query token. "latent" means one head whose K holds latents, and
             V their positions. "k" or "v" is the side to gather.
         main: Whether the variant must be fast.
@@ -80,14 +81,12 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     auto, static = {"k": AUTO, "v": AUTO}, {"static": True}
     e2m5, int8 = ({"k": name, "v": name} for name in ("fp8_e2m5", "int8"))
     rotated = {**e2m5, "extras": ("rotated",)}
-    blocks = {"extras": ("blocks",)}  # pools that grow consist of blocks
     everything = {"extras": ("window", "softcap", "sinks", "mask", "center")}
     complete = {"extras": ("complete",)}
     mains = [
         *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
-        *({**fmt, **blocks} for fmt in (formats[0], *own, auto, static)), rotated,
-        {**rotated, **int8, **static}, {**e2m5, "extras": ("blocks", "rotated", "center")},
+        rotated, {**rotated, **int8, **static},
     ]  # fmt: skip
     # Models with compressed attention have 16 to 128 heads, and positions in 16 bits.
     latent = {"dims": (512, 64), "groups": 16, "v": AUTO, "extras": ("latent",)}
@@ -95,13 +94,13 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         latent, {**latent, "k": "fp8_e3m4"}, {**latent, "k": AUTO},
         {**latent, "k": "int8", "static": True}, {**latent, "groups": 128},
         {**latent, "k": "fp8_e2m5", "extras": ("latent", "rotated")},
-        {**latent, "groups": 128, "k": "fp8_e3m4", "extras": ("latent", "blocks")},
+        {**latent, "groups": 128, "k": "fp8_e3m4"},
     ]  # fmt: skip
     others = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
         everything, {"extras": ("bias",)}, {"dtype": torch.float32}, {"dims": (192, 128)},
         {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8}, {"tokens": 5},
-        {"page": 16, **blocks}, *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
+        *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
         {**rotated, "dims": (256, 256)}, {**rotated, "groups": 8, "tokens": 8}, *latents,
         {**latent, "v": "fp8_e4m3", "tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
         {**latent, "extras": ("latent", "complete"), "tokens": 2},
@@ -111,10 +110,10 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     extends = [
         {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *own, auto, {"dims": (64, 64)},
         {"dims": (256, 256)}, everything, {"dtype": torch.float32}, complete,
-        {**complete, "dims": (256, 256)}, blocks, rotated, {**rotated, "dims": (256, 256)},
+        {**complete, "dims": (256, 256)}, rotated, {**rotated, "dims": (256, 256)},
     ]  # fmt: skip
     writes = [
-        *formats, {**static, "extras": ("center",)}, auto, blocks,
+        *formats, {**static, "extras": ("center",)}, auto,
         {**e2m5, "extras": ("rotated", "center")},
     ]  # fmt: skip
     variants = [
@@ -125,7 +124,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
         *(Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})
-          for gather in ({}, static, *own, blocks, rotated) for side in "kv"),
+          for gather in ({}, static, *own, rotated) for side in "kv"),
     ]  # fmt: skip
     return [variant for variant in variants if not names or variant.name in names]
 
@@ -171,18 +170,21 @@ def _pages(variant: Variant) -> Pages:
     count = -(-LENGTH // variant.page) + variant.tokens
     dim_k, dim_v = variant.dims
 
-    def side(name: str, dim: int, shape: tuple[int, int]) -> StoredSide:
-        dtype = variant.dtype if name == AUTO else torch.uint8
-        codes = torch.zeros((2, variant.heads, *shape), dtype=dtype)
+    def side(name: str, dim: int) -> StoredSide:
         static = torch.ones(variant.heads, dim) if name != AUTO and variant.static else None
-        return StoredSide(codes, static, None, name, dim, "rotated" in variant.extras)
+        return StoredSide(static, None, name, dim, "rotated" in variant.extras)
 
-    k = side(variant.k, dim_k, (variant.page, dim_k))
-    v = side(variant.v, dim_v, (dim_v, variant.page))
+    def codes(name: str, *shape: int) -> torch.Tensor:
+        dtype = variant.dtype if name == AUTO else torch.uint8
+        return torch.zeros((2, variant.heads, *shape), dtype=dtype)
+
+    k, v = side(variant.k, dim_k), side(variant.v, dim_v)
     if "center" in variant.extras:
         k = k._replace(center=torch.zeros(BATCH, variant.heads, dim_k))
     scales = None
     if k.is_dynamic or v.is_dynamic:
         scales = torch.ones(2, variant.heads, variant.page, 2, dtype=torch.bfloat16)
-    addresses = torch.zeros(2, dtype=torch.int64) if "blocks" in variant.extras else None
-    return Pages(k, v, scales, torch.zeros((BATCH, count), dtype=torch.int32), addresses)
+    return pack_pages(
+        k, codes(variant.k, variant.page, dim_k), v, codes(variant.v, dim_v, variant.page), scales,
+        torch.zeros((BATCH, count), dtype=torch.int32),
+    )  # fmt: skip
