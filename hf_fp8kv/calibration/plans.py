@@ -2,71 +2,35 @@
 
 Candidates take the same bytes: a format, rotated or not, with a center or without. Each is tried on
 the queries of some windows, at their own and at other positions: outliers that turn with the
-position leave their center, and rotation then spreads their error over all channels. Another plan
-than the safe one has to cost less at both. At the end the model's predictions decide, see scoring.
+position leave their center, and rotation then spreads their error over all channels. Another one
+than the first has to cost less at both. At the end the model's predictions decide, see scoring.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
-from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS, rounding_error
+from ..formats import AUTO, DEFAULT_DTYPE, LayerPlan, SidePlan
 from ..scales.layer_scales import LayerScales
-from .choose import CalibrationOptions, Trial, find_centers, make_trial, pick_scale
-from .observe import Batch, TensorDict, add_tensors
+from .choose import (
+    CalibrationOptions,
+    Candidate,
+    find_centers,
+    make_candidate,
+    measure_costs,
+    pick_scale,
+)
+from .observe import Batch, TensorDict
 from .pairs import Partners
-from .queries import Queries
-from .stages import Asked, observe_queries, sample_near, sum_costs
+from .stages import Asked, fold_queries, sample_near
 from .state import Job
 
-# The scales of an octave that a plan is tried with: a float format is as good as its best one.
-_STEPS = range(0, SEARCH_STEPS, 4)
 _KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
-# What another plan than the safe one may cost at most, relative to it.
+# What another candidate than the first may cost at most, relative to it.
 _MOST = 0.9
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """How one side of a layer may be stored, and the smallest static scales for that."""
-
-    plan: SidePlan
-    trial: Trial
-
-    @property
-    def fmt(self) -> Format:
-        """The format that scales are made for; of numbers as they are, that of the unit."""
-        return _unit_format(self.plan)
-
-    def measure(self, x: torch.Tensor, queries: Queries | None) -> torch.Tensor:
-        """Return what errors of K or V, `x` `[N, Hkv, D]`, cost: float64, `[scales tried]`."""
-        if self.plan.is_auto:
-            return torch.zeros(len(_STEPS), dtype=torch.float64, device="cpu")
-        x, queries = self.trial.transform(x, queries)
-        first = self.trial.first.to(x.device)
-        scales = [first * 2.0 ** (step / SEARCH_STEPS) for step in _STEPS]
-        errors = [rounding_error(x, scale, self.fmt) for scale in scales]
-        if queries is None:
-            costs = [error.square() for error in errors]
-        else:
-            weigh = queries.cost_of_keys if self.trial.side == "k" else queries.cost_of_values
-            costs = [weigh(error, "head") for error in errors]
-        return torch.stack([cost.sum(dtype=torch.float64) for cost in costs]).cpu()
-
-
+# Of a layer, by side: the first candidate is the safe one.
 Sides = Mapping[str, Sequence[Candidate]]
-
-
-def _unit_format(plan: SidePlan) -> Format:
-    return FORMATS[STATIC_DTYPE if plan.is_auto else plan.format]
-
-
-def safe_plan(options: CalibrationOptions) -> LayerPlan:
-    """Return what is stored where nothing else is known to be better, without centers."""
-    side = SidePlan(STATIC_DTYPE)
-    return LayerPlan(side, SidePlan(AUTO) if options.latent else side)
 
 
 def list_candidates(
@@ -79,72 +43,65 @@ def list_candidates(
     *,
     may_turn: bool,
 ) -> dict[str, list[Candidate]]:
-    """Return how K and V of a layer may be stored, by side, the safe plan first.
+    """Return how K and V of a layer may be stored, by side.
 
     Args:
         index: the layer.
-        ranges: its range on all texts, with that of the rotated numbers.
+        ranges: its range on all texts; with a plan, that of the rotated numbers, too.
         partners: the channels that RoPE turns together.
-        options: `plan` is not None. Where it is by hand, only centers are left to choose.
-        near: of some windows, as `make_trials` takes them.
+        options: a plan by hand leaves only centers to choose, no plan only whether there is one.
+        near: of some windows, as `find_centers` takes them.
         far: the same at other positions.
         may_turn: K may have turned where that is not seen: it stays as it is.
     """
     centers, covered = find_centers(ranges, near, far)
-    plans: dict[str, tuple[SidePlan, ...]]
-    if isinstance(options.plan, Mapping):
-        by_hand = options.plan[index]
-        plans = {"k": (by_hand.k,), "v": (by_hand.v,)}
-    else:
-        may_center = (False, True) if options.center else (False,)
-        safe = safe_plan(options)
-        plans = {"k": (safe.k,), "v": (safe.v,)}
-        sides = {"k": may_center} if options.latent else {"k": may_center, "v": (False,)}
-        for side, centered in sides.items():
-            more = tuple(
-                SidePlan(name, rotated, center) for center in centered for name, rotated in _KINDS
-            )
-            if side == "k" and may_turn:
-                more = tuple(plan for plan in more if not (plan.rotated or plan.centered))
-            plans[side] += tuple(plan for plan in more if plan != plans[side][0])
     candidates: dict[str, list[Candidate]] = {"k": [], "v": []}
-    for side, of_side in plans.items():
-        for plan in of_side:
+    for side, plans in _list_plans(index, options, may_turn=may_turn).items():
+        for plan in plans:
+            # Scales for any server do not depend on the other positions, which centers need.
+            seen = covered if plan.centered or options.plan is not None else ranges
             # Rotated channels are alike, and so have one scale for a head; where it is not known
-            # which channels turn together, so do the others.
-            kind = options.granularity
-            unknown = side == "k" and partners.k is None
+            # which channels turn together, their ranges say nothing of other positions.
+            kind, unknown = options.granularity, side == "k" and partners.k is None
             if kind == "channel" and (plan.rotated or unknown):
                 kind = "head"
-            chosen = replace(options, granularity=kind, fmt=_unit_format(plan))
-            for center in centers if plan.centered else [None]:
-                trial = make_trial(side, covered, chosen, center, plan.rotated)
-                candidates[side].append(Candidate(plan, trial))
+            candidates[side] += [
+                make_candidate(side, plan, seen, kind, options.margin, center)
+                for center in (centers if plan.centered else [None])
+            ]
     return candidates
+
+
+def _list_plans(
+    index: int, options: CalibrationOptions, *, may_turn: bool
+) -> dict[str, list[SidePlan]]:
+    """Return the plans to try, by side."""
+    if isinstance(options.plan, Mapping):
+        return {side: [getattr(options.plan[index], side)] for side in "kv"}
+    safe, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
+    plain = [SidePlan(*kind) for kind in kinds]
+    k = [safe, *(plan for plan in plain if not (may_turn and plan.rotated))]
+    if options.center and not may_turn:
+        k += [SidePlan(*kind, True) for kind in kinds or [(safe.format, False)]]
+    latent = options.latent and options.plan is not None
+    return {"k": k, "v": [SidePlan(AUTO)] if latent else [safe, *plain]}
 
 
 def choose_candidates(
     job: Job, windows: Sequence[torch.Tensor], far: Sequence[Batch], candidates: Mapping[int, Sides]
-) -> dict[int, dict[str, Candidate]]:
-    """Return the candidate of each layer and side that costs least, near and far."""
+) -> dict[int, Sides]:
+    """Return the first candidate of each layer and side, and the best one if it is another."""
 
     def measure(name: str, batches: Sequence[Batch], sides: str) -> TensorDict:
-        def step(sums: TensorDict, batch: Batch) -> TensorDict:
-            new: TensorDict = {}
+        def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> TensorDict:
+            x, several = {"k": k, "v": v}, [s for s in sides if len(candidates[index][s]) > 1]
+            return {
+                side: torch.stack([c.measure(x[side], queries) for c in candidates[index][side]])
+                for side in several
+            }
 
-            def on_layer(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> None:
-                for side in sides:
-                    x = v if side == "v" else k
-                    of_side = candidates[index][side]
-                    # Where there is nothing to choose there is nothing to measure.
-                    costs = [c.measure(x, queries) for c in (of_side if len(of_side) > 1 else ())]
-                    if costs:
-                        new[f"{index}.{side}"] = torch.stack(costs)
-
-            observe_queries(job.model, job.layers, batch, on_layer)
-            return add_tensors(sums, new)
-
-        return job.run_batches(name, batches, step)
+        several = any(len(of[side]) > 1 for of in candidates.values() for side in sides)
+        return fold_queries(job, name, batches if several else [], cost)
 
     near_costs = measure("plans", sample_near(windows), "kv")
     far_costs = measure("far plans", far, "k")
@@ -161,49 +118,56 @@ def choose_candidates(
 
 def _pick(
     candidates: Sequence[Candidate], near: torch.Tensor | None, far: torch.Tensor | None
-) -> Candidate:
-    """Return the candidate whose cost, `[candidates, scales]`, is least where it is most."""
+) -> Sequence[Candidate]:
+    """Return the first one, and that whose cost, `[candidates, scales]`, is least at its worst."""
     if near is None:
-        return candidates[0]
+        return candidates[:1]
     step = near.argmin(1, keepdim=True)
-    shares = [costs / costs[0] for costs in (near.gather(1, step), *_at(far, step))]
+    costs = [near.gather(1, step), *([] if far is None else [far.gather(1, step)])]
     # 0 / 0: where K is all zeros, every plan is as good.
-    worst = torch.stack(shares).nan_to_num(1.0).amax(0).flatten()
+    worst = torch.stack([cost / cost[0] for cost in costs]).nan_to_num(1.0).amax(0).flatten()
     best = int(worst.argmin())
-    return candidates[best if worst[best] < _MOST else 0]
-
-
-def _at(costs: torch.Tensor | None, step: torch.Tensor) -> list[torch.Tensor]:
-    return [] if costs is None else [costs.gather(1, step)]
+    return [candidates[0], candidates[best]] if worst[best] < _MOST else candidates[:1]
 
 
 def make_scales(
-    job: Job,
-    windows: Sequence[torch.Tensor],
-    chosen: Mapping[int, Mapping[str, Candidate]],
-    name: str,
-) -> dict[int, LayerScales]:
-    """Return the scales of each layer for what was chosen.
+    job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
+) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:
+    """Return the scales of each layer for the first candidates, and for the last ones."""
+    named = {
+        index: {f"{side}.{n}": c for side in sides for n, c in enumerate(sides[side])}
+        for index, sides in candidates.items()
+    }
 
-    `name` is that of the stage.
-    """
+    def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> TensorDict:
+        return {
+            f"{name}.{what}": costs
+            for name, candidate in named[index].items()
+            for what, costs in measure_costs(
+                candidate, v if candidate.side == "v" else k, queries
+            ).items()
+        }
 
     def work() -> TensorDict:
-        trials = {i: {s: c.trial for s, c in sides.items()} for i, sides in chosen.items()}
-        sums = sum_costs(job, windows, trials, lambda index, side: chosen[index][side].fmt)
-        found: TensorDict = {}
-        for index, sides in chosen.items():
-            for side, candidate in sides.items():
-                costs = {what: sums[f"{index}.{side}.{what}"] for what in ("cost", "room")}
-                found[f"{index}.{side}"] = pick_scale(candidate.trial, costs, candidate.fmt)[0]
-        return found
+        sums = fold_queries(job, "scales", sample_near(windows), cost)
+        return {
+            f"{index}.{name}": pick_scale(
+                candidate, {what: sums[f"{index}.{name}.{what}"] for what in ("cost", "room")}
+            )
+            for index, of_layer in named.items()
+            for name, candidate in of_layer.items()
+        }
 
-    scales = job.run_once(name, work)
-    job.state.drop("scales")
-    return {
-        index: LayerScales(
-            scales.get(f"{index}.k"), scales.get(f"{index}.v"), sides["k"].trial.center,
-            plan=LayerPlan(sides["k"].plan, sides["v"].plan),
-        )
-        for index, sides in chosen.items()
-    }  # fmt: skip
+    scales = job.run_once("chosen", work)
+    job.state.drop("scales")  # which is large, and not needed again
+
+    def layer(index: int, sides: Sides, which: int) -> LayerScales:
+        k, v = (range(len(sides[side]))[which] for side in "kv")
+        plan = LayerPlan(sides["k"][k].plan, sides["v"][v].plan)
+        return LayerScales(
+            scales[f"{index}.k.{k}"], scales[f"{index}.v.{v}"], sides["k"][k].center,
+            plan=None if job.options.plan is None else plan,
+        )  # fmt: skip
+
+    first, last = ({i: layer(i, of, which) for i, of in candidates.items()} for which in (0, -1))
+    return first, last

@@ -22,10 +22,10 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import measure, plan_choice, scoring, stages
-from hf_fp8kv.calibration.choose import Trial
+from hf_fp8kv.calibration.choose import Candidate
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import paged_layers
-from hf_fp8kv.calibration.plans import Candidate, choose_candidates
+from hf_fp8kv.calibration.plans import choose_candidates
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.rotation import rotate
@@ -121,7 +121,7 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     center = torch.randn(2, 16, generator=chance) if "centered" in plan else None
     how = SidePlan.parse(plan)
     first = 0.01 + torch.rand(2, 1, generator=chance) / 100
-    candidate = Candidate(how, Trial(side, first, first, center, "head", how.rotated))
+    candidate = Candidate(side, how, first, first, center, "head")
     costs = candidate.measure(x, queries)
     layer = LayerScales(
         first / FORMATS[how.format].scale_from_e4m3 * 2**0.25, first, center,
@@ -156,7 +156,8 @@ def test_the_best_where_it_is_worst(near: Any, far: Any, best: int) -> None:
     job: Any = SimpleNamespace(
         options=SimpleNamespace(granularity="head"), run_batches=lambda name, *_: measured[name]
     )
-    assert choose_candidates(job, [], [], {0: {"k": [0, 1, 2]}}) == {0: {"k": best}}
+    found = choose_candidates(job, [], [], {0: {"k": [0, 1, 2], "v": [0]}})
+    assert found == {0: {"k": [0, best] if best else [0], "v": [0]}}
 
 
 @pytest.mark.full
@@ -201,7 +202,7 @@ def test_what_does_not_help_for_certain_is_not_taken(biased: Any, monkeypatch: A
 
     monkeypatch.setattr(scoring, "score_caches", score)
     scales = calibrate(biased, texts(8), plan="measured", **FEW)
-    assert places[:2] == ["predictions", "far predictions: predictions"]
+    assert places[:2] == ["predictions", "far predictions"]
     assert set(scales.plan.values()) == {E4M3}
     assert "others do not help for certain" in scales.report.centers
 
