@@ -210,20 +210,13 @@ def _options(
         )
     if not isinstance(center, bool):
         raise ConfigError(f"center: expected True or False, got {center!r}")
+    if plan is not None and dtype is not None:
+        raise ConfigError(
+            f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}; "
+            "leave it out, or pass plan=LayerPlan.parse('fp8_e3m4', 'fp8_e3m4') and such"
+        )
     chosen: Any = plan
-    if plan == "measured":
-        if dtype is not None:
-            raise ConfigError(
-                f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
-                "; leave it out, or pass plan=LayerPlan.parse('fp8_e3m4', 'fp8_e3m4') and such"
-            )
-        chosen = "measured"
-    elif plan is not None:
-        if dtype is not None:
-            raise ConfigError(
-                f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
-                "; leave it out"
-            )
+    if plan is not None and plan != "measured":
         given = parse_plan(plan)
         if isinstance(given, StoragePlan):
             given = given.plan

@@ -211,8 +211,7 @@ def estimate_other_tokens(
     if options.center or options.plan is not None:
         trial = _trial_windows(corpus.windows)
         total += 3 * (sum(map(len, trial)) + _count(beyond.spread(trial)))
-        total += _count(sample_near(corpus.windows))
-        total += 2 * _count(sample_far(corpus.windows, beyond))
+        total += 2 * _count([*sample_near(corpus.windows), *sample_far(corpus.windows, beyond)])
     return total
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.first_call import Operations
 from benchmarks.long.outliers import planted_outliers
 from hf_fp8kv import (
     ConfigError,
@@ -30,7 +31,6 @@ from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import LayerScales
-from tests.cache.test_default import Operations
 from tests.cache.test_plans import stored
 from tests.calibration.test_calibrate import FEW, NONE, QUIET, seen, texts
 from tests.calibration.test_corpus import words
