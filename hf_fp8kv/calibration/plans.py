@@ -22,7 +22,7 @@ from .choose import (
 )
 from .observe import Batch, TensorDict
 from .pairs import Partners
-from .stages import Asked, fold_queries, sample_near
+from .stages import Asked, fold_layers, sample_near
 from .state import Job
 
 _KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
@@ -101,7 +101,7 @@ def choose_candidates(
             }
 
         several = any(len(of[side]) > 1 for of in candidates.values() for side in sides)
-        return fold_queries(job, name, batches if several else [], cost)
+        return fold_layers(job, name, batches if several else [], cost)
 
     near_costs = measure("plans", sample_near(windows), "kv")
     far_costs = measure("far plans", far, "k")
@@ -149,7 +149,7 @@ def make_scales(
         }
 
     def work() -> TensorDict:
-        sums = fold_queries(job, "scales", sample_near(windows), cost)
+        sums = fold_layers(job, "scales", sample_near(windows), cost)
         return {
             f"{index}.{name}": pick_scale(
                 candidate, {what: sums[f"{index}.{name}.{what}"] for what in ("cost", "room")}

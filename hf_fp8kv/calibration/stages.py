@@ -47,17 +47,10 @@ def collect_ranges(
 ) -> dict[int, TensorDict]:
     """Return the range of K and V of each layer; raise ConfigError for NaN or infinity."""
 
-    def step(ranges: TensorDict, batch: Batch) -> TensorDict:
-        new: TensorDict = {}
+    def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
+        return _measure_finite_range(job, index, k, v, partners[index])
 
-        def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            of_layer = _measure_finite_range(job, index, k, v, partners[index])
-            new.update({f"{index}.{name}": tensor for name, tensor in of_layer.items()})
-
-        observe(job.model, batch, job.layers, on_states)
-        return merge_ranges(ranges, new) if ranges else new
-
-    return _group_by_layer(job.run_batches("text", batches, step))
+    return _group_by_layer(fold_layers(job, "text", batches, measure, merge_ranges, observe))
 
 
 def collect_sample(
@@ -73,29 +66,7 @@ def collect_sample(
         of_layer = _measure_finite_range(job, index, k, v, partners[index])
         return of_layer | weigh_keys(k, queries)
 
-    return _group_by_layer(fold_queries(job, name, batches, measure, merge_ranges))
-
-
-def fold_queries(
-    job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
-    merge: Callable[[TensorDict, TensorDict], TensorDict] = add_tensors,
-) -> TensorDict:  # fmt: skip
-    """Merge the tensors that `measure` returns for each layer, as "layer.name", over batches.
-
-    `measure` is called as `on_layer` of `observe_queries`.
-    """
-
-    def step(merged: TensorDict, batch: Batch) -> TensorDict:
-        new: TensorDict = {}
-
-        def on_layer(index: int, *states: Any) -> None:
-            found = measure(index, *states)
-            new.update({f"{index}.{what}": tensor for what, tensor in found.items()})
-
-        observe_queries(job.model, job.layers, batch, on_layer)
-        return merge(merged, new) if merged else new
-
-    return job.run_batches(name, batches, step)
+    return _group_by_layer(fold_layers(job, name, batches, measure, merge_ranges))
 
 
 def _measure_finite_range(
@@ -143,7 +114,7 @@ def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
 
 
 def observe_queries(
-    model: PreTrainedModel, layers: frozenset[int], batch: Batch, on_layer: Callable[..., None]
+    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_layer: Callable[..., None]
 ) -> None:
     """Call the model, and `on_layer` with a layer's index, K, V and its queries, if it has any."""
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -192,3 +163,26 @@ def _sample_queries(query: torch.Tensor, k: torch.Tensor, call: dict[str, Any]) 
 def sample_windows(windows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
     """Return some of the windows, from all over the list: of every length."""
     return list(windows[:: max(1, len(windows) // count)][:count])
+
+
+def fold_layers(
+    job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
+    merge: Callable[[TensorDict, TensorDict], TensorDict] = add_tensors,
+    see: Callable[..., None] = observe_queries,
+) -> TensorDict:  # fmt: skip
+    """Merge the tensors that `measure` returns for each layer, as "layer.name", over batches.
+
+    `see` calls `measure`: `observe_queries`, or `observe` without queries.
+    """
+
+    def step(merged: TensorDict, batch: Batch) -> TensorDict:
+        new: TensorDict = {}
+
+        def on_layer(index: int, *states: Any) -> None:
+            found = measure(index, *states)
+            new.update({f"{index}.{what}": tensor for what, tensor in found.items()})
+
+        see(job.model, batch, job.layers, on_layer)
+        return merge(merged, new) if merged else new
+
+    return job.run_batches(name, batches, step)

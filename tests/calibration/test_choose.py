@@ -325,7 +325,7 @@ def test_k_has_no_scale_of_channels_where_pairs_are_not_known(ranges):
 
 
 def see_queries(job, batch, on_layer):
-    stages.observe_queries(job.model, job.layers, batch, on_layer)
+    stages.observe_queries(job.model, batch, job.layers, on_layer)
 
 
 def job_of(model, *, center=False) -> Job:

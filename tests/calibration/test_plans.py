@@ -383,10 +383,10 @@ def test_keys_stay_where_no_other_position_can_be_tried(
     """The model takes no `position_ids`, or takes them and fails."""
     real = plan_choice.observe_queries
 
-    def observe(model: Any, layers: Any, batch: Any, on_layer: Any) -> None:
+    def observe(model: Any, batch: Any, layers: Any, on_layer: Any) -> None:
         if batch.start is not None:
             raise ConfigError("it takes no position_ids")
-        real(model, layers, batch, on_layer)
+        real(model, batch, layers, on_layer)
 
     monkeypatch.setattr(plan_choice, "observe_queries", observe)
     monkeypatch.setattr(plan_choice, "accepts", lambda *_: named)
