@@ -201,7 +201,12 @@ def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choice
             )
             for index, of_layer in ranges.items()
         }
-        choices[fmt, name] = plans.make_scales(fresh, corpus.windows, tried)
+        made = plans.make_scales(fresh, corpus.windows, tried)
+        plain, centered = (
+            {i: plans.join_sides(options, of["k"][which], of["v"][0]) for i, of in made.items()}
+            for which in (0, -1)
+        )
+        choices[fmt, name] = plain, centered
     plain, centered = (
         {index: _smallest_scales(of_layer, centered) for index, of_layer in ranges.items()}
         for centered in (False, True)

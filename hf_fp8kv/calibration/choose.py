@@ -37,8 +37,6 @@ _ROOM_COST = 1.02
 _ROOM_OCTAVES = 3
 # Tokens whose squared error tells whether there is room: a matter of the smallest numbers only.
 _ROOM_TOKENS = 128
-# The scales of an octave that a plan is tried with: a float format is as good as its best one.
-_STEPS = range(0, SEARCH_STEPS, 4)
 # Put before the names of a range: of the same numbers, rotated.
 ROTATED = "rotated."
 # Added to what the numbers of a channel count in its center, as a share of the head's largest.
@@ -90,20 +88,17 @@ class Candidate:
         weigh = queries.cost_of_keys if self.side == "k" else queries.cost_of_values
         return weigh(error, kind)
 
-    def measure(self, x: torch.Tensor, queries: Queries | None) -> torch.Tensor:
-        """Return what errors of K or V, `x` `[N, Hkv, D]`, cost: float64, `[scales tried]`."""
-        x, queries = self.transform(x, queries)
-        costs = []
-        for step in _STEPS:
-            error = rounding_error(x, self.scale(step, x.device), self.fmt)
-            cost = error.square() if queries is None else self.weigh(error, queries, "head")
-            costs.append(cost.sum(dtype=torch.float64))
-        return torch.stack(costs).cpu()
+    def measure(
+        self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the cost of K or V, `x` `[N, Hkv, D]`, with a scale in the unit of E4M3.
 
-    def scale(self, step: int, device: torch.device) -> torch.Tensor:
-        """Return one of the scales of an octave."""
-        scale: torch.Tensor = self.first.to(device) * 2.0 ** (step / SEARCH_STEPS)
-        return scale
+        The cost is float64, `[]`. Without queries it is the squared error.
+        """
+        x, queries = self.transform(x, queries)
+        error = rounding_error(x, (scale * self.fmt.scale_from_e4m3).to(x.device), self.fmt)
+        cost = error.square() if queries is None else self.weigh(error, queries, "head")
+        return cost.sum(dtype=torch.float64).cpu()
 
 
 def _unit_format(plan: SidePlan) -> Format:
@@ -210,7 +205,7 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
     thin = x[:: -(-len(x) // _ROOM_TOKENS)]
     cost, room = [], []
     for step in range(SEARCH_STEPS):
-        scale = candidate.scale(step, x.device)
+        scale = candidate.first.to(x.device) * 2.0 ** (step / SEARCH_STEPS)
         octaves = [scale * 2.0**octave for octave in range(_ROOM_OCTAVES + 1)]
         room.append(torch.stack([_squared_error(thin, larger, kind, fmt) for larger in octaves]))
         if queries is not None:

@@ -1,9 +1,10 @@
 """Plans by measurement: how a layer is stored at least cost, and the scales for that.
 
-Candidates take the same bytes: a format, rotated or not, with a center or without. Each is tried on
-the queries of some windows, at their own and at other positions: outliers that turn with the
-position leave their center, and rotation then spreads their error over all channels. Another one
-than the first has to cost less at both. At the end the model's predictions decide, see scoring.
+Candidates take the same bytes: a format, rotated or not, with a center or without. Each is tried
+with its own scales on the queries of some windows, at their own and at other positions: outliers
+that turn with the position leave their center, and rotation then spreads their error over all
+channels. Another one than the first has to cost less at both. At the end the model's predictions
+decide, see scoring.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +28,13 @@ from .state import Job
 
 _KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
 # What another candidate than the first may cost at most, relative to it.
-_MOST = 0.9
+_MOST = 0.95
 
 # Of a layer, by side: the first candidate is the safe one.
 Sides = Mapping[str, Sequence[Candidate]]
+# A candidate, and the scale that costs least, in the unit of E4M3.
+Scaled = tuple[Candidate, torch.Tensor]
+ScaledSides = Mapping[str, Sequence[Scaled]]
 
 
 def list_candidates(
@@ -87,87 +91,80 @@ def _list_plans(
     return {"k": k, "v": [SidePlan(AUTO)] if latent else [safe, *plain]}
 
 
-def choose_candidates(
-    job: Job, windows: Sequence[torch.Tensor], far: Sequence[Batch], candidates: Mapping[int, Sides]
-) -> dict[int, Sides]:
-    """Return the first candidate of each layer and side, and the best one if it is another."""
+def make_scales(
+    job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
+) -> dict[int, dict[str, list[Scaled]]]:
+    """Return the candidates of each layer with their scales, tried on some of the windows."""
 
-    def measure(name: str, batches: Sequence[Batch], sides: str) -> TensorDict:
-        def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> TensorDict:
-            x, several = {"k": k, "v": v}, [s for s in sides if len(candidates[index][s]) > 1]
-            return {
-                side: torch.stack([c.measure(x[side], queries) for c in candidates[index][side]])
-                for side in several
-            }
+    def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> TensorDict:
+        return {
+            f"{side}.{number}.{what}": costs
+            for side, x in (("k", k), ("v", v))
+            for number, candidate in enumerate(candidates[index][side])
+            for what, costs in measure_costs(candidate, x, queries).items()
+        }
 
-        several = any(len(of[side]) > 1 for of in candidates.values() for side in sides)
-        return fold_layers(job, name, batches if several else [], cost)
+    def work() -> TensorDict:
+        sums = fold_layers(job, "scales", sample_near(windows), cost)
+        return {
+            (name := f"{index}.{side}.{number}"): pick_scale(
+                candidate, {what: sums[f"{name}.{what}"] for what in ("cost", "room")}
+            )
+            for index, sides in candidates.items()
+            for side, of_side in sides.items()
+            for number, candidate in enumerate(of_side)
+        }
 
-    near_costs = measure("plans", sample_near(windows), "kv")
-    far_costs = measure("far plans", far, "k")
+    scales = job.run_once("chosen", work)
+    job.state.drop("scales")  # which is large, and not needed again
     return {
         index: {
-            side: _pick(
-                of_side, near_costs.get(f"{index}.{side}"), far_costs.get(f"{index}.{side}")
-            )
+            side: [(c, scales[f"{index}.{side}.{number}"]) for number, c in enumerate(of_side)]
             for side, of_side in sides.items()
         }
         for index, sides in candidates.items()
     }
 
 
-def _pick(
-    candidates: Sequence[Candidate], near: torch.Tensor | None, far: torch.Tensor | None
-) -> Sequence[Candidate]:
-    """Return the first one, and that whose cost, `[candidates, scales]`, is least at its worst."""
-    if near is None:
-        return candidates[:1]
-    step = near.argmin(1, keepdim=True)
-    costs = [near.gather(1, step), *([] if far is None else [far.gather(1, step)])]
-    # 0 / 0: where K is all zeros, every plan is as good.
-    worst = torch.stack([cost / cost[0] for cost in costs]).nan_to_num(1.0).amax(0).flatten()
-    best = int(worst.argmin())
-    return [candidates[0], candidates[best]] if worst[best] < _MOST else candidates[:1]
-
-
-def make_scales(
-    job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
+def choose_scales(
+    job: Job, windows: Sequence[torch.Tensor], far: Sequence[Batch], made: Mapping[int, ScaledSides]
 ) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:
-    """Return the scales of each layer for the first candidates, and for the last ones."""
-    named = {
-        index: {f"{side}.{n}": c for side in sides for n, c in enumerate(sides[side])}
-        for index, sides in candidates.items()
-    }
+    """Return the scales of each layer for the first candidates, and for the best ones."""
 
-    def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> TensorDict:
-        return {
-            f"{name}.{what}": costs
-            for name, candidate in named[index].items()
-            for what, costs in measure_costs(
-                candidate, v if candidate.side == "v" else k, queries
-            ).items()
-        }
+    def measure(name: str, batches: Sequence[Batch], sides: str) -> TensorDict:
+        def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> TensorDict:
+            return {
+                side: torch.stack([c.measure(x, queries, scale) for c, scale in made[index][side]])
+                for side, x in (("k", k), ("v", v))
+                if side in sides and len(made[index][side]) > 1
+            }
 
-    def work() -> TensorDict:
-        sums = fold_layers(job, "scales", sample_near(windows), cost)
-        return {
-            f"{index}.{name}": pick_scale(
-                candidate, {what: sums[f"{index}.{name}.{what}"] for what in ("cost", "room")}
-            )
-            for index, of_layer in named.items()
-            for name, candidate in of_layer.items()
-        }
+        several = any(len(of[side]) > 1 for of in made.values() for side in sides)
+        return fold_layers(job, name, batches if several else [], cost)
 
-    scales = job.run_once("chosen", work)
-    job.state.drop("scales")  # which is large, and not needed again
+    costs = measure("plans", sample_near(windows), "kv"), measure("far plans", far, "k")
+    first, best = {}, {}
+    for index, of in made.items():
+        k, v = (_pick([c[name] for c in costs if (name := f"{index}.{s}") in c]) for s in "kv")
+        first[index] = join_sides(job.options, of["k"][0], of["v"][0])
+        best[index] = join_sides(job.options, of["k"][k], of["v"][v])
+    return first, best
 
-    def layer(index: int, sides: Sides, which: int) -> LayerScales:
-        k, v = (range(len(sides[side]))[which] for side in "kv")
-        plan = LayerPlan(sides["k"][k].plan, sides["v"][v].plan)
-        return LayerScales(
-            scales[f"{index}.k.{k}"], scales[f"{index}.v.{v}"], sides["k"][k].center,
-            plan=None if job.options.plan is None else plan,
-        )  # fmt: skip
 
-    first, last = ({i: layer(i, of, which) for i, of in candidates.items()} for which in (0, -1))
-    return first, last
+def _pick(costs: Sequence[torch.Tensor]) -> int:
+    """Return the number of the candidate to take: `costs`, each `[candidates]`, are near and far.
+
+    It is the one whose cost relative to the first is least where it is larger.
+    """
+    if not costs:
+        return 0
+    # 0 / 0: where K is all zeros, every plan is as good.
+    worst = torch.stack([cost / cost[0] for cost in costs]).nan_to_num(1.0).amax(0)
+    best = int(worst.argmin())
+    return best if worst[best] < _MOST else 0
+
+
+def join_sides(options: CalibrationOptions, k: Scaled, v: Scaled) -> LayerScales:
+    """Return the scales of a layer, with its plan if `calibrate` was called with a plan."""
+    plan = None if options.plan is None else LayerPlan(k[0].plan, v[0].plan)
+    return LayerScales(k[1], v[1], k[0].center, plan=plan)

@@ -131,14 +131,14 @@ def calibrate(
             for index, of in ranges.items()
         }  # fmt: skip
         far_sample = stages.sample_far(corpus.windows, beyond) if far else []
-        chosen = plans.choose_candidates(job, corpus.windows, far_sample, candidates)
+        made = plans.make_scales(job, corpus.windows, candidates)
         source, fingerprint = f"calibrated on {corpus.tokens} tokens", fingerprint_weights(model)
         safe, best = (
             KVScales(
                 {i: replace(layer, source=source) for i, layer in layers.items()},
                 model_type=model.config.model_type, origin=source, fingerprint=fingerprint,
             )
-            for layers in plans.make_scales(job, corpus.windows, chosen)
+            for layers in plans.choose_scales(job, corpus.windows, far_sample, made)
         )  # fmt: skip
         scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
         counts = {"texts": corpus.texts, "tokens": corpus.tokens}

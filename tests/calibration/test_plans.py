@@ -26,7 +26,7 @@ from hf_fp8kv.calibration import measure, plan_choice, scoring, stages
 from hf_fp8kv.calibration.choose import Candidate
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import paged_layers
-from hf_fp8kv.calibration.plans import choose_candidates
+from hf_fp8kv.calibration.plans import choose_scales
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.rotation import rotate
@@ -122,15 +122,12 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     how = SidePlan.parse(plan)
     first = 0.01 + torch.rand(2, 1, generator=chance) / 100
     candidate = Candidate(side, how, first, first, center, "head")
-    costs = candidate.measure(x, queries)
-    layer = LayerScales(
-        first / FORMATS[how.format].scale_from_e4m3 * 2**0.25, first, center,
-        plan=LayerPlan(how, SidePlan("int8")),
-    )  # fmt: skip
+    scale = first / FORMATS[how.format].scale_from_e4m3
+    cost = candidate.measure(x, queries, scale)
+    layer = LayerScales(scale, first, center, plan=LayerPlan(how, SidePlan("int8")))
     error = stored(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
     weigh = queries.cost_of_keys if side == "k" else queries.cost_of_values
-    # The second scale that is tried.
-    torch.testing.assert_close(costs[1], weigh(error, "head").sum().double(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(cost, weigh(error, "head").sum().double(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -138,26 +135,24 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     [
         ([9.0, 4.0, 2.0], [9.0, 4.0, 2.0], 2),
         ([9.0, 4.0, 2.0], [9.0, 4.0, 8.5], 1),  # what helps near and hardly far is not trusted
-        ([9.0, 8.5, 8.2], [9.0, 1.0, 1.0], 0),
+        ([9.0, 8.8, 8.6], [9.0, 1.0, 1.0], 0),
+        ([9.0, 8.8, 8.5], [9.0, 1.0, 1.0], 2),
         ([9.0, 4.0, 2.0], None, 2),
         ([0.0, 0.0, 0.0], None, 0),
         (None, None, 0),
     ],
 )
 def test_the_best_where_it_is_worst(near: Any, far: Any, best: int) -> None:
-    costs = [None if x is None else torch.tensor(x)[:, None] for x in (near, far)]
-    if near is not None and far is not None:
-        # The scale that is best near is the one that counts far.
-        costs = [torch.cat([costs[0], 2 * costs[0]], 1), torch.cat([costs[1], 0 * costs[1]], 1)]
     measured = {
-        name: {} if cost is None else {"0.k": cost}
-        for name, cost in zip(("plans", "far plans"), costs, strict=True)
+        name: {} if costs is None else {"0.k": torch.tensor(costs)}
+        for name, costs in (("plans", near), ("far plans", far))
     }
     job: Any = SimpleNamespace(
-        options=SimpleNamespace(granularity="head"), run_batches=lambda name, *_: measured[name]
+        options=SimpleNamespace(plan=None), run_batches=lambda name, *_: measured[name]
     )
-    found = choose_candidates(job, [], [], {0: {"k": [0, 1, 2], "v": [0]}})
-    assert found == {0: {"k": [0, best] if best else [0], "v": [0]}}
+    made = [(SimpleNamespace(center=None), torch.tensor(n)) for n in (1.0, 2.0, 3.0)]
+    found = choose_scales(job, [], [], {0: {"k": made, "v": made[:1]}})
+    assert [(of[0].k.item(), of[0].v.item()) for of in found] == [(1.0, 1.0), (1.0 + best, 1.0)]
 
 
 @pytest.mark.full
