@@ -27,9 +27,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1818, "bench": 974, "cache": 4818, "calibration": 3134, "cli": 2331,
-    "enabling": 261, "errors": 63, "formats": 485, "__init__": 62, "modeling": 536, "ops": 7911,
-    "paging": 1985, "scales": 3868, "serving": 7028, "utils": 776, "vllm": 1042,
+    "attention": 1805, "bench": 974, "cache": 4752, "calibration": 3134, "cli": 2331,
+    "enabling": 261, "errors": 63, "formats": 485, "__init__": 62, "modeling": 536, "ops": 7713,
+    "paging": 1893, "scales": 3868, "serving": 7000, "utils": 776, "vllm": 1043,
 }  # fmt: skip
 
 

@@ -216,23 +216,10 @@ def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tenso
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
-    query, pending = without_grad(query), key.pending
-    span = (pages_of(key), key.lengths, key.start, key.stop, spec)
-    if pending is not None and pending.waits_for(query.shape[2]):
-        attended = ops.write_and_attend(
-            query, pending.key, pending.value, *span, plan=key.plan, backend=key.backend
-        )
-        pending.finish()
-        return attended
-    new_key, new_value = key.new_key, key.new_value
-    if new_key is not None and new_key.shape[2] != query.shape[2]:
-        key.store_pending()
-        new_key = None
-    if new_key is not None and new_value is not None:
-        return ops.write_and_attend(
-            query, new_key, new_value, *span, plan=key.plan, backend=key.backend
-        )
-    return ops.attend(query, *span, plan=key.plan, backend=key.backend)
+    return ops.attend(
+        without_grad(query), pages_of(key), key.lengths, key.start, key.stop, spec, plan=key.plan,
+        backend=key.backend,
+    )  # fmt: skip
 
 
 def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> AttentionSpec:

@@ -9,7 +9,6 @@ from .. import ops
 from ..errors import ConfigError
 from ..ops import Pages
 from ..paging.passage import Passage
-from ..paging.pending_write import PendingWrite
 from ..utils.tensors import without_grad
 from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export
 from .paged_tensor import PagedKV
@@ -86,19 +85,11 @@ class FP8PagedLayer(PagedLayerBase):
         self.pool.written(group.table, start, stop)
         lengths = group.lengths_on(self.device, stop)
         pages = self._pages(group.table_on(self.device))
-        pending = None
-        if self.backend == "triton" and tokens <= ops.SINGLE_TOKENS and not attends_fresh:
-            pending = PendingWrite(pages, key, value, lengths, self.backend)
-            group.defer_write(self.pool, pending)
-        else:
-            ops.write(pages, key, value, lengths, self.backend)
+        ops.write(pages, key, value, lengths, self.backend)
         group.lengths[self.member] = stop
         if attends_fresh:
             return key_states, value_states
-        both = self._view(pages, lengths, group.visible_from(start), stop, tokens)
-        for handle in both:
-            handle.pending = pending
-        return both
+        return self._view(pages, lengths, group.visible_from(start), stop, tokens)
 
     def _pass_through(
         self, passage: Passage, key_states: torch.Tensor, value_states: torch.Tensor
@@ -135,7 +126,6 @@ class FP8PagedLayer(PagedLayerBase):
         length = self.get_seq_length()
         if not length:
             return None
-        self.group.store_pending()
         self._bring_pages()
         pages = self._pages(self.group.table_on(self.device))
         lengths = self.group.lengths_on(self.device, length)

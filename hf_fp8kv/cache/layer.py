@@ -179,21 +179,15 @@ class PagedLayerBase(CacheLayerMixin):
         return pool.record(self.storage, table, *scales)
 
     def _handles(
-        self,
-        pages: Pages,
-        lengths: torch.Tensor,
-        plan: torch.Tensor | None,
-        start: int,
-        stop: int,
-        new: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        self, pages: Pages, lengths: torch.Tensor, plan: torch.Tensor | None, start: int, stop: int
     ) -> tuple[PagedKV, PagedKV]:
         ragged = self.options.is_preallocated
         span = (start, stop, self.group.window or 0, ragged, self.backend)
-        if not torch.compiler.is_compiling() and new[0] is None:
+        if not torch.compiler.is_compiling():
             return make_handles(pages, lengths, plan, (self.dtype, self.v_dtype), *span)
         return (
-            make_handle(pages, lengths, plan, "k", self.dtype, *span, *new),
-            make_handle(pages, lengths, plan, "v", self.v_dtype, *span, *new),
+            make_handle(pages, lengths, plan, "k", self.dtype, *span),
+            make_handle(pages, lengths, plan, "v", self.v_dtype, *span),
         )
 
     @property
@@ -291,7 +285,6 @@ class PagedLayerBase(CacheLayerMixin):
 
     def offload(self) -> None:
         """Move the bytes to the CPU's memory."""
-        self.group.store_pending()
         if self.pool.is_allocated:
             self.pool.move(torch.device("cpu"))
 
@@ -316,7 +309,6 @@ class PagedLayerBase(CacheLayerMixin):
 
         A cache from a file is on one device, and the model's layers may be on several.
         """
-        self.group.store_pending()
         self.backend = ops.choose_backend(self.options.backend, device)
         if not self.options.is_preallocated:
             self.pool.lay_out(in_blocks=ops.reads_blocks(self.backend, device))

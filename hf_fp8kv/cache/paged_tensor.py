@@ -19,17 +19,13 @@ from .. import ops
 from ..errors import ConfigError
 from ..ops import Pages
 from ..ops.flattening import PAGE_FIELDS, flatten, unflatten
-from ..paging.pending_write import PendingWrite
 from ..utils.warn_once import warn_once
 
 logger = logging.getLogger(__name__)
 
 
 # What a handle carries besides its dtype: the fields of its pages, and these.
-_OWN_FIELDS = (
-    "lengths", "plan", "new_key", "new_value", "side", "start", "stop", "window", "ragged",
-    "backend",
-)  # fmt: skip
+_OWN_FIELDS = ("lengths", "plan", "side", "start", "stop", "window", "ragged", "backend")
 _FIELDS = (*PAGE_FIELDS, *_OWN_FIELDS)
 
 
@@ -45,16 +41,12 @@ class PagedKV(torch.Tensor):
     k_center: torch.Tensor | None
     lengths: torch.Tensor
     plan: torch.Tensor | None
-    new_key: torch.Tensor | None
-    new_value: torch.Tensor | None
     side: str
     start: int
     stop: int
     window: int
     ragged: bool
     backend: str
-    # What attention to this handle has to store first, outside of `torch.compile`.
-    pending: PendingWrite | None = None
 
     # `.shape` and `.dtype` then cost what they cost on any tensor. (torch declares these methods
     # without types, so mypy sees overrides that differ.)
@@ -62,24 +54,12 @@ class PagedKV(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """Return the numbers that the stored bytes stand for, contiguous."""
-        self.store_pending()
         return ops.gather(
             pages_of(self), self.lengths, self.side, self.start, self.stop, self.dtype,
             self.ragged, self.backend,
         )  # fmt: skip
 
-    def store_pending(self) -> None:
-        """Store the step's new tokens, unless that is done."""
-        if self.pending is not None:
-            self.pending.store()
-            self.pending = None
-        if self.new_key is not None and self.new_value is not None:
-            new = self.new_key, self.new_value
-            ops.write(pages_of(self), *new, self.lengths, self.backend, self.stop)
-
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        if self.pending is not None:
-            self.store_pending()
         attributes = {name: getattr(self, name) for name in _FIELDS}
         tensors = [name for name, x in attributes.items() if isinstance(x, torch.Tensor)]
         constants = tuple((name, x) for name, x in attributes.items() if name not in tensors)
@@ -90,12 +70,7 @@ class PagedKV(torch.Tensor):
         inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> "PagedKV":
         constants, dtype = context
-        handle = _wrap(inner | dict(constants), dtype)
-        if type(handle.new_key) is torch.Tensor:
-            # It leaves a compiled region, and nobody may attend to it before the next step.
-            handle.store_pending()
-            handle.new_key = handle.new_value = None
-        return handle
+        return _wrap(inner | dict(constants), dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -167,8 +142,6 @@ def make_handle(
     window: int,
     ragged: bool,
     backend: str,
-    new_key: torch.Tensor | None = None,
-    new_value: torch.Tensor | None = None,
 ) -> PagedKV:
     """Return a handle.
 
@@ -182,11 +155,8 @@ def make_handle(
         window: the sliding window of the layer in tokens; 0: none.
         ragged: columns past the last stored token exist (`max_cache_len`); they read as zero.
         backend: a key of `ops.BACKENDS`.
-        new_key: `[B, Hkv, T, Dk]`, the last T tokens, if attention has to store them first (or
-            None); only inside of a compiled region.
-        new_value: `[B, Hkv, T, Dv]`, the same.
     """
-    own = (lengths, plan, new_key, new_value, side, start, stop, window, ragged, backend)
+    own = (lengths, plan, side, start, stop, window, ragged, backend)
     return _wrap(dict(zip(_FIELDS, (*flatten(pages), *own), strict=True)), dtype)
 
 
@@ -210,8 +180,7 @@ def make_handles(
     if "attributes" not in known:
         known["attributes"] = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
     attributes = {
-        **known["attributes"], "pages": pages, "lengths": lengths, "plan": plan, "new_key": None,
-        "new_value": None, "side": "k", "start": start, "stop": stop, "window": window,
-        "ragged": ragged, "backend": backend,
+        **known["attributes"], "pages": pages, "lengths": lengths, "plan": plan, "side": "k",
+        "start": start, "stop": stop, "window": window, "ragged": ragged, "backend": backend,
     }  # fmt: skip
     return _wrap(attributes, dtypes[0]), _wrap({**attributes, "side": "v"}, dtypes[1])

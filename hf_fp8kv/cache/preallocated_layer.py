@@ -136,28 +136,15 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             center = self.first_tokens.complete(self.k_center, key, self.turns)
             self.k_center.copy_(center)
         attends_fresh = was_empty and self.options.prefill == "exact"
-        defers = not attends_fresh and self._defers(key.shape[2])
-        pages = self._store(key, value, is_read=not attends_fresh, defers=defers)
+        pages = self._store(key, value, is_read=not attends_fresh)
         if attends_fresh:
             if self._attends_pages():
                 return key_states, value_states
             return self._pad(key_states), self._pad(value_states)
-        return self._view(pages, (key, value) if defers else (None, None))
+        return self._view(pages)
 
-    def _defers(self, tokens: int) -> bool:
-        """Return whether attention stores the tokens: in compiled code, where it is sure to come.
-
-        What reads a handle in another way stores them first.
-        """
-        if not (self.backend == "triton" and torch.compiler.is_compiling()):
-            return False
-        fits = not self.group.ring or tokens <= self.group.tokens_at_once
-        return fits and tokens <= ops.SINGLE_TOKENS and self._attends_pages()
-
-    def _store(
-        self, key: torch.Tensor, value: torch.Tensor, *, is_read: bool, defers: bool
-    ) -> Pages:
-        """Store tokens unless `defers`; return pages with what they see if that `is_read`."""
+    def _store(self, key: torch.Tensor, value: torch.Tensor, *, is_read: bool) -> Pages:
+        """Store tokens; return pages with what they see if that `is_read`."""
         tokens, pages, ring = key.shape[2], self._pages(self.table), self.group.ring
         first, target = 0, pages
         lengths = self.shared.after(self.place, tokens, self.max_cache_len, self.backend)
@@ -168,11 +155,10 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         elif passes:
             # The cache is empty: only the last pages of these tokens will ever be read.
             first = max((tokens - 1) // pages.page_size - ring + 1, 0) * pages.page_size
-        if not defers:
-            ops.write(
-                target, key[:, :, first:], value[:, :, first:], lengths, self.backend,
-                self.max_cache_len,
-            )  # fmt: skip
+        ops.write(
+            target, key[:, :, first:], value[:, :, first:], lengths, self.backend,
+            self.max_cache_len,
+        )  # fmt: skip
         self.shared.advance(self.place, tokens, lengths)
         if passes and is_read:
             end = self._first_in_ring(lengths)
@@ -224,10 +210,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             window, heads = self.group.window or 0, self.pool.heads
             ops.make_plan(self.plan, self.lengths, tokens, window, 0, heads, self.backend)
 
-    def _view(
-        self, pages: Pages, new: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    ) -> tuple[PagedKV, PagedKV]:
-        return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len, new)
+    def _view(self, pages: Pages) -> tuple[PagedKV, PagedKV]:
+        return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len)
 
     def _attends_pages(self) -> bool:
         """Whether the model's attention is "fp8_paged", which at the prefill takes short keys."""

@@ -271,7 +271,6 @@ def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:
     facts = []
     for i, layer in enumerate(layers):
         pool, group = layer.pool, layer.group
-        group.store_pending()
         numbers = group.table.rows[row, np.array(places)]
         held = serialization.name_as_in_files(pool, pool.take(numbers))
         for name, tensor in held.items():

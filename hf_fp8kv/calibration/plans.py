@@ -30,7 +30,7 @@ _KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DT
 # What another candidate than the first may cost at most, relative to it.
 _MOST = 0.95
 
-# Of a layer, by side: the first candidate is the safe one.
+# The candidates of a layer by side. The first candidate of a side is the safe one.
 Sides = Mapping[str, Sequence[Candidate]]
 # A candidate, and the scale that costs least, in the unit of E4M3.
 Scaled = tuple[Candidate, torch.Tensor]

@@ -21,11 +21,10 @@ What a stored code stands for (reference.py is the specification):
 from .backends import BACKENDS, CHOICES, available_backends, choose_backend, prepare_backend
 from .blocks import reads_blocks
 from .pages import AttentionSpec, Pages, StoredSide
-from .registration import advance, attend, gather, make_plan, plan_rows, write, write_and_attend
-from .triton.tuning import SINGLE_TOKENS
+from .registration import advance, attend, gather, make_plan, plan_rows, write
 
 __all__ = [
-    "BACKENDS", "CHOICES", "SINGLE_TOKENS", "AttentionSpec", "Pages", "StoredSide", "advance",
+    "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance",
     "attend", "available_backends", "choose_backend", "gather", "make_plan", "plan_rows",
-    "prepare_backend", "reads_blocks", "write", "write_and_attend",
+    "prepare_backend", "reads_blocks", "write",
 ]  # fmt: skip

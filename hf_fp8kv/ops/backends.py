@@ -65,12 +65,8 @@ class PlanningBackend(Backend, Protocol):
         stop: int,
         spec: AttentionSpec,
         plan: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Return attention; `plan` is made here where it is None.
-
-        `new`: keys and values of this call's tokens, to be stored before.
-        """
+        """Return attention; `plan` is made here where it is None."""
 
     def plan_rows(
         self, device: torch.device, batch: int, heads: int, length: int | None = None, rows: int = 1

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from ..errors import OutOfPagesError
-from . import reference
 from .backends import load_backend, load_triton
 from .pages import AttentionSpec, Pages
 from .sizes import check_sizes
-from .triton.target import target_of
 
 
 def is_unobserved(x: Tensor) -> bool:
@@ -37,35 +35,17 @@ def write(
 ) -> None:
     """Store new tokens."""
     check_sizes(pages, lengths, new=(key, value))
-    _write(pages, key, value, lengths, limit, backend)
-
-
-def _write(
-    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None, backend: str
-) -> None:
-    if backend != "triton":
-        check_limit(lengths, key.shape[2], limit)
+    check_limit(lengths, key.shape[2], limit)
+    if backend == "triton":
+        load_triton().write(pages, key, value, lengths, limit)
+    else:
         load_backend(backend).write(pages, key, value, lengths)
-        return
-    if _is_interpreted(lengths):
-        _check_interpreted(pages, lengths, key.shape[2], limit)
-    load_triton().write(pages, key, value, lengths, limit)
 
 
 def check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
     if limit is not None and lengths.is_cpu and (most := int(lengths.max())) > limit:
         raise OutOfPagesError.of_tokens(limit, most - tokens, tokens)
-
-
-def _is_interpreted(lengths: Tensor) -> bool:
-    return lengths.is_cpu and target_of(lengths.device).interpreted
-
-
-def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
-    """Refuse, in the interpreter, what the other backends refuse."""
-    check_limit(lengths, tokens, limit)
-    reference.locate_all(pages, lengths, tokens)
 
 
 def attend(
@@ -77,16 +57,9 @@ def attend(
     spec: AttentionSpec,
     plan: Tensor | None,
     backend: str,
-    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Store `new` keys and values, if there are any, and return attention over all of them."""
-    check_sizes(pages, lengths, start, stop, query, spec, new)
+    """Return attention over stored tokens."""
+    check_sizes(pages, lengths, start, stop, query, spec)
     if backend == "triton":
-        if new is not None and _is_interpreted(lengths):
-            # Nothing is stored for a row of no sequence, of length 0.
-            tokens = query.shape[2]
-            _check_interpreted(pages, lengths.clamp(min=tokens), tokens, stop)
-        return load_triton().attend(query, pages, lengths, start, stop, spec, plan, new)
-    if new is not None:
-        _write(pages, *new, lengths, stop, backend)
+        return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
     return load_backend(backend).attend(query, pages, lengths, start, stop, spec)

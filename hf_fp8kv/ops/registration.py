@@ -6,7 +6,7 @@ run_write, run_gather, ...             what the dispatcher calls: put them toget
 """
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,39 +111,6 @@ def attend(
     return op(query, lengths, start, stop, plan, backend, *spec, *flatten(pages))
 
 
-def write_and_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Pages,
-    lengths: Tensor,
-    start: int,
-    stop: int,
-    spec: AttentionSpec,
-    *,
-    plan: Tensor | None = None,
-    backend: str,
-) -> Tensor:
-    """Store new tokens as `write` does, and return what `attend` then returns.
-
-    Of few tokens and query heads, the backend "triton" does both in one launch.
-
-    Args:
-        key: as in `write`; query `t` is the token that is stored from `key[:, :, t]`.
-        value: the same.
-        lengths: `[B]`, int32, tokens stored, this call's among them.
-        stop: as in `attend`; tokens from here on are refused, or not stored, as past the limit of
-            `write`.
-
-    The others are those of `attend`. Raises what `write` does.
-    """
-    if direct.is_unobserved(query):
-        new = key, value
-        return direct.attend(query, pages, lengths, start, stop, spec, plan, backend, new)
-    op = _WRITE_AND_ATTEND if backend == "triton" else _WRITE_AND_ATTEND_BY_HOST
-    return op(query, key, value, lengths, start, stop, plan, backend, *spec, *flatten(pages))
-
-
 def advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
     """Return `lengths + tokens`, what `write` is given for a call of `tokens`.
 
@@ -220,23 +187,13 @@ def run_gather(
     return load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
 
 
-def run_attend(query: Tensor, *rest: Any) -> Tensor:
-    """Attend as the spec says that the leaves begin with, to the pages that follow it."""
-    return _attend(query, None, *rest)
-
-
-def run_write_and_attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Write and attend, see `run_write` and `run_attend`."""
-    return _attend(query, (key, value), *rest)
-
-
-def _attend(
-    query: Tensor, new: tuple[Tensor, Tensor] | None, lengths: Tensor, start: int, stop: int,
-    plan: Tensor | None, backend: str, *leaves: Leaf,
+def run_attend(
+    query: Tensor, lengths: Tensor, start: int, stop: int, plan: Tensor | None, backend: str,
+    *leaves: Leaf,
 ) -> Tensor:  # fmt: skip
+    """Attend as the spec says that the leaves begin with, to the pages that follow it."""
     spec, pages = unflatten_spec(leaves)
-    span = lengths, start, stop
-    return direct.attend(query, pages, *span, spec, _forgetful(plan), backend, new)
+    return direct.attend(query, pages, lengths, start, stop, spec, _forgetful(plan), backend)
 
 
 def _forgetful(plan: Tensor | None) -> Tensor | None:
@@ -267,20 +224,12 @@ def _gather_shape(
     return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
 
 
-def _attend_shape(query: Tensor, *rest: Any) -> Tensor:
-    return _attended(query, None, *rest)
-
-
-def _write_and_attend_shape(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    return _attended(query, (key, value), *rest)
-
-
-def _attended(
-    query: Tensor, new: tuple[Tensor, Tensor] | None, lengths: Tensor, start: int, stop: int,
-    plan: Tensor | None, backend: str, *leaves: Leaf,
+def _attend_shape(
+    query: Tensor, lengths: Tensor, start: int, stop: int, plan: Tensor | None, backend: str,
+    *leaves: Leaf,
 ) -> Tensor:  # fmt: skip
     spec, pages = unflatten_spec(leaves)
-    check_sizes(pages, lengths, start, stop, query, spec, new)
+    check_sizes(pages, lengths, start, stop, query, spec)
     batch, heads, tokens, _dim = query.shape
     dim = (pages.k if spec.latent else pages.v).head_dim
     return query.new_empty((batch, tokens, heads, dim))
@@ -345,11 +294,6 @@ _ATTEND_SCHEMA = (
     "(Tensor query, Tensor lengths, SymInt start, SymInt stop, Tensor(plan!)? plan, str backend, "
     f"{schema_of(AttentionSpec)}, {_PAGES}) -> Tensor"
 )
-_WRITE_AND_ATTEND_SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor lengths, SymInt start, SymInt stop, "
-    f"Tensor(plan!)? plan, str backend, {schema_of(AttentionSpec)}, "
-    f"{schema_of(Pages, written=True)}) -> Tensor"
-)
 _PLAN_SCHEMA = (
     "(Tensor(a!) plan, Tensor lengths, SymInt tokens, int window, SymInt start, int heads, "
     "str backend) -> ()"
@@ -368,11 +312,4 @@ _ATTEND = _register("attend", run_attend, _ATTEND_SCHEMA, _attend_shape)
 _ATTEND_BY_HOST = _register(
     "attend_by_host", run_attend, _ATTEND_SCHEMA.replace("(plan!)", ""), _attend_shape, by_host=True
 )
-_WRITE_AND_ATTEND = _register(
-    "write_and_attend", run_write_and_attend, _WRITE_AND_ATTEND_SCHEMA, _write_and_attend_shape
-)
-_WRITE_AND_ATTEND_BY_HOST = _register(
-    "write_and_attend_by_host", run_write_and_attend,
-    _WRITE_AND_ATTEND_SCHEMA.replace("(plan!)", ""), _write_and_attend_shape, by_host=True,
-)  # fmt: skip
 _PLAN = _register("plan", run_plan, _PLAN_SCHEMA, _nothing)

@@ -14,7 +14,6 @@ from .block_table import BlockTable, Copies
 from .page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
 from .passage import Passage
-from .pending_write import PendingWrite
 
 # A step needs a tensor of lengths on each device, and one plan for each number of KV heads.
 _MAX_CACHED = 16
@@ -31,7 +30,6 @@ class LayerGroup:
         pools: the pool of each member layer; shared with forks.
         lengths: tokens written, for each member layer (they advance one after the other).
         record_past: pages that fell out of the window stay until the next crop.
-        pending: tokens that attention has to store; see `defer_write`.
         siblings: all groups of the cache; weak, so that a dropped fork goes at once, and its pages.
     """
 
@@ -48,7 +46,6 @@ class LayerGroup:
             # Pages per sequence that a window is in, the next token among it, wherever it begins.
             self._window_pages = (window + self.page_size - 2) // self.page_size + 1
         self._passage: Passage | None = None
-        self.pending: PendingWrite | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
         self._prepared: tuple[int, int, int] | None = None
         self._device_tables: dict[torch.device, torch.Tensor] = {}
@@ -63,23 +60,6 @@ class LayerGroup:
         self.pools.append(pool)
         self.lengths.append(0)
         return len(self.lengths) - 1
-
-    def defer_write(self, pool: PagePool, pending: PendingWrite) -> None:
-        """Leave new tokens of one layer to its attention, or to whatever else comes first.
-
-        So those of a layer wait for the update of the next one at most.
-        """
-        self.store_pending()
-        self.pending = pending
-        # Forks have the pool, too.
-        pool.pending = [write for write in pool.pending if not write.is_done]
-        pool.pending.append(pending)
-
-    def store_pending(self) -> None:
-        """Store what was left to an attention that did not come: before pages are read or moved."""
-        if self.pending is not None:
-            self.pending.store()
-            self.pending = None
 
     @property
     def length(self) -> int:
@@ -109,7 +89,6 @@ class LayerGroup:
         others = [group for ref in self.siblings if (group := ref()) and group is not self]
         groups = [self, *(group for group in others if group.length == start)]
         for group in groups:
-            group.store_pending()
             group.end_passage()
             group._check_held(start)
         demands = [group._demand(start, stop, batch) for group in groups]
@@ -236,7 +215,6 @@ class LayerGroup:
 
     def undo(self, start: int, tokens: int, members: list[int]) -> None:
         """Take back a step of `tokens` from `start` that `members` have stored."""
-        self.store_pending()
         passage = self._passage
         if passage is not None and passage.table is not None and passage.start == start:
             self._undo_passage(passage)
@@ -299,7 +277,6 @@ class LayerGroup:
 
     def crop(self, tokens: int, members: list[int] | None = None) -> None:
         """Remove the last `tokens` tokens, in every layer or in `members`."""
-        self.store_pending()
         self.end_passage()
         for i in range(len(self.lengths)) if members is None else members:
             self.lengths[i] = max(self.lengths[i] - tokens, 0)
@@ -311,16 +288,12 @@ class LayerGroup:
 
     def select(self, sequences: npt.NDArray[np.int64]) -> None:
         """Make sequence `i` what sequence `sequences[i]` was."""
-        self.store_pending()
         self.end_passage()
         if self.table.batch:
             self.table.select(sequences)
 
     def clear(self) -> None:
         """Drop all tokens; the batch size is free again."""
-        if self.pending is not None:
-            self.pending.finish()
-            self.pending = None
         if self._passage is not None and self._passage.table is not None:
             # Forks may hold the pools of before.
             self._undo_passage(self._passage)
@@ -330,7 +303,6 @@ class LayerGroup:
 
     def fork(self) -> "LayerGroup":
         """Return a group without layers over the same pages: O(pages), no bytes are copied."""
-        self.store_pending()
         self.end_passage()
         # Whoever writes next must look again at which pages are shared.
         self._prepared = None

@@ -152,7 +152,7 @@ class OffloadedPool(PagePool):
         if pages <= self.pages:
             return
         if self.device_pool.is_allocated:
-            self._prepare_move()
+            self._record = None
             self.wait()
             self.device_pool.grow(pages)
         # Last, since the lines above may fail, and at once.
@@ -178,7 +178,7 @@ class OffloadedPool(PagePool):
 
     def store(self) -> None:
         """Start to bring home what was written on the device."""
-        self._prepare_move()
+        self._record = None
         written = np.flatnonzero(self._on_device & ~self._on_host)
         if len(written):
             self._grow_host()
@@ -298,7 +298,6 @@ class OffloadedPool(PagePool):
 
     def free(self) -> None:
         """Give the bytes back; `allocate` brings new ones."""
-        self.pending.clear()
         self.wait()
         self._settle()
         self._forget()

@@ -12,7 +12,6 @@ from ..ops.blocks import address_pages, put_pages, take_pages, upload
 from ..ops.page_bytes import PageBytes, page_bytes
 from .block_table import BlockTable, Copies
 from .page_allocator import Ints
-from .pending_write import PendingWrite
 
 # Bytes of a block, at most, if a page is not larger: what a pool asks memory for at a time.
 BLOCK_BYTES = 16 << 20
@@ -31,7 +30,6 @@ class PagePool:
     Attributes:
         k_is_auto: whether K is stored in the model's dtype, and not in bytes.
         v_is_auto: the same of V.
-        pending: tokens that attention has to store; see `LayerGroup.defer_write`.
         k: `[P, Hkv, S, Dk]`, uint8, or the model's dtype for "auto".
         v: `[P, Hkv, Dv, S]`: V is stored transposed, since no GPU loads 8-bit data transposed.
         token_scales: `[P, Hkv, S, 2]`, bfloat16, of K and of V, when a side's scales are dynamic;
@@ -51,7 +49,6 @@ class PagePool:
         self.page_size, self.dynamic = page_size, dynamic
         self.k_is_auto, self.v_is_auto = k_is_auto, v_is_auto
         self.is_allocated = self.in_blocks = False
-        self.pending: list[PendingWrite] = []
         self._record: Pages | None = None
         self._recorded: LayerPlan | None = None  # the plan of the record
         self._forget()
@@ -91,13 +88,6 @@ class PagePool:
         if not is_compiling:
             self._record, self._recorded = pages, plan
         return pages
-
-    def _prepare_move(self) -> None:
-        """Store what was left to an attention that did not come, and let go of the tensors."""
-        for write in self.pending:
-            write.store()
-        self.pending.clear()
-        self._record = None
 
     def _forget(self) -> None:
         self._record = None
@@ -220,7 +210,7 @@ class PagePool:
         if self.in_blocks:
             self._append(pages - self.pages, self._blocks[0].device)
             return
-        self._prepare_move()
+        self._record = None
         # One after the other: at most one exists twice at a time. K last: `pages` is read from it.
         kept = self.pages
         for name, old in reversed(self.tensors().items()):
@@ -302,7 +292,7 @@ class PagePool:
 
         The old tensors stay until the new ones are filled, so an exception changes nothing.
         """
-        self._prepare_move()
+        self._record = None
         new = PagePool._empty_twin(self)
         key, value = (tokens.to(self.k.device) for tokens in self.empty_tokens(1))
         new.pinned = self.pinned
@@ -315,7 +305,6 @@ class PagePool:
 
     def free(self) -> None:
         """Give the bytes back; `allocate` brings new ones."""
-        self.pending.clear()
         self.is_allocated = False
         for name in self.parts()[0]:
             delattr(self, name)
@@ -329,7 +318,7 @@ class PagePool:
 
     def move(self, device: torch.device) -> None:
         """Move the bytes to `device`; `self.device` still names where the layer computes."""
-        self._prepare_move()
+        self._record = None
         # Towards the CPU torch would return before the bytes are there.
         waits = device.type == "cpu"
         if not self.in_blocks:

@@ -1,8 +1,6 @@
 """One layer of one step: new tokens are stored, then all queries attend to what is stored."""
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -52,29 +50,24 @@ def attend_layer(
     if tokens > work.count:
         # Padding is never computed, and must not carry NaN into what the model computes of it.
         out[:, work.count :] = 0
-    # In one launch; in a ring, tokens are not in order. Rows of length 0, padding, store nothing.
-    decodes = backend == "triton" and window is None and work.is_decoding and key is not None
-    new = None
     if key is not None and value is not None:
         check_shapes(key, value, layout)
-        if storage.center is not None and not (decodes and (softcap or sinks is not None)):
+        if storage.center is not None:
             # In float32, as the operation itself would do it: the same bytes are stored.
             key = key.float() - storage.center[None, :, None]
-        new = key, value
     # The softmax ignores a constant in all logits of a row, unless some logits do not have it.
     center = storage.center if softcap or sinks is not None else None
     spec = AttentionSpec(scaling, True, reach, softcap, sinks)
     layer = _Layer(pages.stored_as(storage), storage, center, spec, window, layout, backend)
-    if decodes:
-        layer.attend_batch(query, work.batches[0], out, new)
-        return out
-    if new is not None:
-        layer.write(*new, work)
+    if key is not None and value is not None:
+        layer.write(key, value, work)
     for batch in work.batches:
         layer.attend_batch(query, batch, out)
     for chunk in work.chunks:
-        assert new is not None  # engines with rings have no layers without keys of their own
-        layer.attend_chunk(query, *new, chunk, out)
+        # Engines with rings have no layers without keys of their own.
+        assert key is not None
+        assert value is not None
+        layer.attend_chunk(query, key, value, chunk, out)
     return out
 
 
@@ -116,28 +109,15 @@ class _Layer:
 
     def attend(
         self, query: torch.Tensor, pages: Pages, lengths: torch.Tensor, stop: int,
-        spec: AttentionSpec, plan: torch.Tensor | None = None, new: _Pair | None = None,
+        spec: AttentionSpec, plan: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the attention of queries `[B, Hq, T, D]`, `[B, T, Hq, D]`.
-
-        `new`: their keys and values, `[B, Hkv, T, D]`, to be stored before.
-        """
+        """Return the attention of queries `[B, Hq, T, D]`, `[B, T, Hq, D]`."""
         if self.center is not None:
             center = self.center.expand(len(query), -1, -1).contiguous()
             pages = pages._replace(k=pages.k._replace(center=center))
-        attend: Any = ops.attend
-        if new is not None:
-            attend = partial(ops.write_and_attend, key=new[0], value=new[1])
-        attended: torch.Tensor = attend(
-            query, pages=pages, lengths=lengths, start=0, stop=stop, spec=spec, plan=plan,
-            backend=self.backend,
-        )  # fmt: skip
-        return attended
+        return ops.attend(query, pages, lengths, 0, stop, spec, plan=plan, backend=self.backend)
 
-    def attend_batch(
-        self, query: torch.Tensor, batch: AttendBatch, out: torch.Tensor,
-        new: _Pair | None = None,
-    ) -> None:  # fmt: skip
+    def attend_batch(self, query: torch.Tensor, batch: AttendBatch, out: torch.Tensor) -> None:
         size = len(batch.lengths)
         if batch.tokens is None:
             queries = query[:, :, :size].transpose(0, 2)  # [B, Hq, 1, D]
@@ -147,10 +127,7 @@ class _Layer:
         pages = self.pages.with_table(batch.table)
         spec = self.spec._replace(causal=batch.causal)
         plan = batch.plan(self.backend, self.layout.heads, queries.shape[1], spec.window)
-        if new is not None:
-            key, value = (x[:, :, :size].transpose(0, 2) for x in new)
-            new = key, value
-        result = self.attend(queries, pages, batch.lengths, batch.stop, spec, plan, new)
+        result = self.attend(queries, pages, batch.lengths, batch.stop, spec, plan)
         result = result.flatten(0, 1)  # [B * T, Hq, D]
         if batch.targets is None:
             out[0, :size] = result

@@ -90,11 +90,6 @@ class LayerWork:
     chunks: Sequence[RingChunk]  # requests that go through pages of their own
     count: int  # tokens of the step, N
 
-    @property
-    def is_decoding(self) -> bool:
-        """Return whether every request has one token."""
-        return len(self.batches) == 1 and self.batches[0].tokens is None
-
 
 @dataclass(frozen=True)
 class _Entry:

@@ -49,8 +49,9 @@ class DecodeStep:
         since. A row without a slot, padding or of a dummy run, stores nothing and sees nothing:
         its block table may still be that of another request.
         """
-        lengths = self.lengths.masked_fill(self.slots[: len(self.lengths)] < 0, 0)
-        return decode_work(self.table, lengths, self.page_size)
+        is_missing = self.slots[: len(self.lengths)] < 0
+        table = self.table.masked_fill(is_missing[:, None], -1)
+        return decode_work(table, self.lengths.masked_fill(is_missing, 0), self.page_size)
 
 
 def is_decoding(starts: _Ints) -> bool:

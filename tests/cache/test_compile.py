@@ -159,7 +159,7 @@ def test_no_copy_of_the_pool_in_compiled_code(
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
     code = "\n".join(sources)
     assert "hf_fp8kv.write" in code
-    assert ("hf_fp8kv.write_and_attend" if backend == "triton" else "hf_fp8kv.attend") in code
+    assert "hf_fp8kv.attend" in code
     assert "hf_fp8kv.gather" not in code, "a dense copy of the history"
     shape = str(tuple(cache.layers[0].keys.k_codes.shape))
     made = [x for x in code.splitlines() if "empty_strided" in x and shape in x and "= " in x]
@@ -236,7 +236,7 @@ def test_a_compiled_step_fits_a_cuda_graph(
     step(**call, past_key_values=cache)
 
     assert found["devices"] == {"meta"}, "a tensor of the CPU in the graph"
-    assert found["calls"] == {f"hf_fp8kv.{x}.default" for x in ("plan", "write_and_attend")}
+    assert found["calls"] == {f"hf_fp8kv.{x}.default" for x in ("plan", "write", "attend")}
     assert not found["unsafe"]
     function: Any = SimpleNamespace(
         mutated_input_idxs=found["mutated"], static_input_idxs=found["static"], placeholders=[]

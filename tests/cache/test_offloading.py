@@ -270,26 +270,6 @@ def test_every_operation(
     assert_holds(pair)
 
 
-def test_pending_tokens_are_stored_before_their_layer_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Tokens without an attention call: of a first call, which decides the plan, and of steps."""
-    triton_standin(monkeypatch)
-    for where in ({"offloading": True}, {"offloading": 1}):
-        fields = config("gemma3_text")
-        pair = [
-            FP8PagedCache(fields, backend="reference", page_size=PAGE),
-            FP8PagedCache(fields, backend="triton", page_size=PAGE, **where),
-        ]
-        for step, count in enumerate((40, 1, 1, 3, 1)):
-            for index in range(LAYERS):
-                generator = torch.Generator().manual_seed(100 * step + index)
-                k, v = torch.randn(2, 2, HEADS, count, DIM, generator=generator)
-                for one in pair:
-                    one.update(k, v, index)
-        assert_holds(pair)
-
-
 def test_bytes_go_back_after_a_crop() -> None:
     pair = both()
     feed(pair, 300)

@@ -158,7 +158,7 @@ def make_pages() -> Pages:
 
 
 Write = namedtuple("Write", "pages key value lengths limit")
-Attend = namedtuple("Attend", "query pages lengths start stop spec plan new")
+Attend = namedtuple("Attend", "query pages lengths start stop spec plan")
 MakePlan = namedtuple("MakePlan", "plan lengths tokens window start heads")
 
 
@@ -187,7 +187,7 @@ def changes(args: Any) -> Iterator[tuple[str, Any]]:
     for name, values in OTHERS[type(args)].items():
         for i, value in enumerate(values):
             yield f"{name}, {i}", args._replace(**{name: value})
-    for name in {"query", "key", "value", "new"} & set(args._fields):
+    for name in {"query", "key", "value"} & set(args._fields):
         for i, change in enumerate(_TOKENS):
             yield f"{name}, {i}", args._replace(**{name: map_tensors(getattr(args, name), change)})
     if "pages" in args._fields:
@@ -199,16 +199,14 @@ def changes(args: Any) -> Iterator[tuple[str, Any]]:
         for n in (2, 40):
             yield f"{n} tokens", args._replace(key=tokens(HEADS, n), value=tokens(HEADS, n))
     if isinstance(args, Attend):
-        yield "one address", args._replace(new=(one, one))
-        two = (tokens(HEADS, 2), tokens(HEADS, 2))
-        yield "two tokens", args._replace(query=tokens(QUERIES, 2), new=two)
+        yield "two tokens", args._replace(query=tokens(QUERIES, 2))
         for i, values in enumerate(_SPECS):
             yield f"spec {i}", args._replace(spec=args.spec._replace(**values))
         more = args.spec._replace(sinks=torch.zeros(2 * QUERIES))
         yield "more query heads", args._replace(query=tokens(2 * QUERIES), spec=more)
         yield "one sequence", args._replace(
             query=args.query[:1], pages=args.pages._replace(table=args.pages.table[:1]),
-            lengths=args.lengths[:1], plan=plan(30), new=tuple(x[:1] for x in args.new),
+            lengths=args.lengths[:1], plan=plan(30),
         )  # fmt: skip
 
 
@@ -248,8 +246,7 @@ _PAGES: list[Callable[[Pages], Pages]] = [
 ]
 OTHERS: dict[type, dict[str, list[Any]]] = {
     Write: {"limit": [7, None]},
-    Attend: {"start": [5], "stop": [43], "plan": [None, plan(20), plan(5)],
-             "new": [None]},
+    Attend: {"start": [5], "stop": [43], "plan": [None, plan(20), plan(5)]},
     MakePlan: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
 }  # fmt: skip
 # Changes of what is around a call.
@@ -292,7 +289,7 @@ def main() -> None:
     new, counts = (tokens(HEADS), tokens(HEADS)), {}
     rows = backend.plan_rows(torch.device("cpu"), BATCH, HEADS)
     calls = {
-        "attend": Attend(tokens(QUERIES), make_pages(), lengths, 0, 48, spec, plan(rows), new),
+        "attend": Attend(tokens(QUERIES), make_pages(), lengths, 0, 48, spec, plan(rows)),
         "write": Write(make_pages(), *new, lengths, 99),
         "make_plan": MakePlan(plan(rows), lengths, 1, 0, 0, HEADS),
     }

@@ -41,8 +41,8 @@ GOOD = Assembly(
 # Grid: each operation, and each way to convert codes: by an instruction (e4m3 on sm_90), by moving
 # bits (e3m4, e2m5), not at all (auto). Growing and preallocated caches launch these.
 STEPS = [
-    "decode e4m3 D128 new blocks", "decode auto D128 new blocks",
-    "decode e4m3 static D128 new center", "decode e2m5 D128 new blocks rotated center",
+    "decode e4m3 D128 blocks", "decode auto D128 blocks", "decode e4m3 static D128",
+    "decode e2m5 D128 blocks rotated center",
     "extend e3m4 D128 T1024", "write e3m4 D128 T128", "gather e2m5 D128 v rotated",
 ]  # fmt: skip
 

@@ -106,13 +106,16 @@ def started(launches: list[Any]) -> list[str]:
     return [launch.kernel.__name__ for launch in launches]
 
 
-def test_a_decode_step_is_one_launch_a_layer():
+def test_a_decode_step_is_two_launches_a_layer():
     """Besides the plan, one for all layers."""
     model, inputs = setting("gqa")
     with recording() as launches:
         tokens(model, inputs, "triton", max_new_tokens=3)
     layers = model.config.num_hidden_layers
-    prefill, step = ["_write"] * layers, ["_plan", *["_decode"] * layers]
+    prefill, step = (
+        ["_write"] * layers,
+        ["_write", "_plan", "_decode", *["_write", "_decode"] * (layers - 1)],
+    )
     assert started(launches) == [*prefill, *step, *step]
 
 

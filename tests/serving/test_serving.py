@@ -14,17 +14,13 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 
-from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, ops, serving
+from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
 from hf_fp8kv.attention import masks
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving import step as step_module
-from hf_fp8kv.serving.attend import attend_layer
-from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
-from hf_fp8kv.serving.layout import PageLayout
 from hf_fp8kv.serving.step import EngineStep, LayerKind, decode_work
-from tests.helpers.assertions import assert_same
 from tests.helpers.margins import greedy_deficit
 from tests.helpers.planned import planned_for
 from tests.helpers.serving_tools import (
@@ -663,44 +659,6 @@ class TestRunning:
         work = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert work.table.tolist() == [[4], [7]]
         assert work.ends.tolist() == [1, 1]
-
-    @pytest.mark.skipif(ops.available_backends()["triton"] is not None, reason="no Triton here")
-    @pytest.mark.usefixtures("interpreted")
-    @pytest.mark.parametrize("softcap", [0.0, 20.0])
-    def test_a_decode_step_is_one_operation(
-        self, softcap: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It stores and computes the same as two operations. An empty row stores nothing."""
-        layout = PageLayout(2, 16, 8, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True)
-        storage = LayerStorage(layout.plan, None, None, 2 * torch.randn(2, 16))
-        table = torch.tensor([[3, 4], [1, -1], [7, 7]], dtype=torch.int32)
-        lengths = torch.tensor([12, 8, 0], dtype=torch.int32)
-        before = torch.zeros(8 * layout.bytes_per_page, dtype=torch.uint8)
-        pages = layout.carve(before)
-        for row, length in ((0, 11), (1, 7)):
-            old = torch.randn(2, 1, 2, length, 16)
-            rows = pages.stored_as(storage).with_table(table[row : row + 1])
-            ops.write(rows, old[0], old[1], torch.tensor([length], dtype=torch.int32), "torch")
-        query, (key, value) = torch.randn(1, 6, 3, 16), torch.randn(2, 1, 2, 3, 16)
-        found, memories = [], [before.clone(), before.clone()]
-        calls: list[str] = []
-        whole = ops.write_and_attend
-        monkeypatch.setattr(
-            ops, "write_and_attend", lambda *a, **b: calls.append("both") or whole(*a, **b)
-        )
-        for backend, memory in zip(("torch", "triton"), memories, strict=True):
-            found.append(
-                attend_layer(
-                    query, key, value, decode_work(table, lengths, 8), layout.carve(memory),
-                    storage, layout, backend, window=None, scaling=0.25, softcap=softcap,
-                )
-            )  # fmt: skip
-        assert calls == ["both"]
-        torch.testing.assert_close(found[1], found[0])
-        # A separate write operation stores the empty row in page 7.
-        mine, other = (layout.carve(memory) for memory in memories)
-        for x, y in zip(mine.tensors(), other.tensors(), strict=True):
-            assert_same(y[:7].view(torch.uint8), x[:7].view(torch.uint8))
 
     def test_plans_are_those_of_their_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []

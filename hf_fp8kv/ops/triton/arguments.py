@@ -166,7 +166,6 @@ class AttentionArgs:
     features: Features
     k_codec: Codec
     v_codec: Codec
-    formats: tuple[str, str]
     target: Target
 
     @property
@@ -312,6 +311,5 @@ def prepare(
         features=features,
         k_codec=k_codec,
         v_codec=v_codec,
-        formats=(pages.k.format, pages.v.format),
         target=target,
     )

@@ -69,37 +69,30 @@ def attend(
     stop: int,
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
-    new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return what `reference.attend` returns for the same arguments, up to rounding.
 
     Pages are contiguous, except for the table. `plan` is what `make_plan` wrote for these lengths;
-    None: made here. `new` are keys and values of these tokens, to be stored before.
+    None: made here.
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
     # Latents have many heads: it is tokens that say which kernel it is.
     many = tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS
     if many:
-        if new is not None:
-            write(pages, *new, lengths, stop)
         return extend.attend(query, pages, lengths, start, stop, spec)
-    args = (query, pages, lengths, start, stop, spec, plan, new)
+    args = (query, pages, lengths, start, stop, spec, plan)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent = spec
     # Other masks and biases are rare here, and have more strides that change from step to step.
     if bias is not None or not (mask is None or _is_compact(mask)):
         return decode.attend(*args)
-    key, value = (None, None) if new is None else new
     table, partial, planned = pages.table, None, None
     if plan is not None:
         dim = (pages.k if latent else pages.v).head_dim
         partial, planned = _describe_plan(plan, query, heads, dim)
     attended: torch.Tensor = run_or_replay(
         decode.attend, (*args, partial),
-        layout=(
-            _strided(query), scaling, causal, window, softcap, latent, _strided(key),
-            _strided(value),
-        ),
-        tensors=(query, lengths, key, value, sinks, mask, bounds),
+        layout=(_strided(query), scaling, causal, window, softcap, latent),
+        tensors=(query, lengths, sinks, mask, bounds),
         numbers=(
             start, stop, 0, table.shape[1], table.stride(0),
             0 if mask is None or len(mask) == 1 else mask.stride(0),

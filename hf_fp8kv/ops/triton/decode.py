@@ -5,7 +5,7 @@ of one sequence, as the plan says (plan.py). A sequence in several splits leaves
 a second kernel, or the program that is done last, merges.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,37 +14,14 @@ import triton.language as tl
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import attend_rows, finish
-from .encoder import encoder_for
 from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
 from .softmax import of_others, of_rows
 from .target import cdiv, compiled_size, launch
-from .tuning import (
-    DECODE_ROWS,
-    FEW_ROWS,
-    SINGLE_TOKENS,
-    LaunchConfig,
-    decode_config,
-    expected_programs,
-    reads_own_stores,
-)
-from .write import write, write_side
+from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
 
 # Numbers of the partial sums that a warp merges at a time.
 MERGED_NUMBERS = 1024
 MOST_MERGED = 16
-
-
-class NewTokens(NamedTuple):
-    """Tokens that a decode launch stores before it reads.
-
-    Attributes:
-        key, value: `[B, Hkv, T, D]`, floating, of any strides.
-        center: of the keys, `[B, Hkv, Dk]`, float32, or None.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    center: torch.Tensor | None
 
 
 def attend(
@@ -55,7 +32,6 @@ def attend(
     stop: int,
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
-    new: tuple[torch.Tensor, torch.Tensor] | None = None,
     partial: Partial | None = None,
 ) -> torch.Tensor:
     """Return what `backend.attend` does, of at most DECODE_ROWS query rows, or of latents.
@@ -65,26 +41,9 @@ def attend(
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.rows <= DECODE_ROWS or spec.latent
     config = decode_config(args.target, args.workload)
-    tokens = None
-    if new is not None and _stores(args, config):
-        key, value = new
-        tokens = NewTokens(key, value, pages.k.center)
-    elif new is not None:
-        write(pages, *new, lengths, stop)
     if plan is not None and not _suits(plan, args, config):
         plan = None
-    return split_kv_decode(args, config, plan, tokens, partial)
-
-
-def _stores(args: AttentionArgs, config: LaunchConfig) -> bool:
-    """Return whether a launch can store the call's tokens first.
-
-    There is one block of rows, since another one would read what this one stores.
-    """
-    few = args.tokens <= SINGLE_TOKENS and args.rows <= min(config.rows, FEW_ROWS)
-    # Of larger ones registers are short.
-    few = few and args.workload.width <= 256 and not args.features.latent
-    return few and reads_own_stores(args.target, config.warps)
+    return split_kv_decode(args, config, plan, partial)
 
 
 def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
@@ -103,13 +62,12 @@ def split_kv_decode(
     args: AttentionArgs,
     config: LaunchConfig,
     plan: torch.Tensor | None,
-    new: NewTokens | None = None,
     partial: Partial | None = None,
 ) -> torch.Tensor:
     """Return the attention `[B, T, Hq, out_dim]` of a call whose sequences are split.
 
     A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
-    `new` are tokens to store before; `partial` is what `make_partial` returns for the plan.
+    `partial` is what `make_partial` returns for the plan.
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape
@@ -128,7 +86,7 @@ def split_kv_decode(
     out = query.new_empty((batch, tokens, q_heads, dim))
     sums, stats = partial or make_partial(plan, query, heads * blocks, dim)
     last = config.combine == "last"
-    tensors, constants = _arguments(args, config, new, plan, out, sums, stats)
+    tensors, constants = _arguments(args, config, plan, out, sums, stats)
     launch(_decode, (heads, splits, blocks), *tensors, **constants)
     if is_split and not last:
         launch(
@@ -140,28 +98,20 @@ def split_kv_decode(
 
 
 def _arguments(
-    args: AttentionArgs, config: LaunchConfig, new: NewTokens | None, *tensors: torch.Tensor
+    args: AttentionArgs, config: LaunchConfig, *tensors: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return those of `_decode`; `tensors` are plan, output, partial sums and their statistics."""
     batch, _, tokens, _ = args.tensors.query.shape
-    pointers = new or (None, None, None)
-    strides = (None, None) if new is None else (new.key.stride(), new.value.stride())
     positional = (
-        args.tensors, *pointers, *strides, *tensors, batch, tokens, args.start, args.stop,
-        args.window, args.tensors.table.shape[1], args.factors, args.query_strides, *args.strides,
+        args.tensors, *tensors, batch, tokens, args.start, args.stop, args.window, args.factors,
+        args.query_strides, *args.strides,
     )  # fmt: skip
     merged = max(
         1, min(MERGED_NUMBERS * config.warps // (config.rows * args.shape.out_width), MOST_MERGED)
     )
     constants = {
-        **args.constants, **config.constants(), "K_ENCODER": None, "V_ENCODER": None,
-        "LAST": config.combine == "last", "MERGED": merged,
+        **args.constants, **config.constants(), "LAST": config.combine == "last", "MERGED": merged,
     }  # fmt: skip
-    if new is not None:
-        # What is stored has the same bytes as in a launch of its own: see encoder.py.
-        constants["K_ENCODER"] = encoder_for(args.formats[0])
-        constants["V_ENCODER"] = encoder_for(args.formats[1])
-        constants["enable_fp_fusion"] = False
     return positional, constants
 
 
@@ -178,7 +128,7 @@ def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
     if key not in _programs:
         x = torch.empty(4, dtype=torch.float32, device=device)
         plan, out = x.to(torch.int32), x.to(args.tensors.query.dtype)
-        positional, constants = _arguments(args, config, None, plan, out, x, x)
+        positional, constants = _arguments(args, config, plan, out, x, x)
         size = compiled_size(_decode, *positional, **constants)
         if size is None:
             return expected_programs(args.target, config.rows)
@@ -193,18 +143,16 @@ _programs: dict[Any, int] = {}
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "start", "stop", "window", "columns", "table_b", "mask_b", "mask_h", "mask_t",
+        "batch", "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t",
         "bias_b", "bias_h", "bias_t",
     ]
 )  # fmt: skip
 def _decode(
-    tensors, key_ptr, value_ptr, center_ptr, key_strides, value_strides, plan_ptr, out_ptr,
-    partial_ptr, stats_ptr, batch, tokens, start, stop, window, columns, factors, query_strides,
-    table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
+    tensors, plan_ptr, out_ptr, partial_ptr, stats_ptr, batch, tokens, start, stop, window, factors,
+    query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    MASKED_TILE: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr,
-    CHUNKS: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
+    SWAPPED: tl.constexpr, CHUNKS: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in one split, and the partial sums of the others.
 
@@ -213,14 +161,11 @@ def _decode(
 
     Args:
         tensors: pointers, see `AttentionTensors`.
-        key_ptr, value_ptr, center_ptr: tokens to store before, see `NewTokens`; or None. There is
-            one block of rows then.
-        key_strides, value_strides: of batch, head, token and channel.
         plan_ptr: `[max_parts + B + ceil(B * H / 4), 4]`, int32, see plan.py.
         out_ptr: `[B, T, Hq, out_dim]`, of the query's dtype.
         partial_ptr: `[max_parts, Hkv, rows, out_dim]`, float32, the sums in each slot.
         stats_ptr: `[max_parts, Hkv, rows, 2]`, float32, their m_i and l_i.
-        start, stop, window: as in `ops.attend`; batch, tokens: B and T; columns: of the table.
+        start, stop, window: as in `ops.attend`; batch, tokens: B and T.
         factors: floats, see `Factors`.
         query_strides, mask_b, ..., bias_t: of batch, head and token; table_b: of the batch.
     """
@@ -233,11 +178,6 @@ def _decode(
     slot = tl.load(part_ptr + 3)
     length = tl.load(tensors.lengths + b)
     high = tl.minimum(tl.load(part_ptr + 2), tl.minimum(length, stop))
-    if key_ptr is not None:
-        _store_new(
-            tensors, key_ptr, value_ptr, center_ptr, key_strides, value_strides, b, h, length,
-            tokens, low, high, columns, table_b, SHAPE, K_ENCODER, V_ENCODER,
-        )  # fmt: skip
     count = SHAPE.groups * tokens
     MERGED_ROWS: tl.constexpr = ROWS if ROWS < 16 else 16
     first_row = tl.program_id(2) * ROWS
@@ -288,40 +228,6 @@ def _decode(
                         MERGED, STAGES,
                     )  # fmt: skip
                 tl.store(counter_ptr, 0)
-
-
-@triton.jit
-def _store_new(
-    tensors, key_ptr, value_ptr, center_ptr, key_strides, value_strides, b, h, length, tokens, low,
-    high, columns, table_b, SHAPE: tl.constexpr, K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr,
-):  # fmt: skip
-    """Store those new tokens of a sequence and KV head whose positions are from low to high - 1.
-
-    Parts are a partition of the positions: every token is stored by the one program that reads it.
-    """
-    first = length - tokens
-    table_ptr = tensors.table + b.to(tl.int64) * table_b
-    key_ptr += b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
-    value_ptr += b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
-    if center_ptr is not None:
-        center_ptr += (b.to(tl.int64) * SHAPE.heads + h) * SHAPE.k_dim
-    begin = tl.maximum(low, first)
-    for position in range(begin, high):
-        write_side(
-            key_ptr, tensors.k, tensors.token_scales, center_ptr, table_ptr, h, position, first,
-            tokens, high, columns, key_strides[2], key_strides[3], SHAPE.heads,
-            SHAPE.page_size, SHAPE.k_dim, SHAPE.k_width, SHAPE.k_block, K_ENCODER, TILE=1,
-            TRANSPOSED=False,
-        )  # fmt: skip
-        write_side(
-            value_ptr, tensors.v, tensors.token_scales, None, table_ptr, h, position, first,
-            tokens, high, columns, value_strides[2], value_strides[3], SHAPE.heads,
-            SHAPE.page_size, SHAPE.v_dim, SHAPE.v_width, SHAPE.v_block, V_ENCODER, TILE=1,
-            TRANSPOSED=True,
-        )  # fmt: skip
-    if begin < high:
-        # What some threads of this program stored, others read.
-        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["tokens", "max_parts"])

@@ -29,8 +29,8 @@ class Variant:
         page: Slots of a page.
         dtype: Dtype of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center", "rotated" or "blocks".
-            "complete" is a mask per query token. "new" stores the tokens first. "latent" means one
-            head whose K holds latents, and V their positions. "k" or "v" is the side to gather.
+            "complete" is a mask per query token. "latent" means one head whose K holds latents, and
+            V their positions. "k" or "v" is the side to gather.
         main: Whether the variant must be fast.
     """
 
@@ -86,11 +86,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     mains = [
         *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
-        *({**fmt, "extras": ("new",)} for fmt in (formats[0], *own, auto)),
-        {**static, "extras": ("new", "center")},
-        *({**fmt, "extras": ("new", "blocks")} for fmt in (formats[0], *own, auto, static)),
-        blocks, {**static, **blocks}, rotated, {**rotated, **int8, **static},
-        {**e2m5, "extras": ("new", "blocks", "rotated", "center")},
+        *({**fmt, **blocks} for fmt in (formats[0], *own, auto, static)), rotated,
+        {**rotated, **int8, **static}, {**e2m5, "extras": ("blocks", "rotated", "center")},
     ]  # fmt: skip
     # Models with compressed attention have 16 to 128 heads, and positions in 16 bits.
     latent = {"dims": (512, 64), "groups": 16, "v": AUTO, "extras": ("latent",)}
@@ -159,8 +156,7 @@ def call_variant(variant: Variant) -> None:
         if complete:
             chosen["mask"] = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
         spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, latent=latent, **chosen)
-        new = {"new": _new_tokens(variant)} if "new" in variant.extras else {}
-        kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec, **new)
+        kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
 
 
 def _new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
