@@ -21,8 +21,8 @@ from hf_fp8kv.bench.quality import (
 )
 from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.calibration import stages
-from hf_fp8kv.calibration.choose import CalibrationOptions, Choice
+from hf_fp8kv.calibration import plans, stages
+from hf_fp8kv.calibration.choose import CalibrationOptions
 from hf_fp8kv.calibration.corpus import Corpus, read_corpus
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import TensorDict, make_batches, paged_layers
@@ -48,8 +48,8 @@ _FINEST = next(name for name, kind in STATIC.items() if kind == "channel")
 # Topics that share a paragraph of at least this many characters count as the same text.
 _PARAGRAPH = 80
 
-# The scales of each layer, by format and kind of scales.
-_Choices = Mapping[tuple[str, str], Mapping[int, Choice]]
+# The scales of each layer without a center and with one, by format and kind of scales.
+_Choices = Mapping[tuple[str, str], tuple[dict[int, LayerScales], dict[int, LayerScales]]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,10 @@ def run_accuracy_suite(
             )
             for number, ids in enumerate(scored.values(), 1)
         ]  # fmt: skip
-    per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
+    per_channel = (
+        layer.k is not None and layer.k.shape[-1] > 1
+        for layer in choices[MEASURED[0], _FINEST][0].values()
+    )
     return {
         **run,
         "settings": {
@@ -192,15 +195,27 @@ def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choice
         options = replace(job.options, granularity=kind, fmt=FORMATS[fmt])
         # A state keeps its first choice.
         fresh = replace(job, options=options, state=State(None, ""))
-        tried = stages.choose_scales(fresh, corpus.windows, ranges, partners)
-        choices[fmt, name] = {index: of_layer[0] for index, of_layer in tried.items()}
-    choices[MEASURED[0], AMAX] = {
-        index: _smallest_scales(of_layer) for index, of_layer in ranges.items()
-    }
+        tried = {
+            index: plans.list_candidates(
+                index, of_layer, partners[index], options, None, None, may_turn=False
+            )
+            for index, of_layer in ranges.items()
+        }
+        made = plans.make_scales(fresh, corpus.windows, tried)
+        plain, centered = (
+            {i: plans.join_sides(options, of["k"][which], of["v"][0]) for i, of in made.items()}
+            for which in (0, -1)
+        )
+        choices[fmt, name] = plain, centered
+    plain, centered = (
+        {index: _smallest_scales(of_layer, centered) for index, of_layer in ranges.items()}
+        for centered in (False, True)
+    )
+    choices[MEASURED[0], AMAX] = plain, centered
     return ranges, choices
 
 
-def _smallest_scales(ranges: TensorDict) -> Choice:
+def _smallest_scales(ranges: TensorDict, centered: bool) -> LayerScales:
     """Return the smallest scales per head that saturate no value."""
     mean = (ranges["k_sum"] / ranges["count"]).float()
 
@@ -209,7 +224,9 @@ def _smallest_scales(ranges: TensorDict) -> Choice:
         amax = torch.maximum(high.abs(), low.abs()).amax(1, keepdim=True).cpu()
         return amax.clamp(min=torch.finfo(amax.dtype).tiny) / FORMATS["fp8_e4m3"].max
 
-    return Choice(scale("k"), scale("v"), scale("k", mean), mean.cpu())
+    if centered:
+        return LayerScales(scale("k", mean), scale("v"), mean.cpu())
+    return LayerScales(scale("k"), scale("v"))
 
 
 def _scale_kinds(fmt: str) -> tuple[str, ...]:
@@ -225,23 +242,14 @@ def _make_rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
         for scales, centered in product(_scale_kinds(fmt), (False, True)):
             options: dict[str, Any] = {"dtype": fmt}
             if (fmt, scales) in choices:
-                options["scales"] = _static_scales(choices[fmt, scales], centered)
+                layers = choices[fmt, scales][centered]
+                options["scales"] = KVScales(layers, origin="calibrated")
             else:
                 plan = f"{fmt} centered" if centered else fmt
                 options = {"plan": plan, "scales": 1.0 if scales == CONSTANT else None}
             make = partial(FP8PagedCache, model.config, **options)
             rows.append(_Row(fmt, scales, centered, make))
     return rows
-
-
-def _static_scales(layers: Mapping[int, Choice], centered: bool) -> KVScales:
-    def make(choice: Choice) -> LayerScales:
-        if not centered:
-            return LayerScales(choice.k, choice.v, source="calibrated")
-        assert choice.k_centered is not None
-        return LayerScales(choice.k_centered, choice.v, choice.k_center, "calibrated")
-
-    return KVScales({index: make(choice) for index, choice in layers.items()}, origin="calibrated")
 
 
 def _last_rows(model: PreTrainedModel) -> list[_Row]:

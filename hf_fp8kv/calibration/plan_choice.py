@@ -134,7 +134,7 @@ def _read(
             found: dict[int, _Read] = {}
             try:
                 observe_queries(
-                    model, layers, Batch((window,), first),
+                    model, Batch((window,), first), layers,
                     lambda index, *read, found=found: found.update({index: read}),
                 )  # fmt: skip
             except ConfigError as error:

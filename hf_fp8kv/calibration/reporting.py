@@ -72,7 +72,6 @@ def make_report(
     job: Job,
     scales: KVScales,
     ranges: Mapping[int, TensorDict],
-    gains: Mapping[int, float | None],
     centers: str,
     windows: Sequence[torch.Tensor],
     scored: Sequence[torch.Tensor],
@@ -86,7 +85,7 @@ def make_report(
     layers = {index: layer for index, layer in scales.layers.items() if index in ranges}
     amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
     batches = make_batches(windows, 1)
-    statistics = measure_statistics(job, batches, layers, amax, gains)
+    statistics = measure_statistics(job, batches, layers, amax)
     rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
     far = beyond.spread(scoring.far_windows(scored))
     far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
 from ..modeling.identity import describe_model
 from ..modeling.model_support import caches_latents
 from ..scales.kv_scales import KVScales, StoragePlan, resolve, warn_if_stale
-from ..scales.layer_scales import Granularity, LayerScales
+from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport
 from ..utils.digests import digest_of, fingerprint_weights, is_whole, sample
 from ..utils.environment import version
@@ -28,7 +28,7 @@ from ..utils.text import format_list, format_value
 from . import plans, scoring, stages
 from .choose import CalibrationOptions
 from .corpus import Corpus, read_corpus
-from .observe import Batch, TensorDict, make_batches, paged_layers
+from .observe import TensorDict, make_batches, paged_layers
 from .pairs import Partners
 from .positions import Beyond, check_count, find_reach, limit_length, turns_keys
 from .reporting import CACHES, make_report
@@ -122,38 +122,28 @@ def calibrate(
         _warn_of_gaps(job, ranges, partners)
         beyond = _find_beyond(model, beyond, partners)
         beyond, near, far = _collect_samples(job, corpus.windows, partners, beyond)
-        source, fingerprint = f"calibrated on {corpus.tokens} tokens", fingerprint_weights(model)
-
-        def make_scales(layers: dict[int, LayerScales]) -> KVScales:
-            layers = {i: replace(layer, source=source) for i, layer in layers.items()}
-            return KVScales(
-                layers, model_type=model.config.model_type, origin=source, fingerprint=fingerprint
+        may_turn = bool(beyond.untried) and turns_keys(model)
+        candidates = {
+            index: plans.list_candidates(
+                index, of, partners[index], options, near.get(index), far.get(index),
+                may_turn=may_turn,
             )
-
+            for index, of in ranges.items()
+        }  # fmt: skip
         far_sample = stages.sample_far(corpus.windows, beyond) if far else []
-        gains: dict[int, float | None] = {}
-        if options.plan is None:
-            tried = stages.choose_scales(job, corpus.windows, ranges, partners, near, far)
-            choices = stages.check_centers(job, far_sample, tried)
-            scales, centers = scoring.choose_centers(
-                job, corpus.windows, choices, make_scales, beyond
+        made = plans.make_scales(job, corpus.windows, candidates)
+        source, fingerprint = f"calibrated on {corpus.tokens} tokens", fingerprint_weights(model)
+        safe, best = (
+            KVScales(
+                {i: replace(layer, source=source) for i, layer in layers.items()},
+                model_type=model.config.model_type, origin=source, fingerprint=fingerprint,
             )
-            gains = {index: choice.gain for index, choice in choices.items()}
-        else:
-            may_turn = turns_keys(model) and not far
-            candidates = {
-                index: plans.list_candidates(
-                    index, of, partners[index], options, near.get(index), far.get(index),
-                    may_turn=may_turn,
-                )
-                for index, of in ranges.items()
-            }  # fmt: skip
-            scales, centers = _choose_plans(
-                job, corpus.windows, far_sample, candidates, make_scales, beyond
-            )
+            for layers in plans.choose_scales(job, corpus.windows, far_sample, made)
+        )  # fmt: skip
+        scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
         counts = {"texts": corpus.texts, "tokens": corpus.tokens}
         held = corpus.held_out
-        report = make_report(job, scales, ranges, gains, centers, held, held, beyond, **counts)
+        report = make_report(job, scales, ranges, centers, held, held, beyond, **counts)
     return scales.with_report(report)
 
 
@@ -207,7 +197,7 @@ def measure(
         ranges = stages.collect_ranges(job, make_batches(corpus.windows, 1), partners)
         beyond = _find_beyond(model, beyond, partners)
         centers = "Centers were not tried: the scales were given."
-        return make_report(job, scales, ranges, {}, centers, corpus.windows, scored, beyond)
+        return make_report(job, scales, ranges, centers, corpus.windows, scored, beyond)
 
 
 def _options(
@@ -220,20 +210,13 @@ def _options(
         )
     if not isinstance(center, bool):
         raise ConfigError(f"center: expected True or False, got {center!r}")
+    if plan is not None and dtype is not None:
+        raise ConfigError(
+            f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}; "
+            "leave it out, or pass plan=LayerPlan.parse('fp8_e3m4', 'fp8_e3m4') and such"
+        )
     chosen: Any = plan
-    if plan == "measured":
-        if dtype is not None:
-            raise ConfigError(
-                f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
-                "; leave it out, or pass plan=LayerPlan.parse('fp8_e3m4', 'fp8_e3m4') and such"
-            )
-        chosen = "measured"
-    elif plan is not None:
-        if dtype is not None:
-            raise ConfigError(
-                f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
-                "; leave it out"
-            )
+    if plan is not None and plan != "measured":
         given = parse_plan(plan)
         if isinstance(given, StoragePlan):
             given = given.plan
@@ -314,7 +297,7 @@ def _find_beyond(
 def _collect_samples(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners], beyond: Beyond
 ) -> tuple[Beyond, dict[int, TensorDict], dict[int, TensorDict]]:
-    """Return what `make_trials` needs for centers, near and far; no far where it is not known."""
+    """Return what `find_centers` needs, near and far; no far where it is not known."""
     if not job.options.center and job.options.plan is None:
         return beyond, {}, {}
     near = stages.collect_sample(job, stages.sample_near(windows), partners, "sample")
@@ -345,24 +328,6 @@ def _warn_of_gaps(
             "which channels are rotated together: the model takes no position_ids",
             format_list(unknown),
         )
-
-
-def _choose_plans(
-    job: Job,
-    windows: Sequence[torch.Tensor],
-    far: Sequence[Batch],
-    candidates: Mapping[int, plans.Sides],
-    make_scales: Callable[[dict[int, LayerScales]], KVScales],
-    beyond: Beyond,
-) -> tuple[KVScales, str]:
-    """Return scales in the plan of least cost, or the one by hand, and a sentence on that."""
-    chosen = plans.choose_candidates(job, windows, far, candidates)
-    scales = make_scales(plans.make_scales(job, windows, chosen, "planned"))
-    if job.options.plan != "measured":
-        return scales, "The plan was given."
-    first = {i: {name: of[0] for name, of in sides.items()} for i, sides in candidates.items()}
-    safe = make_scales(plans.make_scales(job, windows, first, "safe plan"))
-    return scoring.check_plans(job, windows, safe, scales, beyond)
 
 
 @contextmanager

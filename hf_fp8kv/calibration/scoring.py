@@ -1,4 +1,4 @@
-"""Scores of scales by the model's predictions, which also decide whether centers help."""
+"""Scores of scales by the model's predictions, which also decide on centers and plans."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,8 +13,7 @@ from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, FP8KVError
 from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales, StoragePlan
-from ..scales.layer_scales import LayerScales
-from .choose import CalibrationOptions, Choice
+from .choose import CalibrationOptions
 from .corpus import Corpus
 from .divergence import UNQUANTISED, Scores, compare_caches
 from .observe import MODEL_ERRORS, Batch, TensorDict, input_device
@@ -27,9 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a window: two to read first, and two to score.
 SHORTEST = 4
-# A center is tried where it makes what K's errors cost this much smaller.
-_GAIN = 1.05
-# Tokens scored to see whether centers help.
+# Tokens scored to see whether centers and plans help.
 _TRIAL_TOKENS = 1024
 # Tokens held out that are read once more at other positions; half of them are scored.
 _FAR_TOKENS = 2048
@@ -40,98 +37,41 @@ _CHUNK = 128
 _LOGITS = 2**23
 
 
-def choose_centers(
-    job: Job,
-    windows: Sequence[torch.Tensor],
-    choices: Mapping[int, Choice],
-    make_scales: Callable[[dict[int, LayerScales]], KVScales],
-    beyond: Beyond,
-) -> tuple[KVScales, str]:
-    """Return the scales, with centers where they help on the windows, and a sentence on that.
-
-    They must help at other positions, too, in each layer by the error of K, and on the whole by the
-    model's predictions.
-    """
-    plain = {index: choice.plain for index, choice in choices.items()}
-    if not job.options.center:
-        return make_scales(plain), "Centers of K were not asked for."
-    if beyond.untried and turns_keys(job.model):
-        return make_scales(plain), (
-            f"No centers: RoPE turns K with the position, and {beyond.untried}, so it is not known "
-            "whether they hold beyond the windows."
-        )
-    helped = [index for index, choice in choices.items() if (choice.gain or 0.0) > _GAIN]
-    if not helped:
-        why = "No centers: in no layer do they make the error of K much smaller."
-        return make_scales(plain), why
-    centered = make_scales(plain | {index: choices[index].centered for index in helped})
-    where = f"{len(helped)} of {len(choices)} layers"
-    if not has_logits(job.model):
-        return centered, f"Centers in {where}, by the error of K: the model gives no logits."
-    trial = _trial_windows(windows)
-    if not trial:
-        return make_scales(plain), "No centers: the texts are too short to try them on."
-    caches = {
-        "without": cache_factory(job, make_scales(plain), plain),
-        "with": cache_factory(job, centered, plain),
-    }
-    try:
-        helps, found = _compare_predictions(job, "centers", trial, caches, beyond)
-    except ConfigError as error:
-        logger.warning("centers are not tried: %s", error)
-        why = "No centers: the model's predictions could not be compared."
-        return make_scales(plain), why
-    if not helps:
-        why = f"No centers: in {where} they do not help for certain: {found}."
-        return make_scales(plain), why
-    note = f" Other positions: {beyond.untried}." if beyond.untried else ""
-    return centered, f"Centers in {where}: {found}.{note}"
-
-
 def check_plans(
-    job: Job, windows: Sequence[torch.Tensor], safe: KVScales, measured: KVScales, beyond: Beyond
+    job: Job, windows: Sequence[torch.Tensor], safe: KVScales, chosen: KVScales, beyond: Beyond
 ) -> tuple[KVScales, str]:
-    """Return the measured plans if they help, else the safe ones, and a sentence on that.
+    """Return the chosen scales if they help, else the safe ones, and a sentence on that.
 
-    They must help inside the windows and at other positions, by the model's predictions.
+    Centers and plans must help inside the windows and at other positions, by the model's
+    predictions.
     """
-    assert safe.plan is not None
-    assert measured.plan is not None
-    kept = f"{summarize_plan(safe.plan)}, since"
-    changed = sum(plan != safe.plan[index] for index, plan in measured.plan.items())
-    where = f"{changed} of {len(measured.plan)} layers"
+    if isinstance(job.options.plan, Mapping):
+        return chosen, "The plan was given."
+    what, kept = "Centers", "No centers:"
+    if safe.plan is not None:
+        what, kept = "Measured plans", f"Measured plans: {summarize_plan(safe.plan)}, since"
+    elif not job.options.center:
+        return safe, "Centers of K were not asked for."
     note = f" Other positions: {beyond.untried}." if beyond.untried else ""
+    if note and turns_keys(job.model):
+        note = f" RoPE turns K with the position, and {beyond.untried}: K stays as it is."
+    layers = chosen.layers
+    changed = sum(
+        layer.k_center is not None or layer.plan != safe.layers[index].plan
+        for index, layer in layers.items()
+    )
     if not changed:
-        return safe, f"Measured plans: {kept} in no layer another one costs much less.{note}"
+        return safe, f"{kept} nothing else that was tried costs much less in any layer.{note}"
+    where = f"{what} in {changed} of {len(layers)} layers"
     if not has_logits(job.model):
-        why = f"Measured plans in {where}, by what errors do to attention: no logits to compare."
-        return measured, f"{why}{note}"
+        return chosen, f"{where}, by what errors do to attention: no logits to compare.{note}"
     trial = _trial_windows(windows)
     if not trial:
-        return safe, f"Measured plans: {kept} the texts are too short to try others."
-    layers = measured.layers
+        return safe, f"{kept} the texts are too short to try others.{note}"
     caches = {
         "without": cache_factory(job, safe, layers),
-        "with": cache_factory(job, measured, layers),
+        "with": cache_factory(job, chosen, layers),
     }
-    try:
-        helps, found = _compare_predictions(job, "predictions", trial, caches, beyond)
-    except ConfigError as error:
-        logger.warning("plans are not tried: %s", error)
-        return safe, f"Measured plans: {kept} the model's predictions could not be compared."
-    if not helps:
-        return safe, f"Measured plans: {kept} others do not help for certain: {found}.{note}"
-    return measured, f"Measured plans in {where}: {found}.{note}"
-
-
-def _compare_predictions(
-    job: Job, name: str, trial: Sequence[torch.Tensor], caches: Mapping[str, Callable[[], Any]],
-    beyond: Beyond,
-) -> tuple[bool, str]:  # fmt: skip
-    """Return whether the cache "with" is certainly closer than the one "without", and the KL.
-
-    Wherever the windows are; ConfigError: predictions cannot be compared. `name` is of the stages.
-    """
     stages = {
         f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
         f"at others up to {beyond.reach}": beyond.spread(trial),
@@ -140,15 +80,19 @@ def _compare_predictions(
     for place, batches in stages.items():
         if not batches:
             continue
-        stage = name if batches[0].start is None else f"far {name}: predictions"
-        scores = score_caches(job, stage, batches, caches)
+        stage = "predictions" if batches[0].start is None else "far predictions"
+        try:
+            scores = score_caches(job, stage, batches, caches)
+        except ConfigError as error:
+            logger.warning("%s are not tried: %s", what.lower(), error)
+            return safe, f"{kept} the model's predictions could not be compared.{note}"
         gain = scores["without"].kl - scores["with"].kl
-        kl = [f"{scores[cache].quality.kl:.2e} {cache}" for cache in ("without", "with")]
+        kl = [f"{scores[cache].quality.kl:.2e} {cache}" for cache in caches]
         found.append(f"KL {', '.join(kl)}, on {len(gain)} tokens {place}")
         deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
         if not gain.mean().item() > 2 * deviation:
-            return False, "; ".join(found)
-    return True, "; ".join(found)
+            return safe, f"{kept} others do not help for certain: {'; '.join(found)}.{note}"
+    return chosen, f"{where}: {'; '.join(found)}.{note}"
 
 
 def cache_factory(
@@ -267,8 +211,7 @@ def estimate_other_tokens(
     if options.center or options.plan is not None:
         trial = _trial_windows(corpus.windows)
         total += 3 * (sum(map(len, trial)) + _count(beyond.spread(trial)))
-        total += _count(sample_near(corpus.windows))
-        total += 2 * _count(sample_far(corpus.windows, beyond))
+        total += 2 * _count([*sample_near(corpus.windows), *sample_far(corpus.windows, beyond)])
     return total
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,19 +9,8 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
 from ..errors import ConfigError
-from ..formats import Format
 from ..formats.rotation import rotate
-from .choose import (
-    CENTERED,
-    ROTATED,
-    Choice,
-    Trial,
-    make_trials,
-    measure_costs,
-    measure_key_cost,
-    pick_scales,
-    weigh_keys,
-)
+from .choose import ROTATED, weigh_keys
 from .observe import Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
 from .pairs import TOKENS, Partners, measure_partners
 from .positions import SPREAD, Beyond
@@ -59,17 +47,10 @@ def collect_ranges(
 ) -> dict[int, TensorDict]:
     """Return the range of K and V of each layer; raise ConfigError for NaN or infinity."""
 
-    def step(ranges: TensorDict, batch: Batch) -> TensorDict:
-        new: TensorDict = {}
+    def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
+        return _measure_finite_range(job, index, k, v, partners[index])
 
-        def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            of_layer = _measure_finite_range(job, index, k, v, partners[index])
-            new.update({f"{index}.{name}": tensor for name, tensor in of_layer.items()})
-
-        observe(job.model, batch, job.layers, on_states)
-        return merge_ranges(ranges, new) if ranges else new
-
-    return group_by_layer(job.run_batches("text", batches, step))
+    return _group_by_layer(fold_layers(job, "text", batches, measure, merge_ranges, observe))
 
 
 def collect_sample(
@@ -81,18 +62,11 @@ def collect_sample(
     `collect_ranges`.
     """
 
-    def step(sample: TensorDict, batch: Batch) -> TensorDict:
-        new: TensorDict = {}
+    def measure(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> TensorDict:
+        of_layer = _measure_finite_range(job, index, k, v, partners[index])
+        return of_layer | weigh_keys(k, queries)
 
-        def on_layer(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> None:
-            of_layer = _measure_finite_range(job, index, k, v, partners[index])
-            of_layer |= weigh_keys(k, queries)
-            new.update({f"{index}.{name}": tensor for name, tensor in of_layer.items()})
-
-        observe_queries(job.model, job.layers, batch, on_layer)
-        return merge_ranges(sample, new) if sample else new
-
-    return group_by_layer(job.run_batches(name, batches, step))
+    return _group_by_layer(fold_layers(job, name, batches, measure, merge_ranges))
 
 
 def _measure_finite_range(
@@ -120,113 +94,12 @@ def _check_finite(index: int, of_layer: TensorDict) -> None:
             )
 
 
-def group_by_layer(tensors: TensorDict) -> dict[int, TensorDict]:
+def _group_by_layer(tensors: TensorDict) -> dict[int, TensorDict]:
     layers: dict[int, TensorDict] = {}
     for name, tensor in tensors.items():
         index, _, what = name.partition(".")
         layers.setdefault(int(index), {})[what] = tensor
     return dict(sorted(layers.items()))
-
-
-def choose_scales(
-    job: Job,
-    windows: Sequence[torch.Tensor],
-    ranges: Mapping[int, TensorDict],
-    partners: Mapping[int, Partners],
-    near: Mapping[int, TensorDict] | None = None,
-    far: Mapping[int, TensorDict] | None = None,
-) -> dict[int, tuple[Choice, ...]]:
-    """Return the scales of each layer, with and without centers, tried on some of the windows.
-
-    `near` and `far` are those of `collect_sample`, see `make_trials`. Where several centers are to
-    be tried at other positions, there is a choice with each.
-    """
-    fmt, near, far = job.options.fmt, near or {}, far or {}
-    trials = {
-        index: make_trials(of, partners[index], job.options, near.get(index), far.get(index))
-        for index, of in ranges.items()
-    }
-
-    def work() -> TensorDict:
-        sums = sum_costs(job, windows, trials, lambda index, name: fmt)
-        chosen: TensorDict = {}
-        for index, of_layer in trials.items():
-            costs = {
-                name: {what: sums[f"{index}.{name}.{what}"] for what in ("cost", "room")}
-                for name in of_layer
-            }
-            picked = [pick_scales(of_layer, costs, fmt)]
-            others = [name for name in CENTERED[1:] if name in of_layer]
-            picked += [pick_scales(of_layer, costs, fmt, name) for name in others]
-            for number, choice in enumerate(picked):
-                chosen |= {f"{index}.{number}.{name}": t for name, t in choice.tensors.items()}
-        return chosen
-
-    chosen = group_by_layer(job.run_once("chosen", work))
-    job.state.drop("scales")  # which is large, and not needed again
-    return {
-        index: tuple(map(Choice.from_tensors, group_by_layer(tensors).values()))
-        for index, tensors in chosen.items()
-    }
-
-
-def sum_costs(
-    job: Job,
-    windows: Sequence[torch.Tensor],
-    trials: Mapping[int, Mapping[str, Trial]],
-    format_of: Callable[[int, str], Format],
-) -> TensorDict:
-    """Return the costs of each layer's trials on some windows, as "layer.trial.cost" and "room".
-
-    `format_of` gives that of a layer's trial. The stage is called "scales".
-    """
-
-    def step(costs: TensorDict, batch: Batch) -> TensorDict:
-        new: TensorDict = {}
-
-        def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> None:
-            for name, trial in trials[index].items():
-                x = v if trial.side == "v" else k
-                of_trial = measure_costs(trial, x, queries, format_of(index, name))
-                new.update({f"{index}.{name}.{what}": cost for what, cost in of_trial.items()})
-
-        observe_queries(job.model, job.layers, batch, add_costs)
-        return add_tensors(costs, new)
-
-    return job.run_batches("scales", sample_near(windows), step)
-
-
-def check_centers(
-    job: Job, batches: Sequence[Batch], choices: Mapping[int, tuple[Choice, ...]]
-) -> dict[int, Choice]:
-    """Return the choice of each layer whose center holds best.
-
-    Its gain is that at other positions, where that is less.
-    """
-
-    def step(costs: TensorDict, batch: Batch) -> TensorDict:
-        new: TensorDict = {}
-
-        def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> None:
-            of_layer = choices[index]
-            new[str(index)] = torch.stack([
-                measure_key_cost(scales, k, queries, job.options.fmt)
-                for scales in (of_layer[0].plain, *(choice.centered for choice in of_layer))
-            ])  # fmt: skip
-
-        observe_queries(job.model, job.layers, batch, add_costs)
-        return add_tensors(costs, new)
-
-    checked = {index: of_layer[0] for index, of_layer in choices.items()}
-    for name, costs in job.run_batches("far centers", batches, step).items():
-        plain, *centered = costs.tolist()
-        gains = [plain / cost if cost > 0 else 1.0 for cost in centered]
-        held = [
-            replace(choice, gain=min(choice.gain or gain, gain))
-            for choice, gain in zip(choices[int(name)], gains, strict=True)
-        ]
-        checked[int(name)] = max(held, key=lambda choice: choice.gain or 0.0)
-    return checked
 
 
 def sample_near(windows: Sequence[torch.Tensor]) -> list[Batch]:
@@ -241,7 +114,7 @@ def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
 
 
 def observe_queries(
-    model: PreTrainedModel, layers: frozenset[int], batch: Batch, on_layer: Callable[..., None]
+    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_layer: Callable[..., None]
 ) -> None:
     """Call the model, and `on_layer` with a layer's index, K, V and its queries, if it has any."""
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -290,3 +163,26 @@ def _sample_queries(query: torch.Tensor, k: torch.Tensor, call: dict[str, Any]) 
 def sample_windows(windows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
     """Return some of the windows, from all over the list: of every length."""
     return list(windows[:: max(1, len(windows) // count)][:count])
+
+
+def fold_layers(
+    job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
+    merge: Callable[[TensorDict, TensorDict], TensorDict] = add_tensors,
+    see: Callable[..., None] = observe_queries,
+) -> TensorDict:  # fmt: skip
+    """Merge the tensors that `measure` returns for each layer, as "layer.name", over batches.
+
+    `see` calls `measure`: `observe_queries`, or `observe` without queries.
+    """
+
+    def step(merged: TensorDict, batch: Batch) -> TensorDict:
+        new: TensorDict = {}
+
+        def on_layer(index: int, *states: Any) -> None:
+            found = measure(index, *states)
+            new.update({f"{index}.{what}": tensor for what, tensor in found.items()})
+
+        see(job.model, batch, job.layers, on_layer)
+        return merge(merged, new) if merged else new
+
+    return job.run_batches(name, batches, step)

@@ -36,11 +36,10 @@ def measure_statistics(
     batches: Sequence[Batch],
     layers: Mapping[int, LayerScales],
     amax: Mapping[int, Mapping[str, tuple[float, ...]]],
-    gains: Mapping[int, float | None],
 ) -> dict[int, LayerStatistics]:
     """Return the statistics of every layer on a text; raise ConfigError for NaN or infinity.
 
-    `amax` is what was seen of each layer where its scales were made, `gains` what a center gains.
+    `amax` is what was seen of each layer where its scales were made.
     """
     fmt = job.options.fmt
     tokens = sum(batch.tokens for batch in batches)
@@ -77,8 +76,7 @@ def measure_statistics(
             _summarize(row.tolist(), amax[index][side], formats)
             for side, row in zip("kv", rows, strict=True)
         )
-        centered = layers[index].k_center is not None
-        results[index] = LayerStatistics(k, v, centered, gains.get(index))
+        results[index] = LayerStatistics(k, v, layers[index].k_center is not None)
     return results
 
 

@@ -213,13 +213,8 @@ def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list
         _Column("V scale", [_range(layer.v) for layer in layers]),
         *amax,
     ]
-    gains = measured(lambda layer: _gain(layer.center_gain))
-    centered = ["no" if layer.k_center is None else "yes" for layer in layers]
-    if any(gains):
-        both = [", ".join(filter(None, pair)) for pair in zip(centered, gains, strict=True)]
-        yield [_Column("centered,\ngain", both)]
-    elif scales.centered and scales.plan is None:
-        yield [_Column("centered", centered)]
+    if scales.centered and scales.plan is None:
+        yield [_Column("centered", ["no" if x.k_center is None else "yes" for x in layers])]
     if report is not None and report.held_out_tokens:
         yield [
             _Column("saturated\nK", measured(lambda layer: _share(layer.k.saturated))),
@@ -248,10 +243,6 @@ def _short(number: float) -> str:
     if number == 0 or 999.5 <= number < 1e6:
         return f"{number:.0f}"
     return f"{number:#.3g}".removesuffix(".")
-
-
-def _gain(gain: float | None) -> str:
-    return "" if gain is None else f"{_short(gain)} x"
 
 
 def _share(share: float) -> str:

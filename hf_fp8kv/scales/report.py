@@ -66,9 +66,6 @@ class LayerStatistics:
     k: SideStatistics
     v: SideStatistics
     centered: bool  # whether the scales carry a center of K
-    # What K's errors cost (see `calibration.choose`) without a center, over that with one: above 1,
-    # it helps. In the windows or at other positions, whichever is less. None: not tried.
-    center_gain: Magnitude | None
 
 
 @dataclass(frozen=True)

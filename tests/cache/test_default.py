@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from benchmarks.first_call import Operations
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import decode, encode, search_scale
@@ -163,18 +163,6 @@ def test_a_first_call_adds_few_operations(name: str, room: int | None, padded: b
             counts.append(operations.count)
     # What is made once for all layers cancels.
     assert (counts[5] - counts[3]) - (counts[4] - counts[2]) <= 8
-
-
-class Operations(TorchDispatchMode):
-    """Count what is dispatched inside, without views."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += not function.is_view
-        return function(*args, **(kwargs or {}))
 
 
 MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent")

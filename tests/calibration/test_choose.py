@@ -4,21 +4,18 @@ The costs are compared with their definition in float64.
 """
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from hf_fp8kv import KVScales
-from hf_fp8kv.calibration import scoring, stages
+from hf_fp8kv.calibration import plans, scoring, stages
 from hf_fp8kv.calibration.choose import (
     CalibrationOptions,
-    Choice,
-    Trial,
-    make_trials,
+    Candidate,
+    find_centers,
     measure_costs,
-    measure_key_cost,
-    pick_scales,
+    pick_scale,
     weigh_keys,
 )
 from hf_fp8kv.calibration.divergence import Scores
@@ -27,7 +24,7 @@ from hf_fp8kv.calibration.pairs import Partners, match_channels
 from hf_fp8kv.calibration.positions import Beyond
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.calibration.state import Job, State
-from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
 from hf_fp8kv.scales.layer_scales import LayerScales
 from tests.helpers.tiny_models import VOCAB, tiny
@@ -124,6 +121,11 @@ FIRST = {
 SUMS = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}
 
 
+def candidate(side, first, reach=None, *, center=None, granularity="head", fmt=E4M3) -> Candidate:
+    plan = SidePlan(fmt.name, centered=center is not None)
+    return Candidate(side, plan, first, first if reach is None else reach, center, granularity)
+
+
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
 def test_cost_of_scales(numbers, side, granularity):
@@ -131,12 +133,17 @@ def test_cost_of_scales(numbers, side, granularity):
     q, k = numbers
     queries = Queries.from_states(q, k, AT, 1.0, None)
     center = torch.randn(HEADS, DIM) if side == "k" and granularity != "tensor" else None
-    trial = Trial(side, FIRST[granularity], FIRST[granularity], center, granularity)
-    found = measure_costs(trial, k, queries, E3M4)
+    tried = candidate(side, FIRST[granularity], center=center, granularity=granularity, fmt=E3M4)
+    found = measure_costs(tried, k, queries)
     x = k if center is None else k - center
     for step in range(SEARCH_STEPS):
         scale = FIRST[granularity] * 2 ** (step / SEARCH_STEPS)
-        each = naive_cost(side, queries, stored(x, scale, E3M4) - x)
+        error = stored(x, scale, E3M4) - x
+        each = naive_cost(side, queries, error)
+        # A candidate costs what its heads cost.
+        for seen_by, cost in ((queries, each[:, 0].sum()), (None, error.double().square().sum())):
+            whole = tried.measure(k, seen_by, scale / E3M4.scale_from_e4m3)
+            torch.testing.assert_close(whole, cost, rtol=1e-3, atol=1e-9)
         expected = each[:, 1:] if granularity == "channel" else each[:, :1]
         if granularity == "tensor":
             expected = expected.sum(0, keepdim=True)
@@ -147,32 +154,22 @@ def test_cost_of_scales(numbers, side, granularity):
             expected = square.sum(SUMS[granularity], keepdim=True)[0]
             torch.testing.assert_close(found["room"][octave, step], expected)
     assert found["cost"].dtype == found["room"].dtype == torch.float64
-    if side == "k" and granularity != "channel":  # the cost of chosen scales is that of each head
-        scale = FIRST[granularity] / E3M4.scale_from_e4m3
-        scales = LayerScales(scale, torch.tensor(1.0), center)
-        for seen_by, what in ((queries, found["cost"][0]), (None, found["room"][0, 0])):
-            cost = measure_key_cost(scales, k, seen_by, E3M4)
-            torch.testing.assert_close(cost, what.sum(), rtol=1e-3, atol=0)
 
 
 def test_room_is_tried_on_tokens_of_the_whole_text():
     """The last of 384 tokens that are looked at is near the end; the others are zeros."""
     x = torch.zeros(3 * 128, 1, 4)
     x[-3] = 0.3
-    trial = Trial("v", torch.ones(1, 1), torch.ones(1, 1), None, "head")
-    assert measure_costs(trial, x, None, E4M3)["room"][0, 1] > 0
+    assert measure_costs(candidate("v", torch.ones(1, 1)), x, None)["room"][0, 1] > 0
 
 
 # -- the choice ------------------------------------------------------------------------------------
 
 
 def choice_of(first, reach, cost, room, *, granularity="head", fmt=E4M3) -> torch.Tensor:
-    """The scales of V that `pick_scales` takes, in the unit of the format."""
-    trial = Trial("v", first, reach, None, granularity)
-    k = Trial("k", torch.ones(1, 1), torch.ones(1, 1), None, "head")
-    flat = {"cost": torch.zeros(16, 1, 1).double(), "room": torch.ones(4, 16, 1, 1).double()}
-    found = {"k": flat, "v": {"cost": cost, "room": room}}
-    return pick_scales({"k": k, "v": trial}, found, fmt).v * fmt.scale_from_e4m3
+    """The scales that are taken, in the unit of the format."""
+    tried = candidate("v", first, reach, granularity=granularity, fmt=fmt)
+    return pick_scale(tried, {"cost": cost, "room": room}) * fmt.scale_from_e4m3
 
 
 def least_at(*steps: int) -> torch.Tensor:
@@ -249,49 +246,12 @@ def test_room_is_not_taken_of_small_numbers():
     taken = {}
     for fmt in (E4M3, E3M4):
         first = (x.abs().amax() / fmt.max).view(1, 1)
-        trial = Trial("k", first, 100 * first, None, "head")
-        found = measure_costs(trial, x, None, fmt)
+        tried = candidate("k", first, 100 * first, fmt=fmt)
+        found = measure_costs(tried, x, None)
         assert (found["cost"] == 0).all()
-        scale = pick_scales({"k": trial, "v": trial}, {"k": found, "v": found}, fmt).k
+        scale = pick_scale(tried, found)
         taken[fmt.name] = (scale * fmt.scale_from_e4m3 / first).item()
     assert taken == {"fp8_e4m3": pytest.approx(8.0), "fp8_e3m4": pytest.approx(1.0)}
-
-
-def centered_choice(cost: dict[str, torch.Tensor], room: dict[str, torch.Tensor]) -> Choice:
-    one = torch.ones(2, 1)
-    center = torch.randn(2, 4)
-    tried = {
-        "k": Trial("k", one, one, None, "head"),
-        "v": Trial("v", one, one, None, "head"),
-        "k_centered": Trial("k", one / 4, one / 4, center, "head"),
-    }
-    found = {name: {"cost": cost[name], "room": room[name]} for name in tried}
-    choice = pick_scales(tried, found, E4M3)
-    assert choice.k_center.equal(center)
-    return choice
-
-
-def test_what_a_center_gains():
-    cost = {"k": 6 * least_at(2, 3), "v": least_at(4, 5), "k_centered": 2 * least_at(6, 7)}
-    room = dict.fromkeys(cost, rooms(NO_ROOM, NO_ROOM))
-    choice = centered_choice(cost, room)
-    assert choice.gain == pytest.approx(3.0)
-    for name, first, steps in (("k", 1, (2, 3)), ("v", 1, (4, 5)), ("k_centered", 0.25, (6, 7))):
-        expected = [first * 2 ** (step / 16) for step in steps]
-        assert getattr(choice, name).flatten().tolist() == pytest.approx(expected)
-    again = Choice.from_tensors(choice.tensors)
-    assert again.gain == choice.gain
-    assert again.k_centered.equal(choice.k_centered)
-    assert again.k_center.equal(choice.k_center)
-
-
-def test_what_a_center_gains_without_queries_and_where_nothing_is_lost():
-    none = dict.fromkeys(("k", "v", "k_centered"), torch.zeros(SEARCH_STEPS, 2, 1).double())
-    room = dict.fromkeys(none, rooms(4 * NO_ROOM, 4 * NO_ROOM))
-    room["k_centered"] = rooms(NO_ROOM, NO_ROOM)
-    assert centered_choice(none, room).gain == pytest.approx(4.0)
-    nothing = dict.fromkeys(none, rooms(0 * NO_ROOM, 0 * NO_ROOM))
-    assert centered_choice(none, nothing).gain == 1.0
 
 
 # -- what is tried ---------------------------------------------------------------------------------
@@ -312,9 +272,17 @@ def pair_norm(k: torch.Tensor) -> torch.Tensor:
     return found.amax(0)
 
 
-def tried_of(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3) -> dict[str, Trial]:
+def listed(ranges, partner, options, *near_and_far) -> dict[str, list[Candidate]]:
+    near, far = (*near_and_far, None, None)[:2]
+    return plans.list_candidates(0, ranges, Partners(partner), options, near, far, may_turn=False)
+
+
+def tried_of(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3):
     options = CalibrationOptions(granularity, fmt, margin, center)
-    return make_trials(measure_range(k, v, partner, None), Partners(partner, None), options)
+    found = listed(measure_range(k, v, partner, None), partner, options)
+    assert {c.fmt for of_side in found.values() for c in of_side} == {fmt}
+    centered = {"k_centered": found["k"][1]} if found["k"][1:] else {}
+    return {side: of_side[0] for side, of_side in found.items()} | centered
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E3M4], ids=lambda fmt: fmt.name)
@@ -335,12 +303,12 @@ def test_the_smallest_scales_and_how_far_they_may_grow(ranges, granularity, marg
         first = reach if granularity == "channel" else amax
         if over:
             first, reach = (x.amax(over, keepdim=True) for x in (first, reach))
-        trial = found[name]
-        torch.testing.assert_close(trial.first * fmt.max, first * margin)
-        torch.testing.assert_close(trial.reach * fmt.max, reach * margin)
-        assert (trial.center is None) == (center is None)
+        tried = found[name]
+        torch.testing.assert_close(tried.first * fmt.max, first * margin)
+        torch.testing.assert_close(tried.reach * fmt.max, reach * margin)
+        assert (tried.center is None) == (center is None)
         if center is not None:
-            torch.testing.assert_close(trial.center, center)
+            torch.testing.assert_close(tried.center, center)
 
 
 def test_a_center_only_where_it_is_wanted(ranges):
@@ -352,19 +320,13 @@ def test_k_has_no_scale_of_channels_where_pairs_are_not_known(ranges):
     found = tried_of(k, v, None, "channel")
     assert found["k"].first.shape == found["k_centered"].first.shape == (HEADS, 1)
     assert found["v"].first.shape == v.shape[1:]
-    cost = {
-        name: measure_costs(t, v if t.side == "v" else k, None, E4M3) for name, t in found.items()
-    }
-    choice = pick_scales(found, cost, E4M3)
-    assert choice.k.shape == choice.k_centered.shape == (HEADS, 1)
-    assert choice.v.shape == v.shape[1:]
 
 
 # -- on a model ------------------------------------------------------------------------------------
 
 
 def see_queries(job, batch, on_layer):
-    stages.observe_queries(job.model, job.layers, batch, on_layer)
+    stages.observe_queries(job.model, batch, job.layers, on_layer)
 
 
 def job_of(model, *, center=False) -> Job:
@@ -428,21 +390,20 @@ def test_queries_of_several_texts_are_none(sliding):
     assert found == [None, None]
 
 
-def chosen_on(model, windows) -> tuple[dict[int, Choice], dict[int, dict[str, Trial]]]:
-    """What `stages.choose_scales` chooses, and what it tries."""
+def chosen_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, plans.Sides]]:
+    """What scales are made, and of what."""
     job = job_of(model)
     partners = stages.find_partners(job, windows[0])
     ranges = stages.collect_ranges(job, [Batch((w,)) for w in windows], partners)
-    found = stages.choose_scales(job, windows, ranges, partners)
-    assert {len(choices) for choices in found.values()} == {1}
-    trials = {i: make_trials(ranges[i], partners[i], job.options) for i in found}
-    return {index: choices[0] for index, choices in found.items()}, trials
+    tried = {i: listed(of_layer, partners[i].k, job.options) for i, of_layer in ranges.items()}
+    made = plans.make_scales(job, windows, tried)
+    return plans.choose_scales(job, windows, [], made)[0], tried
 
 
 @pytest.mark.parametrize("count", [3, 20])
 def test_every_window_that_is_tried_counts(sliding, count):
     windows = windows_of(*range(20, 20 + count))
-    found, trials = chosen_on(sliding, windows)
+    found, tried = chosen_on(sliding, windows)
     assert stages.SAMPLE_WINDOWS == 8  # as docs/scales.md says
     batches = stages.sample_near(windows)
     lengths = {batch.tokens for batch in batches}
@@ -454,16 +415,17 @@ def test_every_window_that_is_tried_counts(sliding, count):
     def add(index, k, v, queries):
         assert queries is not None
         for side, x in (("k", k), ("v", v)):
-            cost = measure_costs(trials[index][side], x, queries, E4M3)
+            cost = measure_costs(tried[index][side][0], x, queries)
             before = sums[index].get(side, dict.fromkeys(cost, 0))
             sums[index][side] = {what: before[what] + cost[what] for what in cost}
 
     for batch in batches:
         see_queries(job_of(sliding), batch, add)
-    for index, choice in found.items():
-        expected = pick_scales(trials[index], sums[index], E4M3)
-        assert choice.k.equal(expected.k)
-        assert choice.v.equal(expected.v)
+    for index, layer in found.items():
+        assert layer.plan is None
+        for side in "kv":
+            expected = pick_scale(tried[index][side][0], sums[index][side])
+            assert getattr(layer, side).equal(expected)
 
 
 def test_attention_that_shows_no_queries_gets_the_smallest_scales(sliding, monkeypatch):
@@ -483,58 +445,6 @@ def llama():
     return tiny("llama")[0]
 
 
-def choice_with(gain: float | None) -> Choice:
-    scale, center = torch.full((2, 1), 0.5), torch.ones(2, 16)
-    return Choice(scale, scale, scale / 4, center, gain)
-
-
-def tried_centers(llama, monkeypatch, gains, kl):
-    """What `choose_centers` says of such KLs, and the layers that it tried with a center."""
-    asked: list[list[int]] = []
-
-    def scored(job, name, batches, caches):
-        made = {name: make() for name, make in caches.items()}
-        asked.append([i for i, s in made["with"].layers.items() if s.k_center is not None])
-        assert not made["without"].centered
-        ones = torch.ones(len(kl[0]))
-        return {
-            name: Scores(torch.tensor(x).double(), ones, ones)
-            for name, x in zip(("without", "with"), kl, strict=True)
-        }
-
-    monkeypatch.setattr(scoring, "score_caches", scored)
-    monkeypatch.setattr(scoring, "FP8PagedCache", lambda *_, scales, **more: scales)
-    choices = {index: choice_with(gain) for index, gain in enumerate(gains)}
-    job = job_of(llama, center=True)
-    scales, why = scoring.choose_centers(job, windows_of(24, 24), choices, KVScales, Beyond(24))
-    return [i for i, s in scales.layers.items() if s.k_center is not None], asked, why, scales
-
-
-CLEAR = ([0.30, 0.31, 0.32, 0.33], [0.10, 0.11, 0.13, 0.12])
-
-
-@pytest.mark.parametrize(
-    ("gains", "layers"),
-    [
-        ((1.0, 1.0), []),
-        ((1.04, 0.5), []),
-        ((1.2, 1.0), [0]),
-        ((1.0, 9.0), [1]),
-        ((2.0, 3.0), [0, 1]),
-        ((None, 2.0), [1]),
-    ],
-)
-def test_a_center_is_tried_where_it_gains(llama, monkeypatch, gains, layers):
-    found, asked, why, scales = tried_centers(llama, monkeypatch, gains, CLEAR)
-    assert found == layers
-    assert asked == ([layers] if layers else [])
-    assert why.startswith(f"Centers in {len(layers)} of 2" if layers else "No centers: in no layer")
-    for index, layer in scales.layers.items():
-        # A center comes with the scale that it allows.
-        assert (layer.k == (0.125 if index in layers else 0.5)).all()
-        assert (layer.v == 0.5).all()
-
-
 @pytest.mark.parametrize(
     ("less", "helps"),
     [
@@ -550,12 +460,22 @@ def test_a_center_is_tried_where_it_gains(llama, monkeypatch, gains, layers):
     ],
 )
 def test_a_center_must_help_for_certain(llama, monkeypatch, less, helps):
-    without = [1.0] * len(less)
-    kl = (without, [1.0 - x for x in less])
-    found, asked, why, _ = tried_centers(llama, monkeypatch, (2.0, 2.0), kl)
-    assert asked == [[0, 1]]
-    assert found == ([0, 1] if helps else [])
-    assert why.startswith("Centers in 2 of 2 layers: KL" if helps else "No centers: in 2 of 2")
+    one, kl = torch.ones(len(less)), torch.tensor(less).double()
+
+    def scored(job, name, batches, caches):
+        made = {name: make() for name, make in caches.items()}
+        assert (made["with"].centered, made["without"].centered) == (True, False)
+        return {"without": Scores(one, one, one), "with": Scores(one - kl, one, one)}
+
+    monkeypatch.setattr(scoring, "score_caches", scored)
+    monkeypatch.setattr(scoring, "FP8PagedCache", lambda *_, scales, **more: scales)
+    plain = LayerScales(one[:1, None], one[:1, None])
+    centered = LayerScales(plain.k, plain.v, torch.ones(1, 16))
+    safe, best = KVScales({0: plain, 1: plain}), KVScales({0: plain, 1: centered})
+    job = job_of(llama, center=True)
+    found, why = scoring.check_plans(job, windows_of(24, 24), safe, best, Beyond(24))
+    assert found is (best if helps else safe)
+    assert why.startswith("Centers in 1 of 2 layers: KL" if helps else "No centers: others do not")
 
 
 def sums_of(weight: list[float], weighted: list[float]) -> dict[str, torch.Tensor]:
@@ -572,20 +492,17 @@ def test_the_center_is_the_weighted_mean_of_the_sample_and_its_scale_covers_it()
     far |= sums_of([3.0, 1.0], [-18.0, 3.5])
     options = CalibrationOptions("head", E4M3, 1.0, True)
     alone, windows, both = (
-        make_trials(ranges, Partners(), options, *of) for of in ((), (near,), (near, far))
+        listed(ranges, None, options, *of)["k"] for of in ((), (near,), (near, far))
     )
-    assert alone["k_centered"].center.tolist() == [[5.0, 2.0]]
-    torch.testing.assert_close(windows["k_centered"].center, torch.tensor([[6.0, 1.5]]))
-    torch.testing.assert_close(both["k_centered"].center, torch.tensor([[-3.0, 2.5]]))
-    # From the center, -3, to 6, which only the near text has.
-    assert both["k_centered"].first.item() == pytest.approx(9 / 448, rel=1e-5)
+    assert [tried.center.tolist() for tried in alone[1:]] == [[[5.0, 2.0]]]
+    (of_windows,), (weighted, evenly) = windows[1:], both[1:]
+    torch.testing.assert_close(of_windows.center, torch.tensor([[6.0, 1.5]]))
+    torch.testing.assert_close(weighted.center, torch.tensor([[-3.0, 2.5]]))
     # A ninth of it is the mean of the windows.
-    torch.testing.assert_close(both["k_centered_evenly"].center, torch.tensor([[-3.0, 2.0]]))
-    assert both["k_centered_evenly"].first.item() == pytest.approx(9 / 448, rel=1e-5)
-    assert alone.keys() == windows.keys() == both.keys() - {"k_centered_evenly"}
-    for side in "kv":  # which have no center, are those of the windows
-        assert both[side].first.equal(alone[side].first)
-        assert both[side].reach.equal(alone[side].reach)
+    torch.testing.assert_close(evenly.center, torch.tensor([[-3.0, 2.0]]))
+    # From the center, -3, to 6, which only the near text has.
+    for tried in (weighted, evenly):
+        assert tried.first.item() == pytest.approx(9 / 448, rel=1e-5)
 
 
 @pytest.mark.parametrize("weight", [0.0, 8.0])
@@ -593,8 +510,7 @@ def test_a_channel_that_nobody_looks_at_has_the_plain_mean_as_center(weight):
     k = torch.tensor([[[1.0, 3.0]], [[5.0, 5.0]]])
     ranges = measure_range(k, k, None, None)
     sample = ranges | sums_of([0.0, weight], [0.0, 4.5 * weight])
-    options = CalibrationOptions("head", E4M3, 1.0, True)
-    center = make_trials(ranges, Partners(), options, sample)["k_centered"].center
+    (center,), _ = find_centers(ranges, sample, None)
     expected = torch.tensor([[3.0, 4.5 if weight else 4.0]])
     torch.testing.assert_close(center, expected, rtol=1e-5, atol=0)
 
@@ -633,35 +549,6 @@ def test_a_sample_is_weighed_by_the_queries_of_the_model(llama):
         assert of_layer["count"] == len(k) == 72
         torch.testing.assert_close(of_layer["k_max"], k.amax(0))
         torch.testing.assert_close(of_layer["weighted_sum"], sum(weighed[index]))
-
-
-@pytest.mark.parametrize(
-    ("tried", "gain", "kept"),
-    [
-        ([(3.0, 4.0)], 2.0, 4.0),
-        ([(3.0, 2.0)], 3.0, 2.0),
-        ([(3.0, 4.0), (2.5, 1.0)], 2.5, 1.0),
-        ([(1.5, 2.0), (1.25, 1.0)], 1.5, 2.0),
-    ],
-)
-def test_what_a_center_gains_at_other_positions(llama, monkeypatch, tried, gain, kept):
-    """The smaller gain counts, of what the scales cost there; of centers the one that holds."""
-    choices = tuple(
-        replace(choice_with(near), k=torch.tensor(8.0), k_centered=torch.tensor(centered))
-        for near, centered in tried
-    )
-
-    def cost(scales, k, queries, fmt):
-        assert queries is not None
-        assert (scales.k_center is None) == (scales.k == 8.0)
-        return scales.k.double()
-
-    monkeypatch.setattr(stages, "measure_key_cost", cost)
-    batches = Beyond(100).spread(windows_of(24, 20))
-    found = stages.check_centers(job_of(llama), batches, {0: choices, 1: choices})
-    for choice in found.values():
-        assert (choice.gain, choice.k_centered) == (gain, kept)
-    assert stages.check_centers(job_of(llama), [], {0: choices}) == {0: choices[0]}
 
 
 # -- partners --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.first_call import Operations
 from benchmarks.long.outliers import planted_outliers
 from hf_fp8kv import (
     ConfigError,
@@ -22,15 +23,14 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import measure, plan_choice, scoring, stages
-from hf_fp8kv.calibration.choose import Trial
+from hf_fp8kv.calibration.choose import Candidate
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import paged_layers
-from hf_fp8kv.calibration.plans import Candidate, choose_candidates
+from hf_fp8kv.calibration.plans import choose_scales
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import LayerScales
-from tests.cache.test_default import Operations
 from tests.cache.test_plans import stored
 from tests.calibration.test_calibrate import FEW, NONE, QUIET, seen, texts
 from tests.calibration.test_corpus import words
@@ -121,16 +121,13 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     center = torch.randn(2, 16, generator=chance) if "centered" in plan else None
     how = SidePlan.parse(plan)
     first = 0.01 + torch.rand(2, 1, generator=chance) / 100
-    candidate = Candidate(how, Trial(side, first, first, center, "head", how.rotated))
-    costs = candidate.measure(x, queries)
-    layer = LayerScales(
-        first / FORMATS[how.format].scale_from_e4m3 * 2**0.25, first, center,
-        plan=LayerPlan(how, SidePlan("int8")),
-    )  # fmt: skip
+    candidate = Candidate(side, how, first, first, center, "head")
+    scale = first / FORMATS[how.format].scale_from_e4m3
+    cost = candidate.measure(x, queries, scale)
+    layer = LayerScales(scale, first, center, plan=LayerPlan(how, SidePlan("int8")))
     error = stored(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
     weigh = queries.cost_of_keys if side == "k" else queries.cost_of_values
-    # The second scale that is tried.
-    torch.testing.assert_close(costs[1], weigh(error, "head").sum().double(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(cost, weigh(error, "head").sum().double(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -138,25 +135,24 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     [
         ([9.0, 4.0, 2.0], [9.0, 4.0, 2.0], 2),
         ([9.0, 4.0, 2.0], [9.0, 4.0, 8.5], 1),  # what helps near and hardly far is not trusted
-        ([9.0, 8.5, 8.2], [9.0, 1.0, 1.0], 0),
+        ([9.0, 8.8, 8.6], [9.0, 1.0, 1.0], 0),
+        ([9.0, 8.8, 8.5], [9.0, 1.0, 1.0], 2),
         ([9.0, 4.0, 2.0], None, 2),
         ([0.0, 0.0, 0.0], None, 0),
         (None, None, 0),
     ],
 )
 def test_the_best_where_it_is_worst(near: Any, far: Any, best: int) -> None:
-    costs = [None if x is None else torch.tensor(x)[:, None] for x in (near, far)]
-    if near is not None and far is not None:
-        # The scale that is best near is the one that counts far.
-        costs = [torch.cat([costs[0], 2 * costs[0]], 1), torch.cat([costs[1], 0 * costs[1]], 1)]
     measured = {
-        name: {} if cost is None else {"0.k": cost}
-        for name, cost in zip(("plans", "far plans"), costs, strict=True)
+        name: {} if costs is None else {"0.k": torch.tensor(costs)}
+        for name, costs in (("plans", near), ("far plans", far))
     }
     job: Any = SimpleNamespace(
-        options=SimpleNamespace(granularity="head"), run_batches=lambda name, *_: measured[name]
+        options=SimpleNamespace(plan=None), run_batches=lambda name, *_: measured[name]
     )
-    assert choose_candidates(job, [], [], {0: {"k": [0, 1, 2]}}) == {0: {"k": best}}
+    made = [(SimpleNamespace(center=None), torch.tensor(n)) for n in (1.0, 2.0, 3.0)]
+    found = choose_scales(job, [], [], {0: {"k": made, "v": made[:1]}})
+    assert [(of[0].k.item(), of[0].v.item()) for of in found] == [(1.0, 1.0), (1.0 + best, 1.0)]
 
 
 @pytest.mark.full
@@ -201,7 +197,7 @@ def test_what_does_not_help_for_certain_is_not_taken(biased: Any, monkeypatch: A
 
     monkeypatch.setattr(scoring, "score_caches", score)
     scales = calibrate(biased, texts(8), plan="measured", **FEW)
-    assert places[:2] == ["predictions", "far predictions: predictions"]
+    assert places[:2] == ["predictions", "far predictions"]
     assert set(scales.plan.values()) == {E4M3}
     assert "others do not help for certain" in scales.report.centers
 
@@ -382,10 +378,10 @@ def test_keys_stay_where_no_other_position_can_be_tried(
     """The model takes no `position_ids`, or takes them and fails."""
     real = plan_choice.observe_queries
 
-    def observe(model: Any, layers: Any, batch: Any, on_layer: Any) -> None:
+    def observe(model: Any, batch: Any, layers: Any, on_layer: Any) -> None:
         if batch.start is not None:
             raise ConfigError("it takes no position_ids")
-        real(model, layers, batch, on_layer)
+        real(model, batch, layers, on_layer)
 
     monkeypatch.setattr(plan_choice, "observe_queries", observe)
     monkeypatch.setattr(plan_choice, "accepts", lambda *_: named)

@@ -32,7 +32,7 @@ OVER = {
 }  # fmt: skip
 
 
-def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3", gain=None):
+def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3"):
     """The statistics of one layer whose K and V are `texts`, a list of pairs `[N, Hkv, D]`."""
     left = iter(texts)
 
@@ -43,7 +43,7 @@ def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3", gain=None)
     options = CalibrationOptions("head", FORMATS[fmt], 1.0, False)
     job = Job(None, frozenset({0}), options, State(None, ""), lambda *_: None)
     batches = [Batch((torch.zeros(len(k), dtype=torch.int64),)) for k, _ in texts]
-    return measure_statistics(job, batches, {0: scales}, {0: AMAX}, {0: gain})[0]
+    return measure_statistics(job, batches, {0: scales}, {0: AMAX})[0]
 
 
 def of(k: object, v: object, center: torch.Tensor | None = None) -> LayerScales:
@@ -143,10 +143,10 @@ def test_errors_of_every_format(monkeypatch, centered, name):
     k_scale = torch.tensor([[0.008], [0.011]])
     v_scale = torch.linspace(0.006, 0.02, HEADS * 4).view(HEADS, 4)
     center = torch.randn(HEADS, 6) if centered else None
-    found = found_of(monkeypatch, [(k, v)], of(k_scale, v_scale, center), name, gain=1.5)
+    found = found_of(monkeypatch, [(k, v)], of(k_scale, v_scale, center), name)
     names = dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8", name))
     both = [*names, *(f"dynamic {n}" for n in names)]
-    assert found.center_gain == 1.5
+    assert found.centered == centered
     assert list(found.k.error) == list(found.v.error) == both
     kept = k - center if centered else k
     for n in names:

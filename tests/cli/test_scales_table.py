@@ -40,7 +40,7 @@ def found(layers: int = 4, heads: int = 3, **changes: Any) -> report.Calibration
         layers={
             i: report.LayerStatistics(
                 side([10.0 + i + h / 8 for h in range(heads)], 0.02 + i / 1000),
-                side([1.0 + i + h / 8 for h in range(heads)], 0.01 + i / 1000), False, None,
+                side([1.0 + i + h / 8 for h in range(heads)], 0.01 + i / 1000), False,
             )
             for i in range(layers)
         },
@@ -70,7 +70,7 @@ def test_a_report_is_the_same_after_json():
         model="\u2603 \x00", tokens=10**30, margin=1e-3, seconds=1e300, max_position=0,
         hardware={"": None, "gpus": [{"gb": 80.0, "ecc": True}]}, far_quality=found().quality,
     )  # fmt: skip
-    layers = {12: replace(found().layers[1], center_gain=0.5), 3: found().layers[0]}
+    layers = {12: found().layers[1], 3: found().layers[0]}
     made = replace(made, layers=layers)
     data = made.to_dict()
     again = report.CalibrationReport.from_dict(json.loads(json.dumps(data, allow_nan=False)), "x")
@@ -115,7 +115,6 @@ DROPPED = object()
         ("layers", {}, r"layers: expected an object with a layer"),
         ("layers/01", {}, r"layers: expected the indices .*, got '01'"),
         ("layers/2/centered", 1, r"layers\.2\.centered: expected true or false"),
-        ("layers/2/center_gain", -0.5, r"layers\.2\.center_gain: .* got -0\.5"),
         ("layers/2/k/amax", [1.0, NAN], r"layers\.2\.k\.amax\[1\]: .* got nan"),
         ("layers/2/k/underflow", 1.5, r"k\.underflow: expected a number from 0 to 1"),
         ("layers/2/k/error/int4", 0.1, r"k\.error: expected only fp8_e4m3, .* 'int4'"),
@@ -171,14 +170,13 @@ def columns(text: str) -> dict[str, list[str]]:
 
 def test_a_table_of_a_calibration():
     made = found(2)
-    layers = {**made.layers, 1: replace(made.layers[1], centered=True, center_gain=2.5)}
-    text = shown(scales_of(made, centered=(1,)), replace(made, layers=layers))
+    text = shown(scales_of(made, centered=(1,)), made)
     assert columns(text) == {
         "layer": ["0", "1"],
         "K scale": ["0.0223 .. 0.0229", "0.0246 .. 0.0251"],
         "V scale": ["0.00223 .. 0.00279", "0.00446 .. 0.00502"],
         "amax K": ["10.2", "11.2"], "amax V": ["1.25", "2.25"],
-        "centered, gain": ["no", "yes, 2.50 x"],
+        "centered": ["no", "yes"],
         "saturated K": ["0.003 %"] * 2, "saturated V": ["0.003 %"] * 2,
         "underflow K": ["12.5 %"] * 2, "underflow V": ["12.5 %"] * 2,
         "source": ["layers.0", "layers.1"],
