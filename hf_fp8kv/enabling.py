@@ -11,7 +11,6 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from .attention import latent
 from .attention.full_rows import install_full_rows, remove_full_rows
-from .attention.reuse import install_reuse, remove_reuse
 from .attention.switching import (
     get_implementations,
     install_rounding,
@@ -20,14 +19,15 @@ from .attention.switching import (
 )
 from .attention.training import prepare_rounding
 from .cache.cache import FP8PagedCache
-from .cache.prefix_pages import check_store
-from .cache.prefix_store import PrefixStore
 from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
 from .modeling.model_support import ATTENTION, CACHE, refusal
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, prepare_backend
+from .prefix.generate import install_reuse, remove_reuse
+from .prefix.pages import check_store
+from .prefix.store import PrefixStore
 from .scales.kv_scales import StoragePlan, warn_if_stale
 from .utils.digests import digest_weights
 

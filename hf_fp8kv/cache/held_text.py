@@ -1,7 +1,7 @@
 """The text that a cache holds, and what of it another text begins with.
 
 A cache is given keys and values, never tokens: `enable` tells it those of a `generate`
-(attention/reuse.py).
+(prefix/generate.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,6 @@ from ..errors import ConfigError, FP8KVError
 from .layer import PagedLayerBase
 from .options import CacheOptions
 from .paged_layers import PagedLayers
-from .prefix_store import PrefixStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +136,7 @@ class TextHolder(DynamicCache):
     reuse_prefix = True
     reused = 0
     takes_on_trust = False
-    prefix_store: PrefixStore | None = None
+    prefix_store: Any = None
     restored = 0
     identity = ""
     layers: list[Any]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cache.options import CacheOptions
-from ..cache.prefix_pages import check_kind, identify_options
-from ..cache.prefix_store import PrefixStore
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import TensorParallel
+from ..prefix.pages import check_kind, identify_options
+from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
-from ...cache.prefix_pages import check_frequencies
 from ...errors import ConfigError
+from ...prefix.engine import StoredBlocks
+from ...prefix.pages import check_frequencies
 from ..layout import BlockRows, LayerPages, PageLayout
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
 from .common import EngineCache, count_tokens, peak_elements, sizes
-from .stored_blocks import StoredBlocks
 
 # What it has depends on the version of transformers.
 stock: Any = cache

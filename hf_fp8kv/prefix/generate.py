@@ -14,17 +14,11 @@ import torch
 import transformers
 
 from ..cache.held_text import UNKNOWN, Text, TextHolder
-from ..cache.prefix_pages import (
-    forget_prefix,
-    identify_options,
-    kept_for_store,
-    restore_prefix,
-    row_keys,
-)
 from ..errors import ConfigError
 from ..modeling.identity import identify_model
 from ..modeling.model_support import CACHE
 from ..utils.warn_once import warn_once
+from .pages import forget_prefix, identify_options, kept_for_store, restore_prefix, row_keys
 
 logger = logging.getLogger(__name__)
 

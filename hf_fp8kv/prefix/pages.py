@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..cache import serialization
+from ..cache.held_text import Text
+from ..cache.indexed import FP8PagedIndexedLayer
+from ..cache.options import CacheOptions
+from ..cache.snapshot import CacheSnapshot
 from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
 from ..paging.page_pool import PagePool
 from ..scales import KVScales
 from ..utils.digests import digest_of
-from . import serialization
-from .held_text import Text
-from .indexed import FP8PagedIndexedLayer
-from .options import CacheOptions
-from .prefix_file import Page, chain_keys
-from .prefix_store import PrefixStore
-from .snapshot import CacheSnapshot
+from .file import Page, chain_keys
+from .store import PrefixStore
 
 # Frequencies that depend on how long the text has become: K of a prefix with them.
 _MOVING = ("dynamic", "longrope")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
-from ...cache.prefix_file import Page, chain_keys
-from ...cache.prefix_store import PrefixStore
+from .file import Page, chain_keys
+from .store import PrefixStore
 
 _NAME = "block"
 

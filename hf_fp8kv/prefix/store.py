@@ -29,8 +29,8 @@ from safetensors import SafetensorError
 
 from ..errors import ConfigError
 from ..utils.warn_once import warn_once
-from .prefix_file import Page, pack, read_file, unpack
-from .prefix_folder import PrefixFolder
+from .file import Page, pack, read_file, unpack
+from .folder import PrefixFolder
 
 logger = logging.getLogger(__name__)
 

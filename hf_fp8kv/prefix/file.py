@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import torch as safetensors
 
-from .prefix_folder import OPEN_FLAGS
+from .folder import OPEN_FLAGS
 
 # Changes with what the numbers in a file mean.
 _FORMAT = "hf_fp8kv.prefix.1"
