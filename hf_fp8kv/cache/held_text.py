@@ -120,23 +120,17 @@ class TextHolder(DynamicCache):
         beginning: The known first tokens, if embeddings or images came after them. `text` is then
             None, or `UNKNOWN` once the pages change.
         last_step: tokens that the last step added to `text`, whether or not it got to its end.
-        in_prefill: whether `generate` is giving it a prompt.
-        reuse_prefix: Whether `generate` may go back to where a prompt and the text diverge.
         reused: tokens that `generate` found here instead of computing them, over all sequences.
         takes_on_trust: whether a part of the text is what a prompt began with, not what was told.
-        prefix_store: The store of the enabled model that last generated with this cache.
-        restored: tokens whose pages came from there, over all sequences.
-        identity: of model and options when the text was computed, if there is a store.
+        restored: tokens whose pages came from a store, over all sequences.
+        identity: A digest of the model and the options that computed the text, or "".
     """
 
     text: Text | None = None
     beginning: Text | None = None
     last_step = 0
-    in_prefill = False
-    reuse_prefix = True
     reused = 0
     takes_on_trust = False
-    prefix_store: Any = None
     restored = 0
     identity = ""
     layers: list[Any]

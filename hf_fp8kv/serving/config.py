@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import TensorParallel
-from ..prefix.pages import check_kind, identify_options
+from ..prefix.pages import identify_options
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales
 
@@ -57,8 +57,6 @@ class ServingConfig:
                 "shares pages between requests, so a center of each request's own is not possible. "
                 "Make them with hf_fp8kv.choose_plan(model), or store K without centers"
             )
-        if prefix_store is not None:
-            check_kind(prefix_store, options)
         return cls(options, prefix_store)
 
     def for_rank(self, rank: int, size: int) -> "ServingConfig":

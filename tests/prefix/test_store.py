@@ -37,7 +37,7 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.prefix.file import Page, pack
-from hf_fp8kv.prefix.pages import check_frequencies
+from hf_fp8kv.prefix.pages import check_store
 from hf_fp8kv.utils.environment import make_environment
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
@@ -1134,9 +1134,17 @@ def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
     model, _ = tiny("gqa", rope_parameters=moving)
     with pytest.raises(ConfigError, match="dynamic"):
         enable(model, prefix_store=PrefixStore(tmp_path))
-    # The text part of a config also counts.
-    with pytest.raises(ConfigError, match="dynamic"):
-        check_frequencies(LlavaConfig(text_config=model.config))
+    # The text part of a config also counts, and each kind of layers.
+    options = FP8PagedCache(model.config, prefill="stored").options
+    nested = LlavaConfig(text_config=model.config)
+    by_kind = copy.deepcopy(nested)
+    by_kind.text_config.rope_parameters = {
+        "sliding_attention": {"rope_type": "default"},
+        "": moving,
+    }
+    for config in (nested, by_kind):
+        with pytest.raises(ConfigError, match="dynamic"):
+            check_store(PrefixStore(tmp_path), options, config)
 
 
 def test_bad_folders_and_bounds(tmp_path: Path) -> None:

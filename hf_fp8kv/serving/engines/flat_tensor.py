@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching import cache
 
 from ...errors import ConfigError
 from ...prefix.engine import StoredBlocks
-from ...prefix.pages import check_frequencies
+from ...prefix.pages import check_store
 from ..layout import BlockRows, LayerPages, PageLayout
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
@@ -82,7 +82,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def check(model: Any, chosen: Any) -> None:
         EngineCache.check(model, chosen)
         if chosen.store is not None:
-            check_frequencies(model.config)
+            check_store(chosen.store, chosen.options, model.config)
         kinds = list(stock.group_layers_by_attn_type(model.config.get_text_config()))
         if chosen.store is not None and kinds != [stock.FULL_ATTENTION]:
             raise ConfigError(
