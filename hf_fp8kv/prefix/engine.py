@@ -75,11 +75,9 @@ class StoredBlocks:
 
     def _check(self, page: Page) -> None:
         """Raise ValueError for a page that is no block of this engine; see `PrefixStore.read`."""
-        row = page.tensors[_NAME]
-        if page.facts or len(page.tensors) > 1 or row.shape != (self._rows.width,):
+        row, expected = page.tensors[_NAME], ((self._rows.width,), torch.uint8)
+        if page.facts or len(page.tensors) > 1 or (row.shape, row.dtype) != expected:
             raise ValueError("not a block of this engine")
-        if row.dtype != torch.uint8:
-            raise ValueError(f"a block of {row.dtype}")
 
     def _has_room(self) -> bool:
         pool, index = self._allocator.pool, self._allocator.index

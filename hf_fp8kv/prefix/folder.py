@@ -7,6 +7,7 @@ takes one when it begins, and while it removes files, once all that it saw the l
 removed or used since.
 """
 
+import errno
 import heapq
 import os
 import re
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 _LOCK, _PARTIAL = ".prefix_store.lock", ".part"
 # A link leads out of the folder, and a pipe would never answer. (Windows has none of these.)
-OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
+_OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 # Nanoseconds that the time of a file may be behind the clock: a tick of the kernel, and a margin.
 _TICK = 20_000_000
 
@@ -64,6 +65,20 @@ class PrefixFolder:
             return None
         return StoredFile(found.st_mtime_ns, found.st_size, name)
 
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a regular file, and of nothing else; raises OSError or ValueError."""
+        path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
+        try:
+            with open(path, "rb", opener=opener) as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode) or found.st_size > self._max_bytes:
+                    raise ValueError("not a file, or larger than the whole store may be")
+                return file.read(found.st_size)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ValueError("a link") from error
+            raise
+
     def touch(self, name: str, used: int) -> None:
         """Note when a file was used, in ns since 1970.
 
@@ -94,7 +109,14 @@ class PrefixFolder:
         Raises:
             OSError: the disk is full, or nothing may be written here.
         """
-        if not self._make_room(lock, sum(map(len, data)), own):
+        if (size := sum(map(len, data))) > self._max_bytes:
+            return False
+        if (total := _read_total(lock)) is None:
+            total = self._count(lock)
+        total = self._evict(lock, total, self._max_bytes - size, own)
+        has_room = total + size <= self._max_bytes
+        _write_total(lock, total + size if has_room else total)
+        if not has_room:
             return False
         unfinished = self.path / f".{name}{_PARTIAL}"
         with suppress(OSError):
@@ -109,17 +131,6 @@ class PrefixFolder:
             unfinished.unlink(missing_ok=True)
             raise
         return True
-
-    def _make_room(self, lock: int, size: int, own: Collection[str]) -> bool:
-        """Count `size` bytes more; remove files if these are too many."""
-        if size > self._max_bytes:
-            return False
-        if (total := _read_total(lock)) is None:
-            total = self._count(lock)
-        total = self._evict(lock, total, self._max_bytes - size, own)
-        has_room = total + size <= self._max_bytes
-        _write_total(lock, total + size if has_room else total)
-        return has_room
 
     def _evict(self, lock: int, total: int, most: int, own: Collection[str]) -> int:
         """Remove the least recently used files, but `own`, until `most` bytes are left of `total`.
@@ -170,7 +181,7 @@ class PrefixFolder:
         """
         import fcntl  # not on Windows
 
-        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666)
+        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
         is_ours, end = False, time.monotonic() + patience
         try:
             while not is_ours:

@@ -283,7 +283,7 @@ MUTANTS = (
     ),
     Mutant(
         "prefix store: the digest is not checked", "prefix/file.py",
-        'if header["digest"] != _digest(key, header["facts"], data):', "if False:",
+        "if digest != _digest(head.replace(_entry(digest), _entry(_NO_DIGEST)), body):", "if False:",
         "tests/prefix/test_store.py tests/prefix/test_folder.py",
     ),
     Mutant(
