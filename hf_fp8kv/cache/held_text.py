@@ -67,7 +67,7 @@ class Text:
         """Return the text of which `ids`, `[B, N']`, are all tokens, the old ones among them."""
         return Text(ids, self.mask, self.positions)
 
-    def _columns(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def columns(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids and mask, `[B, width]`, and positions, `[X, B, width]`; X may be 0."""
         ids = self.ids[:, :width].to(device)
         mask = torch.ones_like(ids, dtype=torch.bool)
@@ -88,7 +88,7 @@ class Text:
         same id and position; padding, if it is padding in both.
         """
         device, width = self.ids.device, min(self.length, other.length)
-        columns = [text._columns(width, device) for text in (self, other) if width]
+        columns = [text.columns(width, device) for text in (self, other) if width]
         if not width or len(columns[0][2]) != len(columns[1][2]):
             return list(range(len(other.ids))), 0
         (ids, mask, positions), of_other = columns

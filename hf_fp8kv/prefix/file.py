@@ -4,6 +4,7 @@ import hashlib
 import json
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import torch as safetensors
 
@@ -25,13 +26,13 @@ class Page(NamedTuple):
     facts: Any
 
 
-def chain_keys(identity: str, ids: torch.Tensor, page_size: int, after: str = "") -> list[str]:
+def chain_keys(identity: str, ids: Any, page_size: int, after: str = "") -> list[str]:
     """Return the key of each full page of one text: a hash of it and of all that is before it.
 
-    `ids` is `[N]`, int64, with -1 for padding; `identity` says what else the numbers depend on;
-    `after` is the key of the page before them, if they are not the beginning.
+    `ids` are whole numbers, `[N]`, on the CPU, with -1 for padding; `identity` says what else the
+    numbers depend on; `after` is the key of the page before them, if they are not the beginning.
     """
-    data = ids.cpu().numpy().astype("<i8")
+    data = np.asarray(ids, "<i8")
     keys, last = [], bytes.fromhex(after) or f"{_FORMAT}.{identity}".encode()
     for start in range(0, len(data) - page_size + 1, page_size):
         digest = hashlib.sha256(last + b"\0" + data[start : start + page_size].tobytes())

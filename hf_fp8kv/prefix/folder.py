@@ -7,7 +7,6 @@ takes one when it begins, and while it removes files, once all that it saw the l
 removed or used since.
 """
 
-import errno
 import heapq
 import os
 import re
@@ -66,25 +65,18 @@ class PrefixFolder:
         return StoredFile(found.st_mtime_ns, found.st_size, name)
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a regular file, and of nothing else; raises OSError or ValueError."""
+        """Return the bytes of a regular file. Raises OSError, for a link ELOOP, or ValueError."""
         path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
-        try:
-            with open(path, "rb", opener=opener) as file:
-                found = os.fstat(file.fileno())
-                if not stat.S_ISREG(found.st_mode) or found.st_size > self._max_bytes:
-                    raise ValueError("not a file, or larger than the whole store may be")
-                return file.read(found.st_size)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise ValueError("a link") from error
-            raise
+        with open(path, "rb", opener=opener) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > self._max_bytes:
+                raise ValueError("not a file, or larger than the whole store may be")
+            return file.read(found.st_size)
 
     def touch(self, name: str, used: int) -> None:
-        """Note when a file was used, in ns since 1970.
-
-        Raises OSError if it is not there or not ours, NotImplementedError on Windows.
-        """
-        os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
+        """Note when a file was used, in ns since 1970, if it is there and ours."""
+        with suppress(OSError, NotImplementedError):  # the latter on Windows
+            os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
 
     def hold_bound(self) -> None:
         """Remove what is over the bound, which may have been larger; nothing while others write."""
@@ -166,8 +158,7 @@ class PrefixFolder:
         now = time.time_ns()
         for file in self._oldest:
             if file.used > now:  # a clock was set back: new files would go before these
-                with suppress(OSError):
-                    self.touch(file.name, self._looked)
+                self.touch(file.name, self._looked)
         heapq.heapify(self._oldest)
         # Not known until the caller writes it: a full disk may have no room before files are gone.
         os.ftruncate(lock, 0)

@@ -50,9 +50,8 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
         why = "a growing cache, got max_cache_len; leave one of the two out"
     elif options.prefill != "stored":
         why = (
-            "prefill='stored', got 'exact', whose first call reads its own K and V unrounded: its "
-            "pages would not be those of another cut into calls; make the cache with "
-            "prefill='stored'"
+            "prefill='stored', got 'exact', whose first call reads its own K and V unrounded, so "
+            "pages depend on the cut into calls; make the cache with prefill='stored'"
         )
     elif options.first_call_centers:
         why = (
@@ -224,16 +223,11 @@ def _row_keys(identity: str, text: Text, page_size: int) -> list[list[str]]:
 
     Padding is a part of a text: it decides in which slot of which page a token is.
     """
-    ids = text.ids.cpu()
-    mask = torch.ones_like(ids)
-    if text.mask is not None:
-        mask[:, : text.mask.shape[1]] = text.mask.cpu() != 0
-    if text.positions is not None:
-        counted = (mask.cumsum(1) - 1).clamp(min=0)
-        moved = (text.positions.cpu() != counted) & (mask != 0)
-        if bool(moved.any()):
-            return []
-    return [chain_keys(identity, row, page_size) for row in ids.masked_fill(mask == 0, -1)]
+    ids, mask, positions = text.columns(text.length, torch.device("cpu"))
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    if bool(((positions != counted) & mask).any()):
+        return []
+    return [chain_keys(identity, row, page_size) for row in ids.masked_fill(~mask, -1)]
 
 
 def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:

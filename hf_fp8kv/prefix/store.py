@@ -9,6 +9,7 @@ Files are read in one go, and not mapped: what is used is then what was checked,
 somebody cuts off meanwhile is an error, where a map would end the process.
 """
 
+import errno
 import logging
 import os
 import re
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
-from safetensors import SafetensorError
 
 from ..errors import ConfigError
 from ..utils.warn_once import warn_once
@@ -35,6 +35,7 @@ from .folder import PrefixFolder
 logger = logging.getLogger(__name__)
 
 _NAMES = re.compile(r"[0-9a-f]{64}\.safetensors")
+_NO_MEMORY = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_BYTES = 16 << 30
 # Seconds to wait for other processes that are writing, and for those that have written for so long.
 _PATIENCE, _LITTLE_PATIENCE = 2.0, 0.1
@@ -174,8 +175,16 @@ class PrefixStore:
 
             ahead = deque(start(1))  # alone: a store often has none
             while ahead:
-                if (page := self._checked(*ahead.popleft(), check)) is None:
+                key, loaded = ahead.popleft()
+                try:
+                    page, size = loaded.result()
+                    check(page)
+                except FileNotFoundError:
                     return
+                except Exception as error:  # a file may hold anything
+                    self.refuse(key, error)
+                    return
+                self.count(bytes_read=size)
                 ahead += start(READERS - len(ahead))
                 yield page
 
@@ -188,46 +197,27 @@ class PrefixStore:
         data = self._folder.read(self._file(key).name)
         return unpack(key, data), len(data)
 
-    def _checked(
-        self, key: str, loaded: Future[_Loaded], check: Callable[[Page], None]
-    ) -> Page | None:
-        """Return the page that is loaded; None if there is none that is whole."""
-        try:
-            page, size = loaded.result()
-            check(page)
-        except FileNotFoundError:
-            return None
-        except (OSError, MemoryError) as error:
-            # It may be good all the same: too many open files, or those of another user.
-            self._refused.add(key)
-            self.count(files_refused=1)
-            why = getattr(error, "strerror", None) or type(error).__name__
-            warn_once(logger, f"{self}: pages that cannot be read ({why}) are ignored")
-            return None
-        except (SafetensorError, ArithmeticError, LookupError, ValueError, TypeError,
-                AttributeError, RuntimeError) as error:  # fmt: skip
-            self.refuse(key, error)
-            return None
-        self.count(bytes_read=size)
-        return page
-
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"
 
     def refuse(self, key: str, error: Exception) -> None:
-        """Ignore a file from now on, with a warning, and remove it if that is possible."""
+        """Ignore a file from now on, with a warning, and remove it if it is bad and can be."""
         self._refused.add(key)
         self.count(files_refused=1)
+        number = getattr(error, "errno", None)
+        if isinstance(error, OSError | MemoryError) and number != errno.ELOOP:  # not a link
+            # It may be good all the same: too many open files, or those of another user.
+            why = type(error).__name__ if number is None else os.strerror(number)
+            warn_once(logger, f"{self}: pages that cannot be read ({why}) are ignored")
+            return
         logger.warning(
             "prefix store: %s is not a page that this library wrote (%s: %s); it is ignored, and "
             "removed if possible",
             self._file(key), type(error).__name__, error,
         )  # fmt: skip
-        try:
+        with suppress(OSError):  # a folder, or not ours to remove
             self._file(key).unlink(missing_ok=True)  # another process may be faster
-        except OSError:
-            return  # a folder, or not ours to remove
-        self._refused.discard(key)
+            self._refused.discard(key)
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -260,19 +250,23 @@ class PrefixStore:
         try:
             pages = dict(zip((keys[at] for at in missing), make(missing), strict=True))
         except (MemoryError, torch.OutOfMemoryError):
-            self._warn_of_memory()
+            warn_once(logger, _NO_MEMORY.format(self))
             return
         self._queued.update(pages)
         self._submit(partial(self._write_text, keys, pages))
 
     def touch(self, keys: Sequence[str]) -> None:
         """Note that the pages of a text were used: the first ones the most recently."""
-        job = partial(self._touch_files, keys, time.time_ns())
+
+        def date(now: int = time.time_ns()) -> None:
+            for at, key in enumerate(keys):
+                self._folder.touch(self._file(key).name, now - at)
+
         # After what is being written, which may be these very pages.
         if self._jobs:
-            self._submit(job)
+            self._submit(date)
         else:
-            job()
+            date()
 
     def flush(self) -> None:
         """Wait until what was to be stored is in the folder."""
@@ -300,7 +294,7 @@ class PrefixStore:
                         break  # the text alone takes all there is: its beginning is stored
                     self.count(bytes_written=sum(map(len, data)))
         except MemoryError:
-            self._warn_of_memory()
+            warn_once(logger, _NO_MEMORY.format(self))
         except (OSError, ImportError) as error:
             self._writes = False
             warn_once(
@@ -315,16 +309,6 @@ class PrefixStore:
             for key in pages:
                 self._queued.pop(key, None)
             pages.clear()  # a job that no thread could be started for stays in the queue
-
-    def _touch_files(self, keys: Sequence[str], now: int) -> None:
-        for at, key in enumerate(keys):
-            try:
-                self._folder.touch(self._file(key).name, now - at)
-            except (OSError, NotImplementedError):
-                continue  # removed by another process, not ours to touch, or on Windows
-
-    def _warn_of_memory(self) -> None:
-        warn_once(logger, f"{self}: no memory for a copy of pages, which are not stored")
 
 
 def _start(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:

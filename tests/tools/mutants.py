@@ -283,7 +283,8 @@ MUTANTS = (
     ),
     Mutant(
         "prefix store: the digest is not checked", "prefix/file.py",
-        "if digest != _digest(head.replace(_entry(digest), _entry(_NO_DIGEST)), body):", "if False:",
+        "if digest != _digest(head.replace(_entry(digest), _entry(_NO_DIGEST)), body):",
+        "if False:",
         "tests/prefix/test_store.py tests/prefix/test_folder.py",
     ),
     Mutant(

@@ -104,7 +104,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         """Free a request's blocks, as the engine does, once the store knows that they were used."""
         if self._stored is not None:
-            self._stored.finish(request_id)
+            self._stored.keep(request_id, [], is_over=True)
         super().free_blocks(request_id, *args, **kwargs)
 
     def make_memory_handler(self, **planned: Any) -> Any:
