@@ -47,22 +47,20 @@ class PrefixFolder:
         self._looked = 0
 
     def files(self) -> list[StoredFile]:
-        """Return all files. Raises OSError if the folder cannot be read."""
+        """Return all files; none if the folder cannot be read."""
         found = []
-        with os.scandir(self.path) as entries:
+        with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
                 if self._names.fullmatch(entry.name) and (file := self._look_up(entry.name)):
                     found.append(file)
         return found
 
     def _look_up(self, name: str) -> StoredFile | None:
-        try:
+        with suppress(OSError):  # another process was faster
             found = (self.path / name).lstat()
-        except OSError:
-            return None  # another process was faster
-        if stat.S_ISDIR(found.st_mode):
-            return None
-        return StoredFile(found.st_mtime_ns, found.st_size, name)
+            if not stat.S_ISDIR(found.st_mode):
+                return StoredFile(found.st_mtime_ns, found.st_size, name)
+        return None
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a regular file. Raises OSError, for a link ELOOP, or ValueError."""
@@ -87,19 +85,10 @@ class PrefixFolder:
     def put(
         self, lock: int, name: str, data: Sequence[bytes | memoryview], own: Collection[str]
     ) -> bool:
-        """Write a file, whole or not at all; the least recently used ones make room for it.
+        """Write a file that is not there yet, whole or not at all; return whether there is room.
 
-        Args:
-            lock: what `lock` returned.
-            name: of the file, which is not there yet.
-            data: the parts of its content, in bytes.
-            own: names of files that stay: those of a text that is used now.
-
-        Returns:
-            Whether there was room.
-
-        Raises:
-            OSError: the disk is full, or nothing may be written here.
+        The least recently used files make room, except for `own`, names of files that are used now.
+        `data` is the content, in parts. Raises OSError: a full disk, or one that cannot be written.
         """
         if (size := sum(map(len, data))) > self._max_bytes:
             return False
@@ -125,9 +114,9 @@ class PrefixFolder:
         return True
 
     def _evict(self, lock: int, total: int, most: int, own: Collection[str]) -> int:
-        """Remove the least recently used files, but `own`, until `most` bytes are left of `total`.
+        """Remove the least recently used files, except `own`, until `most` bytes are left.
 
-        Returns the bytes that are left.
+        `total` bytes are there before. Return how many are left.
         """
         is_new = False
         while total > most:

@@ -21,11 +21,9 @@ from .pages import StoredPrompt, check_store, identify_options
 logger = logging.getLogger(__name__)
 
 # What a model may be given beside tokens, such that the same tokens have the same keys and values.
-_NEUTRAL = frozenset(
-    {
-        "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
-        "output_attentions", "output_hidden_states", "output_router_logits",
-    }
+_NEUTRAL = (
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits",
 )  # fmt: skip
 
 # Before 5.21 a prompt that is computed in chunks is taken to begin in an empty cache.

@@ -61,10 +61,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     elif config.is_encoder_decoder:
         why = "a decoder alone, got an encoder-decoder, whose pages depend on what it encodes"
     elif any(is_indexed) or (layers and cache.stock_layers):
-        why = (
-            "layers that are pages and nothing else, got some of another kind (recurrent ones, an "
-            "indexer, or skip_layers)"
-        )
+        why = "layers that are only pages, got some of another kind (recurrent, indexed, skipped)"
     elif moving:
         why = f"frequencies of RoPE that stay, got {moving[0]!r}: they change with the length"
     if why:
@@ -92,8 +89,16 @@ class StoredPrompt:
         self._cache, self._keys, self._length, self.restored = cache, list[list[str]](), 0, 0
 
     def find(self, identity: str, text: Text) -> None:
-        """Find the keys of the pages; `identity` is what these depend on besides the tokens."""
-        self._keys = _row_keys(identity, text, self._cache.options.page_size)
+        """Find the keys of the pages: there are none if tokens are at other positions.
+
+        `identity` is everything that pages depend on, except the text. Padding is a part of it,
+        since it decides in which slot of which page a token is.
+        """
+        ids, mask, positions = text.columns(text.length, torch.device("cpu"))
+        counted, size = (mask.cumsum(1) - 1).clamp(min=0), self._cache.options.page_size
+        if not bool(((positions != counted) & mask).any()):
+            rows = ids.masked_fill(~mask, -1)
+            self._keys = [chain_keys(identity, row, size) for row in rows]
         self._length = text.length
 
     def restore(self) -> None:
@@ -102,12 +107,8 @@ class StoredPrompt:
         Their sizes and dtypes are what the files say: those of the model are not known before its
         first layer has computed.
         """
-        store, cache, keys, size = (
-            self._store,
-            self._cache,
-            self._keys,
-            self._cache.options.page_size,
-        )
+        store, cache, keys = self._store, self._cache, self._keys
+        size = cache.options.page_size
         most = (self._length - 1) // size
         if not keys or not most or cache.host_length():
             return
@@ -184,8 +185,7 @@ class StoredPrompt:
                 raise ValueError("not what this model's cache would write")
 
         wanted = dict.fromkeys(row[at] for at in range(most) for row in self._keys)
-        for key, page in zip(wanted, self._store.read(wanted, check), strict=False):
-            pages[key] = page
+        pages.update(zip(wanted, self._store.read(wanted, check), strict=False))
         return pages, layers
 
     def _unpack(self, count: int, pages: dict[str, Page], layers: list[Facts]) -> CacheSnapshot:
@@ -198,12 +198,11 @@ class StoredPrompt:
         for g, (window, group) in enumerate(cache.groups.items()):
             seen = 0 if group.record_past else group.visible_from(length)
             first = min(seen, length - 1) // options.page_size
-            names = list(dict.fromkeys(key for row in keys for key in row[first:count]))
-            numbers = {key: number for number, key in enumerate(names)}
-            rows = [[numbers[key] for key in row[first:count]] for row in keys]
+            numbers: dict[str, int] = {}
+            rows = [[numbers.setdefault(x, len(numbers)) for x in row[first:count]] for row in keys]
             tensors[f"groups.{g}.table"] = torch.tensor(rows, dtype=torch.int32, device="cpu")
             groups.append({"window": window, "first": first, "record_past": group.record_past})
-            used[window] = g, names
+            used[window] = g, list(numbers)
         described = []
         for i, layer in enumerate(layers):
             g, names = used[layer["window"]]
@@ -216,18 +215,6 @@ class StoredPrompt:
             described.append({**layer, "kind": "paged", "group": g, "length": length})
         facts = {"groups": groups, "layers": described, "open_ended": False}
         return serialization.unpack(facts, tensors, options, [])
-
-
-def _row_keys(identity: str, text: Text, page_size: int) -> list[list[str]]:
-    """Return the keys of the full pages of each row; none if tokens are at other positions.
-
-    Padding is a part of a text: it decides in which slot of which page a token is.
-    """
-    ids, mask, positions = text.columns(text.length, torch.device("cpu"))
-    counted = (mask.cumsum(1) - 1).clamp(min=0)
-    if bool(((positions != counted) & mask).any()):
-        return []
-    return [chain_keys(identity, row, page_size) for row in ids.masked_fill(~mask, -1)]
 
 
 def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:

@@ -115,8 +115,7 @@ class PrefixStore:
     def _begin(self) -> None:
         """Begin without a thread and without anything to write."""
         self._mutex = threading.Lock()
-        # Of one thread, which a process that ends waits for, and what it has to do. Its pages can
-        # be read already.
+        # A thread, which a process that ends waits for, its jobs, and the pages that these write.
         self._writer = ThreadPoolExecutor(1, "hf_fp8kv prefix store")
         self._jobs: set[Future[None]] = set()
         self._queued: dict[str, Page] = {}
@@ -130,10 +129,7 @@ class PrefixStore:
     def usage(self) -> StoreUsage:
         """Return what the folder holds now, and what this process had of it; see `flush`."""
         self.flush()
-        try:
-            files = self._folder.files()
-        except OSError:
-            files = []
+        files = self._folder.files()
         return StoreUsage(len(files), sum(file.bytes for file in files), **self.counts())
 
     def counts(self) -> dict[str, int]:
@@ -151,9 +147,8 @@ class PrefixStore:
 
     def has(self, key: str) -> bool:
         """Return whether there is something under a key; it may turn out to be damaged."""
-        if key in self._refused:
-            return False
-        return key in self._queued or os.path.lexists(self._file(key))
+        is_there = key in self._queued or os.path.lexists(self._file(key))
+        return is_there and key not in self._refused
 
     def read(self, keys: Iterable[str], check: Callable[[Page], None]) -> Iterator[Page]:
         """Yield the pages under keys, up to the first that is not there, or not whole.
@@ -324,13 +319,6 @@ def _start(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
 
 
 _STORES: WeakSet[PrefixStore] = WeakSet()
-
-
-def _begin_in_child() -> None:
-    """Leave what was being written to the process that has forked: it alone has the thread."""
-    for store in _STORES:
-        store._begin()
-
-
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_begin_in_child)
+    # A forked process has no thread, and leaves what was being written to the one that has it.
+    os.register_at_fork(after_in_child=lambda: [store._begin() for store in _STORES])
