@@ -321,4 +321,4 @@ def _start(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
 _STORES: WeakSet[PrefixStore] = WeakSet()
 if hasattr(os, "register_at_fork"):  # not on Windows
     # A forked process has no thread, and leaves what was being written to the one that has it.
-    os.register_at_fork(after_in_child=lambda: [store._begin() for store in _STORES])
+    os.register_at_fork(after_in_child=lambda: list(map(PrefixStore._begin, _STORES)))
