@@ -101,9 +101,9 @@ def _measure(task: dict[str, Any]) -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_fp8kv.cache.prefix_store import PrefixStore
     from hf_fp8kv.enabling import enable
     from hf_fp8kv.ops import choose_backend, prepare_backend
+    from hf_fp8kv.prefix.store import PrefixStore
 
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     model: Any = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)

@@ -10,12 +10,12 @@ import typing as _typing
 from .attention.check_model import ModelReport, check_model
 from .attention.fp8_paged import register as _register
 from .cache.cache import FP8PagedCache, MemoryFootprint
-from .cache.prefix_store import PrefixStore, StoreUsage
 from .calibration import calibrate, choose_plan, measure
 from .enabling import disable, enable
 from .errors import BackendError, ConfigError, FP8KVError, OutOfPagesError, ScaleError
 from .formats import LayerPlan, SidePlan
 from .modeling.tensor_parallel import tensor_parallel
+from .prefix.store import PrefixStore, StoreUsage
 from .scales import KVScales, LayerScales
 from .scales.kv_scales import StoragePlan
 from .utils.demo_model import demo_model_path

@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +10,6 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from .attention import latent
 from .attention.full_rows import install_full_rows, remove_full_rows
-from .attention.reuse import install_reuse, remove_reuse
 from .attention.switching import (
     get_implementations,
     install_rounding,
@@ -20,14 +18,16 @@ from .attention.switching import (
 )
 from .attention.training import prepare_rounding
 from .cache.cache import FP8PagedCache
-from .cache.prefix_pages import check_store
-from .cache.prefix_store import PrefixStore
 from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
+from .modeling.methods import ModelMethod, remove_methods
 from .modeling.model_support import ATTENTION, CACHE, refusal
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, prepare_backend
+from .prefix.generate import Prefill, PrepareInputs
+from .prefix.pages import check_store
+from .prefix.store import PrefixStore
 from .scales.kv_scales import StoragePlan, warn_if_stale
 from .utils.digests import digest_weights
 
@@ -98,7 +98,7 @@ def enable(
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if prefix_store is not None:
-        check_store(prefix_store, cache, base.config)
+        check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:
             raise ConfigError("prefix_store: expected reuse_prefix=True, got False; leave one out")
         # Once, here and not in the first answer.
@@ -110,9 +110,10 @@ def enable(
     if base._can_set_attn_implementation():
         base.set_attn_implementation(ATTENTION)
         latent.install_all(base)
-    vars(base)[_HOOK] = _PrepareCache(base, cache_keywords, reuse_prefix, prefix_store)
     vars(base)[_SAVED] = before
-    install_reuse(base)
+    prefill = Prefill(base, reuse_prefix, prefix_store)
+    for method in (_PrepareCache(base, cache_keywords), prefill, PrepareInputs(base)):
+        method.install()
     if roundings:
         install_rounding(roundings)
         install_full_rows(base)
@@ -124,8 +125,7 @@ def disable(model: _Model) -> _Model:
     base = _unwrap(model)
     before = vars(base).pop(_SAVED, None)
     if before is not None:
-        del vars(base)[_HOOK]
-        remove_reuse(base)
+        remove_methods(base)
         remove_rounding(base)
         remove_full_rows(base)
         latent.remove_all(base)
@@ -141,27 +141,19 @@ def _unwrap(model: Any) -> Any:
     return model
 
 
-class _PrepareCache:
-    """Cache preparation of one model that makes an FP8 cache; a copied model gets its own.
+class _PrepareCache(ModelMethod):
+    """Cache preparation of one model that makes an FP8 cache, with keywords as its argument.
 
     It replaces this method and not `generate`, since some models (Whisper, for long audio)
     generate several times in one call.
     """
 
-    def __init__(self, model: PreTrainedModel, *arguments: Any) -> None:
-        self._model = weakref.ref(model)  # weak, since the model holds this
-        self._arguments = arguments
-
-    @property
-    def _owner(self) -> Any:
-        model = self._model()
-        assert model is not None
-        return model
+    name = _HOOK
 
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        model, (keywords, reuse_prefix, store) = self._owner, self._arguments
+        model, (keywords,) = self.model, self.arguments
         if _wants_default_cache(generation_config, model_kwargs):
             if generation_config.cache_implementation == OFFLOADED:
                 keywords = {**keywords, "offloading": keywords.get("offloading") or True}
@@ -173,12 +165,7 @@ class _PrepareCache:
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             self._take_prefix(model, keywords)
-        if isinstance(given := model_kwargs.get(CACHE), FP8PagedCache):
-            if store is not None:
-                check_store(store, given, model.config)
-            given.reuse_prefix, given.prefix_store = reuse_prefix, store
-        stock = type(model)._prepare_cache_for_generation
-        return stock(model, generation_config, model_kwargs, *args, **kwargs)
+        return self.stock(generation_config, model_kwargs, *args, **kwargs)
 
     def _take_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
         """Store the prefix of PEFT's prefix tuning: it replaces an empty cache with its own.
@@ -203,12 +190,6 @@ class _PrepareCache:
             return inputs
 
         vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_PrepareCache":
-        return _PrepareCache(memo.get(id(self._owner), self._owner), *self._arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _PrepareCache, (self._owner, *self._arguments)
 
 
 def _self_attention_cache(cache: Any) -> Any:

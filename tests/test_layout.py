@@ -15,7 +15,7 @@ FLOORS = (
     ("modeling", "ops", "scales"),
     ("paging",),
     ("cache",),
-    ("attention",),
+    ("attention", "prefix"),
     ("calibration",),
     ("enabling", "serving"),
     ("__init__", "vllm"),
@@ -27,9 +27,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1806, "bench": 974, "cache": 4737, "calibration": 3134, "cli": 2331,
-    "enabling": 261, "errors": 63, "formats": 485, "__init__": 62, "modeling": 536, "ops": 7696,
-    "paging": 1806, "scales": 3868, "serving": 6943, "utils": 776, "vllm": 1022,
+    "attention": 1619, "bench": 974, "cache": 3749, "calibration": 3134, "cli": 2331,
+    "enabling": 242, "errors": 63, "formats": 485, "__init__": 62, "modeling": 599, "ops": 7696,
+    "paging": 1806, "prefix": 1099, "scales": 3868, "serving": 6793, "utils": 776, "vllm": 1022,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The text that a cache holds, and what of it another text begins with.
 
 A cache is given keys and values, never tokens: `enable` tells it those of a `generate`
-(attention/reuse.py).
+(prefix/generate.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,6 @@ from ..errors import ConfigError, FP8KVError
 from .layer import PagedLayerBase
 from .options import CacheOptions
 from .paged_layers import PagedLayers
-from .prefix_store import PrefixStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +67,7 @@ class Text:
         """Return the text of which `ids`, `[B, N']`, are all tokens, the old ones among them."""
         return Text(ids, self.mask, self.positions)
 
-    def _columns(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def columns(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids and mask, `[B, width]`, and positions, `[X, B, width]`; X may be 0."""
         ids = self.ids[:, :width].to(device)
         mask = torch.ones_like(ids, dtype=torch.bool)
@@ -89,7 +88,7 @@ class Text:
         same id and position; padding, if it is padding in both.
         """
         device, width = self.ids.device, min(self.length, other.length)
-        columns = [text._columns(width, device) for text in (self, other) if width]
+        columns = [text.columns(width, device) for text in (self, other) if width]
         if not width or len(columns[0][2]) != len(columns[1][2]):
             return list(range(len(other.ids))), 0
         (ids, mask, positions), of_other = columns
@@ -121,23 +120,17 @@ class TextHolder(DynamicCache):
         beginning: The known first tokens, if embeddings or images came after them. `text` is then
             None, or `UNKNOWN` once the pages change.
         last_step: tokens that the last step added to `text`, whether or not it got to its end.
-        in_prefill: whether `generate` is giving it a prompt.
-        reuse_prefix: Whether `generate` may go back to where a prompt and the text diverge.
         reused: tokens that `generate` found here instead of computing them, over all sequences.
         takes_on_trust: whether a part of the text is what a prompt began with, not what was told.
-        prefix_store: The store of the enabled model that last generated with this cache.
-        restored: tokens whose pages came from there, over all sequences.
-        identity: of model and options when the text was computed, if there is a store.
+        restored: tokens whose pages came from a store, over all sequences.
+        identity: A digest of the model and the options that computed the text, or "".
     """
 
     text: Text | None = None
     beginning: Text | None = None
     last_step = 0
-    in_prefill = False
-    reuse_prefix = True
     reused = 0
     takes_on_trust = False
-    prefix_store: PrefixStore | None = None
     restored = 0
     identity = ""
     layers: list[Any]

@@ -177,7 +177,7 @@ def serve(
 
 
 def _open_store(path: Path | None, size: str) -> Any:
-    from ..cache.prefix_store import PrefixStore
+    from ..prefix.store import PrefixStore
 
     max_bytes = parse_memory(size, "--prefix-store-size")
     return None if path is None else PrefixStore(path, max_bytes=max_bytes)

@@ -13,13 +13,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..cache.plans import Plan
-from ..cache.prefix_store import PrefixStore
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import tensor_parallel
 from ..ops import choose_backend, prepare_backend
+from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
 from .engines import StockManager, cache_class

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cache.options import CacheOptions
-from ..cache.prefix_pages import check_kind, identify_options
-from ..cache.prefix_store import PrefixStore
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import TensorParallel
+from ..prefix.pages import identify_options
+from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales
 
 
@@ -57,8 +57,6 @@ class ServingConfig:
                 "shares pages between requests, so a center of each request's own is not possible. "
                 "Make them with hf_fp8kv.choose_plan(model), or store K without centers"
             )
-        if prefix_store is not None:
-            check_kind(prefix_store, options)
         return cls(options, prefix_store)
 
     def for_rank(self, rank: int, size: int) -> "ServingConfig":

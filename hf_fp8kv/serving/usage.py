@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..cache.prefix_store import PrefixStore
 from ..formats import count_plans
+from ..prefix.store import PrefixStore
 from .fp8_manager import enabled_state
 
 

@@ -282,18 +282,19 @@ MUTANTS = (
         'form = header.get("format"), str(VERSION)', "tests/cache/test_golden_files.py",
     ),
     Mutant(
-        "prefix store: the digest is not checked", "cache/prefix_file.py",
-        'if header["digest"] != _digest(key, header["facts"], data):', "if False:",
-        "tests/cache/test_prefix_store.py tests/cache/test_prefix_folder.py",
+        "prefix store: the digest is not checked", "prefix/file.py",
+        "if digest != _digest(head.replace(_entry(digest), _entry(_NO_DIGEST)), body):",
+        "if False:",
+        "tests/prefix/test_store.py tests/prefix/test_folder.py",
     ),
     Mutant(
-        "prefix store: keys ignore the tokens before", "cache/prefix_file.py",
-        "last = digest.digest()", "last = last", "tests/cache/test_prefix_store.py",
+        "prefix store: keys ignore the tokens before", "prefix/file.py",
+        "last = digest.digest()", "last = last", "tests/prefix/test_store.py",
     ),
     Mutant(
-        "prefix store: the lock is not taken", "cache/prefix_folder.py",
+        "prefix store: the lock is not taken", "prefix/folder.py",
         "                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "",
-        "tests/cache/test_prefix_folder.py tests/cache/test_prefix_store.py",
+        "tests/prefix/test_folder.py tests/prefix/test_store.py",
     ),
     Mutant(
         "offloading: pages come back stale", "paging/page_pool.py",

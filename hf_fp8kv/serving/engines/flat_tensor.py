@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
-from ...cache.prefix_pages import check_frequencies
 from ...errors import ConfigError
 from ...ops import Pages
+from ...prefix.engine import StoredBlocks
+from ...prefix.pages import check_store
 from ..layout import EnginePages, from_page
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
 from .common import EngineCache, count_tokens, peak_elements, sizes
-from .stored_blocks import StoredBlocks
 
 # What it has depends on the version of transformers.
 stock: Any = cache
@@ -83,7 +83,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def check(model: Any, chosen: Any) -> None:
         EngineCache.check(model, chosen)
         if chosen.store is not None:
-            check_frequencies(model.config)
+            check_store(chosen.store, chosen.options, model.config)
         kinds = list(stock.group_layers_by_attn_type(model.config.get_text_config()))
         if chosen.store is not None and kinds != [stock.FULL_ATTENTION]:
             raise ConfigError(
@@ -105,7 +105,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         """Free a request's blocks, as the engine does, once the store knows that they were used."""
         if self._stored is not None:
-            self._stored.finish(request_id)
+            self._stored.keep(request_id, [], is_over=True)
         super().free_blocks(request_id, *args, **kwargs)
 
     def make_memory_handler(self, **planned: Any) -> Any:

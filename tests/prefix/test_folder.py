@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fp8kv.cache import prefix_folder
-from hf_fp8kv.cache.prefix_folder import PrefixFolder, StoredFile
+from hf_fp8kv.prefix import folder as folder_module
+from hf_fp8kv.prefix.folder import PrefixFolder, StoredFile
 
 pytestmark = pytest.mark.text
 NAMES, BOUND = re.compile(r"page\d+"), 100
@@ -37,7 +37,7 @@ def full_folder_at(path: Path) -> PrefixFolder:
     folder = folder_at(path)
     for number in range(BOUND):
         put(folder, f"page{number}", 1)
-    time.sleep(2 * prefix_folder._TICK / 1e9)
+    time.sleep(2 * folder_module._TICK / 1e9)
     return folder
 
 
@@ -60,7 +60,7 @@ def steps(draw: st.DrawFn) -> tuple[str, int, int, int]:
 def test_the_least_recently_used_go(plan: list[tuple[str, int, int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as name:
         # `touch` is as exact as the clock, so a tick is not necessary.
-        patched.setattr(prefix_folder, "_TICK", 0)
+        patched.setattr(folder_module, "_TICK", 0)
         path = Path(name)
         folders, is_exact = [folder_at(path), folder_at(path)], True
         for number, (what, which, size, place) in enumerate(plan):

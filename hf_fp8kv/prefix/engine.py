@@ -5,13 +5,14 @@ room. What a store has of a prompt is put among them, where the engine then find
 """
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
-from ...cache.prefix_file import Page, chain_keys
-from ...cache.prefix_store import PrefixStore
+from .file import Page, chain_keys
+from .store import PrefixStore
 
 _NAME = "block"
 
@@ -26,6 +27,7 @@ class StoredBlocks:
         self._store, self._allocator = store, allocator
         self._slots, self._rows = int(allocator.tokens_per_page), allocator._copy_view
         self._device: torch.device = self._rows.device
+        self._pool, self._index = allocator.pool, allocator.index
         self._identity = f"{identity}.blocks.{self._rows.shape[1]}"
         # Of each block that was full once: the engine's hash of it and the key in the store, which
         # hold for as long as the engine has that hash for the block.
@@ -46,7 +48,7 @@ class StoredBlocks:
             key, name = "", None
             for place in range(most if known < most else 0):
                 part = tokens[place * slots : (place + 1) * slots]
-                (key,) = chain_keys(self._identity, torch.tensor(part, device="cpu"), slots, key)
+                (key,) = chain_keys(self._identity, part, slots, key)
                 name = cache_allocator.compute_block_hash(name, part)
                 if name not in allocator.ledger.hash_to_block:
                     asked.append((name, key))
@@ -75,22 +77,18 @@ class StoredBlocks:
 
     def _check(self, page: Page) -> None:
         """Raise ValueError for a page that is no block of this engine; see `PrefixStore.read`."""
-        row = page.tensors[_NAME]
-        if page.facts or len(page.tensors) > 1 or row.shape != (self._rows.shape[1],):
+        row, expected = page.tensors[_NAME], ((self._rows.shape[1],), torch.uint8)
+        if page.facts or len(page.tensors) > 1 or (row.shape, row.dtype) != expected:
             raise ValueError("not a block of this engine")
-        if row.dtype != torch.uint8:
-            raise ValueError(f"a block of {row.dtype}")
 
     def _has_room(self) -> bool:
-        pool, index = self._allocator.pool, self._allocator.index
-        return bool(pool.count_free_blocks(index) or pool.num_free_sectors)
+        return bool(self._pool.count_free_blocks(self._index) or self._pool.num_free_sectors)
 
     def _put(self, page: Page) -> int:
         """Copy a page to a free block, which is not free any more, and return that."""
-        pool, index = self._allocator.pool, self._allocator.index
-        if not pool.count_free_blocks(index):
-            pool.allocate_sector(index)
-        (block,) = pool.get_free_blocks(index, 1)
+        if not self._pool.count_free_blocks(self._index):
+            self._pool.allocate_sector(self._index)
+        (block,) = self._pool.get_free_blocks(self._index, 1)
         self._rows.index_copy_(0, self._place(block), page.tensors[_NAME][None].to(self._device))
         return int(block)
 
@@ -101,48 +99,30 @@ class StoredBlocks:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
 
-    def keep(self, request_id: str, tokens: list[int]) -> None:
-        """Store the blocks of a request that are full since the last time."""
-        keys, new = self._find_keys(request_id, tokens)
-        if new:
-            self._write(request_id, keys, len(keys) - new)
+    def keep(self, request_id: str, tokens: list[int], *, is_over: bool = False) -> None:
+        """Store the blocks of a request that are full since the last time.
 
-    def finish(self, request_id: str) -> None:
-        """Note that the blocks of a request were used, and store those that are gone from there.
-
-        Before the engine gives the blocks up.
+        At its end, before the engine gives the blocks up: also note that they were used, and store
+        those that are gone from there.
         """
-        self._missed.discard(request_id)
-        keys, _ = self._find_keys(request_id, [])
-        if keys:
-            self._write(request_id, keys, 0)
-            self._store.touch(keys)
-
-    def _find_keys(self, request_id: str, tokens: list[int]) -> tuple[list[str], int]:
-        """Return the keys of a request's full blocks, and how many at the end are new."""
         slots, names = self._slots, self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
-        keys: list[str] = []
-        full = 0
-        for block in table:
-            if block not in names:
-                break
-            known, key = self._keys.get(block, (None, ""))
-            if known == names[block] and full == len(keys):
-                keys.append(key)
-            full += 1
-        known_ones = len(keys)
-        if part := tokens[known_ones * slots : full * slots]:
-            after = keys[-1] if keys else ""
-            keys += chain_keys(self._identity, torch.tensor(part, device="cpu"), slots, after)
-            for block, key in zip(table[known_ones:], keys[known_ones:], strict=False):
+        blocks = list(takewhile(names.__contains__, table))
+        known = ((names[block], self._keys.get(block, (None, ""))) for block in blocks)
+        keys = [key for _, (_, key) in takewhile(lambda x: x[0] == x[1][0], known)]
+        first = len(keys)
+        if part := tokens[first * slots : len(blocks) * slots]:
+            keys += chain_keys(self._identity, part, slots, keys[-1] if keys else "")
+            for block, key in zip(blocks[first:], keys[first:], strict=False):
                 self._keys[block] = names[block], key
-        return keys, len(keys) - known_ones
-
-    def _write(self, request_id: str, keys: list[str], first: int) -> None:
-        table = self._allocator.block_table[request_id]
-        # One after the other: the engine's memory plan has no room for a copy of many blocks.
-        self._store.write(keys, lambda places: (self._copy(table[at]) for at in places), first)
+        if is_over:
+            self._missed.discard(request_id)
+            first = 0
+        if first < len(keys):
+            # One after the other: the engine's memory plan has no room for a copy of many blocks.
+            self._store.write(keys, lambda places: (self._copy(blocks[at]) for at in places), first)
+        if is_over:
+            self._store.touch(keys)
 
     def _copy(self, block: int) -> Page:
         return Page({_NAME: self._rows.index_select(0, self._place(block))[0].cpu()}, {})

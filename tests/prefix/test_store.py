@@ -35,9 +35,9 @@ from hf_fp8kv import (
     disable,
     enable,
 )
-from hf_fp8kv.cache.prefix_file import Page, pack
-from hf_fp8kv.cache.prefix_pages import check_frequencies
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
+from hf_fp8kv.prefix.file import Page, pack
+from hf_fp8kv.prefix.pages import check_store
 from hf_fp8kv.utils.environment import make_environment
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
@@ -804,7 +804,7 @@ def test_without_memory_for_a_copy_nothing_is_stored(
 def test_pages_that_wait_to_be_written_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._PATIENCE", 60.0)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 60.0)
     reader = Reader(tmp_path)
     with locked(tmp_path):
         ids = words(40)
@@ -845,8 +845,8 @@ def late():
 IMPORTS = """
 import atexit, fcntl, os, signal, sys, threading, time
 from hf_fp8kv import PrefixStore
-from hf_fp8kv.cache import prefix_store
-from tests.cache.test_prefix_store import _take_any, files_of, store_pages
+from hf_fp8kv.prefix import store as store_module
+from tests.prefix.test_store import _take_any, files_of, store_pages
 """
 
 
@@ -858,7 +858,7 @@ def test_a_process_that_is_interrupted_and_ends(tmp_path: Path) -> None:
     script = f"""{IMPORTS}
 # A process that starts in the background ignores SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-prefix_store._PATIENCE = 60
+store_module._PATIENCE = 60
 store = PrefixStore(sys.argv[1])
 held = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)
 {LATE}
@@ -937,7 +937,7 @@ def test_an_error_with_one_prompt_ends_neither_the_thread_nor_a_wait(
 def test_a_write_waits_if_too_many_bytes_are_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._MOST_QUEUED", 50 * 12)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._MOST_QUEUED", 50 * 12)
     store = PrefixStore(tmp_path)
     for seed in range(20):
         store_pages(store, 20, seed)
@@ -956,7 +956,7 @@ def test_pages_are_read_in_their_order(
     for key in keys[gone : gone + 1]:
         (tmp_path / f"{key}.safetensors").unlink()
     asked: list[str] = []
-    monkeypatch.setattr("hf_fp8kv.cache.prefix_store.READERS", 3)
+    monkeypatch.setattr("hf_fp8kv.prefix.store.READERS", 3)
 
     def wanted() -> Iterator[str]:
         for key in keys:
@@ -983,7 +983,7 @@ def test_pages_are_written_and_read_without_more_threads(
         started.append(thread)
         start(thread)
 
-    monkeypatch.setattr("hf_fp8kv.cache.prefix_store.READERS", 8)
+    monkeypatch.setattr("hf_fp8kv.prefix.store.READERS", 8)
     monkeypatch.setattr(threading.Thread, "start", fail)
     store = PrefixStore(tmp_path)
     keys = store_pages(store, 20)
@@ -996,8 +996,8 @@ def test_pages_are_written_and_read_without_more_threads(
 def test_a_writer_that_takes_long_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._PATIENCE", 0.05)
-    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._LITTLE_PATIENCE", 0.0)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 0.05)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._LITTLE_PATIENCE", 0.0)
     reader = Reader(tmp_path)
     with locked(tmp_path):
         assert reader.answer(words(40)) == 40
@@ -1023,7 +1023,7 @@ def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
         copies.extend(map(os.dup, held))
         replace(*args)
 
-    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._PATIENCE", 0.05)
+    monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 0.05)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fork)
         Reader(tmp_path).answer(words(40))
@@ -1134,9 +1134,17 @@ def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
     model, _ = tiny("gqa", rope_parameters=moving)
     with pytest.raises(ConfigError, match="dynamic"):
         enable(model, prefix_store=PrefixStore(tmp_path))
-    # The text part of a config also counts.
-    with pytest.raises(ConfigError, match="dynamic"):
-        check_frequencies(LlavaConfig(text_config=model.config))
+    # The text part of a config also counts, and each kind of layers.
+    options = FP8PagedCache(model.config, prefill="stored").options
+    nested = LlavaConfig(text_config=model.config)
+    by_kind = copy.deepcopy(nested)
+    by_kind.text_config.rope_parameters = {
+        "sliding_attention": {"rope_type": "default"},
+        "": moving,
+    }
+    for config in (nested, by_kind):
+        with pytest.raises(ConfigError, match="dynamic"):
+            check_store(PrefixStore(tmp_path), options, config)
 
 
 def test_bad_folders_and_bounds(tmp_path: Path) -> None:

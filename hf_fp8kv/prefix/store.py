@@ -9,6 +9,7 @@ Files are read in one go, and not mapped: what is used is then what was checked,
 somebody cuts off meanwhile is an error, where a map would end the process.
 """
 
+import errno
 import logging
 import os
 import re
@@ -16,34 +17,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
-from safetensors import SafetensorError
 
 from ..errors import ConfigError
 from ..utils.warn_once import warn_once
-from .prefix_file import Page, pack, read_file, unpack
-from .prefix_folder import PrefixFolder
+from .file import Page, pack, unpack
+from .folder import PrefixFolder
 
 logger = logging.getLogger(__name__)
 
-_SUFFIX = ".safetensors"
-_NAMES = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
+_NAMES = re.compile(r"[0-9a-f]{64}\.safetensors")
+_NO_MEMORY = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_BYTES = 16 << 30
 # Seconds to wait for other processes that are writing, and for those that have written for so long.
 _PATIENCE, _LITTLE_PATIENCE = 2.0, 0.1
 # Files that are read at a time, and bytes that may wait to be written beside those of one text.
 READERS, _MOST_QUEUED = min(os.cpu_count() or 1, 8), 1 << 30
 
-# A page and the bytes that were read for it; None if it is refused.
-_Loaded = tuple[Page, int] | None
+_T = TypeVar("_T")
+_Loaded = tuple[Page, int]  # a page and the bytes that were read for it
 
 
 class StoreUsage(NamedTuple):
@@ -114,13 +114,11 @@ class PrefixStore:
 
     def _begin(self) -> None:
         """Begin without a thread and without anything to write."""
-        # Who waits for the thread waits for this: an interrupted `Thread.join` lets Python 3.11 and
-        # 3.12 take a thread that runs for one that has ended.
-        self._mutex = threading.Condition()
-        # What is to be written, and these pages, which can be read meanwhile.
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._mutex = threading.Lock()
+        # A thread, which a process that ends waits for, its jobs, and the pages that these write.
+        self._writer = ThreadPoolExecutor(1, "hf_fp8kv prefix store")
+        self._jobs: set[Future[None]] = set()
         self._queued: dict[str, Page] = {}
-        self._writer: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"PrefixStore({str(self.path)!r}, max_bytes={self.max_bytes})"
@@ -131,10 +129,7 @@ class PrefixStore:
     def usage(self) -> StoreUsage:
         """Return what the folder holds now, and what this process had of it; see `flush`."""
         self.flush()
-        try:
-            files = self._folder.files()
-        except OSError:
-            files = []
+        files = self._folder.files()
         return StoreUsage(len(files), sum(file.bytes for file in files), **self.counts())
 
     def counts(self) -> dict[str, int]:
@@ -152,9 +147,8 @@ class PrefixStore:
 
     def has(self, key: str) -> bool:
         """Return whether there is something under a key; it may turn out to be damaged."""
-        if key in self._refused:
-            return False
-        return key in self._queued or os.path.lexists(self._file(key))
+        is_there = key in self._queued or os.path.lexists(self._file(key))
+        return is_there and key not in self._refused
 
     def read(self, keys: Iterable[str], check: Callable[[Page], None]) -> Iterator[Page]:
         """Yield the pages under keys, up to the first that is not there, or not whole.
@@ -169,77 +163,56 @@ class PrefixStore:
             with suppress(OSError, ImportError):
                 self._folder.hold_bound()
         keys = iter(keys)
-        for first in islice(keys, 1):  # alone: a store often has none
-            if (page := self._checked(first, partial(self._load, first), check)) is None:
-                return
-            yield page
         with ThreadPoolExecutor(READERS) as pool:
-            ahead = deque((key, self._load_by(pool, key)) for key in islice(keys, READERS))
+
+            def start(most: int) -> list[tuple[str, Future[_Loaded]]]:
+                return [(key, _start(pool, partial(self._load, key))) for key in islice(keys, most)]
+
+            ahead = deque(start(1))  # alone: a store often has none
             while ahead:
-                key, load = ahead.popleft()
-                if (page := self._checked(key, load, check)) is None:
+                key, loaded = ahead.popleft()
+                try:
+                    page, size = loaded.result()
+                    check(page)
+                except FileNotFoundError:
                     return
-                ahead += [(key, self._load_by(pool, key)) for key in islice(keys, 1)]
+                except Exception as error:  # a file may hold anything
+                    self.refuse(key, error)
+                    return
+                self.count(bytes_read=size)
+                ahead += start(READERS - len(ahead))
                 yield page
 
-    def _load_by(self, pool: ThreadPoolExecutor, key: str) -> Callable[[], _Loaded]:
-        """Have a page loaded by a thread if there can be one; return what waits for it."""
-        try:
-            return pool.submit(self._load, key).result
-        except RuntimeError:  # no more threads, or the main thread has ended
-            return partial(self._load, key)
-
     def _load(self, key: str) -> _Loaded:
-        """Return a page and the bytes that were read for it; None if it is refused."""
+        """Return a page and the bytes that were read for it. Raises OSError or ValueError."""
         if key in self._refused:
-            return None
+            raise FileNotFoundError(key)
         if (queued := self._queued.get(key)) is not None:
             return Page(dict(queued.tensors), queued.facts), 0
-        data = read_file(self._file(key), self.max_bytes)
+        data = self._folder.read(self._file(key).name)
         return unpack(key, data), len(data)
 
-    def _checked(
-        self, key: str, load: Callable[[], _Loaded], check: Callable[[Page], None]
-    ) -> Page | None:
-        """Return the page that is loaded; None if there is none that is whole."""
-        try:
-            if (loaded := load()) is None:
-                return None
-            page, size = loaded
-            check(page)
-        except FileNotFoundError:
-            return None
-        except (OSError, MemoryError) as error:
-            # It may be good all the same: too many open files, or those of another user.
-            self._refused.add(key)
-            self.count(files_refused=1)
-            why = getattr(error, "strerror", None) or type(error).__name__
-            warn_once(logger, f"{self}: pages that cannot be read ({why}) are ignored")
-            return None
-        except (SafetensorError, ArithmeticError, LookupError, ValueError, TypeError,
-                AttributeError, RuntimeError) as error:  # fmt: skip
-            self.refuse(key, error)
-            return None
-        self.count(bytes_read=size)
-        return page
-
     def _file(self, key: str) -> Path:
-        return self.path / _file_name(key)
+        return self.path / f"{key}.safetensors"
 
     def refuse(self, key: str, error: Exception) -> None:
-        """Ignore a file from now on, with a warning, and remove it if that is possible."""
+        """Ignore a file from now on, with a warning, and remove it if it is bad and can be."""
         self._refused.add(key)
         self.count(files_refused=1)
+        number = getattr(error, "errno", None)
+        if isinstance(error, OSError | MemoryError) and number != errno.ELOOP:  # not a link
+            # It may be good all the same: too many open files, or those of another user.
+            why = type(error).__name__ if number is None else os.strerror(number)
+            warn_once(logger, f"{self}: pages that cannot be read ({why}) are ignored")
+            return
         logger.warning(
             "prefix store: %s is not a page that this library wrote (%s: %s); it is ignored, and "
             "removed if possible",
             self._file(key), type(error).__name__, error,
         )  # fmt: skip
-        try:
+        with suppress(OSError):  # a folder, or not ours to remove
             self._file(key).unlink(missing_ok=True)  # another process may be faster
-        except OSError:
-            return  # a folder, or not ours to remove
-        self._refused.discard(key)
+            self._refused.discard(key)
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -266,70 +239,57 @@ class PrefixStore:
             missing.append(at)
         if not missing or not self._writes:
             return
-        if sum(map(_bytes_of, list(self._queued.values()))) > _MOST_QUEUED:
+        queued = (x for page in list(self._queued.values()) for x in page.tensors.values())
+        if sum(tensor.nbytes for tensor in queued) > _MOST_QUEUED:
             self.flush()
         try:
             pages = dict(zip((keys[at] for at in missing), make(missing), strict=True))
         except (MemoryError, torch.OutOfMemoryError):
-            self._warn_of_memory()
+            warn_once(logger, _NO_MEMORY.format(self))
             return
         self._queued.update(pages)
-        self._submit(partial(self._write_text, keys, pages), in_thread=True)
+        self._submit(partial(self._write_text, keys, pages))
 
     def touch(self, keys: Sequence[str]) -> None:
         """Note that the pages of a text were used: the first ones the most recently."""
+
+        def date(now: int = time.time_ns()) -> None:
+            for at, key in enumerate(keys):
+                self._folder.touch(self._file(key).name, now - at)
+
         # After what is being written, which may be these very pages.
-        self._submit(partial(self._touch_files, keys, time.time_ns()), in_thread=False)
+        if self._jobs:
+            self._submit(date)
+        else:
+            date()
 
     def flush(self) -> None:
         """Wait until what was to be stored is in the folder."""
-        with self._mutex:
-            self._mutex.wait_for(lambda: self._writer is None)
+        wait(self._jobs.copy())
 
-    def _submit(self, job: Callable[[], None], *, in_thread: bool) -> None:
-        """Have a job done after those that wait: by the thread if there is one, or a new one."""
-        with self._mutex:
-            if self._writer is not None or (in_thread and self._start_writer()):
-                self._jobs.append(job)
-                return
-        job()
-
-    def _start_writer(self) -> bool:
-        """Start the thread; return whether that is possible."""
-        if not threading.main_thread().is_alive():
-            return False  # what is still started may be cut off
-        # Not a daemon: a process that ends waits for it.
-        writer = threading.Thread(target=self._work, name="hf_fp8kv prefix store")
-        try:
-            writer.start()
-        except RuntimeError:
-            return False  # no more threads
-        self._writer = writer
-        return True
-
-    def _work(self) -> None:
-        """Do the jobs that wait, in the thread."""
-        while True:
-            with self._mutex:
-                if not self._jobs:
-                    self._writer = None
-                    self._mutex.notify_all()
-                    return
-                job = self._jobs.popleft()
-            try:
-                job()
-            except Exception:
-                logger.exception("%s: the pages of a text are not stored", self)
+    def _submit(self, job: Callable[[], None]) -> None:
+        future = _start(self._writer, job)
+        self._jobs.add(future)
+        future.add_done_callback(self._jobs.discard)
 
     def _write_text(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
+        own = {self._file(key).name for key in keys}
         try:
             with self._folder.lock(self._patience) as lock:
                 # Who writes for so long may have been stopped: not to be waited for each time.
                 self._patience = _PATIENCE if lock is not None else _LITTLE_PATIENCE
-                if lock is not None and self._writes:
-                    self._write_pages(lock, keys, pages)
+                for key, page in pages.items():
+                    if lock is None or not self._writes:
+                        break
+                    file = self._file(key)
+                    if os.path.lexists(file):
+                        continue  # another process was faster
+                    data = pack(key, page)
+                    if not self._folder.put(lock, file.name, data, own):
+                        break  # the text alone takes all there is: its beginning is stored
+                    self.count(bytes_written=sum(map(len, data)))
         except MemoryError:
-            self._warn_of_memory()
+            warn_once(logger, _NO_MEMORY.format(self))
         except (OSError, ImportError) as error:
             self._writes = False
             warn_once(
@@ -337,48 +297,28 @@ class PrefixStore:
                 f"{self} stores nothing from now on ({type(error).__name__}: {error}); what it "
                 "holds is still read",
             )
+        except Exception:
+            logger.exception("%s: the pages of a text are not stored", self)
         finally:
             # All at once: pages of a text may share memory, which is free when none is left.
             for key in pages:
                 self._queued.pop(key, None)
-
-    def _touch_files(self, keys: Sequence[str], now: int) -> None:
-        for at, key in enumerate(keys):
-            try:
-                self._folder.touch(_file_name(key), now - at)
-            except (OSError, NotImplementedError):
-                continue  # removed by another process, not ours to touch, or on Windows
-
-    def _write_pages(self, lock: int, keys: Sequence[str], pages: dict[str, Page]) -> None:
-        own = {_file_name(key) for key in keys}
-        for key, page in pages.items():
-            if os.path.lexists(self._file(key)):
-                continue  # another process was faster
-            data = pack(key, page)
-            if not self._folder.put(lock, _file_name(key), data, own):
-                return  # the text alone takes all there is: its beginning is stored
-            self.count(bytes_written=sum(map(len, data)))
-
-    def _warn_of_memory(self) -> None:
-        warn_once(logger, f"{self}: no memory for a copy of pages, which are not stored")
+            pages.clear()  # a job that no thread could be started for stays in the queue
 
 
-def _bytes_of(page: Page) -> int:
-    return sum(tensor.nbytes for tensor in page.tensors.values())
-
-
-def _file_name(key: str) -> str:
-    return f"{key}{_SUFFIX}"
+def _start(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
+    """Have a job done by a thread, or at once if there can be none."""
+    with suppress(RuntimeError):  # no more threads, or the main thread has ended
+        return pool.submit(job)
+    done = Future[_T]()
+    try:
+        done.set_result(job())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 _STORES: WeakSet[PrefixStore] = WeakSet()
-
-
-def _begin_in_child() -> None:
-    """Leave what was being written to the process that has forked: it alone has the thread."""
-    for store in _STORES:
-        store._begin()
-
-
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_begin_in_child)
+    # A forked process has no thread, and leaves what was being written to the one that has it.
+    os.register_at_fork(after_in_child=lambda: list(map(PrefixStore._begin, _STORES)))

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_fp8kv import ConfigError, PrefixStore, enable, serving
-from hf_fp8kv.cache.prefix_file import Page, pack
-from hf_fp8kv.serving.engines import stored_blocks
+from hf_fp8kv.prefix import engine as engine_module
+from hf_fp8kv.prefix.file import Page, pack
 from tests.helpers.serve_process import PAGE as SERVED_PAGE
 from tests.helpers.serve_process import generate_answer, hosting, save_chat_model, text_in
 from tests.helpers.serving_tools import PAGE, answer_to, managing
@@ -123,13 +123,13 @@ def test_work_for_a_block_does_not_grow_with_the_text(
     looked: list[str] = []
     touched: list[str] = []
     hashed: list[int] = []
-    has, touch, chain = PrefixStore.has, PrefixStore.touch, stored_blocks.chain_keys
+    has, touch, chain = PrefixStore.has, PrefixStore.touch, engine_module.chain_keys
     monkeypatch.setattr(PrefixStore, "has", lambda self, key: looked.append(key) or has(self, key))
     monkeypatch.setattr(
         PrefixStore, "touch", lambda self, keys: touched.extend(keys) or touch(self, keys)
     )
     monkeypatch.setattr(
-        stored_blocks, "chain_keys",
+        engine_module, "chain_keys",
         lambda name, ids, *more: hashed.append(len(ids)) or chain(name, ids, *more),
     )  # fmt: skip
     said, _, _ = answers(tmp_path, [words(10 * PAGE + 3)], new=14 * PAGE)
@@ -205,10 +205,10 @@ def test_no_step_runs_while_blocks_are_filled(
     text = words(3 * PAGE + 3)
     answers(tmp_path, [text])
     done: list[str] = []
-    put = stored_blocks.StoredBlocks._put
-    monkeypatch.setattr(stored_blocks.StoredBlocks, "_wait", lambda _: done.append("wait"))
+    put = engine_module.StoredBlocks._put
+    monkeypatch.setattr(engine_module.StoredBlocks, "_wait", lambda _: done.append("wait"))
     monkeypatch.setattr(
-        stored_blocks.StoredBlocks, "_put", lambda self, page: done.append("put") or put(self, page)
+        engine_module.StoredBlocks, "_put", lambda self, page: done.append("put") or put(self, page)
     )
     answers(tmp_path, [text])
     assert done == ["wait", "put", "put", "put", "wait"]

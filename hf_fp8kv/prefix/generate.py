@@ -4,114 +4,70 @@ transformers takes what a cache holds for the beginning of the prompt, without a
 methods of an enabled model are given the tokens of each step, and tell the cache.
 """
 
-import inspect
 import logging
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 
 from ..cache.held_text import UNKNOWN, Text, TextHolder
-from ..cache.prefix_pages import (
-    forget_prefix,
-    identify_options,
-    kept_for_store,
-    restore_prefix,
-    row_keys,
-)
 from ..errors import ConfigError
 from ..modeling.identity import identify_model
+from ..modeling.methods import ModelMethod
 from ..modeling.model_support import CACHE
 from ..utils.warn_once import warn_once
+from .pages import StoredPrompt, check_store, identify_options
 
 logger = logging.getLogger(__name__)
 
-_PREFILL, _PREPARE = "_prefill", "prepare_inputs_for_generation"
 # What a model may be given beside tokens, such that the same tokens have the same keys and values.
-_NEUTRAL = frozenset(
-    {
-        "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
-        "output_attentions", "output_hidden_states", "output_router_logits",
-    }
+_NEUTRAL = (
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits",
 )  # fmt: skip
 
 # Before 5.21 a prompt that is computed in chunks is taken to begin in an empty cache.
 CHUNKS_BEGIN_EMPTY = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
 
 
-def install_reuse(model: Any) -> None:
-    """Let each `generate` of a model tell its cache the text, and go back where texts part."""
-    for name, method in ((_PREFILL, _Prefill), (_PREPARE, _PrepareInputs)):
-        if hasattr(model, name) and not isinstance(vars(model).get(name), _Method):
-            vars(model)[name] = method(model, name, vars(model).get(name))
+class Prefill(ModelMethod):
+    """`_prefill` of a model, which is given a prompt before any of it is cut off.
 
+    Its arguments are whether a prompt and the text of a cache may diverge, and the `PrefixStore` of
+    the model or None.
+    """
 
-def remove_reuse(model: Any) -> None:
-    """Undo `install_reuse`."""
-    for name in (_PREFILL, _PREPARE):
-        method = vars(model).get(name)
-        if isinstance(method, _Method):
-            del vars(model)[name]
-            if method.before is not None:
-                vars(model)[name] = method.before
-
-
-class _Method:
-    """A method of one model; a copied model gets its own."""
-
-    def __init__(self, model: Any, name: str, before: Callable[..., Any] | None) -> None:
-        self._model = weakref.ref(model)  # weak, since the model holds this
-        self._name, self.before = name, before
-
-    @property
-    def _stock(self) -> Callable[..., Any]:
-        model = self._model()
-        stock: Callable[..., Any] = self.before or getattr(type(model), self._name).__get__(model)
-        return stock
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The signature of what is called; transformers looks at it."""
-        return inspect.signature(self._stock)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Method":
-        model = self._model()
-        return type(self)(memo.get(id(model), model), self._name, self.before)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._model(), self._name, self.before)
-
-
-class _Prefill(_Method):
-    """`_prefill` of a model, which is given a prompt before any of it is cut off."""
+    name = "_prefill"
 
     def __call__(
         self, input_ids: Any, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        cache = model_kwargs.get(CACHE)
+        cache, (reuse_prefix, store) = model_kwargs.get(CACHE), self.arguments
         if not isinstance(cache, TextHolder):
-            return self._stock(input_ids, config, model_kwargs, *args, **kwargs)
-        text = _find_text(input_ids, config, model_kwargs) if cache.reuse_prefix else None
-        told, given = cache.text, dict(model_kwargs)
-        cache.in_prefill = True
-        try:
-            keys, restored = ([], 0) if text is None else self._begin(cache, text, config)
+            return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
+        if store is not None:
+            check_store(store, cache.options, self.model.config, cache)
+        text = _find_text(input_ids, config, model_kwargs) if reuse_prefix else None
+        told, given, prompt = cache.text, dict(model_kwargs), StoredPrompt(store, cache)
+
+        def compute() -> Any:
             cache.text = (text or told) and UNKNOWN  # until all of the prompt is stored
+            with prompt.kept():
+                return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
+
+        try:
+            if text is not None:
+                self._begin(prompt, cache, text, config)
             try:
-                with kept_for_store(cache, keys, text):
-                    outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
+                outputs = compute()
             except ConfigError as error:
-                if not restored:
+                if not prompt.restored:
                     raise
                 # The files are whole, and say that the model has other heads or dtypes than it has.
-                forget_prefix(cache, keys, restored, error)
-                cache.text = UNKNOWN
+                prompt.forget(error)
                 model_kwargs.clear()
                 model_kwargs.update(given)
-                with kept_for_store(cache, keys, text):
-                    outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
+                outputs = compute()
             if text is None and told is not UNKNOWN:
                 # Embeddings or images follow a known text.
                 cache.beginning, cache.text, cache.last_step = told or cache.beginning, None, 0
@@ -121,15 +77,10 @@ class _Prefill(_Method):
         except BaseException as error:
             cache.hold_what_is_left(text, error)
             raise
-        finally:
-            cache.in_prefill = False
         return outputs
 
-    def _begin(self, cache: TextHolder, text: Text, config: Any) -> tuple[list[list[str]], int]:
-        """Let a cache hold what is known of a text.
-
-        Return the keys of its pages in a store, for each row, and how many pages came from there.
-        """
+    def _begin(self, prompt: StoredPrompt, cache: TextHolder, text: Text, config: Any) -> None:
+        """Let a cache hold what is known of a text: by itself, or by the store."""
         begins_empty = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
         identity = self._identify(cache)
         # Also pages of no identity: made with dropout, or by weights that could not be hashed.
@@ -138,27 +89,22 @@ class _Prefill(_Method):
             cache.reset()  # type: ignore[no-untyped-call]
         cache.reused += len(text.ids) * cache.keep_prefix(text)
         cache.identity, cache.text = identity, UNKNOWN
-        if not identity or cache.takes_on_trust:
-            return [], 0
-        size = cache.options.page_size
-        keys = row_keys(identity, text, size)
-        if not keys or begins_empty:
-            return keys, 0
-        return keys, restore_prefix(cache, keys, (text.length - 1) // size)
+        if identity and not cache.takes_on_trust:
+            prompt.find(identity, text)
+            if not begins_empty:
+                prompt.restore()
 
     def _identify(self, cache: TextHolder) -> str:
         """Return the identity of stored pages without their tokens, or "" if they are unusable."""
-        model = self._model()
-        if cache.prefix_store is None or model is None:
-            return ""
+        model, store = self.model, self.arguments[1]
         # One module is enough: an adapter that was added to a model in eval mode has dropout.
-        if any(module.training for module in model.modules()):
+        if store is None or any(module.training for module in model.modules()):
             return ""
         try:
             layers = ((x.index, x.sliding_window, x.storage) for x in cache._paged.layers)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
-            warn_once(logger, f"{cache.prefix_store} is not used: {error}")
+            warn_once(logger, f"{store} is not used: {error}")
             return ""
 
 
@@ -174,14 +120,17 @@ def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> 
     return Text(ids, mask, positions)
 
 
-class _PrepareInputs(_Method):
+class PrepareInputs(ModelMethod):
     """`prepare_inputs_for_generation` of a model, which is given all tokens at each step."""
+
+    name = "prepare_inputs_for_generation"
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
-        if isinstance(cache, TextHolder) and cache.text is not None and not cache.in_prefill:
+        # During a prefill the text is None or `UNKNOWN`, and stays so.
+        if isinstance(cache, TextHolder) and cache.text is not None:
             # Assisted decoding has no prefill, and its first tokens may be new tokens alone.
             is_new = cache.text is UNKNOWN or kwargs.get("is_first_iteration", False)
             cache.last_step = 0 if is_new else input_ids.shape[1] - cache.text.length
             cache.text = UNKNOWN if is_new else cache.text.extend(input_ids)
-        return self._stock(input_ids, *args, **kwargs)
+        return self.stock(input_ids, *args, **kwargs)

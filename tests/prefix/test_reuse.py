@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enable
-from hf_fp8kv.attention.reuse import CHUNKS_BEGIN_EMPTY
 from hf_fp8kv.cache.held_text import Text
+from hf_fp8kv.prefix.generate import CHUNKS_BEGIN_EMPTY
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.serve_process import save_chat_model

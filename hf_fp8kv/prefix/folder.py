@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 _LOCK, _PARTIAL = ".prefix_store.lock", ".part"
 # A link leads out of the folder, and a pipe would never answer. (Windows has none of these.)
-OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
+_OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 # Nanoseconds that the time of a file may be behind the clock: a tick of the kernel, and a margin.
 _TICK = 20_000_000
 
@@ -47,29 +47,34 @@ class PrefixFolder:
         self._looked = 0
 
     def files(self) -> list[StoredFile]:
-        """Return all files. Raises OSError if the folder cannot be read."""
+        """Return all files; none if the folder cannot be read."""
         found = []
-        with os.scandir(self.path) as entries:
+        with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
                 if self._names.fullmatch(entry.name) and (file := self._look_up(entry.name)):
                     found.append(file)
         return found
 
     def _look_up(self, name: str) -> StoredFile | None:
-        try:
+        with suppress(OSError):  # another process was faster
             found = (self.path / name).lstat()
-        except OSError:
-            return None  # another process was faster
-        if stat.S_ISDIR(found.st_mode):
-            return None
-        return StoredFile(found.st_mtime_ns, found.st_size, name)
+            if not stat.S_ISDIR(found.st_mode):
+                return StoredFile(found.st_mtime_ns, found.st_size, name)
+        return None
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a regular file. Raises OSError, for a link ELOOP, or ValueError."""
+        path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
+        with open(path, "rb", opener=opener) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > self._max_bytes:
+                raise ValueError("not a file, or larger than the whole store may be")
+            return file.read(found.st_size)
 
     def touch(self, name: str, used: int) -> None:
-        """Note when a file was used, in ns since 1970.
-
-        Raises OSError if it is not there or not ours, NotImplementedError on Windows.
-        """
-        os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
+        """Note when a file was used, in ns since 1970, if it is there and ours."""
+        with suppress(OSError, NotImplementedError):  # the latter on Windows
+            os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
 
     def hold_bound(self) -> None:
         """Remove what is over the bound, which may have been larger; nothing while others write."""
@@ -80,21 +85,19 @@ class PrefixFolder:
     def put(
         self, lock: int, name: str, data: Sequence[bytes | memoryview], own: Collection[str]
     ) -> bool:
-        """Write a file, whole or not at all; the least recently used ones make room for it.
+        """Write a file that is not there yet, whole or not at all; return whether there is room.
 
-        Args:
-            lock: what `lock` returned.
-            name: of the file, which is not there yet.
-            data: the parts of its content, in bytes.
-            own: names of files that stay: those of a text that is used now.
-
-        Returns:
-            Whether there was room.
-
-        Raises:
-            OSError: the disk is full, or nothing may be written here.
+        The least recently used files make room, except for `own`, names of files that are used now.
+        `data` is the content, in parts. Raises OSError: a full disk, or one that cannot be written.
         """
-        if not self._make_room(lock, sum(map(len, data)), own):
+        if (size := sum(map(len, data))) > self._max_bytes:
+            return False
+        if (total := _read_total(lock)) is None:
+            total = self._count(lock)
+        total = self._evict(lock, total, self._max_bytes - size, own)
+        has_room = total + size <= self._max_bytes
+        _write_total(lock, total + size if has_room else total)
+        if not has_room:
             return False
         unfinished = self.path / f".{name}{_PARTIAL}"
         with suppress(OSError):
@@ -110,21 +113,10 @@ class PrefixFolder:
             raise
         return True
 
-    def _make_room(self, lock: int, size: int, own: Collection[str]) -> bool:
-        """Count `size` bytes more; remove files if these are too many."""
-        if size > self._max_bytes:
-            return False
-        if (total := _read_total(lock)) is None:
-            total = self._count(lock)
-        total = self._evict(lock, total, self._max_bytes - size, own)
-        has_room = total + size <= self._max_bytes
-        _write_total(lock, total + size if has_room else total)
-        return has_room
-
     def _evict(self, lock: int, total: int, most: int, own: Collection[str]) -> int:
-        """Remove the least recently used files, but `own`, until `most` bytes are left of `total`.
+        """Remove the least recently used files, except `own`, until `most` bytes are left.
 
-        Returns the bytes that are left.
+        `total` bytes are there before. Return how many are left.
         """
         is_new = False
         while total > most:
@@ -155,8 +147,7 @@ class PrefixFolder:
         now = time.time_ns()
         for file in self._oldest:
             if file.used > now:  # a clock was set back: new files would go before these
-                with suppress(OSError):
-                    self.touch(file.name, self._looked)
+                self.touch(file.name, self._looked)
         heapq.heapify(self._oldest)
         # Not known until the caller writes it: a full disk may have no room before files are gone.
         os.ftruncate(lock, 0)
@@ -170,7 +161,7 @@ class PrefixFolder:
         """
         import fcntl  # not on Windows
 
-        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666)
+        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
         is_ours, end = False, time.monotonic() + patience
         try:
             while not is_ours:

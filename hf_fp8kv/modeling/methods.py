@@ -1,0 +1,63 @@
+"""Methods of one model, in place of the methods of its class."""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+
+class ModelMethod:
+    """A method of one model, with arguments that it was made with. A copied model gets a copy.
+
+    Attributes:
+        name: The name that the model has for it.
+        before: The attribute of the model that it replaced. None means that the class has the only
+            such method.
+    """
+
+    name: str
+
+    def __init__(
+        self, model: Any, *arguments: Any, before: Callable[..., Any] | None = None
+    ) -> None:
+        self._model = weakref.ref(model)  # weak, since the model holds this
+        self.arguments, self.before = arguments, before
+
+    def install(self) -> None:
+        """Replace the method, if the model has one of this name."""
+        if hasattr(self.model, self.name):
+            self.before = vars(self.model).get(self.name)
+            vars(self.model)[self.name] = self
+
+    @property
+    def model(self) -> Any:
+        """The model, which is alive while it is called."""
+        return self._model()
+
+    @property
+    def stock(self) -> Callable[..., Any]:
+        """The replaced method."""
+        of_class: Callable[..., Any] = getattr(type(self.model), self.name).__get__(self.model)
+        return self.before or of_class
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the replaced method, which transformers looks at."""
+        return inspect.signature(self.stock)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelMethod":
+        model = memo.get(id(self.model), self.model)
+        return type(self)(model, *self.arguments, before=self.before)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), before=self.before), (self.model, *self.arguments)
+
+
+def remove_methods(model: Any) -> None:
+    """Undo `ModelMethod.install`; a method that something else has replaced since then stays."""
+    for name, method in list(vars(model).items()):
+        if isinstance(method, ModelMethod):
+            del vars(model)[name]
+            if method.before is not None:
+                vars(model)[name] = method.before
