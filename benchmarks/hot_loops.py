@@ -1,4 +1,4 @@
-"""Hot loops of one decode step and layer, through the public API alone.
+"""Hot loops of one step and layer, through the public API alone.
 
 `compare.py` runs this file with other versions of the package, so it imports public names only.
 """
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig
@@ -32,10 +32,14 @@ class Loop:
     steps: int = 48  # of decoding, in a turn
     # Options of FP8PagedCache. The default format differs between versions.
     options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
+    # Before each step: "fork" the cache and decode in the fork, "crop" the last token, or "prefill"
+    # an empty cache.
+    before: str = ""
 
 
 _LONG: dict[str, Any] = {"tokens": 4096, "heads": (32, 8, 128), "layers": 1, "steps": 8}
 _STATIC = (("scales", 0.01),)
+_E3M4 = (("dtype", "fp8_e3m4"),)
 LOOPS = {
     "host, update": Loop(PAGED, False),
     "host, update + attention": Loop(PAGED, True),
@@ -44,7 +48,10 @@ LOOPS = {
     "4k tokens, update": Loop(PAGED, False, **_LONG),
     "4k tokens, update + attention": Loop(PAGED, True, **_LONG),
     "4k tokens, update + attention, static": Loop(PAGED, True, options=_STATIC, **_LONG),
-    "4k tokens, update + attention, default format": Loop(PAGED, True, options=(), **_LONG),
+    "4k tokens, update + attention, e3m4": Loop(PAGED, True, options=_E3M4, **_LONG),
+    "4k tokens, fork + update": Loop(PAGED, False, options=_E3M4, before="fork", **_LONG),
+    "4k tokens, crop + update": Loop(PAGED, False, options=_E3M4, before="crop", **_LONG),
+    "4k tokens, prefill": Loop(PAGED, False, options=_E3M4, before="prefill", **_LONG),
 }
 
 
@@ -77,12 +84,21 @@ def _make(loop: Loop, backend: str) -> Callable[[], float]:
     def run() -> float:
         began = time.perf_counter()
         for _ in range(loop.steps):
+            current, new = cache, key
+            if loop.before == "fork":
+                current = cast(FP8PagedCache, cache).fork()
+            elif loop.before == "crop":
+                cache.crop(-1)
+            elif loop.before == "prefill":
+                cache.reset()
+                new = stored
             for layer, module in enumerate(modules):
-                keys, values = cache.update(key, key, layer)
+                keys, values = current.update(new, new, layer)
                 if loop.attends:
                     attend(module, query, keys, values, None, scaling=dim**-0.5)
         seconds = time.perf_counter() - began
-        cache.crop(-loop.steps)
+        if not loop.before:
+            cache.crop(-loop.steps)
         return 1e6 * seconds / loop.steps / loop.layers
 
     run()  # compiled code and threads exist before the measurement
