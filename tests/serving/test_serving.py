@@ -22,7 +22,7 @@ from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, LayerKind, decode_work
 from tests.helpers.margins import greedy_deficit
-from tests.helpers.planned import planned_for
+from tests.helpers.planned import planned_for, planned_scales
 from tests.helpers.serving_tools import (
     NEW,
     PAGE,
@@ -219,6 +219,23 @@ class TestSameTokens:
             generation_config=greedy(continuous_batching_config=batching()),
         )
         assert found.reshape(-1).tolist()[-NEW:] == wanted
+
+
+def test_an_engine_stores_the_bytes_of_a_cache() -> None:
+    """Of each layer by its plan. A page is a row of a block, K and V and scales together."""
+    model, _ = tiny("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
+    text = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
+    plan = planned_scales(is_dynamic=True)
+    cache = FP8PagedCache(model.config, plan=plan, page_size=8, prefill="stored")
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+    serving.enable(model, plan=plan)
+    with managing(model, page_size=8) as manager:
+        answer_to(manager, text[0].tolist(), 2)
+        for index, layer in enumerate(cache.layers):
+            rows = manager.batch_processor.cache.layer_pages(index).block
+            for page in layer.keys.block[layer.keys.table[0, :5].long()]:
+                assert (rows == page).all(1).any(), "no page of the engine has these bytes"
 
 
 class TestSharing:
