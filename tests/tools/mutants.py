@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "reference: K and V scales swapped", REFERENCE,
-        '(("k", k_scales), ("v", v_scales))', '(("v", k_scales), ("k", v_scales))',
+        "enumerate((k_scales, v_scales))", "enumerate((v_scales, k_scales))",
         "tests/ops/test_ops.py",
     ),
     Mutant(
@@ -118,8 +118,8 @@ MUTANTS = (
     ),
     Mutant(
         "reference: a write without a page is silent", REFERENCE,
-        "        if not bool(exists.all()):\n            raise_overrun(pages, lengths, tokens)\n",
-        "",
+        "not bool(exists.all()):\n        raise_overrun(pages, lengths, tokens)\n    k,",
+        "not bool(exists.all()):\n        pass\n    k,",
         "tests/ops/test_ops.py",
     ),
     Mutant(
@@ -246,8 +246,8 @@ MUTANTS = (
         "tests/paging/test_block_table.py",
     ),
     Mutant(
-        "pool: growth loses the last page", "paging/page_pool.py",
-        "            new[:kept] = old[:kept]\n", "            new[: kept - 1] = old[: kept - 1]\n",
+        "pool: growth loses the first block", "paging/page_pool.py",
+        "self._use([*blocks, *self._new", "self._use([*blocks[1:], *self._new",
         "tests/paging/test_page_pool.py",
     ),
     # The cache.
@@ -298,8 +298,8 @@ MUTANTS = (
     ),
     Mutant(
         "offloading: pages come back stale", "paging/page_pool.py",
-        "new[to : to + len(run)].copy_(old[of : of + len(run)]",
-        "new[to : to + len(run) - 1].copy_(old[of : of + len(run) - 1]",
+        "mine[i][to : to + len(run)], theirs[j][of : of + len(run)]",
+        "mine[i][to : to + len(run) - 1], theirs[j][of : of + len(run) - 1]",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
     ),
     # Attention.
