@@ -164,8 +164,8 @@ def measure(
     """Measure how good the scales are for the model on the texts: what `calibrate` reports.
 
     Args:
-        model, texts, tokenizer, max_tokens, max_length, max_position, text_column, chat_template,
-            progress: as in `calibrate`.
+        model, texts, tokenizer, max_tokens, max_length, max_position: as in `calibrate`.
+        text_column, chat_template, progress: the same.
         scales: from any source; also a path, a folder or a repository of the Hub.
         dtype: the format to store in. None: "fp8_e4m3", or as the scales say.
 
