@@ -360,7 +360,6 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             return cls._restore(serialization.load(path, device))
 
     def __repr__(self) -> str:
-        # Not `plan`: to look at a cache must not store what waits for its attention.
         plans = summarize_plan({layer.index: layer.storage for layer in self.paged_layers})
         return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
 

@@ -305,9 +305,10 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """Follow a change of the group's block table, in place where the batch is the same."""
         if not self.is_initialized:
             return
+        block = self.pool.block
         self.pool.grow(self.group.table.allocator.capacity)
         table = self.group.table_on(self.device)
-        if table.shape == self.table.shape:
+        if table.shape == self.table.shape and self.pool.block is block:
             # Layers of a group share the tensor: the first one brings the new content.
             self.table.copy_(table)
         else:

@@ -57,6 +57,8 @@ def upload(numbers: Ints, device: torch.device) -> Tensor:
 
 def take_pages(blocks: Sequence[Tensor], numbers: Ints) -> Tensor:
     """Return copies of the pages `numbers`, `[n, bytes]`."""
+    if len(blocks) == 1:
+        return blocks[0].index_select(0, upload(numbers.astype(np.int64), blocks[0].device))
     rows = blocks[0].new_empty((len(numbers), blocks[0].shape[1]))
     for block, places, there in _locate(blocks, numbers):
         rows[places] = block[there]

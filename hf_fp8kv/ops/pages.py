@@ -74,7 +74,7 @@ class Pages(_PageFields):
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Copies have tensors of their own, of which nothing was found out.
+        # Nothing was found out about a copy's tensors. A pool finds the blocks of a copy anew.
         return type(self), tuple(self)
 
     @cached_property

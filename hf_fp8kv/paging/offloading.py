@@ -152,7 +152,6 @@ class OffloadedPool(PagePool):
         if pages <= self.pages:
             return
         if self.device_pool.is_allocated:
-            self._record = None
             self.wait()
             self.device_pool.grow(pages)
         # Last, since the lines above may fail, and at once.
@@ -178,7 +177,6 @@ class OffloadedPool(PagePool):
 
     def store(self) -> None:
         """Start to bring home what was written on the device."""
-        self._record = None
         written = np.flatnonzero(self._on_device & ~self._on_host)
         if len(written):
             self._grow_host()

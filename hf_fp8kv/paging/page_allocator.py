@@ -14,7 +14,7 @@ from ..errors import OutOfPagesError
 
 NO_PAGE = -1
 # The pool grows by at least this many tokens, and by at least 1/32 of what is held: waste stays
-# under 4 %, or 64 tokens, and each byte is moved about 32 times in its life at most.
+# under 4 %, or 64 tokens.
 GROWTH_TOKENS = 64
 GROWTH_SHARE = 32
 # Pages are renumbered and bytes given back when at most this share of the pages is held.

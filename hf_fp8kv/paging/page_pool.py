@@ -1,5 +1,7 @@
 """Page pool: the bytes of one layer's pages. It does not know who holds which page."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -40,10 +42,19 @@ class PagePool:
     ) -> None:
         self.page_size, self.dynamic = page_size, dynamic
         self.k_is_auto, self.v_is_auto = k_is_auto, v_is_auto
+        self._stores_v_as_is = v_is_auto
         self.is_allocated = self.in_one = False
         self._record: Pages | None = None
         self._recorded: LayerPlan | None = None  # the plan of the record
         self._memory: tuple[list[torch.Tensor], torch.Tensor | None] = ([], None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_memory": (self._memory[0], None), "_record": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if blocks := self._memory[0]:
+            self._use(blocks)  # copied blocks lie elsewhere
 
     @property
     def block(self) -> torch.Tensor:
@@ -104,7 +115,7 @@ class PagePool:
     def _describe(self, key: torch.Tensor, value: torch.Tensor, in_one: bool) -> None:
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
-        self.v_is_auto = self.v_is_auto or not self.v_dim
+        self.v_is_auto = self._stores_v_as_is or not self.v_dim
         self.in_one = in_one
         self.layout = page_layout(
             self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
@@ -117,14 +128,15 @@ class PagePool:
 
     def _new_blocks(self, pages: int, device: torch.device) -> list[torch.Tensor]:
         # A pool without pages has one block without pages, for its shapes.
+        sizes = [pages] if self.in_one or not pages else self._cut(pages)
         return [
             zeros((size, self.layout.size), torch.uint8, device, pinned=self.pinned)
-            for size in (self._block_sizes(pages) or [0])
+            for size in sizes
         ]
 
-    def _block_sizes(self, pages: int) -> list[int]:
-        """Return the pages of each block that `pages` new pages are in."""
-        most = max(1, pages if self.in_one else BLOCK_BYTES // self.layout.size)
+    def _cut(self, pages: int) -> list[int]:
+        """Return the sizes of parts of `pages` pages that have at most `BLOCK_BYTES`."""
+        most = max(1, BLOCK_BYTES // self.layout.size)
         return [min(most, pages - start) for start in range(0, pages, most)]
 
     def _use(self, blocks: list[torch.Tensor]) -> None:
@@ -200,7 +212,7 @@ class PagePool:
         No page is both.
         """
         origin, start = (source or self).with_pages(copies[0]), 0
-        for size in self._block_sizes(len(copies[0])):
+        for size in self._cut(len(copies[0])):
             sources, destinations = (numbers[start : start + size] for numbers in copies)
             put_pages(self._memory[0], destinations, take_pages(origin._memory[0], sources))
             start += size
@@ -238,7 +250,7 @@ class PagePool:
         """
         old, new = self._memory[0], self._new_blocks(pages, self.block.device)
         start = 0
-        for size in self._block_sizes(len(kept)):
+        for size in self._cut(len(kept)):
             some = np.arange(start, start + size)
             put_pages(new, some, take_pages(old, kept[some]))
             start += size

@@ -85,7 +85,17 @@ class EnginePages:
         return self.view(memory[: len(memory) // size * size].view(-1, size))
 
     def view(self, block: torch.Tensor) -> Pages:
-        """Return the pages of a block `[n, bytes]`, without a block table."""
+        """Return the pages of a block `[n, bytes]`, without a block table.
+
+        Raises:
+            ConfigError: pages do not begin at multiples of 16 bytes, which kernels load at once.
+        """
+        first, step = block.data_ptr(), block.stride(0)
+        if first % 16 or step % 16:
+            raise ConfigError(
+                f"expected pages that begin at multiples of 16 bytes, got one at {first} and the "
+                f"next one {step} bytes after it"
+            )
         k, v = (self.dtype if side.is_auto else torch.uint8 for side in self.plan)
         table = torch.empty((0, 0), dtype=torch.int32, device=block.device)
         return Pages(

@@ -4,6 +4,7 @@ The "triton" backend is a stand-in here that reads the blocks with the reference
 such caches are in test_offloading.py, the kernels in tests/ops/test_kernels_generate.py.
 """
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -78,6 +79,30 @@ def test_handles_keep_what_they_show():
         assert storage() is None
     finally:
         gc.enable()
+
+
+def test_a_copied_layer_has_blocks_of_its_own():
+    for backend in ("numba", "torch"):
+        cache = FP8PagedCache(config("llama"), page_size=PAGE, backend=backend, prefill="stored")
+        for _ in range(9 * PAGE):
+            cache.update(*torch.randn(2, BATCH, HEADS, 1, DIM), 0)
+        layer = cache.layers[0]
+        twin, expected = copy.deepcopy(layer), [layer.keys.dense(), layer.values.dense()]
+        cache.update(*torch.randn(2, BATCH, HEADS, 1, DIM), 0)
+        cache.reset()
+        for found, right in zip((twin.keys, twin.values), expected, strict=True):
+            assert_same(found.dense(), right)
+
+
+def test_values_may_come_after_layers_without():
+    cache, other = (
+        FP8PagedCache(page_size=PAGE, backend="numba", prefill="stored") for _ in range(2)
+    )
+    key, value = torch.randn(2, BATCH, HEADS, 5, DIM)
+    cache.update(key, value[..., :0], 0)
+    cache.reset()
+    found, expected = (one.update(key, value, 0)[1].dense() for one in (cache, other))
+    assert_same(found, expected)
 
 
 def test_compiled_attention_reads_blocks():

@@ -222,7 +222,7 @@ class TestSameTokens:
 
 
 def test_an_engine_stores_the_bytes_of_a_cache() -> None:
-    """Of each layer by its plan. A page is a row of a block, K and V and scales together."""
+    """Each layer follows its plan. A page is a row of a block, K and V and scales together."""
     model, _ = tiny("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
     text = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
     plan = planned_scales(is_dynamic=True)
