@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def fmt(self) -> Format:
-        """The format that scales are made for; of numbers as they are, that of the unit."""
+        """The format of the scales. Numbers stored as they are have the unit's format."""
         return _unit_format(self.plan)
 
     def transform(

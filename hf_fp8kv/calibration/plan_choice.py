@@ -123,7 +123,7 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
 def _read(
     model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
 ) -> tuple[dict[int, list[list[_Read]]], int]:
-    """Return what each layer computes of each window at each position, and their number."""
+    """Return K, V and queries of each layer by window and position, and the positions' number."""
     positions: list[int | None] = [None]
     if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
         most = find_limit(model) - max(map(len, windows))

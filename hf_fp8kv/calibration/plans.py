@@ -51,7 +51,7 @@ def list_candidates(
 
     Args:
         index: the layer.
-        ranges: its range on all texts; with a plan, that of the rotated numbers, too.
+        ranges: its range on all texts, and with a plan the range of the rotated numbers.
         partners: the channels that RoPE turns together.
         options: a plan by hand leaves only centers to choose, no plan only whether there is one.
         near: of some windows, as `find_centers` takes them.

@@ -297,7 +297,7 @@ def _find_beyond(
 def _collect_samples(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners], beyond: Beyond
 ) -> tuple[Beyond, dict[int, TensorDict], dict[int, TensorDict]]:
-    """Return what `find_centers` needs, near and far; no far where it is not known."""
+    """Return the ranges near and far for `find_centers`; far ones only where they are known."""
     if not job.options.center and job.options.plan is None:
         return beyond, {}, {}
     near = stages.collect_sample(job, stages.sample_near(windows), partners, "sample")

@@ -39,7 +39,7 @@ def measure_statistics(
 ) -> dict[int, LayerStatistics]:
     """Return the statistics of every layer on a text; raise ConfigError for NaN or infinity.
 
-    `amax` is what was seen of each layer where its scales were made.
+    `amax` has the largest magnitudes of each layer on the texts of its scales.
     """
     fmt = job.options.fmt
     tokens = sum(batch.tokens for batch in batches)

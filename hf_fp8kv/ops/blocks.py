@@ -88,7 +88,7 @@ def _locate(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, T
 def read_rows(pages: Pages, first: int, last: int) -> Tensor:
     """Return copies of the logical pages `first` to `last - 1` of each sequence, `[B * n, bytes]`.
 
-    A page that does not exist is read as another one. Several blocks make this wait for the device.
+    A missing page is read as page 0. Several blocks make this wait for the device.
     """
     number = pages.table[:, first:last].clamp(min=0).flatten()
     blocks = blocks_of(pages)
@@ -104,19 +104,9 @@ def split_places(
 
     `number`, `exists`: `[B, T]`. This waits for a GPU.
     """
-    first = 0
-    blocks = blocks_of(pages)
-    used = {0} if len(blocks) == 1 else set(_which(blocks, number[exists].cpu().numpy()))
-    for i, block in enumerate(blocks):
-        if i in used:
-            inside = exists & (number >= first) & (number < first + len(block))
-            chosen = inside.nonzero(as_tuple=True)
-            yield block, number[chosen] - first, chosen
-        first += len(block)
-
-
-def _which(blocks: Sequence[Tensor], numbers: Ints) -> Ints:
-    return np.unique(np.searchsorted(np.cumsum([len(b) for b in blocks]), numbers, side="right"))
+    chosen = exists.nonzero(as_tuple=True)
+    for block, places, there in _locate(blocks_of(pages), number[chosen].cpu().numpy()):
+        yield block, there, tuple(axis[places] for axis in chosen)
 
 
 def blocks_of(pages: Pages) -> tuple[Tensor, ...]:

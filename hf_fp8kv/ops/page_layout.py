@@ -1,6 +1,6 @@
 """The layout of a page: where the bytes of its K, its V and its dynamic scales are.
 
-Everything that stores tokens lays its pages out so: pools, engines' memory, vLLM's blocks, files.
+Pools, engines' memory and vLLM's blocks lay their pages out so.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def page_layout(
     heads: int, slots: int, k_dim: int, v_dim: int, k_dtype: torch.dtype, v_dtype: torch.dtype,
     has_scales: bool,
 ) -> PageLayout:  # fmt: skip
-    """Return the layout of a page of these sizes; dtypes are those of codes."""
+    """Return the layout of a page of these sizes, with codes of these dtypes."""
     parts = [("k", (heads, slots, k_dim), k_dtype), ("v", (heads, v_dim, slots), v_dtype)]
     if has_scales:
         parts.append(("token_scales", (heads, slots, 2), torch.bfloat16))

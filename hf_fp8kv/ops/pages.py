@@ -69,7 +69,7 @@ class Pages(_PageFields):
         heads: KV heads.
         page_size: slots per page, in tokens.
         k_dtype: dtype of a stored number of K: uint8, or floating for "auto".
-        v_dtype: the same of V.
+        v_dtype: dtype of a stored number of V.
         has_scales: whether pages have room for dynamic scales.
     """
 
@@ -107,14 +107,6 @@ class Pages(_PageFields):
         at once. The half of a side without dynamic scales is unused.
         """
         return self._parts.get("token_scales")
-
-    def scales_of(self, side: str) -> Tensor | None:
-        """Return the dynamic scales of "k" or "v", `[n, Hkv, S]`, a view; None: it has none."""
-        stored = self.k if side == "k" else self.v
-        if not stored.is_dynamic:
-            return None
-        assert self.token_scales is not None
-        return self.token_scales[..., "kv".index(side)]
 
 
 class AttentionSpec(NamedTuple):

@@ -119,7 +119,7 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     """Return K or V, `[B, Hkv, stop - start, D]`, float32, or as stored in "auto"."""
     size = pages.page_size
     first, last = start // size, -(-stop // size)
-    # A released page is behind the window: it is read as another one and masked by who asked.
+    # A released page is behind the window. It is read as page 0, and the caller masks it.
     parts = pages.layout.split(read_rows(pages, first, last))
     shape = len(pages.table), last - first
     stored = pages.k if side == "k" else pages.v

@@ -296,7 +296,6 @@ class OffloadedPool(PagePool):
         """Give the bytes back; `allocate` brings new ones."""
         self.wait()
         self._settle()
-        self._forget()
         self._reset()
         self.budget.note_place(self)
         self.is_allocated = False

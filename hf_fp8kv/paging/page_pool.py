@@ -97,9 +97,6 @@ class PagePool:
             self._record, self._recorded = pages, plan
         return pages
 
-    def _forget(self) -> None:
-        self._memory, self._record = ([], None), None
-
     def allocate(
         self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_one: bool = False
     ) -> None:
@@ -259,7 +256,7 @@ class PagePool:
     def free(self) -> None:
         """Give the bytes back; `allocate` brings new ones."""
         self.is_allocated = False
-        self._forget()
+        self._memory, self._record = ([], None), None
 
     def move(self, device: torch.device) -> None:
         """Move the bytes to `device`; `self.device` still names where the layer computes."""

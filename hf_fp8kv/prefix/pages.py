@@ -104,8 +104,8 @@ class StoredPrompt:
     def restore(self) -> None:
         """Give an empty cache the pages that the store has of every row, except its last token.
 
-        Their sizes and dtypes are what the files say: those of the model are not known before its
-        first layer has computed.
+        Sizes and dtypes come from the files. The model's are not known before its first layer has
+        computed.
         """
         store, cache, keys = self._store, self._cache, self._keys
         size = cache.options.page_size
@@ -120,7 +120,7 @@ class StoredPrompt:
         try:
             cache.adopt(self._unpack(count, pages, layers))
         except OutOfPagesError:
-            return  # whoever computes these tokens raises the same, with a better explanation
+            return  # the computation of these tokens raises this error with a better message
         self.restored, tokens = count, len(keys) * count * size
         cache.restored += tokens
         store.count(hits=len(keys), tokens_found=tokens)
@@ -233,7 +233,7 @@ def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:
 
 
 def _describe(layer: Any, pool: PagePool, tensors: dict[str, torch.Tensor]) -> Facts:
-    """Return what a page says of one of its layers."""
+    """Return the facts that a page has of one layer."""
     return {
         "index": layer.index,
         "window": layer.sliding_window,

@@ -201,7 +201,7 @@ class PrefixStore:
         self.count(files_refused=1)
         number = getattr(error, "errno", None)
         if isinstance(error, OSError | MemoryError) and number != errno.ELOOP:  # not a link
-            # It may be good all the same: too many open files, or those of another user.
+            # The file may be good: too many files are open, or another user owns it.
             why = type(error).__name__ if number is None else os.strerror(number)
             warn_once(logger, f"{self}: pages that cannot be read ({why}) are ignored")
             return

@@ -72,8 +72,14 @@ class EnginePages:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of a page, its dynamic scales among them."""
+        return page_layout(
+            self.heads, self.slots, self.dim, self.dim, *self._dtypes, self._has_scales
+        ).size
+
+    @property
+    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         k, v = (self.dtype if side.is_auto else torch.uint8 for side in self.plan)
-        return page_layout(self.heads, self.slots, self.dim, self.dim, k, v, self._has_scales).size
+        return k, v
 
     @property
     def _has_scales(self) -> bool:
@@ -96,10 +102,10 @@ class EnginePages:
                 f"expected pages that begin at multiples of 16 bytes, got one at {first} and the "
                 f"next one {step} bytes after it"
             )
-        k, v = (self.dtype if side.is_auto else torch.uint8 for side in self.plan)
         table = torch.empty((0, 0), dtype=torch.int32, device=block.device)
         return Pages(
             StoredSide(None, None, self.plan.k.format, self.dim, self.plan.k.rotated),
             StoredSide(None, None, self.plan.v.format, self.dim, self.plan.v.rotated),
-            block, table, locate_pages([block]), self.heads, self.slots, k, v, self._has_scales,
+            block, table, locate_pages([block]), self.heads, self.slots, *self._dtypes,
+            self._has_scales,
         )  # fmt: skip

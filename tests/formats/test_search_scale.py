@@ -52,7 +52,8 @@ def written(
         assert pool is not None
         return pool[stored.table[0].long()].transpose(0, 1).flatten(1, 2)[:, :tokens]
 
-    k_scales, v_scales = in_order(stored.scales_of("k")), in_order(stored.scales_of("v"))
+    assert stored.token_scales is not None
+    k_scales, v_scales = (in_order(x) for x in stored.token_scales.unbind(-1))
     return in_order(stored.k_codes), k_scales, v_scales
 
 

@@ -25,7 +25,7 @@ class SidePointers(NamedTuple):
     Attributes:
         offsets: of the pages, see `Pages`.
         codes: of the first page.
-        static_scale, center: those of `StoredSide`.
+        static_scale, center: as in `StoredSide`.
     """
 
     offsets: torch.Tensor

@@ -72,8 +72,7 @@ def attend(
 ) -> torch.Tensor:
     """Return what `reference.attend` returns for the same arguments, up to rounding.
 
-    `plan` is what `make_plan` wrote for these lengths;
-    None: made here.
+    `plan`: the result of `make_plan` for these lengths. None means that it is made here.
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
     # Latents have many heads: it is tokens that say which kernel it is.

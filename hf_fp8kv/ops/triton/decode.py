@@ -67,7 +67,7 @@ def split_kv_decode(
     """Return the attention `[B, T, Hq, out_dim]` of a call whose sequences are split.
 
     A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
-    `partial` is what `make_partial` returns for the plan.
+    `partial`: the result of `make_partial` for the plan.
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape

@@ -22,7 +22,7 @@ def gather(
     dtype: torch.dtype,
     ragged: bool,
 ) -> torch.Tensor:
-    """Return what `reference.gather` returns for the same arguments, to the bit."""
+    """Return the same bits as `reference.gather`."""
     is_key = side == "k"
     stored = pages.k if is_key else pages.v
     heads, dim = pages.heads, stored.head_dim
