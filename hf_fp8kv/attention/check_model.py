@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
-from ..cache.layer import PagedLayerBase
+from ..cache.layer import FP8PagedLayer
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import rounding_note
@@ -138,7 +138,7 @@ def _report(
     if kind == "DummyLayer":
         why = "it stores nothing: no attention, or attention to another layer's keys and values"
         return LayerReport(index, kind, STOCK, why)
-    if not isinstance(layer, PagedLayerBase):
+    if not isinstance(layer, FP8PagedLayer):
         return LayerReport(
             index, kind, STOCK, "not plain attention: transformers' own layer keeps it, unquantised"
         )

@@ -25,7 +25,7 @@ from ..utils.warn_once import warn_once
 from . import serialization
 from .from_checkpoint import FromCheckpoint
 from .held_text import TextHolder
-from .layer import PagedLayerBase, parse_crop
+from .layer import FP8PagedLayer, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
@@ -167,14 +167,14 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         self.open_ended = config is None
 
     @property
-    def paged_layers(self) -> list[PagedLayerBase]:
+    def paged_layers(self) -> list[FP8PagedLayer]:
         """The layers that are stored in pages."""
         return self._paged.layers
 
     @property
     def plan(self) -> dict[int, LayerPlan]:
         """How each paged layer is stored."""
-        return {layer.index: layer.storage for layer in self.paged_layers}
+        return {layer.index: layer.encoding.plan for layer in self.paged_layers}
 
     # -- what transformers calls -------------------------------------------------------------
 
@@ -360,7 +360,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             return cls._restore(serialization.load(path, device))
 
     def __repr__(self) -> str:
-        plans = summarize_plan({layer.index: layer.storage for layer in self.paged_layers})
+        plans = summarize_plan({layer.index: layer.encoding.plan for layer in self.paged_layers})
         return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
 
     def memory_footprint(self) -> MemoryFootprint:

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from ..errors import ConfigError, FP8KVError
-from .layer import PagedLayerBase
+from .layer import FP8PagedLayer
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 
@@ -140,7 +140,7 @@ class TextHolder(DynamicCache):
     @property
     def stock_layers(self) -> list[Any]:
         """The layers that are transformers' own."""
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayerBase)]
+        return [layer for layer in self.layers if not isinstance(layer, FP8PagedLayer)]
 
     @contextmanager
     def changing_text(self, change: Callable[[Text], Text | None]) -> Iterator[None]:

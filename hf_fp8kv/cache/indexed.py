@@ -12,13 +12,32 @@ from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
 
 from ..errors import ConfigError
 from ..paging.layer_group import LayerGroup
-from .dynamic_layer import FP8PagedLayer
-from .layer import PagedLayerBase
-from .preallocated_layer import FP8PagedPreallocatedLayer
+from .layer import FP8PagedLayer
 from .snapshot import LayerSnapshot
 
 # What is replaced by paged layers, unless it holds keys of an indexer only.
 INDEXED = (DynamicIndexedLayer, StaticIndexedLayer)
+
+
+class GrowingIndexer(DynamicIndexedLayer):
+    """The keys of an indexer, without K and V."""
+
+    def hold(self, keys: Tensor) -> None:
+        """Hold keys `[B, N, D]`."""
+        self.lazy_initialization_indexer(keys)
+        self.indexer_keys = keys
+
+    def keep_addresses(self) -> None:
+        """Do nothing: each call makes new tensors."""
+
+    def trim(self, length: int) -> None:
+        """Remove all but the first `length` tokens."""
+        if not length:
+            self.indexer_keys, self.is_indexer_initialized = None, False
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, :length]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length] if length else None
 
 
 class FixedIndexer(StaticIndexedLayer):
@@ -28,19 +47,26 @@ class FixedIndexer(StaticIndexedLayer):
     """
 
     indexer_cumulative_length: Any
+    indexer_position_ids: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store keys of new tokens, `[B, T, D]`; return all, with room for more."""
         if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
-            self.allocate(indexer_key_states)
+            self._allocate(indexer_key_states)
         keys: Tensor = super().update_indexer(indexer_key_states)
         return keys
 
-    def allocate(self, like: Tensor) -> None:
-        """Take room for all tokens, for keys `[B, T, D]` like these."""
+    def _allocate(self, like: Tensor) -> None:
         # Written in place later, in inference mode and outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.lazy_initialization_indexer(like)
+
+    def hold(self, keys: Tensor) -> None:
+        """Hold copies of keys `[B, N, D]`, with room for more."""
+        self._allocate(keys)
+        assert self.indexer_keys is not None
+        self.indexer_keys[:, : keys.shape[1]] = keys
+        self.indexer_cumulative_length.fill_(keys.shape[1])
 
     def keep_addresses(self) -> None:
         """Put what is written in place on the device of the keys; tell torch.compile it stays."""
@@ -55,8 +81,8 @@ class FixedIndexer(StaticIndexedLayer):
         if self.indexer_keys is not None:
             self.indexer_keys[:, length:] = 0
             self.indexer_cumulative_length.fill_(length)
-        if (positions := getattr(self, "indexer_position_ids", None)) is not None:
-            self.indexer_position_ids = positions[..., :length] if length else None
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length] if length else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens."""
@@ -73,7 +99,7 @@ class FixedIndexer(StaticIndexedLayer):
                 else:
                     self.indexer_keys = selected
                     self.keep_addresses()
-        if (positions := getattr(self, "indexer_position_ids", None)) is not None:
+        if (positions := self.indexer_position_ids) is not None:
             self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -89,21 +115,29 @@ class FixedIndexer(StaticIndexedLayer):
             self.reorder_cache(rows[torch.as_tensor(indices, device="cpu")])
 
 
-class _IndexedLayer(PagedLayerBase):
-    """What both forms share.
+class FP8PagedIndexedLayer(FP8PagedLayer):
+    """A paged layer with an indexer.
 
     Attributes:
         indexer: transformers' own layer, without K and V.
     """
 
-    indexer: Any
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        kind: Any = GrowingIndexer if self.length.room is None else FixedIndexer
+        self.indexer = kind(max_cache_len=self.length.room)
+        self._has_indexer_keys = False
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Store keys of new tokens for the indexer, `[B, T, D]`; return those of all tokens."""
+        """Store keys of new tokens for the indexer, `[B, T, D]`; return as many as masks have."""
         held = None if torch.compiler.is_compiling() else self.indexer_keys
         if held is not None and held.device != indexer_key_states.device:
             self._move_indexer(indexer_key_states.device)
+        is_first, self._has_indexer_keys = not self._has_indexer_keys, True
         keys: Tensor = self.indexer.update_indexer(indexer_key_states)
+        # As `get_mask_sizes` says, which may be called before or after `update`.
+        if is_first and self.options.prefill == "exact" and self._attends_pages():
+            return keys[:, : indexer_key_states.shape[1]]
         return keys
 
     @property
@@ -120,7 +154,7 @@ class _IndexedLayer(PagedLayerBase):
     @property
     def indexer_position_ids(self) -> Tensor | None:
         """The positions that an indexer stored, `[dims, B, N]`, or None."""
-        positions: Tensor | None = getattr(self.indexer, "indexer_position_ids", None)
+        positions: Tensor | None = self.indexer.indexer_position_ids
         return positions
 
     @indexer_position_ids.setter
@@ -141,6 +175,7 @@ class _IndexedLayer(PagedLayerBase):
             for name, tensor in self._held().items():
                 setattr(self.indexer, name, tensor.to(device))
         self.indexer.indexer_device = device
+        self.indexer.keep_addresses()
 
     def offload(self) -> None:
         """Move the bytes to the CPU's memory."""
@@ -151,7 +186,36 @@ class _IndexedLayer(PagedLayerBase):
         """Move the bytes back to the layer's device."""
         super().prefetch()
         if self.is_initialized:
-            self._move_indexer(self.device)
+            self._move_indexer(self.encoding.device)
+
+    def replace(self, key: Tensor, value: Tensor) -> None:
+        """Store these tokens instead of all that are stored; as many, or the first of them.
+
+        Raises:
+            ConfigError: a choice of the tokens, which the indexer would not follow, or what
+                `FP8PagedLayer.replace` refuses.
+        """
+        stored, tokens = self.stored(), key.shape[2]
+        if stored is not None and tokens < self.length.on_host():
+            first = stored[0].dense()[:, :, :tokens]
+            if not torch.equal(first, key):
+                raise ConfigError(
+                    f"expected all keys and values of {self}, or the first of them, got {tokens} "
+                    "others; its indexer has keys of all tokens: name the layer in skip_layers, or "
+                    "use crop"
+                )
+        super().replace(key, value)
+
+    def drop_removed(self, length: int) -> None:
+        """Drop what belongs to tokens that were removed; `length` tokens are left."""
+        super().drop_removed(length)
+        self._has_indexer_keys = length > 0
+        self.indexer.trim(length)
+
+    def select_rows(self, sequences: Tensor) -> None:
+        """Select sequences `[B']` of what this layer alone holds."""
+        super().select_rows(sequences)
+        self.indexer.reorder_cache(sequences)
 
     def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
         """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
@@ -163,109 +227,17 @@ class _IndexedLayer(PagedLayerBase):
         }
         return snapshot
 
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Take what a layer held."""
+        super().restore(snapshot)
+        held = dict(snapshot.indexer or {})
+        if (keys := held.pop("indexer_keys", None)) is not None:
+            self.indexer.hold(keys)
+            self._has_indexer_keys = keys.shape[1] > 0
+        for name, tensor in held.items():
+            setattr(self.indexer, name, tensor)
+
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `other`: the indexer's."""
         other = sum(tensor.nbytes for tensor in self._held().values())
         return {**super().memory_footprint(), "other": other}
-
-
-class FP8PagedIndexedLayer(_IndexedLayer, FP8PagedLayer):
-    """A layer with an indexer whose pages are taken as tokens come."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.indexer = DynamicIndexedLayer()
-
-    def drop_removed(self) -> None:
-        """Drop what belongs to tokens that were removed."""
-        super().drop_removed()
-        length = self.get_seq_length()
-        if not length:
-            self.indexer = DynamicIndexedLayer()
-        if (keys := self.indexer_keys) is not None:
-            self.indexer.indexer_keys = keys[:, :length]
-        if (positions := self.indexer_position_ids) is not None:
-            self.indexer_position_ids = positions[..., :length]
-
-    def select_rows(self, sequences: Tensor) -> None:
-        """Select sequences `[B']` of what this layer alone holds."""
-        super().select_rows(sequences)
-        if (keys := self.indexer_keys) is not None:
-            self.indexer.indexer_keys = keys[sequences.to(keys.device)]
-        if (positions := self.indexer_position_ids) is not None:
-            self.indexer_position_ids = positions[:, sequences.to(positions.device)]
-
-    def restore(self, snapshot: LayerSnapshot) -> None:
-        """Take what a layer held; for a layer over the same pool."""
-        super().restore(snapshot)
-        held = snapshot.indexer or {}
-        if "indexer_keys" in held:
-            self.indexer.lazy_initialization_indexer(held["indexer_keys"])
-        for name, tensor in held.items():
-            setattr(self.indexer, name, tensor)
-
-    def replace(self, key: Tensor, value: Tensor) -> None:
-        """Store these tokens instead of all that are stored; as many, or the first of them.
-
-        Raises:
-            ConfigError: a choice of the tokens, which the indexer would not follow, or what
-                `FP8PagedLayer.replace` refuses.
-        """
-        stored, tokens = self.stored(), key.shape[2]
-        if stored is not None and tokens < self.get_seq_length():
-            first = stored[0].dense()[:, :, :tokens]
-            if not torch.equal(first, key):
-                raise ConfigError(
-                    f"expected all keys and values of {self}, or the first of them, got {tokens} "
-                    "others; its indexer has keys of all tokens: name the layer in skip_layers, or "
-                    "use crop"
-                )
-        super().replace(key, value)
-
-
-class FP8PagedPreallocatedIndexedLayer(_IndexedLayer, FP8PagedPreallocatedLayer):
-    """A layer with an indexer and room for `max_cache_len` tokens, at fixed addresses."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.indexer = FixedIndexer(self.max_cache_len)
-        self._has_no_indexer_keys = True
-
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Store keys of new tokens for the indexer, `[B, T, D]`; return as many as masks have."""
-        is_first, self._has_no_indexer_keys = self._has_no_indexer_keys, False
-        keys = super().update_indexer(indexer_key_states)
-        # As `get_mask_sizes` says, which may be asked before or after `update`.
-        if is_first and self.options.prefill == "exact" and self._attends_pages():
-            return keys[:, : indexer_key_states.shape[1]]
-        return keys
-
-    def _move_indexer(self, device: torch.device) -> None:
-        super()._move_indexer(device)
-        self.indexer.keep_addresses()
-
-    def note_length(self, length: int) -> None:
-        """Follow a length that was set, not advanced by a step."""
-        super().note_length(length)
-        self.drop_removed(length)
-
-    def drop_removed(self, length: int | None = None) -> None:
-        """Drop what belongs to tokens that were removed; `length`: those that stay, if known."""
-        length = self.host_length() if length is None else length
-        self._has_no_indexer_keys = not length
-        self.indexer.trim(length)
-
-    def select_rows(self, sequences: Tensor) -> None:
-        """Select sequences `[B']` of what this layer alone holds, in place if they are as many."""
-        super().select_rows(sequences)
-        self.indexer.reorder_cache(sequences)
-
-    def restore(self, snapshot: LayerSnapshot) -> None:
-        """Take a copy of what a layer held; each sequence gets pages of its own."""
-        super().restore(snapshot)
-        held = dict(snapshot.indexer or {})
-        if (keys := held.pop("indexer_keys", None)) is not None:
-            self.indexer.allocate(keys)
-            self.indexer.indexer_keys[:, : keys.shape[1]] = keys
-        for name, tensor in held.items():
-            setattr(self.indexer, name, tensor)

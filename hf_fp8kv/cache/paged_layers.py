@@ -20,17 +20,16 @@ from ..errors import ConfigError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers, shares_keys
 from ..modeling.tensor_parallel import check_divides, kv_heads, query_heads
+from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup
+from ..paging.lengths import DeviceLength, HostLength
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
-from ..paging.preallocated_group import PreallocatedGroup
-from ..paging.shared_lengths import SharedLengths
 from .centers import FirstTokens
-from .dynamic_layer import FP8PagedLayer
-from .indexed import INDEXED, FixedIndexer, FP8PagedIndexedLayer, FP8PagedPreallocatedIndexedLayer
-from .layer import PagedLayerBase
+from .encoding import Encoding
+from .indexed import INDEXED, FixedIndexer, FP8PagedIndexedLayer
+from .layer import FP8PagedLayer
 from .options import CacheOptions
-from .preallocated_layer import FP8PagedPreallocatedLayer
 from .snapshot import CacheSnapshot, LayerSnapshot
 from .turns import Turns
 
@@ -44,9 +43,9 @@ class PagedLayers:
 
     Attributes:
         groups: one group of layers, with one block table, for each window; None: no window.
+        fixed: the pages of each group of the preallocated form.
         layers: the paged layers, in the order of the model.
         first_tokens: what is known of padding at the start of each sequence.
-        lengths: of the layers of the preallocated form.
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class PagedLayers:
     ) -> None:
         self.options, self.config, self.budget = options, config, budget
         self.groups: dict[int | None, LayerGroup] = {}
-        self.layers: list[PagedLayerBase] = []
+        self.fixed: dict[int | None, FixedPages] = {}
+        self.layers: list[FP8PagedLayer] = []
         self.first_tokens = FirstTokens()
-        self.lengths = SharedLengths()
         # The layer that was written last, and the tokens it was given.
         self._written = (0, 0)
         # The layer that `is_under_flex` was asked for last, and what it said.
@@ -68,43 +67,37 @@ class PagedLayers:
     def new_layer(
         self, index: int, window: int | None, pool: PagePool | None = None,
         turns: Turns | None = None, *, indexed: bool = False,
-    ) -> PagedLayerBase:  # fmt: skip
+    ) -> FP8PagedLayer:  # fmt: skip
         """Add a paged layer to the group of its window, and return it.
 
         `pool` holds the pages of a fork; None: the layer has its own. `turns`: None: the config's.
         """
-        if window not in self.groups:
-            self.groups[window] = self._new_group(window)
-            self._link_groups()
-        group = self.groups[window]
-        heads, size = None, self.options.tensor_parallel.size
-        if size > 1 and self.config is not None:
-            heads = kv_heads(self.config, index)
-        layer: PagedLayerBase
-        if isinstance(group, PreallocatedGroup):
-            fixed = FP8PagedPreallocatedIndexedLayer if indexed else FP8PagedPreallocatedLayer
-            layer = fixed(
-                index, self.options, group, self.first_tokens, self.lengths, heads, self.config
-            )
-        else:
-            growing = FP8PagedIndexedLayer if indexed else FP8PagedLayer
-            layer = growing(index, self.options, group, self.first_tokens, heads, pool)
-        layer.turns = turns or Turns.of(self.config, index)
+        group = self._group(window)
+        heads, of_queries, size = None, 0, self.options.tensor_parallel.size
         if self.config is not None:
-            layer.query_heads = (query_heads(self.config, index) or 0) // size
+            of_queries = (query_heads(self.config, index) or 0) // size
+            heads = kv_heads(self.config, index) if size > 1 else None
+        turns = turns or Turns.of(self.config, index)
+        encoding = Encoding(index, self.options, self.first_tokens, heads, turns)
+        pool = pool or self.options.new_pool(encoding.plan, self.budget, index)
+        member, fixed = group.add(pool), self.fixed.get(window)
+        length = HostLength(group, member) if fixed is None else DeviceLength(fixed, member)
+        layer = (FP8PagedIndexedLayer if indexed else FP8PagedLayer)(
+            self.options, encoding, length, pool, self.config, of_queries
+        )
         self.layers.append(layer)
         self.layers[len(self.layers) - 2].following = weakref.ref(layer)
         layer.following = weakref.ref(self.layers[0])
         return layer
 
-    def _new_group(self, window: int | None) -> LayerGroup:
-        if self.options.is_preallocated:
-            return PreallocatedGroup(self.budget, window)
-        return LayerGroup(self.budget, window)
-
-    def _preallocated(self) -> list[PreallocatedGroup]:
-        """Return the groups of the preallocated form; in the dynamic form there are none."""
-        return [group for group in self.groups.values() if isinstance(group, PreallocatedGroup)]
+    def _group(self, window: int | None) -> LayerGroup:
+        """Return the group of a window, which may be a new one."""
+        if window not in self.groups:
+            self.groups[window] = group = LayerGroup(self.budget, window)
+            if self.options.max_cache_len is not None:
+                self.fixed[window] = FixedPages(group, self.options.max_cache_len)
+            self._link_groups()
+        return self.groups[window]
 
     def layers_for(self, skip_layers: Collection[int | str]) -> list[Any]:
         """Return the layers that the config describes: paged ones, and transformers' own.
@@ -147,14 +140,14 @@ class PagedLayers:
         lengths = self.host_lengths()
         length = max(lengths, default=0)
         groups = {
-            window: group.fork_at(length) if isinstance(group, PreallocatedGroup) else group.fork()
+            window: self.fixed[window].fork(length) if window in self.fixed else group.fork()
             for window, group in self.groups.items()
         }
         states: list[LayerSnapshot | None] = []
         stock = []
         paged = iter(lengths)
         for layer in layers:
-            if isinstance(layer, PagedLayerBase):
+            if isinstance(layer, FP8PagedLayer):
                 states.append(layer.snapshot(groups[layer.sliding_window], next(paged)))
             else:
                 states.append(None)
@@ -171,8 +164,9 @@ class PagedLayers:
         copies = self.options.is_preallocated
         shares = not copies and any(group.table.count for group in snapshot.groups)
         for group in snapshot.groups:
-            self.groups[group.window] = group if shares else self._new_group(group.window)
-            self.groups[group.window].record_past = group.record_past
+            if shares:
+                self.groups[group.window] = group
+            self._group(group.window).record_past = group.record_past
         self._link_groups()
         stock = iter(snapshot.stock_layers)
         layers: list[Any] = [
@@ -190,9 +184,10 @@ class PagedLayers:
                 if state is not None:
                     layer.restore(state)
         if copies:
-            self._set_lengths([state.length for state in snapshot.layers if state is not None])
-            for layer in self._preallocated_layers():
-                layer.fill_plan(1)
+            states = [state for state in snapshot.layers if state is not None]
+            for layer, state in zip(self.layers, states, strict=True):
+                layer.length.set(state.length)
+                layer.fill_plan()
             _match_widths(layers)
         return layers
 
@@ -210,23 +205,16 @@ class PagedLayers:
 
     def host_lengths(self) -> list[int]:
         """Return the tokens stored in each layer; waits for the device in the preallocated form."""
-        if self.options.is_preallocated and not all(layer.is_empty for layer in self.layers):
-            return self.lengths.on_host()
-        return [layer.host_length() for layer in self.layers]
+        held = [x.length for x in self.layers if isinstance(x.length, DeviceLength)]
+        if held := [length for length in held if not length.is_empty]:
+            device = held[0].lengths.device
+            ends = iter(torch.cat([x.lengths[:1].to(device) for x in held]).tolist())
+            return [0 if layer.is_empty else next(ends) for layer in self.layers]
+        return [layer.length.on_host() for layer in self.layers]
 
     def host_length(self) -> int:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
         return max(self.host_lengths(), default=0)
-
-    def _preallocated_layers(self) -> list[FP8PagedPreallocatedLayer]:
-        """Return the layers of the preallocated form; in the dynamic form there are none."""
-        return [x for x in self.layers if isinstance(x, FP8PagedPreallocatedLayer)]
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        """Set the tokens stored in each layer of the preallocated form."""
-        self.lengths.set(lengths)
-        for layer, length in zip(self._preallocated_layers(), lengths, strict=True):
-            layer.note_length(length)
 
     def ask_for_padding(self, tokens: int) -> None:
         """Have the next mask say which of these new tokens are padding, if a center needs it."""
@@ -247,26 +235,26 @@ class PagedLayers:
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if a window no longer holds what `crop` would go back to."""
-        if not self.options.is_preallocated:
+        if not self.fixed:
             for group in self.groups.values():
                 group.check_crop(tokens)
             return
-        rings = [group for group in self._preallocated() if group.ring or group.lost]
+        rings = [fixed for fixed in self.fixed.values() if fixed.ring or fixed.lost]
         length = self.host_length() if rings else 0  # it waits for the device
         for ring in rings:
-            ring.check_crop_from(tokens, length)
+            ring.check_crop(tokens, length)
 
     def crop(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, and give pages behind the window back."""
+        """Remove the last `tokens` tokens, and free pages behind the window."""
         self.first_tokens.told = None
-        if not self.options.is_preallocated:
+        if not self.fixed:
             for group in self.groups.values():
                 group.crop(tokens)
             self._free_empty()
-            return
-        if tokens:
+        elif tokens:
             kept = [max(length - tokens, 0) for length in self.host_lengths()]
-            self._set_lengths(kept)
+            for layer, length in zip(self.layers, kept, strict=True):
+                layer.crop_to(length)
             self._unshare(max(kept, default=0))
 
     def end_layer(self, index: int, tokens: int) -> None:
@@ -278,7 +266,7 @@ class PagedLayers:
         if self.layers and index == self.layers[-1].index:
             self.first_tokens.end_call()
             for group in self.groups.values():
-                group.finish_passage()
+                group.finish()
 
     def is_under_flex(self, index: int) -> bool:
         """Return whether the attention of layer `index` is flex attention.
@@ -296,19 +284,20 @@ class PagedLayers:
     def undo_step(self, index: int, tokens: int) -> None:
         """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
         for layer in self.layers:
-            layer.drop_removed()
+            if layer.length.room is None:
+                layer.drop_removed(layer.length.on_host())
         if self.options.is_preallocated or self._written[0] >= index or self._written[1] != tokens:
             return
         self._written = (len(self.layers), 0)
-        lengths = [layer.host_length() for layer in self.layers if layer.index == index]
+        lengths = [layer.length.on_host() for layer in self.layers if layer.index == index]
         start = lengths[0] if lengths else self.host_length() - tokens
         for group in self.groups.values():
             members = [
-                layer.member
+                layer.length.member
                 for layer in self.layers
                 if layer.group is group
                 and layer.index < index
-                and layer.host_length() == start + tokens
+                and layer.length.on_host() == start + tokens
             ]
             group.undo(start, tokens, members)
         self._free_empty()
@@ -318,15 +307,16 @@ class PagedLayers:
         self.first_tokens.told = None
         for layer in self.layers:
             layer.assigned.clear()
-        if not self.options.is_preallocated:
+        if not self.fixed:
             for group in self.groups.values():
                 group.clear()
             self._free_empty()
             return
-        self._set_lengths([0] * len(self.layers))
+        for layer in self.layers:
+            layer.crop_to(0)
         # Sequences that came from one beam: each gets pages of its own again.
-        for group in self.groups.values():
-            group.clear()
+        for fixed in self.fixed.values():
+            fixed.clear()
         self._unshare(0)
 
     def select(self, sequences: torch.Tensor) -> None:
@@ -343,16 +333,15 @@ class PagedLayers:
             raise ConfigError(
                 f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = self.host_length() if self.options.is_preallocated else 0
+        length = self.host_length() if self.fixed else 0
         for group in self.groups.values():
-            if self.options.is_preallocated:
+            if self.fixed:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.
                 group.table.truncate(length)
             group.select(rows)
         for layer in self.layers:
             layer.select_rows(sequences)
-        if self.options.is_preallocated:
-            self.lengths.resize(len(rows))
+        if self.fixed:
             self._unshare(length)
         else:
             for group in self.groups.values():
@@ -364,24 +353,21 @@ class PagedLayers:
         for layer in self.layers:
             sizes.update(layer.memory_footprint())
         for group in self.groups.values():
-            sizes.update(group.memory_footprint())
-        sizes["tables"] += self.lengths.nbytes
+            sizes["tables"] += group.table.rows.nbytes + group.on_device.nbytes
         return sizes
 
     def _unshare(self, length: int) -> None:
         """Give sequences of the preallocated form own pages from `length` on; tell the layers."""
         if self.batch:
-            for group in self._preallocated():
-                group.unshare(length)
-        for layer in self._preallocated_layers():
-            layer.refresh(self.batch)
+            for fixed in self.fixed.values():
+                fixed.unshare(length)
+        for layer in self.layers:
+            layer.follow_table()
 
     def _free_empty(self) -> None:
         """Free the centers of layers without tokens, and the memory of pools without pages."""
         for layer in self.layers:
-            assert isinstance(layer, FP8PagedLayer)
-            layer.pool = layer.group.pools[layer.member]  # another one after an undone passage
-            layer.drop_removed()
+            layer.drop_removed(layer.length.on_host())
             if layer.pool.is_allocated and not layer.group.table.allocator.held:
                 layer.release_memory()
         for group in self.groups.values():
@@ -396,5 +382,5 @@ def _match_widths(layers: list[Any]) -> None:
     """
     if any(isinstance(layer, StaticLayer) for layer in layers):
         for layer in layers:
-            if isinstance(layer, FP8PagedPreallocatedLayer):
+            if isinstance(layer, FP8PagedLayer):
                 layer.config = None

@@ -75,8 +75,8 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
             facts["indexer"] = list(layer.indexer)
             tensors |= {f"layers.{i}.{name}": held for name, held in layer.indexer.items()}
         if pool is not None:
-            assert layer.storage is not None
-            facts |= {"length": layer.length, **describe(pool, layer.storage)}
+            assert layer.encoding is not None
+            facts |= {"length": layer.length, **describe(pool, layer.encoding.plan)}
             # A layer of fewer tokens may not have grown yet, with pages that only others use.
             pool.grow(layer.group.table.allocator.capacity)
             for name, tensor in name_as_in_files(pool, pool.take(used_pages[g])).items():
@@ -173,7 +173,7 @@ def unpack(
             shape = batch, page.heads, page.k_dim
             state.k_center = take(f"{prefix}k_center", torch.float32, *shape)
         if count:  # only pages bound the sizes
-            state.storage, state.pool = plan, options.new_pool(plan, budget, i)
+            state.pool = options.new_pool(plan, budget, i)
             pools.append((state.pool, page, held))
     _check_same("tensors without a layer", [], [*tensors])
     for group, (table, *_), told in zip(groups, tables, facts["groups"], strict=True):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..formats import LayerPlan
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
+from .encoding import Encoding
 from .options import CacheOptions
 from .turns import Turns
 
@@ -27,10 +27,9 @@ class LayerSnapshot:
         length: tokens stored.
         pool: the bytes; None before the first token.
         k_center: `[B, Hkv, Dk]`, float32, or None.
-        setup: what `PagedLayerBase._prepare_scales` looked up, by name; None: to be looked up.
-        storage: how its numbers are stored; None: as the options say.
         turns: how its keys turn, which is read from the config; None: not known.
         indexer: the tensors of its indexer, by name; None: it has none.
+        encoding: how its numbers are stored; None: to be looked up.
     """
 
     index: int
@@ -38,10 +37,9 @@ class LayerSnapshot:
     length: int
     pool: PagePool | None = None
     k_center: torch.Tensor | None = None
-    setup: dict[str, Any] | None = None
-    storage: LayerPlan | None = None
     turns: Turns | None = None
     indexer: dict[str, torch.Tensor] | None = None
+    encoding: Encoding | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,20 +55,29 @@ def upload(numbers: Ints, device: torch.device) -> Tensor:
 # -- pages by their numbers ----------------------------------------------------------------------
 
 
-def take_pages(blocks: Sequence[Tensor], numbers: Ints) -> Tensor:
-    """Return copies of the pages `numbers`, `[n, bytes]`."""
-    if len(blocks) == 1:
-        return blocks[0].index_select(0, upload(numbers.astype(np.int64), blocks[0].device))
+def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
+    """Return copies of the pages `numbers`, `[n, bytes]`; a tensor only if there is one block."""
+    if isinstance(numbers, Tensor) or len(blocks) == 1:
+        (block,) = blocks
+        return block.index_select(0, _as_index(numbers, block.device))
     rows = blocks[0].new_empty((len(numbers), blocks[0].shape[1]))
     for block, places, there in _locate(blocks, numbers):
         rows[places] = block[there]
     return rows
 
 
-def put_pages(blocks: Sequence[Tensor], numbers: Ints, rows: Tensor) -> None:
-    """Write `rows`, `[n, bytes]`, to the pages `numbers`."""
+def put_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor, rows: Tensor) -> None:
+    """Write `rows`, `[n, bytes]`, to the pages `numbers`; a tensor only if there is one block."""
+    if isinstance(numbers, Tensor) or len(blocks) == 1:
+        (block,) = blocks
+        block.index_copy_(0, _as_index(numbers, block.device), rows)
+        return
     for block, places, there in _locate(blocks, numbers):
         block[there] = rows[places]
+
+
+def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else upload(numbers.astype(np.int64), device)
 
 
 def _locate(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -160,11 +160,12 @@ class OffloadedPool(PagePool):
 
     # -- between the tiers -------------------------------------------------------------------
 
-    def missing(self, pages: Ints) -> Ints:
+    def missing(self, pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
         """Return those of `pages` that are in host memory alone."""
-        return pages[self._on_host[pages] & ~self._on_device[pages]]
+        missing: npt.NDArray[np.integer] = pages[self._on_host[pages] & ~self._on_device[pages]]
+        return missing
 
-    def fetch(self, pages: Ints) -> None:
+    def fetch(self, pages: npt.NDArray[np.integer]) -> None:
         """Start to bring those of `pages` (ascending) to the device that are not there."""
         if not self.device_pool.is_allocated:
             self.device_pool.allocate(*self.empty_tokens(1), self.pages, in_one=self.in_one)
@@ -197,7 +198,7 @@ class OffloadedPool(PagePool):
         """Note that the pages of these tokens, which are on the device, are written there."""
         self._note_written(table.pages_of(start, stop))
 
-    def _note_written(self, pages: Ints) -> None:
+    def _note_written(self, pages: npt.NDArray[np.integer]) -> None:
         self._on_device[pages] = True
         self._on_host[pages] = False
 
@@ -247,16 +248,9 @@ class OffloadedPool(PagePool):
         """Return the pages on the device as operations take them; see `PagePool.record`."""
         return self.device_pool.record(plan, table, k_scale, v_scale, k_center)
 
-    def scratch(self, pages: int) -> PagePool:
-        """Return a pool of `pages` zeroed pages of the same kind, on the device."""
-        pool = PagePool._empty_twin(self)
-        pool.allocate(*self.empty_tokens(1), pages, in_one=self.in_one)
-        return pool
-
-    def with_pages(self, pages: Ints) -> PagePool:
-        """Return a pool that has `pages` where operations read them."""
-        self.fetch(np.unique(pages))
-        self.wait()
+    @property
+    def on_device(self) -> PagePool:
+        """The pool whose blocks operations read, with the pages that are on the device."""
         return self.device_pool
 
     def parts(self) -> list[dict[str, torch.Tensor]]:
@@ -265,20 +259,27 @@ class OffloadedPool(PagePool):
         self._on_host[:] = True
         return self.host_pool.parts()
 
-    def take_rows(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
+    def take_rows(self, pages: npt.NDArray[np.integer] | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""
         self.store()
         self._grow_host()
         self._settle()
         return self.host_pool.take_rows(pages)
 
-    def copy(self, copies: Copies, source: PagePool | None = None) -> None:
-        """Copy pages `(sources, destinations)`, within the pool where it is, or from `source`."""
+    def put_rows(self, pages: npt.NDArray[np.integer] | torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows to pages on the device, where the layer computes."""
+        assert not isinstance(pages, torch.Tensor)
+        self.fetch(pages[:0])  # takes memory on the device
+        self.device_pool.put_rows(pages, rows)
+        self._note_written(pages)
+
+    def copy(self, copies: Copies) -> None:
+        """Copy pages `(sources, destinations)` where they are."""
         sources, destinations = copies
-        if source is not None or self.device_pool.is_allocated:
-            if source is not None:
-                self.budget.use(self, destinations[:0], self, destinations[:0])
-            self.device_pool.copy(copies, (source or self).with_pages(sources))
+        if self.device_pool.is_allocated:
+            self.fetch(np.unique(sources))
+            self.wait()
+            self.device_pool.copy(copies)
             self._note_written(destinations)
             return
         self._grow_host()

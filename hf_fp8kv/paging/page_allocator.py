@@ -92,6 +92,8 @@ class PageAllocator:
     @property
     def is_sparse(self) -> bool:
         """Whether so few pages are held that it is worth renumbering them."""
+        if self.exact:  # a long call of a window leaves half of its pages free
+            return 0 < self.held * 2 <= self.capacity
         few = 0 < self.held * SHRINK_SHARE <= self.capacity
         return few and self.free * self.page_size > GROWTH_TOKENS
 

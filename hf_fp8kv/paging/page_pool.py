@@ -165,9 +165,13 @@ class PagePool:
         """Return K, V and dynamic scales by name, for each block: views, the pages first."""
         return [self.layout.split(block) for block in self._memory[0]]
 
-    def take_rows(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
-        """Return copies of pages, `[n, bytes]`."""
+    def take_rows(self, pages: npt.NDArray[np.integer] | torch.Tensor) -> torch.Tensor:
+        """Return copies of pages, `[n, bytes]`; a tensor of numbers only if there is one block."""
         return take_pages(self._memory[0], pages)
+
+    def put_rows(self, pages: npt.NDArray[np.integer] | torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows as `take_rows` returns them to pages."""
+        put_pages(self._memory[0], pages, rows)
 
     def take(self, pages: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         """Return copies of pages, by the name of the part."""
@@ -187,35 +191,23 @@ class PagePool:
         device = self.block.device
         self._use([*blocks, *self._new_blocks(pages - self.pages, device)])
 
-    def like(self, pages: int) -> "PagePool":
-        """Return a pool of `pages` zeroed pages of the same kind."""
-        pool = self._empty_twin()
-        pool.allocate(*self.empty_tokens(1), pages, in_one=self.in_one)
-        return pool
-
-    def scratch(self, pages: int) -> "PagePool":
-        """Return a pool of `pages` zeroed pages of the same kind that operations read."""
-        return self.like(pages)
-
     def _empty_twin(self) -> "PagePool":
         return PagePool(
             self.page_size, k_is_auto=self.k_is_auto, v_is_auto=self.v_is_auto,
             dynamic=self.dynamic,
         )  # fmt: skip
 
-    def copy(self, copies: Copies, source: "PagePool | None" = None) -> None:
-        """Copy pages, given as `(sources, destinations)`, within the pool or from `source`.
-
-        No page is both.
-        """
-        origin, start = (source or self).with_pages(copies[0]), 0
+    def copy(self, copies: Copies) -> None:
+        """Copy pages, given as `(sources, destinations)`; no page is both."""
+        start = 0
         for size in self._cut(len(copies[0])):
             sources, destinations = (numbers[start : start + size] for numbers in copies)
-            put_pages(self._memory[0], destinations, take_pages(origin._memory[0], sources))
+            self.put_rows(destinations, self.take_rows(sources))
             start += size
 
-    def with_pages(self, pages: Ints) -> "PagePool":
-        """Return a pool that has `pages` where operations read them: this one."""
+    @property
+    def on_device(self) -> "PagePool":
+        """The pool whose blocks operations read: this one."""
         return self
 
     def written(self, table: BlockTable, start: int, stop: int) -> None:
@@ -245,8 +237,16 @@ class PagePool:
 
         The old blocks stay until the new ones are filled, so an exception changes nothing.
         """
-        old, new = self._memory[0], self._new_blocks(pages, self.block.device)
-        start = 0
+        old = self._memory[0]
+        ends = np.cumsum([len(block) for block in old])
+        whole = [
+            block for block, end in zip(old, ends, strict=True)
+            if np.isin(np.arange(end - len(block), end), kept).all()
+        ]  # fmt: skip
+        if not self.in_one and sum(map(len, whole)) == len(kept) == pages:
+            self._use(whole)  # no byte moves
+            return
+        new, start = self._new_blocks(pages, self.block.device), 0
         for size in self._cut(len(kept)):
             some = np.arange(start, start + size)
             put_pages(new, some, take_pages(old, kept[some]))

@@ -101,7 +101,7 @@ class Prefill(ModelMethod):
         if store is None or any(module.training for module in model.modules()):
             return ""
         try:
-            layers = ((x.index, x.sliding_window, x.storage) for x in cache._paged.layers)
+            layers = ((x.index, x.sliding_window, x.encoding.plan) for x in cache._paged.layers)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{store} is not used: {error}")

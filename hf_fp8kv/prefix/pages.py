@@ -176,7 +176,7 @@ class StoredPrompt:
         def check(page: Page) -> None:
             for i, layer in enumerate(() if pages else paged):
                 told = page.facts["layers"][i]
-                pool, held = serialization.make_page(told, options, layer.storage)
+                pool, held = serialization.make_page(told, options, layer.encoding.plan)
                 layers.append(_describe(layer, pool, held))
                 shapes.update({f"{i}.{name}": (x.shape[1:], x.dtype) for name, x in held.items()})
                 options.layer_scales(layer.index, *layers[i]["shape"])  # ScaleError: other heads
@@ -237,6 +237,6 @@ def _describe(layer: Any, pool: PagePool, tensors: dict[str, torch.Tensor]) -> F
     return {
         "index": layer.index,
         "window": layer.sliding_window,
-        **serialization.describe(pool, layer.storage),
+        **serialization.describe(pool, layer.encoding.plan),
         "tensors": list(tensors),
     }

@@ -29,7 +29,7 @@ def read_centers(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
     shapes = [handle.shape for handle in (fork.layers[layer].keys, fork.layers[layer].values)]
     key, value = (torch.zeros(*shape[:2], 2, shape[3]) for shape in shapes)
     key[:, :, 0, 0] = key[:, :, 1, 1] = 1e30
-    length = fork.layers[layer].host_length()
+    length = int(fork.layers[layer].get_seq_length())
     fork.update(key, value, layer)
     stored = fork.layers[layer].keys
     first, second = stored.dense()[:, :, length - stored.start :][:, :, :2].unbind(2)

@@ -133,10 +133,10 @@ def test_overrun_raises_and_changes_nothing(how: str) -> None:
     options = {"disable_compile": True} if how == "eager" else {"compile_config": compiled(how)}
     with pytest.raises(OutOfPagesError, match="max_cache_len"):
         model.generate(**inputs, past_key_values=cache, **options, **GREEDY)
-    assert [layer.host_length() for layer in cache.paged_layers] == [20, 20]
+    assert [int(layer.get_seq_length()) for layer in cache.paged_layers] == [20, 20]
     cache.crop(-1)
     model(inputs["input_ids"][:, :1], past_key_values=cache)
-    assert [layer.host_length() for layer in cache.paged_layers] == [20, 20]
+    assert [int(layer.get_seq_length()) for layer in cache.paged_layers] == [20, 20]
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.full)])
@@ -242,10 +242,10 @@ def test_a_compiled_step_fits_a_cuda_graph(
         mutated_input_idxs=found["mutated"], static_input_idxs=found["static"], placeholders=[]
     )
     assert cudagraph_utils.check_for_mutation(function, [], lambda _: False) is None
-    # The step writes the pools of every layer, the lengths once, and a plan for each window.
+    # The step writes the pool and the length of every layer, and a plan for each window.
     written: Counter[Any] = Counter()
     for layer, key in stored.items():
-        parts = [key.block] if layer else [key.block, key.lengths]
+        parts = [key.block, key.lengths]
         window = cache.layers[layer].sliding_window
         first = next(i for i in stored if cache.layers[i].sliding_window == window)
         parts += [key.plan] if layer == first else []

@@ -207,7 +207,7 @@ def test_recording_brings_nothing_back_that_a_ring_has_lost(tmp_path: Path) -> N
     for each in (one, one.fork(), FP8PagedCache.load(tmp_path / "one.safetensors")):
         with pytest.raises(ConfigError, match="token 48 on"):
             each.crop(-60)
-        assert {layer.host_length() for layer in each.layers} == {97}
+        assert {int(layer.get_seq_length()) for layer in each.layers} == {97}
         each.crop(-30)
     other.crop(-30)
     assert_same_layers(one, other)

@@ -1,6 +1,5 @@
 """Counts in place of clocks: what an operation copies does not depend on the machine."""
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -24,22 +23,4 @@ class BytesWritten(TorchDispatchMode):
             for tensor in output if isinstance(output, (tuple, list)) else (output,):
                 if isinstance(tensor, torch.Tensor) and not view:
                     self.total += tensor.nbytes
-        return result
-
-
-class LengthsWritten(TorchDispatchMode):
-    """Count operations that make or write a tensor of lengths: `[batch]`, int32."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__()
-        self.batch = batch
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        is_tensor = isinstance(result, torch.Tensor)
-        if is_tensor and (result.dtype, result.shape) == (torch.int32, (self.batch,)):
-            self.counts[function.overloadpacket.__name__] += 1
         return result

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
 from hf_fp8kv.paging.block_table import BlockTable
 from hf_fp8kv.paging.layer_group import LayerGroup
+from hf_fp8kv.paging.lengths import HostLength
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 from tests.paging.test_page_pool import whole
@@ -302,7 +303,7 @@ class Pages(RuleBasedStateMachine):
             for member in range(len(group.pools)):
                 self.write_layer(cache, group, member, ids)
         for group in cache.groups.values():
-            group.finish_passage()
+            group.finish()
         cache.models = after
         cache.sequences = cache.sequences or [[] for _ in range(batch)]
         for sequence, new in zip(cache.sequences, ids.tolist(), strict=True):
@@ -313,22 +314,31 @@ class Pages(RuleBasedStateMachine):
         start, stop = cache.length, cache.length + ids.shape[1]
         group.prepare(start, stop, len(ids))
         pool, capacity = group.pools[member], group.table.allocator.capacity
+        like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
         if not pool.is_allocated:
-            like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
             # The first layer of each group has its pages in blocks.
             pool.allocate(*like, capacity, in_one=member > 0)
-        passage = group.passage(start, stop)
-        if passage is None:
-            pool.grow(capacity)
-            write(pool, group.table_on(CPU).numpy(), start, ids)
+        length = HostLength(group, member)
+        call = length.begin(stop - start, CPU, "torch")
+        pool.grow(capacity)
+        if call.long is None:
+            write(pool, call.table.numpy(), start, ids)
         else:
-            scratch = passage.open(pool)
-            write(scratch, passage.rows, start, ids)
-            seen = group.visible_from(start)
-            past = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, seen:]
-            both = np.concatenate([past, ids], axis=1)
-            assert_holds(scratch, passage.rows, seen, both)
-            group.keep_passed(member, passage, scratch)
+            # As a layer does, with a pool in place of the scratch pages.
+            old, own = call.long.old, call.long.own
+            room = old.shape[1] + -(-ids.shape[1] // self.page_size)
+            scratch = pool._empty_twin()
+            scratch.allocate(*like, len(ids) * room)
+            rows = np.arange(len(ids) * room, dtype=np.int32).reshape(len(ids), room)
+            scratch.put_rows(rows[:, : old.shape[1]].ravel(), pool.take_rows(old.ravel()))
+            table = np.full((len(ids), call.table.shape[1]), -1, np.int32)
+            columns = table[:, call.long.first :]
+            columns[:] = rows[:, : columns.shape[1]]
+            write(scratch, table, start, ids)
+            past = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, call.start :]
+            assert_holds(scratch, table, call.start, np.concatenate([past, ids], axis=1))
+            kept = table[:, call.long.kept :]
+            pool.put_rows(own.ravel(), scratch.take_rows(kept.ravel()))
         group.lengths[member] = stop
 
     @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))
@@ -444,7 +454,7 @@ class Pages(RuleBasedStateMachine):
             tables[0].check(*tables[1:])
         for cache in self.caches:
             for group in cache.groups.values():
-                group.check()
+                assert group.length <= group.table.count * self.page_size
 
     @invariant()
     def held_pages_are_those_of_the_model(self) -> None:
@@ -468,7 +478,7 @@ class Pages(RuleBasedStateMachine):
                 start = model.first * self.page_size
                 assert group.table.first == model.first
                 assert start <= model.visible_from(cache.length)
-                rows = group.table_on(CPU).numpy()
+                rows = HostLength(group, 0).table_on(CPU).numpy()
                 assert np.array_equal(rows[:, model.first :], group.table.used())
                 for pool in group.pools:
                     assert_holds(pool, rows, start, tokens[:, start:])
@@ -673,14 +683,15 @@ def test_copies_for_a_device_are_made_once_per_change():
     group.add(PagePool(4, dynamic=True))
     group.prepare(0, 6, 2)
     group.lengths[0] = 6
-    table, ends = group.table_on(CPU), group.lengths_on(CPU, 6)
+    length = HostLength(group, 0)
+    _, table, ends, *_ = length.written(CPU)
     assert (ends.tolist(), ends.dtype, table.dtype) == ([6, 6], torch.int32, torch.int32)
     group.prepare(6, 8, 2)
     group.lengths[0] = 8
-    assert group.table_on(CPU) is table
-    assert group.lengths_on(CPU, 6) is ends
+    assert length.table_on(CPU) is table
+    assert group.on_device.lengths(CPU, 6, 2) is ends
     group.prepare(8, 9, 2)
-    assert group.table_on(CPU) is not table
+    assert length.table_on(CPU) is not table
     assert table.tolist() == [[0, 1], [2, 3]], "whoever holds the old copy reads what it was"
     group.select(np.array([0, 1, 1]))
-    assert group.lengths_on(CPU, 7).tolist() == [7, 7, 7]
+    assert length.written(CPU).lengths.tolist() == [8, 8, 8]

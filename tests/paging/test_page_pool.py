@@ -151,7 +151,7 @@ def test_copying_a_page_copies_every_tensor_of_it_and_touches_no_other(
     pool.copy((np.array([4, 0, 4], np.int32), np.array([1, 5, 2], np.int32)))
     expected = {name: tensor[[0, 4, 4, 3, 4, 0]] for name, tensor in before.items()}
     assert_holds(pool, expected)
-    pool.copy((np.array([8, 2, 5, 0], np.int32), np.array([1, 4, 0, 3], np.int32)), other)
+    pool.put_rows(np.array([1, 4, 0, 3]), other.take_rows(np.array([8, 2, 5, 0])))
     for name, tensor in expected.items():
         tensor[[1, 4, 0, 3]] = theirs[name][[8, 2, 5, 0]]
     assert_holds(pool, expected)

@@ -250,6 +250,16 @@ MUTANTS = (
         "self._use([*blocks, *self._new", "self._use([*blocks[1:], *self._new",
         "tests/paging/test_page_pool.py",
     ),
+    Mutant(
+        "window: a long call keeps one page too few", GROUP,
+        "return min(self.visible_from(length), length - 1) // self.page_size * self.page_size",
+        "return (length - 1) // self.page_size * self.page_size",
+        "tests/paging/test_block_table.py",
+    ),
+    Mutant(
+        "window: a long call reads zeros before it", "cache/layer.py",
+        "block[:, :old] = rows.unflatten(0, (batch, old))", "pass", "tests/cache/test_windows.py",
+    ),
     # The cache.
     Mutant(
         "crop: one token too few", GROUP,
@@ -267,9 +277,9 @@ MUTANTS = (
         "tests/cache/test_cache.py tests/cache/test_lengths.py",
     ),
     Mutant(
-        "select: centers stay in place", "cache/dynamic_layer.py",
-        "            self.k_center = self.k_center[sequences.to(self.k_center.device)]",
-        "            pass", "tests/cache/test_cache.py",
+        "select: centers stay in place", "cache/encoding.py",
+        "selected = self.k_center[sequences.to(self.k_center.device)]",
+        "selected = self.k_center", "tests/cache/test_cache.py",
     ),
     Mutant(
         "save: centers are lost", "cache/serialization.py",

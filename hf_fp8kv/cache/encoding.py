@@ -1,0 +1,126 @@
+"""How the numbers of one layer are stored: its plan, static scales and center."""
+
+import copy
+
+import torch
+
+from .. import ops
+from ..modeling.tensor_parallel import check_split
+from ..ops import Pages
+from ..paging.page_pool import PagePool, zeros
+from .centers import FirstTokens
+from .options import CacheOptions
+from .turns import Turns
+
+
+class Encoding:
+    """The plan, the static scales and the center of one layer, and the backend that applies them.
+
+    Attributes:
+        index: the layer's number in the model; scales are looked up by it.
+        plan: the formats of K and V.
+        k_scale: `[Hkv, Dk]`, float32, static; or None.
+        v_scale: `[Hkv, Dv]`, float32, static; or None.
+        k_center: `[B, Hkv, Dk]`, float32, or None.
+        whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
+        turns: how K turns with the position; None: that is not known.
+        first_tokens: what the layers of the cache know of padding.
+        device: where the layer computes.
+        dtype: the dtype of K.
+        v_dtype: the dtype of V.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    v_dtype: torch.dtype
+    backend: str
+
+    def __init__(
+        self,
+        index: int,
+        options: CacheOptions,
+        first_tokens: FirstTokens,
+        whole_heads: int | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        self.index, self.options, self.first_tokens = index, options, first_tokens
+        self.whole_heads, self.turns = whole_heads, turns
+        self.plan = options.layer_plan(index)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the scales, which `prepare` looks up, and the center."""
+        self.k_scale: torch.Tensor | None = None
+        self.v_scale: torch.Tensor | None = None
+        self.k_center: torch.Tensor | None = None
+        self._given_center: torch.Tensor | None = None
+        self._is_fixed = False
+
+    def prepare(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Look up the static scales, once the shapes are known.
+
+        Raises:
+            ScaleError: scales of other heads. ConfigError: a model that is not split.
+        """
+        heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
+        check_split(self.index, heads, self.whole_heads, self.options.tensor_parallel.size)
+        scales = self.options.layer_scales(self.index, heads, k_dim, v_dim)
+        k, v, center = (None if t is None else t.to(key.device) for t in scales)
+        self.k_scale, self.v_scale, self._given_center = k, v, center
+        self.backend = ops.choose_backend(self.options.backend, key.device)
+        self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
+
+    def fix_center(self, batch: int, heads: int, dim: int) -> None:
+        """Have the center, if there will be one, at an address that stays."""
+        self._is_fixed = True
+        if self._given_center is not None or self.plan.k.centered:
+            self.k_center = zeros((batch, heads, dim), torch.float32, self.device)
+
+    def find_center(self, key: torch.Tensor, *, is_first: bool) -> None:
+        """Freeze the center for a first call, or for sequences that had nothing but padding."""
+        if not is_first:
+            if self.k_center is not None and self.first_tokens.told is not None:
+                self.set_center(self.first_tokens.complete(self.k_center, key, self.turns))
+        elif self._given_center is not None:
+            self.set_center(self._given_center.expand(key.shape[0], -1, -1).contiguous())
+        elif self.plan.k.centered:
+            self.set_center(self.first_tokens.find_center(key, self.turns))
+
+    def set_center(self, center: torch.Tensor) -> None:
+        """Subtract `[B, Hkv, Dk]`, float32, from K from now on."""
+        if self._is_fixed and self.k_center is not None:
+            self.k_center.copy_(center)
+        else:
+            self.k_center = center
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Keep the centers of sequences `[B']`, in place if they are as many."""
+        if self.k_center is not None:
+            selected = self.k_center[sequences.to(self.k_center.device)]
+            if len(selected) == len(self.k_center):
+                self.set_center(selected)
+            else:
+                self.k_center = selected
+
+    def record(self, pool: PagePool, table: torch.Tensor) -> Pages:
+        """Return the pages of a pool as operations take them."""
+        return pool.record(self.plan, table, self.k_scale, self.v_scale, self.k_center)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the static scales and the center."""
+        held = (self.k_scale, self.v_scale, self.k_center)
+        return [tensor for tensor in held if tensor is not None]
+
+    def move(self, device: torch.device) -> None:
+        """Move all tensors to `device`, where the model computes the layer."""
+        self.backend = ops.choose_backend(self.options.backend, device)
+        self.device = device
+        for name in ("k_scale", "v_scale", "k_center", "_given_center"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.to(device))
+
+    def take_over(self, other: "Encoding") -> None:
+        """Hold what another layer with the same options does; its tensors are shared."""
+        mine = self.first_tokens
+        vars(self).update(vars(copy.copy(other)))
+        self.first_tokens = mine

@@ -1,0 +1,300 @@
+"""How many tokens a layer holds, and where new tokens go: counted on the host, or on a device.
+
+`HostLength` is for layers that take pages as tokens come. `DeviceLength` is for layers of the
+preallocated form, whose steps only write into tensors that exist.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .. import ops
+from ..errors import OutOfPagesError
+from .fixed_pages import FixedPages
+from .layer_group import LayerGroup
+from .page_allocator import Ints
+from .page_pool import zeros
+
+
+class LongWrite(NamedTuple):
+    """Pages of a call that is longer than the pages of its window have room for.
+
+    Attributes:
+        first: the logical page with the first token that the call sees: a number, or `[B]`, int64.
+        old: `[B, n]`, the pages from `first` on, before the call.
+        kept: the logical page from which on tokens stay; like `first`.
+        own: `[B, m]`, the pages from `kept` on, after the call.
+        skipped: on an empty layer, tokens before `kept`.
+    """
+
+    first: int | torch.Tensor
+    old: Ints | torch.Tensor
+    kept: int | torch.Tensor
+    own: Ints | torch.Tensor
+    skipped: int
+
+
+class Call(NamedTuple):
+    """Where the new tokens of a layer go.
+
+    Attributes:
+        tokens: their number.
+        table: `[B, M]`, int32, the page of each logical page.
+        lengths: `[B]`, int32, tokens stored after the call.
+        start: position of the first stored token that the call sees, or one before it.
+        stop: one past the last position that has a column.
+        long: not None if the window's pages have no room for the call.
+    """
+
+    tokens: int
+    table: torch.Tensor
+    lengths: torch.Tensor
+    start: int
+    stop: int
+    long: LongWrite | None = None
+
+
+class HostLength:
+    """The tokens of a growing layer.
+
+    Attributes:
+        group: the group of the layer.
+        member: its place there.
+    """
+
+    room = None
+
+    def __init__(self, group: LayerGroup, member: int) -> None:
+        self.group, self.member = group, member
+
+    @property
+    def stored(self) -> int:
+        """Tokens stored, those behind the window among them."""
+        return self.group.lengths[self.member]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token was stored."""
+        return not self.group.lengths[self.member]
+
+    def on_host(self) -> int:
+        """Return `stored`."""
+        return self.stored
+
+    def take(self, batch: int, device: torch.device) -> int:
+        """Return how many pages a pool needs now."""
+        return self.group.table.allocator.capacity
+
+    def reserve(self, tokens: int, batch: int) -> None:
+        """Take the pages of a call; see `LayerGroup.prepare`."""
+        start = self.stored
+        self.group.prepare(start, start + tokens, batch)
+
+    def begin(self, tokens: int, device: torch.device, backend: str) -> Call:
+        """Return where the tokens of a call go, after `reserve`."""
+        group, start = self.group, self.stored
+        table, stop = group.table, start + tokens
+        lengths = group.on_device.lengths(device, stop, table.batch)
+        seen, size = group.visible_from(start), group.page_size
+        long = None
+        if table.first * size > seen:
+            first, before = seen // size, group.long_call
+            old = table.rows[:, :0] if before is None else before.table.rows
+            old = old[:, first : before.table.count] if before is not None else old
+            long = LongWrite(first, old, table.first, table.used(), table.first * size)
+        return Call(tokens, self.table_on(device), lengths, seen, stop, long)
+
+    def table_on(self, device: torch.device) -> torch.Tensor:
+        """Return the pages in use, `[B, count]`, int32, on `device`; made once per change."""
+        table = self.group.table
+        known = self.group.on_device.find_table(table.version, device)
+        if known is not None:
+            return known
+        rows = table.rows[:, : table.count].copy()
+        return self.group.on_device.put_table(table.version, rows, device)
+
+    def end(self, call: Call) -> None:
+        """Note that the tokens of a call are stored."""
+        self.group.lengths[self.member] += call.tokens
+
+    def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
+        """Return the plan of a call with `rows` query rows of each of `heads` KV heads, or None."""
+        return self.group.on_device.plan(call.lengths, call.start, call.stop, heads, rows, backend)
+
+    def check_crop(self, tokens: int, stored: int) -> None:
+        """Raise ConfigError if `tokens` cannot be removed; change nothing."""
+        self.group.check_crop(tokens)
+
+    def set(self, length: int) -> None:
+        """Hold the first `length` tokens, and free pages behind the window."""
+        self.group.crop(self.stored - length, [self.member])
+
+    def written(self, device: torch.device) -> Call:
+        """Return where all tokens are that are not behind the window of the next one."""
+        group, stop = self.group, self.stored
+        lengths = group.on_device.lengths(device, stop, group.table.batch)
+        return Call(1, self.table_on(device), lengths, group.visible_from(stop), stop)
+
+
+class DeviceLength:
+    """The tokens of a preallocated layer.
+
+    Attributes:
+        fixed: the pages of the layer's group.
+        group: the group of the layer.
+        member: its place there.
+        is_empty: whether no token was stored since the start or a reset. It changes once per
+            generation, at the prefill, which is not compiled.
+        table: `[B, columns]`, int32, at an address that stays.
+        lengths: `[B]`, int32, at an address that stays.
+    """
+
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    def __init__(self, fixed: FixedPages, member: int) -> None:
+        self.fixed, self.group, self.member = fixed, fixed.group, member
+        self.room = fixed.room
+        self.is_empty = True
+        # An upper bound of the tokens stored, on the host; see `check_room`.
+        self._most = 0
+        self._plan: torch.Tensor | None = None
+        self._fills_plan = False
+
+    @property
+    def stored(self) -> int | torch.Tensor:
+        """Tokens stored: a tensor `[]` once there are any, as in transformers' static layers."""
+        return 0 if self.is_empty else self.lengths[0]
+
+    def on_host(self) -> int:
+        """Return the tokens stored as a number; waits for the device."""
+        return 0 if self.is_empty else int(self.lengths[0])
+
+    def take(self, batch: int, device: torch.device) -> int:
+        """Take the pages of `batch` sequences, the table and the lengths; return the pages.
+
+        Raises:
+            OutOfPagesError: the budget would be passed; nothing was changed.
+        """
+        budget = self.group._table.allocator.budget
+        if torch.compiler.is_compiling() and budget.max_pages is None:
+            self.table, pages = self.fixed.defer(batch, device)
+        else:
+            self.table, pages = _take(self.fixed, batch, device)
+        self.lengths = zeros((batch,), torch.int32, device)
+        return pages
+
+    def share_plan(self, heads: int, rows: int, backend: str) -> list[torch.Tensor]:
+        """Take the plan of the group; return what stays at its address."""
+        self._plan, self._fills_plan = self.group.on_device.fixed_plan(
+            self.member, self.lengths, self.group.window or 0, heads, rows, backend
+        )
+        tensors = (self.table, self.lengths, self._plan)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def reserve(self, tokens: int, batch: int) -> None:
+        """Raise OutOfPagesError for the first call of a layer if it has no room for it."""
+        if self.is_empty and tokens > self.room:
+            raise OutOfPagesError.of_tokens(self.room, 0, tokens)
+
+    def begin(self, tokens: int, device: torch.device, backend: str) -> Call:
+        """Return where the tokens of a call go."""
+        after = ops.advance(self.lengths, tokens, self.room, backend)
+        ring, size = self.fixed.ring, self.group.page_size
+        long = None
+        if ring and tokens > self.fixed.tokens_at_once:
+            first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))
+            # On an empty layer only the last pages of these tokens will ever be read.
+            skipped = max((tokens - 1) // size - ring + 1, 0) * size
+            long = LongWrite(first, self._in_ring(first), kept, self._in_ring(kept), skipped)
+        return Call(tokens, self.table, after, 0, self.room, long)
+
+    def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the first logical page in the ring after `lengths` tokens: `[B]`, int64."""
+        last = torch.div(lengths.long() - 1, self.group.page_size, rounding_mode="floor")
+        return (last - self.fixed.ring + 1).clamp(min=0)
+
+    def _in_ring(self, first: torch.Tensor) -> torch.Tensor:
+        """Return the pages of the ring from logical page `first` on, `[B, ring]`, int64."""
+        logical = first[:, None] + torch.arange(self.fixed.ring, device=first.device)
+        # Past the end there is nothing to be written on a GPU, where nothing raises.
+        return self.table.long().gather(1, logical.clamp(max=self.table.shape[1] - 1))
+
+    def end(self, call: Call) -> None:
+        """Note that the tokens of a call are stored."""
+        if self.is_empty:
+            self.is_empty = False
+            if not torch.compiler.is_compiling():
+                self._most = max(self._most, call.tokens)
+        self.lengths.copy_(call.lengths)
+
+    def fill_plan(self, tokens: int, heads: int, backend: str) -> None:
+        """Fill the group's plan for `tokens` that were stored, if this layer is to."""
+        if self._fills_plan:
+            assert self._plan is not None
+            window = self.group.window or 0
+            ops.make_plan(self._plan, self.lengths, tokens, window, 0, heads, backend)
+
+    def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
+        """Return the group's plan, or None if the backend has none."""
+        return self._plan
+
+    def written(self, device: torch.device) -> Call:
+        """Return where all positions are, stored or not; a ring begins with the next token's.
+
+        For a ring this waits for the device.
+        """
+        first = self.group.visible_from(self.on_host()) if self.fixed.ring else 0
+        return Call(1, self.table, self.lengths, first, self.room)
+
+    def check_room(self, tokens: int) -> None:
+        """Raise OutOfPagesError before a step that cannot be stored.
+
+        On a CPU the write itself raises. Elsewhere it cannot, and reading the length waits for the
+        device, so it is read only when an upper bound kept on the host says that it may matter.
+        """
+        if torch.compiler.is_compiling() or self.is_empty or self.lengths.is_cpu:
+            return
+        self._most += tokens
+        if self._most > self.room:
+            length = self.on_host()
+            if length + tokens > self.room:
+                raise OutOfPagesError.of_tokens(self.room, length, tokens)
+            self._most = length + tokens
+
+    def check_crop(self, tokens: int, stored: int) -> None:
+        """Raise ConfigError if `tokens` cannot be removed from `stored`; change nothing."""
+        self.fixed.check_crop(tokens, stored)
+
+    def set(self, length: int) -> None:
+        """Hold the first `length` tokens."""
+        if not length and not self.is_empty:
+            self.fixed.lost = 0
+        self.is_empty, self._most = not length, length
+        if hasattr(self, "lengths"):
+            self.lengths.fill_(length)
+
+    def follow_table(self) -> bool:
+        """Follow a change of the block table; return whether addresses have changed."""
+        table, device = self.fixed.table_on(self.lengths.device), self.lengths.device
+        if table.shape == self.table.shape:
+            # Layers of a group share the tensor: the first one brings the new content.
+            self.table.copy_(table)
+            return False
+        self.table = table
+        if len(table) != len(self.lengths):
+            self.lengths = zeros((len(table),), torch.int32, device).copy_(self.lengths[:1])
+        return True
+
+    def move(self, device: torch.device) -> None:
+        """Move the table and the lengths to `device`, to new addresses."""
+        self.table = self.fixed.table_on(device)
+        self.lengths = zeros(tuple(self.lengths.shape), torch.int32, device).copy_(self.lengths)
+
+
+@torch.compiler.disable(
+    reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or make "
+    "the first call, or early_initialization(), outside of compiled code"
+)  # type: ignore[untyped-decorator]
+def _take(fixed: FixedPages, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    return fixed.take(batch, device)
