@@ -123,7 +123,7 @@ def make_stack(layers: int) -> Stack:
     # The stored tokens leave room in a page: growing is not measured.
     stack = Stack(cache, "fp8_paged", HEADS, TOKENS, layers)
     for layer in cache.paged_layers:
-        layer.encoding.backend = "triton"
+        layer.store.encoding.backend = "triton"
     return stack
 
 

@@ -239,4 +239,4 @@ def _note_padding(cache: Any, mask: torch.Tensor | None) -> None:
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.cross_attention_cache
     for layer in cache.paged_layers[:1]:
-        layer.encoding.first_tokens.text_mask = mask
+        layer.store.encoding.first_tokens.text_mask = mask

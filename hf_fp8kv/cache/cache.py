@@ -174,7 +174,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
     @property
     def plan(self) -> dict[int, LayerPlan]:
         """How each paged layer is stored."""
-        return {layer.index: layer.encoding.plan for layer in self.paged_layers}
+        return {layer.index: layer.store.encoding.plan for layer in self.paged_layers}
 
     # -- what transformers calls -------------------------------------------------------------
 
@@ -360,8 +360,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             return cls._restore(serialization.load(path, device))
 
     def __repr__(self) -> str:
-        plans = summarize_plan({layer.index: layer.encoding.plan for layer in self.paged_layers})
-        return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
+        return f"{type(self).__name__}({len(self.layers)} layers: {summarize_plan(self.plan)})"
 
     def memory_footprint(self) -> MemoryFootprint:
         """Return what the cache takes; forks report what they share."""

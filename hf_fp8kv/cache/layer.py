@@ -1,28 +1,19 @@
 """`FP8PagedLayer`: a layer stored in pages, as transformers' `Cache` expects it."""
 
 import operator
-import weakref
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from .. import ops
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
-from ..ops import Pages
-from ..ops.blocks import locate_pages
-from ..paging.layer_group import LayerGroup
-from ..paging.lengths import Call, DeviceLength, HostLength, LongWrite
-from ..paging.offloading import OffloadedPool
-from ..paging.page_pool import PagePool
+from ..paging.lengths import DeviceLength, HostLength
 from ..utils.tensors import without_grad
-from .encoding import Encoding
+from .layer_store import LayerStore
 from .options import CacheOptions
-from .paged_tensor import PagedKV, densify, make_handle, make_handles
-from .snapshot import LayerSnapshot
+from .paged_tensor import PagedKV, densify
 
 
 class MaskLength(int):
@@ -38,41 +29,27 @@ class FP8PagedLayer(CacheLayerMixin):
 
     Attributes:
         index: the layer's number in the model.
-        encoding: how K and V are stored.
-        length: how many tokens are stored, and where.
-        pool: the bytes; shared with forks.
+        store: the pages.
         config: the model's config, which says which attention is used; or None.
-        query_heads: query heads of this process; 0: not known.
         assigned: what was assigned to `keys` or `values`, until the other one is.
-        following: the layer that computes next, weak: layers come in a circle.
     """
 
     is_croppable = True
     supports_early_init = True
 
     def __init__(
-        self,
-        options: CacheOptions,
-        encoding: Encoding,
-        length: HostLength | DeviceLength,
-        pool: PagePool,
-        config: PreTrainedConfig | None = None,
-        query_heads: int = 0,
+        self, options: CacheOptions, store: LayerStore, config: PreTrainedConfig | None = None
     ) -> None:
         # The base class would assign `keys` and `values`, which are properties here.
-        self.index, self.options, self.encoding = encoding.index, options, encoding
-        self.length, self.group, self.pool = length, length.group, pool
-        self.config, self.query_heads = config, query_heads
-        self.sliding_window = self.group.window
+        self.index, self.options, self.store = store.encoding.index, options, store
+        self.config, self.sliding_window = config, store.group.window
         self.is_sliding = self.sliding_window is not None
-        self.is_compileable = length.room is not None
-        self._ready = False
+        self.is_compileable = store.length.room is not None
         self.assigned: dict[str, torch.Tensor] = {}
-        self.following: weakref.ref[FP8PagedLayer] = weakref.ref(self)
 
     def __repr__(self) -> str:
         window = "" if self.sliding_window is None else f", window={self.sliding_window}"
-        return f"{type(self).__name__}({self.encoding.plan}{window})"
+        return f"{type(self).__name__}({self.store.encoding.plan}{window})"
 
     # -- what transformers calls -------------------------------------------------------------
 
@@ -80,28 +57,29 @@ class FP8PagedLayer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether shapes are known and there is a pool; a fork may have freed it."""
-        return self._ready and self.pool.is_allocated
+        return self.store.is_initialized
 
     @property
     def is_empty(self) -> bool:
         """Whether no token was stored."""
-        return self.length.is_empty
+        return self.store.length.is_empty
 
     @property
     def record_past(self) -> bool:
         """Whether pages behind the window stay until `crop`."""
-        return self.group.record_past
+        return self.store.group.record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self.group.record_past = value
+        self.store.group.record_past = value
 
     def activate_past_recording(self) -> None:
         """Keep all tokens from now on; a ring becomes room for all, at new addresses."""
-        self.group.record_past = True
-        if isinstance(self.length, DeviceLength) and self.is_initialized:
-            self.length.fixed.unroll(self.length.on_host())
-            self.follow_table()
+        length = self.store.length
+        self.store.group.record_past = True
+        if isinstance(length, DeviceLength) and self.is_initialized:
+            length.fixed.unroll(length.on_host())
+            self.store.follow_table()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Look up the static scales, and allocate the pool for tokens of these shapes.
@@ -110,29 +88,8 @@ class FP8PagedLayer(CacheLayerMixin):
             ScaleError: static scales that do not fit. ConfigError: a model that is not split.
             OutOfPagesError: a preallocated cache would pass its budget.
         """
-        self.encoding.prepare(key_states, value_states)
-        self._allocate(key_states, value_states)
-
-    def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        batch, is_fixed = key.shape[0], isinstance(self.length, DeviceLength)
-        pages = self.length.take(batch, self.encoding.device)
-        if not self.pool.is_allocated:
-            self.pool.allocate(key, value, pages, in_one=is_fixed)
-        if is_fixed:
-            self.encoding.fix_center(batch, self.pool.heads, self.pool.k_dim)
-        self._ready = True
-        self._keep_addresses()
-
-    def _keep_addresses(self) -> None:
-        """Take the group's plan, and tell torch.compile which addresses stay."""
-        if not isinstance(self.length, DeviceLength):
-            return
-        rows = self._query_rows(1)
-        step = self.length.share_plan(self.pool.heads, rows, self.encoding.backend)
-        if not torch.compiler.is_compiling():
-            pages = self.encoding.record(self.pool, self.length.table)
-            for tensor in (pages.block, pages.offsets, *step, *self.encoding.tensors()):
-                torch._dynamo.mark_static_address(tensor)
+        self.store.encoding.prepare(key_states, value_states)
+        self.store.allocate(key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -155,7 +112,8 @@ class FP8PagedLayer(CacheLayerMixin):
                 they are not stored, and the next step raises whose mask is not made inside of a
                 compiled region (generate() makes it outside).
         """
-        length, encoding, pool = self.length, self.encoding, self.pool
+        store = self.store
+        length, encoding = store.length, store.encoding
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             check_tokens(self, key_states, value_states)
@@ -166,86 +124,27 @@ class FP8PagedLayer(CacheLayerMixin):
         else:
             refuse_export()
         key, value = without_grad(key_states), without_grad(value_states)
-        is_first, tokens = length.is_empty, key.shape[2]
-        is_new = not self.is_initialized
+        is_first, is_new, tokens = length.is_empty, not store.is_initialized, key.shape[2]
         if is_new:
             encoding.prepare(key, value)
         elif not is_compiling and key.device != encoding.device:
-            self.move_to(key.device)
+            store.move_to(key.device)
         if not is_compiling:
             length.reserve(tokens, key.shape[0])
         if is_new:
-            self._allocate(key, value)
+            store.allocate(key, value)
         if not is_compiling:
-            pool.grow(self.group.table.allocator.capacity)
-            self.bring_pages()
+            store.pool.grow(store.group.table.allocator.capacity)
+            store.bring_pages()
         encoding.find_center(key, is_first=is_first)
         reads = not is_first or self.options.prefill == "stored"
         call = length.begin(tokens, encoding.device, encoding.backend)
-        pages = self._write(key, value, call, reads=reads)
+        pages = store.write(key, value, call, reads=reads)
         length.end(call)
-        self.fill_plan(tokens)
+        store.fill_plan(tokens)
         if reads:
-            return self._handles(pages, call)
+            return store.handles(pages, call)
         return self._fresh(key_states), self._fresh(value_states)
-
-    def _write(self, key: torch.Tensor, value: torch.Tensor, call: Call, *, reads: bool) -> Pages:
-        """Store the tokens of a call; return the pages that it reads if it `reads` any."""
-        long, room = call.long, self.length.room
-        pages = self.encoding.record(self.pool, call.table)
-        if long is not None and reads:
-            return self._write_long(key, value, call, long, pages)
-        if long is not None:
-            key, value = key[:, :, long.skipped :], value[:, :, long.skipped :]
-        if room is None:
-            stop = call.stop
-            self.pool.written(self.group.table, stop - key.shape[2], stop)
-        ops.write(pages, key, value, call.lengths, self.encoding.backend, room)
-        return pages
-
-    def _write_long(
-        self, key: torch.Tensor, value: torch.Tensor, call: Call, long: LongWrite, pages: Pages
-    ) -> Pages:
-        """Store a long call in scratch pages, and copy the last window to the layer's own.
-
-        Return the scratch pages, in which the old window comes before the new tokens.
-        """
-        (batch, old), kept = long.old.shape, long.own.shape[1]
-        room = old + -(-call.tokens // pages.page_size)
-        block = pages.block.new_zeros((batch, room, pages.block.shape[1]))
-        if old:
-            rows = self.pool.on_device.take_rows(long.old.reshape(-1))
-            block[:, :old] = rows.unflatten(0, (batch, old))
-        device = block.device
-        # Other positions have no page here; no query sees them.
-        column = torch.arange(call.table.shape[1], device=device) - _as_column(long.first)
-        sequence = torch.arange(batch, device=device)[:, None]
-        table = (sequence * room + column.clamp(0, room - 1)).int()
-        scratch = block.flatten(0, 1)
-        pages = pages._replace(block=scratch, table=table, offsets=locate_pages([scratch]))
-        ops.write(pages, key, value, call.lengths, self.encoding.backend, self.length.room)
-        column = torch.arange(kept, device=device) + _as_column(long.kept - long.first)
-        self.pool.put_rows(long.own.reshape(-1), block[sequence, column].flatten(0, 1))
-        return pages
-
-    def _handles(self, pages: Pages, call: Call) -> tuple[PagedKV, PagedKV]:
-        """Return handles on what the queries of a call see."""
-        encoding, is_fixed = self.encoding, self.length.room is not None
-        rows, backend = self._query_rows(call.tokens), encoding.backend
-        plan = self.length.plan(call, self.pool.heads, rows, backend)
-        window = self.sliding_window or 0
-        span = (call.start, call.stop, window, is_fixed, backend)
-        dtypes = encoding.dtype, encoding.v_dtype
-        if not torch.compiler.is_compiling():
-            return make_handles(pages, call.lengths, plan, dtypes, *span)
-        return (
-            make_handle(pages, call.lengths, plan, "k", dtypes[0], *span),
-            make_handle(pages, call.lengths, plan, "v", dtypes[1], *span),
-        )
-
-    def _query_rows(self, tokens: int) -> int:
-        """Return the query rows of each KV head, as far as is known."""
-        return max(1, self.query_heads // self.pool.heads) * tokens
 
     def _attends_pages(self) -> bool:
         """Return whether the model's attention is "fp8_paged", which takes short keys at first."""
@@ -253,20 +152,20 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def _fresh(self, states: torch.Tensor) -> torch.Tensor:
         """Return new keys or values, as wide as in every other call if that is what masks are."""
-        room = self.length.room
+        room = self.store.length.room
         if room is None or self._attends_pages():
             return states
         return torch.nn.functional.pad(states, (0, 0, 0, room - states.shape[2]))
 
     def get_seq_length(self) -> Any:
         """Return the tokens seen; in the preallocated form a tensor `[]` once there are any."""
-        return self.length.stored
+        return self.store.length.stored
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the columns of the mask, and the position of the first."""
-        length = self.length
+        length = self.store.length
         if isinstance(length, HostLength):
-            start = self.group.visible_from(length.stored)
+            start = length.group.visible_from(length.stored)
             columns = length.stored + query_length - start
             return (columns if torch.compiler.is_compiling() else MaskLength(columns)), start
         if length.is_empty and self.options.prefill == "exact" and self._attends_pages():
@@ -276,14 +175,14 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Return the room, or the window of a growing sliding layer, or -1, no maximum."""
-        return self.length.room or self.sliding_window or -1
+        return self.store.length.room or self.sliding_window or -1
 
     def reset(self) -> None:
         """Remove all tokens; addresses of the preallocated form stay.
 
         Memory of a growing layer is freed once no layer and no fork holds pages.
         """
-        self.crop_to(0)
+        self.store.crop_to(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of this layer.
@@ -294,15 +193,11 @@ class FP8PagedLayer(CacheLayerMixin):
         Raises:
             ConfigError: a positive number, or tokens that the window no longer holds.
         """
-        tokens, stored = parse_crop(tokens_to_remove), self.length.on_host()
-        self.length.check_crop(tokens, stored)
-        if tokens or self.length.room is None:
-            self.crop_to(max(stored - tokens, 0))
-
-    def crop_to(self, length: int) -> None:
-        """Keep the first `length` tokens of this layer."""
-        self.length.set(length)
-        self.drop_removed(length)
+        length = self.store.length
+        tokens, stored = parse_crop(tokens_to_remove), length.on_host()
+        length.check_crop(tokens, stored)
+        if tokens or length.room is None:
+            self.store.crop_to(max(stored - tokens, 0))
 
     def _refuse_part(self, *_: Any) -> None:
         """Raise ConfigError: sequences are chosen for the whole cache at once."""
@@ -315,18 +210,16 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Move the bytes to the CPU's memory."""
-        if self.pool.is_allocated:
-            self.pool.move(torch.device("cpu"))
+        self.store.offload()
 
     def prefetch(self) -> None:
         """Move the bytes back to the layer's device."""
-        if self.pool.is_allocated:
-            self.pool.move(self.encoding.device)
+        self.store.prefetch()
 
     @property
     def keys(self) -> PagedKV | None:
         """The stored keys, as `update` returns them; None before the first token."""
-        both = self.stored()
+        both = self.store.stored()
         return None if both is None else both[0]
 
     @keys.setter
@@ -336,26 +229,12 @@ class FP8PagedLayer(CacheLayerMixin):
     @property
     def values(self) -> PagedKV | None:
         """The stored values, as `update` returns them; None before the first token."""
-        both = self.stored()
+        both = self.store.stored()
         return None if both is None else both[1]
 
     @values.setter
     def values(self, tokens: torch.Tensor | None) -> None:
         self._assign("v", tokens)
-
-    # -- what the cache calls ----------------------------------------------------------------
-
-    def stored(self) -> tuple[PagedKV, PagedKV] | None:
-        """Return handles on all that is stored and not yet behind the window, or None.
-
-        In the preallocated form on all positions, stored or not, once there was a call. Those of a
-        ring begin with the first token that the next one sees, for which this waits for the device.
-        """
-        if not self.is_initialized or (self.length.room is None and self.length.is_empty):
-            return None
-        self.bring_pages()
-        call = self.length.written(self.encoding.device)
-        return self._handles(self.encoding.record(self.pool, call.table), call)
 
     def _assign(self, side: str, tokens: torch.Tensor | None) -> None:
         """Replace what is stored once both sides were assigned, as code for dense layers does."""
@@ -379,7 +258,8 @@ class FP8PagedLayer(CacheLayerMixin):
                 one, whose length is a matter of the whole cache.
             OutOfPagesError: pages that are shared with forks do not fit the budget a second time.
         """
-        length, group = self.length, self.group
+        store = self.store
+        length, group = store.length, store.group
         if isinstance(length, DeviceLength):
             raise ConfigError(
                 "expected a growing cache where layer.keys and layer.values are assigned, got a "
@@ -392,129 +272,64 @@ class FP8PagedLayer(CacheLayerMixin):
                 f"expected at most {stored} keys and values for a layer without a window, got "
                 f"{tokens} for {self}; leave layers with a window as they are"
             )
-        old = self.stored()
+        old, encoding = store.stored(), store.encoding
         assert old is not None
-        if all(
-            torch.equal(one.dense()[:, :, :tokens], new)
-            for one, new in zip(old, (key, value), strict=True)
-        ):
-            self.crop_to(tokens)
+        first = [x.dense()[:, :, :tokens] for x in old]
+        if all(torch.equal(one, new) for one, new in zip(first, (key, value), strict=True)):
+            store.crop_to(tokens)
             return
+        if store.indexer is not None and tokens < stored and not torch.equal(first[0], key):
+            raise ConfigError(
+                f"expected all keys and values of {self}, or the first of them, got {tokens} "
+                "others; its indexer has keys of all tokens: name the layer in skip_layers, or "
+                "use crop"
+            )
         group.prepare(0, tokens, batch)
-        center = self.encoding.k_center
-        self.crop_to(0)
+        center = encoding.k_center
+        length.set(0)
         length.reserve(tokens, batch)
-        self.encoding.k_center = center
-        self.pool.grow(group.table.allocator.capacity)
-        self.bring_pages()
-        call = length.begin(tokens, self.encoding.device, self.encoding.backend)
-        self._write(without_grad(key), without_grad(value), call, reads=False)
+        encoding.k_center = center
+        store.pool.grow(group.table.allocator.capacity)
+        store.bring_pages()
+        call = length.begin(tokens, encoding.device, encoding.backend)
+        store.write(without_grad(key), without_grad(value), call, reads=False)
         length.end(call)
 
-    def drop_removed(self, length: int) -> None:
-        """Drop what belongs to tokens that were removed; `length` tokens are left."""
-        if not length and self.length.room is None:
-            self.encoding.k_center = None
 
-    def select_rows(self, sequences: torch.Tensor) -> None:
-        """Select sequences `[B']` of what this layer alone holds."""
-        self.encoding.select(sequences)
+class FP8PagedIndexedLayer(FP8PagedLayer):
+    """A paged layer with an indexer, whose keys transformers' own layer holds (indexers.py)."""
 
-    def fill_plan(self, tokens: int = 1) -> None:
-        """Fill the plan of a preallocated group for a call of `tokens`, if this layer is to."""
-        if isinstance(self.length, DeviceLength) and self.is_initialized:
-            self.length.fill_plan(tokens, self.pool.heads, self.encoding.backend)
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Store keys of new tokens for the indexer, `[B, T, D]`; return as many as masks have."""
+        indexer: Any = self.store.indexer
+        held = None if torch.compiler.is_compiling() else indexer.indexer_keys
+        if held is not None and held.device != indexer_key_states.device:
+            indexer.move(indexer_key_states.device)
+        is_first, indexer.is_unused = indexer.is_unused, False
+        keys: torch.Tensor = indexer.update_indexer(indexer_key_states)
+        # As `get_mask_sizes` says, which may be called before or after `update`.
+        if is_first and self.options.prefill == "exact" and self._attends_pages():
+            return keys[:, : indexer_key_states.shape[1]]
+        return keys
 
-    def follow_table(self) -> None:
-        """Follow a change of a preallocated group's block table, in place if it can be."""
-        if isinstance(self.length, DeviceLength) and self.is_initialized:
-            block = self.pool.block
-            self.pool.grow(self.group.table.allocator.capacity)
-            if self.length.follow_table() or self.pool.block is not block:
-                self._keep_addresses()
+    @property
+    def indexer_keys(self) -> torch.Tensor | None:
+        """The indexer's keys, `[B, N, D]`; None before the first token."""
+        return self.store.indexer.indexer_keys  # type: ignore[union-attr]
 
-    def bring_pages(self) -> None:
-        """Move stored tokens to where the layer computes, and start to move the next layer's."""
-        pool = self.pool
-        if isinstance(pool, OffloadedPool):
-            following = self.following() or self
-            assert isinstance(following.pool, OffloadedPool)
-            held, next_held = (x.group.held_pages(x.length.member) for x in (self, following))
-            pool.budget.use(pool, held, following.pool, next_held)
-        elif pool.is_allocated and pool.block.device != self.encoding.device:
-            self.prefetch()
+    @property
+    def is_indexer_initialized(self) -> bool:
+        """Whether the indexer has stored keys."""
+        return bool(self.store.indexer.is_indexer_initialized)  # type: ignore[union-attr]
 
-    def move_to(self, device: torch.device) -> None:
-        """Move what the layer holds to `device`, where the model computes this layer.
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """The positions that an indexer stored, `[dims, B, N]`, or None."""
+        return self.store.indexer.indexer_position_ids  # type: ignore[union-attr]
 
-        A cache from a file is on one device, and the model's layers may be on several.
-        """
-        self.pool.device = device
-        # Written in place later, in inference mode and outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            self.encoding.move(device)
-            self.prefetch()
-            if isinstance(self.length, DeviceLength):
-                self.length.move(device)
-                self._keep_addresses()
-
-    def release_memory(self) -> None:
-        """Free the pool's bytes; only for a layer without tokens and forks."""
-        self.pool.free()
-        self._ready = False
-        self.encoding.clear()
-
-    def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
-        """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
-        if not self.is_initialized:
-            return LayerSnapshot(self.index, group, length, turns=self.encoding.turns)
-        return LayerSnapshot(
-            self.index, group, length, self.pool, self.encoding.k_center, self.encoding.turns,
-            encoding=self.encoding,
-        )  # fmt: skip
-
-    def restore(self, snapshot: LayerSnapshot) -> None:
-        """Take what a layer held; only for a new layer.
-
-        A growing one is over the same pool. A preallocated one copies it: each sequence gets pages
-        of its own, and the cache sets the lengths.
-        """
-        length, pool = self.length, snapshot.pool
-        if isinstance(length, HostLength):
-            self.group.lengths[length.member] = snapshot.length
-        if pool is None:
-            return
-        tokens = pool.empty_tokens(snapshot.group.table.batch)
-        if isinstance(length, HostLength):
-            if snapshot.encoding is None:
-                self.encoding.prepare(*tokens)
-            else:
-                self.encoding.take_over(snapshot.encoding)
-            self.encoding.k_center = snapshot.k_center
-            self._ready = True
-            return
-        self.lazy_initialization(*tokens)
-        table, fixed = snapshot.group.table, length.fixed
-        # A ring has no room for more than the last pages.
-        first = max(table.first, table.count - (fixed.ring or table.count))
-        fixed.lost = first * table.page_size
-        own = length.table[:, first : table.count].long().reshape(-1)
-        rows = pool.take_rows(table.rows[:, first : table.count].reshape(-1))
-        self.pool.put_rows(own, rows.to(self.pool.block.device))
-        if snapshot.k_center is not None:
-            self.encoding.set_center(snapshot.k_center)
-
-    def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, and `host` if it is not 0."""
-        if not self.is_initialized:
-            return {}
-        sizes = {"scales": 0, **self.pool.memory_footprint()}
-        sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.tensors())
-        used = len(np.unique(self.group.table.used()))
-        if isinstance(self.length, DeviceLength):
-            used = self.pool.pages  # each has its place in a sequence
-            sizes["tables"] += self.length.lengths.nbytes
-        return {**sizes, "used": used * self.pool.bytes_per_page()}
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor | None) -> None:
+        self.store.indexer.indexer_position_ids = positions  # type: ignore[union-attr]
 
 
 def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -539,7 +354,7 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             "expected keys and values of a floating dtype on one device, got "
             f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
         )
-    pool, got = layer.pool, (heads, k_dim, v_shape[3], key.dtype, value.dtype)
+    pool, got = layer.store.pool, (heads, k_dim, v_shape[3], key.dtype, value.dtype)
     expected = known and (pool.heads, pool.k_dim, pool.v_dim, pool.dtype, pool.v_dtype)
     if known and got != expected:
         raise ConfigError(
@@ -547,16 +362,12 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"dtypes) = {expected}, got {got}; a cache belongs to one model: make a new "
             "FP8PagedCache for another one"
         )
-    batch = layer.group.table.batch
+    batch = layer.store.group.table.batch
     if batch and size != batch:
         raise ConfigError(
             f"expected {batch} sequences, which the cache holds, got {size}; use "
             "batch_repeat_interleave or batch_select_indices, or a new cache"
         )
-
-
-def _as_column(page: int | torch.Tensor) -> int | torch.Tensor:
-    return page[:, None] if isinstance(page, torch.Tensor) else page
 
 
 def parse_crop(tokens_to_remove: int) -> int:

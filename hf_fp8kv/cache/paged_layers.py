@@ -27,8 +27,9 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .encoding import Encoding
-from .indexed import INDEXED, FixedIndexer, FP8PagedIndexedLayer
-from .layer import FP8PagedLayer
+from .indexers import INDEXED, FixedIndexer, GrowingIndexer
+from .layer import FP8PagedIndexedLayer, FP8PagedLayer
+from .layer_store import LayerStore
 from .options import CacheOptions
 from .snapshot import CacheSnapshot, LayerSnapshot
 from .turns import Turns
@@ -45,6 +46,7 @@ class PagedLayers:
         groups: one group of layers, with one block table, for each window; None: no window.
         fixed: the pages of each group of the preallocated form.
         layers: the paged layers, in the order of the model.
+        stores: their pages.
         first_tokens: what is known of padding at the start of each sequence.
     """
 
@@ -55,6 +57,7 @@ class PagedLayers:
         self.groups: dict[int | None, LayerGroup] = {}
         self.fixed: dict[int | None, FixedPages] = {}
         self.layers: list[FP8PagedLayer] = []
+        self.stores: list[LayerStore] = []
         self.first_tokens = FirstTokens()
         # The layer that was written last, and the tokens it was given.
         self._written = (0, 0)
@@ -82,12 +85,16 @@ class PagedLayers:
         pool = pool or self.options.new_pool(encoding.plan, self.budget, index)
         member, fixed = group.add(pool), self.fixed.get(window)
         length = HostLength(group, member) if fixed is None else DeviceLength(fixed, member)
-        layer = (FP8PagedIndexedLayer if indexed else FP8PagedLayer)(
-            self.options, encoding, length, pool, self.config, of_queries
-        )
+        indexer = None
+        if indexed:
+            indexer = GrowingIndexer() if fixed is None else FixedIndexer(fixed.room)
+        store = LayerStore(encoding, length, pool, of_queries, indexer)
+        kind = FP8PagedIndexedLayer if indexed else FP8PagedLayer
+        layer = kind(self.options, store, self.config)
         self.layers.append(layer)
-        self.layers[len(self.layers) - 2].following = weakref.ref(layer)
-        layer.following = weakref.ref(self.layers[0])
+        self.stores.append(store)
+        self.stores[len(self.stores) - 2].following = weakref.ref(store)
+        store.following = weakref.ref(self.stores[0])
         return layer
 
     def _group(self, window: int | None) -> LayerGroup:
@@ -148,7 +155,7 @@ class PagedLayers:
         paged = iter(lengths)
         for layer in layers:
             if isinstance(layer, FP8PagedLayer):
-                states.append(layer.snapshot(groups[layer.sliding_window], next(paged)))
+                states.append(layer.store.snapshot(groups[layer.sliding_window], next(paged)))
             else:
                 states.append(None)
                 stock.append(layer)
@@ -182,12 +189,12 @@ class PagedLayers:
             # of a group say that it takes no more than it needs.
             for layer, state in zip(layers, snapshot.layers, strict=True):
                 if state is not None:
-                    layer.restore(state)
+                    layer.store.restore(state)
         if copies:
             states = [state for state in snapshot.layers if state is not None]
-            for layer, state in zip(self.layers, states, strict=True):
-                layer.length.set(state.length)
-                layer.fill_plan()
+            for store, state in zip(self.stores, states, strict=True):
+                store.length.set(state.length)
+                store.fill_plan()
             _match_widths(layers)
         return layers
 
@@ -205,12 +212,12 @@ class PagedLayers:
 
     def host_lengths(self) -> list[int]:
         """Return the tokens stored in each layer; waits for the device in the preallocated form."""
-        held = [x.length for x in self.layers if isinstance(x.length, DeviceLength)]
+        held = [x.length for x in self.stores if isinstance(x.length, DeviceLength)]
         if held := [length for length in held if not length.is_empty]:
             device = held[0].lengths.device
             ends = iter(torch.cat([x.lengths[:1].to(device) for x in held]).tolist())
-            return [0 if layer.is_empty else next(ends) for layer in self.layers]
-        return [layer.length.on_host() for layer in self.layers]
+            return [0 if store.length.is_empty else next(ends) for store in self.stores]
+        return [store.length.on_host() for store in self.stores]
 
     def host_length(self) -> int:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
@@ -253,8 +260,8 @@ class PagedLayers:
             self._free_empty()
         elif tokens:
             kept = [max(length - tokens, 0) for length in self.host_lengths()]
-            for layer, length in zip(self.layers, kept, strict=True):
-                layer.crop_to(length)
+            for store, length in zip(self.stores, kept, strict=True):
+                store.crop_to(length)
             self._unshare(max(kept, default=0))
 
     def end_layer(self, index: int, tokens: int) -> None:
@@ -283,21 +290,20 @@ class PagedLayers:
 
     def undo_step(self, index: int, tokens: int) -> None:
         """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
-        for layer in self.layers:
-            if layer.length.room is None:
-                layer.drop_removed(layer.length.on_host())
-        if self.options.is_preallocated or self._written[0] >= index or self._written[1] != tokens:
+        if self.options.is_preallocated:
+            return
+        for store in self.stores:
+            store.drop_removed(store.length.on_host())
+        if self._written[0] >= index or self._written[1] != tokens:
             return
         self._written = (len(self.layers), 0)
-        lengths = [layer.length.on_host() for layer in self.layers if layer.index == index]
-        start = lengths[0] if lengths else self.host_length() - tokens
+        stored = {store.encoding.index: store.length.on_host() for store in self.stores}
+        start = stored.get(index, self.host_length() - tokens)
         for group in self.groups.values():
             members = [
-                layer.length.member
-                for layer in self.layers
-                if layer.group is group
-                and layer.index < index
-                and layer.length.on_host() == start + tokens
+                store.length.member
+                for number, store in zip(stored, self.stores, strict=True)
+                if store.group is group and number < index and stored[number] == start + tokens
             ]
             group.undo(start, tokens, members)
         self._free_empty()
@@ -312,8 +318,8 @@ class PagedLayers:
                 group.clear()
             self._free_empty()
             return
-        for layer in self.layers:
-            layer.crop_to(0)
+        for store in self.stores:
+            store.crop_to(0)
         # Sequences that came from one beam: each gets pages of its own again.
         for fixed in self.fixed.values():
             fixed.clear()
@@ -339,8 +345,8 @@ class PagedLayers:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.
                 group.table.truncate(length)
             group.select(rows)
-        for layer in self.layers:
-            layer.select_rows(sequences)
+        for store in self.stores:
+            store.select_rows(sequences)
         if self.fixed:
             self._unshare(length)
         else:
@@ -350,10 +356,10 @@ class PagedLayers:
     def memory_footprint(self) -> Counter[str]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `host`, `used`, `other`."""
         sizes = Counter(pages=0, scales=0, tables=0, host=0, used=0, other=0)
-        for layer in self.layers:
-            sizes.update(layer.memory_footprint())
+        for store in self.stores:
+            sizes.update(store.memory_footprint())
         for group in self.groups.values():
-            sizes["tables"] += group.table.rows.nbytes + group.on_device.nbytes
+            sizes["tables"] += group.table.nbytes
         return sizes
 
     def _unshare(self, length: int) -> None:
@@ -361,15 +367,15 @@ class PagedLayers:
         if self.batch:
             for fixed in self.fixed.values():
                 fixed.unshare(length)
-        for layer in self.layers:
-            layer.follow_table()
+        for store in self.stores:
+            store.follow_table()
 
     def _free_empty(self) -> None:
         """Free the centers of layers without tokens, and the memory of pools without pages."""
-        for layer in self.layers:
-            layer.drop_removed(layer.length.on_host())
-            if layer.pool.is_allocated and not layer.group.table.allocator.held:
-                layer.release_memory()
+        for store in self.stores:
+            store.drop_removed(store.length.on_host())
+            if store.pool.is_allocated and not store.group.table.allocator.held:
+                store.release_memory()
         for group in self.groups.values():
             if not group.table.allocator.held:
                 group.table.allocator.reset()

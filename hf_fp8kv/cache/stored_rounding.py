@@ -11,6 +11,8 @@ import torch
 from .. import ops
 from ..errors import ConfigError
 from ..utils.tensors import without_grad
+from .centers import FirstTokens
+from .encoding import Encoding
 from .options import CacheOptions
 from .paged_tensor import PagedKV, make_handle
 
@@ -30,10 +32,9 @@ class StoredRounding:
         Raises:
             ScaleError: static scales of other heads.
         """
-        self._options, self._plan = options, options.layer_plan(index)
-        scales = options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
-        # A model without memory gets some later.
-        self._scales = scales if key.is_meta else _move(scales, key.device)
+        self._options, self._encoding = options, Encoding(index, options, FirstTokens())
+        self._device: torch.device | None = None  # a model without memory gets some later
+        options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
     def store(self, key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV]:
         """Write whole texts to pages of their own, and return the handles that a cache would.
@@ -42,23 +43,22 @@ class StoredRounding:
             key: `[B, Hkv, T, Dk]`, of any floating dtype.
             value: `[B, Hkv, T, Dv]`.
         """
-        if any(x is not None and x.device != key.device for x in self._scales):
-            self._scales = _move(self._scales, key.device)
-        (k_scale, v_scale, k_center), plan = self._scales, self._plan
+        encoding = self._encoding
+        if key.device != self._device:
+            encoding.prepare(key, value)
+            self._device = key.device
         batch, _, tokens, _ = key.shape
-        backend = ops.choose_backend(self._options.backend, key.device)
         columns = -(-tokens // self._options.page_size)
         with torch.no_grad():
             key, value = without_grad(key), without_grad(value)
-            pool = self._options.new_pool(plan)
+            pool = self._options.new_pool(encoding.plan)
             pool.allocate(key, value, batch * columns)
-            if k_center is not None:
-                k_center = k_center.expand(batch, -1, -1).contiguous()
+            encoding.find_center(key, is_first=True)
             table = torch.arange(batch * columns, dtype=torch.int32, device=key.device)
             lengths = torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
-            pages = pool.record(plan, table.view(batch, columns), k_scale, v_scale, k_center)
-            ops.write(pages, key, value, lengths, backend)
-            span = (0, tokens, 0, False, backend)
+            pages = encoding.record(pool, table.view(batch, columns))
+            ops.write(pages, key, value, lengths, encoding.backend)
+            span = (0, tokens, 0, False, encoding.backend)
             k = make_handle(pages, lengths, None, "k", key.dtype, *span)
             v = make_handle(pages, lengths, None, "v", value.dtype, *span)
         return k, v
@@ -75,7 +75,7 @@ class StoredRounding:
         """
         k, v = (
             x if side.is_auto else straight_through(x, handle.dense())
-            for x, handle, side in zip((key, value), stored, self._plan, strict=True)
+            for x, handle, side in zip((key, value), stored, self._encoding.plan, strict=True)
         )
         return k, v
 
@@ -98,10 +98,6 @@ def check_stored(options: CacheOptions) -> None:
 def straight_through(states: Tensor, numbers: Tensor) -> Tensor:
     """Return `numbers`, with the gradient of `states`, whose shape and dtype they have."""
     return _StraightThrough.apply(states, numbers)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _move(scales: Any, device: torch.device) -> tuple[Tensor | None, ...]:
-    return tuple(None if x is None else x.to(device) for x in scales)
 
 
 class _StraightThrough(torch.autograd.Function):

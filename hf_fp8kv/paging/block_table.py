@@ -14,7 +14,9 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from ..ops.blocks import upload
 from .page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
 
 Copies = tuple[Ints, Ints]
@@ -40,6 +42,8 @@ class BlockTable:
         # What `pages_of` found in the rows of a version, by columns.
         self._found_in = -1
         self._found: dict[tuple[int, int], Ints] = {}
+        # Copies of the rows of a version on devices.
+        self._copies: dict[torch.device, tuple[int, torch.Tensor]] = {}
         self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
 
     def __del__(self) -> None:
@@ -78,6 +82,25 @@ class BlockTable:
         if span not in self._found:
             self._found[span] = np.unique(self.rows[:, span[0] : span[1]])
         return self._found[span]
+
+    def on_device(self, device: torch.device, columns: Ints | None = None) -> torch.Tensor:
+        """Return a copy of the rows on `device`, `[B, n]`, int32; made once per change.
+
+        `columns`: which ones, the same at every call; None: those up to `count`. The copy is not
+        changed later: a handle may still read it.
+        """
+        version, copy = self._copies.get(device, (-1, None))
+        if copy is None or version != self.version:
+            # np.take, since indexing would lay the copy out by columns, and kernels want rows.
+            rows = self.rows[:, : self.count] if columns is None else self.rows.take(columns, 1)
+            copy = upload(rows.copy(), device)
+            self._copies[device] = self.version, copy
+        return copy
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and of their copies."""
+        return self.rows.nbytes + sum(copy.nbytes for _, copy in self._copies.values())
 
     def pages_needed(self, start: int, stop: int, batch: int) -> int:
         """Return how many free pages `reserve` would take; change nothing."""

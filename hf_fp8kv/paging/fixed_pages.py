@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
+from .. import ops
 from .layer_group import LayerGroup
-from .page_allocator import Ints
+from .page_pool import zeros
 
 
 class FixedPages:
@@ -21,6 +22,8 @@ class FixedPages:
 
     def __init__(self, group: LayerGroup, room: int) -> None:
         self.group, self.room, self.lost = group, room, 0
+        # A plan, the batch it is for, and the member that fills it.
+        self._plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
         group.columns = -(-room // group.page_size)
         group.table.allocator.exact = True
 
@@ -58,13 +61,28 @@ class FixedPages:
 
     def table_on(self, device: torch.device) -> torch.Tensor:
         """Return the page of each logical page, `[B, columns]`, int32, on `device`."""
-        table, columns = self.group.table, self.group.columns
-        known = self.group.on_device.find_table(table.version, device)
-        if known is not None:
-            return known
-        # np.take, since indexing would lay the copy out by columns, and kernels want rows.
-        rows: Ints = np.take(table.rows, np.arange(columns) % (self.ring or columns), 1)
-        return self.group.on_device.put_table(table.version, rows, device)
+        columns = np.arange(self.group.columns, dtype=np.int32)
+        return self.group.table.on_device(device, columns % (self.ring or len(columns)))
+
+    def plan(
+        self, member: int, lengths: torch.Tensor, heads: int, rows: int, backend: str
+    ) -> tuple[torch.Tensor | None, int]:
+        """Return a plan for `rows` query rows per KV head, and the member that fills it.
+
+        It stays at its address. None: the backend has no plans. The first member that calls this
+        fills the plan at each step. A plan is a partition of all positions, whichever lengths it
+        was made for: one that was not filled again is balanced less well, and as right.
+        """
+        device, batch, window = lengths.device, len(lengths), self.group.window or 0
+        size = ops.plan_rows(backend, device, batch, heads, None, rows)
+        if size is None:
+            return None, -1
+        plan, planned, leader = self._plans.get((device, heads, rows), (None, 0, member))
+        if plan is None or planned != batch:
+            plan, leader = zeros((size, 4), torch.int32, device), member
+            ops.make_plan(plan, lengths, 1, window, 0, heads, backend)
+            self._plans[device, heads, rows] = plan, batch, leader
+        return plan, leader
 
     def unshare(self, length: int) -> None:
         """Give each sequence pages of its own for what is written from `length` on."""

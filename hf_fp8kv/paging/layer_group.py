@@ -15,9 +15,9 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from ..ops.visibility import first_visible
 from .block_table import BlockTable, Copies
-from .on_device import DeviceCopies
 from .page_allocator import Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
+from .step import Step
 
 
 class LongCall(NamedTuple):
@@ -48,7 +48,7 @@ class LayerGroup:
         lengths: tokens written, for each member layer (they advance one after the other).
         record_past: pages that fell out of the window stay until the next crop.
         siblings: all groups of the cache; weak, so that a dropped fork goes at once, and its pages.
-        on_device: copies of the table, of lengths and of plans on devices.
+        step: the step that `prepare` was called for last, or None.
         columns: logical pages of a sequence of the preallocated form, see `FixedPages`; 0: the
             growing form.
         taken: pages of a sequence of the preallocated form; 0: none are taken yet.
@@ -67,11 +67,10 @@ class LayerGroup:
         if window is not None:
             self._table.allocator.exact = True
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
-        self.on_device = DeviceCopies()
+        self.step: Step | None = None
         self.columns = self.taken = self.deferred = 0
         self.long_call: LongCall | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
-        self._prepared: tuple[int, int, int] | None = None
 
     def add(self, pool: PagePool) -> int:
         """Add a layer, and return its place in `lengths`."""
@@ -116,7 +115,8 @@ class LayerGroup:
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
-        if self._prepared == (start, stop, self.table.version):
+        step, version = self.step, self.table.version
+        if step and (step.start, step.stop, step.version) == (start, stop, version):
             return
         others = [group for ref in self.siblings if (group := ref()) and group is not self]
         groups = [self, *(group for group in others if group.length == start)]
@@ -128,7 +128,7 @@ class LayerGroup:
             self.table.allocator.budget.require(needed - sum(freed for _, freed in demands))
         for group in groups:
             group._make_room(start, stop, batch)
-            group._prepared = (start, stop, group.table.version)
+            group.step = Step(start, stop, batch, group.table.version)
 
     def _check_held(self, start: int) -> None:
         """Raise ConfigError if what a token at `start` sees was given back."""
@@ -315,13 +315,13 @@ class LayerGroup:
             self.long_call.table.clear()
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
-        self._prepared = self.long_call = None
+        self.step = self.long_call = None
 
     def fork(self) -> "LayerGroup":
         """Return a group without layers over the same pages: O(pages), no bytes are copied."""
         self.settle()
         # Whoever writes next must look again at which pages are shared.
-        self._prepared = None
+        self.step = None
         fork = LayerGroup(self.table.allocator.budget, self.window, self.table.fork())
         fork.record_past = self.record_past
         return fork

@@ -14,6 +14,7 @@ from .fixed_pages import FixedPages
 from .layer_group import LayerGroup
 from .page_allocator import Ints
 from .page_pool import zeros
+from .step import Step
 
 
 class LongWrite(NamedTuple):
@@ -43,6 +44,7 @@ class Call(NamedTuple):
         lengths: `[B]`, int32, tokens stored after the call.
         start: position of the first stored token that the call sees, or one before it.
         stop: one past the last position that has a column.
+        step: the step of a growing layer.
         long: not None if the window's pages have no room for the call.
     """
 
@@ -51,6 +53,7 @@ class Call(NamedTuple):
     lengths: torch.Tensor
     start: int
     stop: int
+    step: Step | None = None
     long: LongWrite | None = None
 
 
@@ -94,7 +97,8 @@ class HostLength:
         """Return where the tokens of a call go, after `reserve`."""
         group, start = self.group, self.stored
         table, stop = group.table, start + tokens
-        lengths = group.on_device.lengths(device, stop, table.batch)
+        step = group.step
+        assert step is not None
         seen, size = group.visible_from(start), group.page_size
         long = None
         if table.first * size > seen:
@@ -102,16 +106,8 @@ class HostLength:
             old = table.rows[:, :0] if before is None else before.table.rows
             old = old[:, first : before.table.count] if before is not None else old
             long = LongWrite(first, old, table.first, table.used(), table.first * size)
-        return Call(tokens, self.table_on(device), lengths, seen, stop, long)
-
-    def table_on(self, device: torch.device) -> torch.Tensor:
-        """Return the pages in use, `[B, count]`, int32, on `device`; made once per change."""
-        table = self.group.table
-        known = self.group.on_device.find_table(table.version, device)
-        if known is not None:
-            return known
-        rows = table.rows[:, : table.count].copy()
-        return self.group.on_device.put_table(table.version, rows, device)
+        lengths = step.lengths(device)
+        return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)
 
     def end(self, call: Call) -> None:
         """Note that the tokens of a call are stored."""
@@ -119,7 +115,8 @@ class HostLength:
 
     def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
         """Return the plan of a call with `rows` query rows of each of `heads` KV heads, or None."""
-        return self.group.on_device.plan(call.lengths, call.start, call.stop, heads, rows, backend)
+        assert call.step is not None
+        return call.step.plan(call.start, heads, rows, call.table.device, backend)
 
     def check_crop(self, tokens: int, stored: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed; change nothing."""
@@ -131,9 +128,9 @@ class HostLength:
 
     def written(self, device: torch.device) -> Call:
         """Return where all tokens are that are not behind the window of the next one."""
-        group, stop = self.group, self.stored
-        lengths = group.on_device.lengths(device, stop, group.table.batch)
-        return Call(1, self.table_on(device), lengths, group.visible_from(stop), stop)
+        group, stop, table = self.group, self.stored, self.group.table
+        step, first = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
+        return Call(1, table.on_device(device), step.lengths(device), first, stop, step)
 
 
 class DeviceLength:
@@ -186,9 +183,8 @@ class DeviceLength:
 
     def share_plan(self, heads: int, rows: int, backend: str) -> list[torch.Tensor]:
         """Take the plan of the group; return what stays at its address."""
-        self._plan, self._fills_plan = self.group.on_device.fixed_plan(
-            self.member, self.lengths, self.group.window or 0, heads, rows, backend
-        )
+        self._plan, leader = self.fixed.plan(self.member, self.lengths, heads, rows, backend)
+        self._fills_plan = leader == self.member
         tensors = (self.table, self.lengths, self._plan)
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -207,7 +203,7 @@ class DeviceLength:
             # On an empty layer only the last pages of these tokens will ever be read.
             skipped = max((tokens - 1) // size - ring + 1, 0) * size
             long = LongWrite(first, self._in_ring(first), kept, self._in_ring(kept), skipped)
-        return Call(tokens, self.table, after, 0, self.room, long)
+        return Call(tokens, self.table, after, 0, self.room, long=long)
 
     def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the first logical page in the ring after `lengths` tokens: `[B]`, int64."""

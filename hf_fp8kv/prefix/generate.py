@@ -101,7 +101,8 @@ class Prefill(ModelMethod):
         if store is None or any(module.training for module in model.modules()):
             return ""
         try:
-            layers = ((x.index, x.sliding_window, x.encoding.plan) for x in cache._paged.layers)
+            stores = cache._paged.stores
+            layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{store} is not used: {error}")

@@ -10,7 +10,7 @@ import torch
 
 from ..cache import serialization
 from ..cache.held_text import Text
-from ..cache.indexed import FP8PagedIndexedLayer
+from ..cache.layer import FP8PagedIndexedLayer
 from ..cache.options import CacheOptions
 from ..cache.snapshot import CacheSnapshot
 from ..errors import ConfigError, OutOfPagesError
@@ -176,7 +176,7 @@ class StoredPrompt:
         def check(page: Page) -> None:
             for i, layer in enumerate(() if pages else paged):
                 told = page.facts["layers"][i]
-                pool, held = serialization.make_page(told, options, layer.encoding.plan)
+                pool, held = serialization.make_page(told, options, layer.store.encoding.plan)
                 layers.append(_describe(layer, pool, held))
                 shapes.update({f"{i}.{name}": (x.shape[1:], x.dtype) for name, x in held.items()})
                 options.layer_scales(layer.index, *layers[i]["shape"])  # ScaleError: other heads
@@ -222,7 +222,7 @@ def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in places]
     facts = []
     for i, layer in enumerate(layers):
-        pool, group = layer.pool, layer.group
+        pool, group = layer.store.pool, layer.store.group
         numbers = group.table.rows[row, np.array(places)]
         held = serialization.name_as_in_files(pool, pool.take(numbers))
         for name, tensor in held.items():
@@ -237,6 +237,6 @@ def _describe(layer: Any, pool: PagePool, tensors: dict[str, torch.Tensor]) -> F
     return {
         "index": layer.index,
         "window": layer.sliding_window,
-        **serialization.describe(pool, layer.encoding.plan),
+        **serialization.describe(pool, layer.store.encoding.plan),
         "tensors": list(tensors),
     }

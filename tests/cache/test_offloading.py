@@ -79,7 +79,7 @@ def assert_holds(caches: list[Any]) -> None:
 
 def check(cache: FP8PagedCache) -> None:
     """Assert that at most two layers are on the device if the cache offloads all layers."""
-    sizes = [layer.memory_footprint() for layer in cache.paged_layers]
+    sizes = [layer.store.memory_footprint() for layer in cache.paged_layers]
     here = [size for size in sizes if size.get("pages")]
     assert len(here) <= 2 or cache.options.offloading is not True
 
@@ -261,7 +261,7 @@ def test_every_operation(
     feed(pair, 1, 13)
     for layer in cache.paged_layers:
         layer.offload()
-        assert not pages or not layer.memory_footprint().get("pages")
+        assert not pages or not layer.store.memory_footprint().get("pages")
         layer.prefetch()
     assert_holds(pair)
     call(pair, "reset")
@@ -432,7 +432,7 @@ def test_the_next_layer_comes_while_one_computes(where: dict[str, Any], both_fit
     feed([cache], 1, 1)
     for layer in cache.layers:
         cache.update(*torch.randn(2, 2, HEADS, 1, DIM), layer.index)
-        sizes = [x.memory_footprint().get("pages") for x in cache.layers]
+        sizes = [x.store.memory_footprint().get("pages") for x in cache.layers]
         following = (layer.index + 1) % LAYERS
         assert [i for i, size in enumerate(sizes) if size] == sorted(
             {layer.index, following} if both_fit else {layer.index}

@@ -68,7 +68,7 @@ def check(one: FP8PagedCache) -> None:
     """Assert that a window has no more memory than it needs."""
     for layer in one.layers:
         if layer.is_sliding:
-            assert layer.memory_footprint()["pages"] <= MOST * BATCH * PAGE_BYTES
+            assert layer.store.memory_footprint()["pages"] <= MOST * BATCH * PAGE_BYTES
 
 
 def assert_same_layers(
@@ -233,7 +233,7 @@ def test_recorded_tokens_go_with_the_crop() -> None:
     one.reset()
     one.activate_past_recording()
     feed([one], ROOM, 0)
-    used = one.layers[0].memory_footprint()["used"]
+    used = one.layers[0].store.memory_footprint()["used"]
     assert used == ROOM // PAGE * BATCH * PAGE_BYTES
     one.crop(-1)
     check(one)
@@ -242,7 +242,7 @@ def test_recorded_tokens_go_with_the_crop() -> None:
 def test_a_long_call_that_a_later_layer_refuses_leaves_no_trace() -> None:
     one, other = cache(), cache()
     feed([one, other], 33, 0)
-    before = [one.layers[i].memory_footprint() for i in (0, 2)]
+    before = [one.layers[i].store.memory_footprint() for i in (0, 2)]
     x = torch.ones(BATCH, 2, 50, 4)
     for last in range(1, LAYERS):
         for layer in range(last):
@@ -250,7 +250,7 @@ def test_a_long_call_that_a_later_layer_refuses_leaves_no_trace() -> None:
         with pytest.raises(ConfigError):
             one.update(x[..., :3], x, last)
         assert_same_layers(one, other)
-        assert [one.layers[i].memory_footprint() for i in (0, 2)] == before
+        assert [one.layers[i].store.memory_footprint() for i in (0, 2)] == before
     feed([one, other], 50, 1)
     assert_same_layers(one, other)
     check(one)
@@ -383,12 +383,12 @@ def test_memory_waits_for_forks_that_hold_pages() -> None:
     fork = one.fork()
     one.crop(-160)
     feed([one], 9, 1)
-    full = one.layers[1].memory_footprint()["pages"]
+    full = one.layers[1].store.memory_footprint()["pages"]
     assert full >= 160 // PAGE * BATCH * PAGE_BYTES
     del fork
     # The next allocation of a page frees the pages of the fork.
     feed([one], 8, 2)
-    assert one.layers[1].memory_footprint()["pages"] < full // 2
+    assert one.layers[1].store.memory_footprint()["pages"] < full // 2
     other = cache()
     feed([other], 9, 1)
     feed([other], 8, 2)

@@ -128,7 +128,7 @@ def attended(attention: str, kind: str | None, **keywords: Any) -> Case:
         given = None if kind is None else scales(kind, model)
         cache = FP8PagedCache(model.config, scales=given, **{**STORED, **keywords}, **ranks)
         tokens = generate(model, cache)
-        return {"tokens": tokens, "heads": cache.layers[0].pool.heads}
+        return {"tokens": tokens, "heads": cache.layers[0].store.pool.heads}
 
     return run
 
@@ -167,7 +167,7 @@ def latents(**keywords: Any) -> Case:
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
-        return [generate(model, cache), cache.layers[0].pool.heads, check_model(model).path]
+        return [generate(model, cache), cache.layers[0].store.pool.heads, check_model(model).path]
 
     return run
 

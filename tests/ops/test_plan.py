@@ -187,7 +187,7 @@ def test_layers_that_part_ways_lose_no_token(device: torch.device) -> None:
         found = []
         for cache in caches:
             change(cache)
-            keys, values = cache.layers[layer].stored()
+            keys, values = cache.layers[layer].store.stored()
             found.append(fp8_paged_attention(module, query, keys, values, None)[0])
         torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
 

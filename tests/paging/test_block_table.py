@@ -478,7 +478,7 @@ class Pages(RuleBasedStateMachine):
                 start = model.first * self.page_size
                 assert group.table.first == model.first
                 assert start <= model.visible_from(cache.length)
-                rows = HostLength(group, 0).table_on(CPU).numpy()
+                rows = group.table.on_device(CPU).numpy()
                 assert np.array_equal(rows[:, model.first :], group.table.used())
                 for pool in group.pools:
                     assert_holds(pool, rows, start, tokens[:, start:])
@@ -680,18 +680,23 @@ def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to(max_pages, 
 
 def test_copies_for_a_device_are_made_once_per_change():
     group = LayerGroup(PageBudget(4))
-    group.add(PagePool(4, dynamic=True))
-    group.prepare(0, 6, 2)
-    group.lengths[0] = 6
-    length = HostLength(group, 0)
-    _, table, ends, *_ = length.written(CPU)
-    assert (ends.tolist(), ends.dtype, table.dtype) == ([6, 6], torch.int32, torch.int32)
-    group.prepare(6, 8, 2)
-    group.lengths[0] = 8
-    assert length.table_on(CPU) is table
-    assert group.on_device.lengths(CPU, 6, 2) is ends
-    group.prepare(8, 9, 2)
-    assert length.table_on(CPU) is not table
-    assert table.tolist() == [[0, 1], [2, 3]], "whoever holds the old copy reads what it was"
+    length = HostLength(group, group.add(PagePool(4, dynamic=True)))
+
+    def step(tokens):
+        length.reserve(tokens, 2)
+        calls = [length.begin(tokens, CPU, "torch") for _ in "kv"]
+        assert calls[0].table is calls[1].table
+        assert calls[0].lengths is calls[1].lengths
+        length.end(calls[0])
+        return calls[0]
+
+    first = step(6)
+    assert (first.lengths.tolist(), first.lengths.dtype) == ([6, 6], torch.int32)
+    assert first.table.dtype == torch.int32
+    assert step(2).table is first.table, "no page was added"
+    third = step(1)
+    assert third.table is not first.table
+    assert third.lengths.tolist() == [9, 9]
+    assert first.table.tolist() == [[0, 1], [2, 3]], "a handle on the old copy reads the same"
     group.select(np.array([0, 1, 1]))
-    assert length.written(CPU).lengths.tolist() == [8, 8, 8]
+    assert length.written(CPU).lengths.tolist() == [9, 9, 9]

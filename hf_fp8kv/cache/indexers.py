@@ -1,0 +1,157 @@
+"""The keys of indexers, which choose the keys that each query of sparse attention attends to.
+
+K and V are in pages. An indexer's keys, one small vector per token, are not: transformers' own
+layer keeps them in the model's dtype, and each paged layer with an indexer has one that holds
+nothing else.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
+
+# What is replaced by paged layers, unless it holds keys of an indexer only.
+INDEXED = (DynamicIndexedLayer, StaticIndexedLayer)
+
+
+class GrowingIndexer(DynamicIndexedLayer):
+    """The keys of an indexer, without K and V.
+
+    Attributes:
+        is_unused: whether no token was stored since the start or a reset.
+    """
+
+    is_unused = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def hold(self, tensors: dict[str, Tensor]) -> None:
+        """Hold tensors by the names of `held`."""
+        if "indexer_keys" in tensors:
+            self.lazy_initialization_indexer(tensors["indexer_keys"])
+            self.is_unused = False
+        vars(self).update(tensors)
+
+    def held(self) -> dict[str, Tensor]:
+        """Return keys `[B, N, D]` and positions `[dims, B, N]` by name, as far as there are any."""
+        return _held(self)
+
+    def move(self, device: torch.device) -> None:
+        """Move what is held to `device`."""
+        vars(self).update({name: x.to(device) for name, x in _held(self).items()})
+        self.indexer_device = device
+
+    def trim(self, length: int) -> None:
+        """Remove all but the first `length` tokens."""
+        self.is_unused = not length
+        if not length:
+            self.indexer_keys, self.is_indexer_initialized = None, False
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, :length]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length] if length else None
+
+
+class FixedIndexer(StaticIndexedLayer):
+    """The keys of an indexer at fixed addresses, without K and V.
+
+    It can do what transformers' own layer cannot: remove tokens, and select sequences in place.
+
+    Attributes:
+        is_unused: whether no token was stored since the start or a reset.
+    """
+
+    is_unused = True
+    indexer_cumulative_length: Any
+    indexer_position_ids: Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store keys of new tokens, `[B, T, D]`; return all, with room for more."""
+        if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
+            self._allocate(indexer_key_states)
+        keys: Tensor = super().update_indexer(indexer_key_states)
+        return keys
+
+    def _allocate(self, like: Tensor) -> None:
+        # Written in place later, in inference mode and outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.lazy_initialization_indexer(like)
+
+    def hold(self, tensors: dict[str, Tensor]) -> None:
+        """Hold copies of tensors by the names of `held`, with room for more keys."""
+        self.indexer_position_ids = tensors.get("indexer_position_ids")
+        if (keys := tensors.get("indexer_keys")) is not None:
+            self._allocate(keys)
+            assert self.indexer_keys is not None
+            self.indexer_keys[:, : keys.shape[1]] = keys
+            self.indexer_cumulative_length.fill_(keys.shape[1])
+            self.is_unused = False
+
+    def held(self) -> dict[str, Tensor]:
+        """Return keys `[B, N, D]` and positions `[dims, B, N]` by name, as far as there are any."""
+        return _held(self)
+
+    def move(self, device: torch.device) -> None:
+        """Move what is held to `device`, to new addresses."""
+        with torch.inference_mode(False), torch.no_grad():
+            vars(self).update({name: x.to(device) for name, x in _held(self).items()})
+        self.indexer_device = device
+        self._keep_addresses()
+
+    def _keep_addresses(self) -> None:
+        """Put what is written in place on the device of the keys; tell torch.compile it stays."""
+        if self.indexer_keys is not None:
+            count = self.indexer_cumulative_length
+            self.indexer_cumulative_length = count.to(self.indexer_keys.device)
+            torch._dynamo.mark_static_address(self.indexer_keys)
+            torch._dynamo.mark_static_address(self.indexer_cumulative_length)
+
+    def trim(self, length: int) -> None:
+        """Remove all but the first `length` tokens."""
+        self.is_unused = not length
+        if self.indexer_keys is not None:
+            self.indexer_keys[:, length:] = 0
+            self.indexer_cumulative_length.fill_(length)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length] if length else None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+        if self.indexer_keys is not None:
+            self.trim(max(int(self.indexer_cumulative_length) + tokens_to_remove, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select sequences `[B']`, in place if they are as many."""
+        if (keys := self.indexer_keys) is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                selected = keys[beam_idx.to(keys.device)]
+                if len(selected) == len(keys):
+                    keys.copy_(selected)
+                else:
+                    self.indexer_keys = selected
+                    self._keep_addresses()
+        if (positions := self.indexer_position_ids) is not None:
+            self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times, side by side."""
+        if self.indexer_keys is not None:
+            rows = torch.arange(len(self.indexer_keys), device="cpu")
+            self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the sequences `indices`, in that order."""
+        if self.indexer_keys is not None:
+            rows = torch.arange(len(self.indexer_keys), device="cpu")
+            self.reorder_cache(rows[torch.as_tensor(indices, device="cpu")])
+
+
+Indexer = GrowingIndexer | FixedIndexer
+
+
+def _held(indexer: Indexer) -> dict[str, Tensor]:
+    names = ("indexer_keys", "indexer_position_ids")
+    held = {name: getattr(indexer, name) for name in names}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}

@@ -1,0 +1,292 @@
+"""`LayerStore`: the pages of one layer, and the tokens in them."""
+
+import weakref
+
+import numpy as np
+import torch
+
+from .. import ops
+from ..ops import Pages
+from ..ops.blocks import locate_pages
+from ..paging.layer_group import LayerGroup
+from ..paging.lengths import Call, DeviceLength, HostLength, LongWrite
+from ..paging.offloading import OffloadedPool
+from ..paging.page_pool import PagePool
+from .encoding import Encoding
+from .indexers import Indexer
+from .paged_tensor import PagedKV, make_handle, make_handles
+from .snapshot import LayerSnapshot
+
+
+class LayerStore:
+    """The stored keys and values of one layer.
+
+    Attributes:
+        encoding: how K and V are stored.
+        length: how many tokens are stored, and where.
+        pool: the bytes; shared with forks.
+        query_heads: query heads of this process; 0: not known.
+        indexer: the keys of the indexer that chooses what queries attend to, or None.
+        following: the layer that computes next, weak: layers come in a circle.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        length: HostLength | DeviceLength,
+        pool: PagePool,
+        query_heads: int = 0,
+        indexer: Indexer | None = None,
+    ) -> None:
+        self.encoding, self.length, self.group = encoding, length, length.group
+        self.pool, self.query_heads, self.indexer = pool, query_heads, indexer
+        self._ready = False
+        self.following: weakref.ref[LayerStore] = weakref.ref(self)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether shapes are known and there is a pool; a fork may have freed it."""
+        return self._ready and self.pool.is_allocated
+
+    def allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Allocate the pool for tokens of these shapes, after `Encoding.prepare`.
+
+        Raises:
+            OutOfPagesError: a preallocated cache would pass its budget.
+        """
+        batch, is_fixed = key.shape[0], self.length.room is not None
+        pages = self.length.take(batch, self.encoding.device)
+        if not self.pool.is_allocated:
+            self.pool.allocate(key, value, pages, in_one=is_fixed)
+        if is_fixed:
+            self.encoding.fix_center(batch, self.pool.heads, self.pool.k_dim)
+        self._ready = True
+        self.keep_addresses()
+
+    def keep_addresses(self) -> None:
+        """Take the group's plan, and tell torch.compile which addresses stay."""
+        if not isinstance(self.length, DeviceLength):
+            return
+        rows, backend = self._query_rows(1), self.encoding.backend
+        step = self.length.share_plan(self.pool.heads, rows, backend)
+        if not torch.compiler.is_compiling():
+            pages = self.encoding.record(self.pool, self.length.table)
+            for tensor in (pages.block, pages.offsets, *step, *self.encoding.tensors()):
+                torch._dynamo.mark_static_address(tensor)
+
+    # -- tokens ------------------------------------------------------------------------------
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, call: Call, *, reads: bool) -> Pages:
+        """Store the tokens of a call; return the pages that it reads if it `reads` any."""
+        long, room = call.long, self.length.room
+        pages = self.encoding.record(self.pool, call.table)
+        if long is not None and reads:
+            return self._write_long(key, value, call, long, pages)
+        if long is not None:
+            key, value = key[:, :, long.skipped :], value[:, :, long.skipped :]
+        if room is None:
+            stop = call.stop
+            self.pool.written(self.group.table, stop - key.shape[2], stop)
+        ops.write(pages, key, value, call.lengths, self.encoding.backend, room)
+        return pages
+
+    def _write_long(
+        self, key: torch.Tensor, value: torch.Tensor, call: Call, long: LongWrite, pages: Pages
+    ) -> Pages:
+        """Store a long call in scratch pages, and copy the last window to the layer's own.
+
+        Return the scratch pages, in which the old window comes before the new tokens.
+        """
+        (batch, old), kept = long.old.shape, long.own.shape[1]
+        room = old + -(-call.tokens // pages.page_size)
+        block = pages.block.new_zeros((batch, room, pages.block.shape[1]))
+        if old:
+            rows = self.pool.on_device.take_rows(long.old.reshape(-1))
+            block[:, :old] = rows.unflatten(0, (batch, old))
+        device = block.device
+        # Other positions have no page here; no query sees them.
+        column = torch.arange(call.table.shape[1], device=device) - _as_column(long.first)
+        sequence = torch.arange(batch, device=device)[:, None]
+        table = (sequence * room + column.clamp(0, room - 1)).int()
+        scratch = block.flatten(0, 1)
+        pages = pages._replace(block=scratch, table=table, offsets=locate_pages([scratch]))
+        ops.write(pages, key, value, call.lengths, self.encoding.backend, self.length.room)
+        column = torch.arange(kept, device=device) + _as_column(long.kept - long.first)
+        self.pool.put_rows(long.own.reshape(-1), block[sequence, column].flatten(0, 1))
+        return pages
+
+    def handles(self, pages: Pages, call: Call) -> tuple[PagedKV, PagedKV]:
+        """Return handles on what the queries of a call see."""
+        encoding, is_fixed = self.encoding, self.length.room is not None
+        rows, backend = self._query_rows(call.tokens), encoding.backend
+        plan = self.length.plan(call, self.pool.heads, rows, backend)
+        window = self.group.window or 0
+        span = (call.start, call.stop, window, is_fixed, backend)
+        dtypes = encoding.dtype, encoding.v_dtype
+        if not torch.compiler.is_compiling():
+            return make_handles(pages, call.lengths, plan, dtypes, *span)
+        return (
+            make_handle(pages, call.lengths, plan, "k", dtypes[0], *span),
+            make_handle(pages, call.lengths, plan, "v", dtypes[1], *span),
+        )
+
+    def _query_rows(self, tokens: int) -> int:
+        """Return the query rows of each KV head, as far as is known."""
+        return max(1, self.query_heads // self.pool.heads) * tokens
+
+    def stored(self) -> tuple[PagedKV, PagedKV] | None:
+        """Return handles on all that is stored and not yet behind the window, or None.
+
+        In the preallocated form on all positions, stored or not, once there was a call. Those of a
+        ring begin with the first token that the next one sees, for which this waits for the device.
+        """
+        if not self.is_initialized or (self.length.room is None and self.length.is_empty):
+            return None
+        self.bring_pages()
+        call = self.length.written(self.encoding.device)
+        return self.handles(self.encoding.record(self.pool, call.table), call)
+
+    def crop_to(self, length: int) -> None:
+        """Keep the first `length` tokens of this layer."""
+        self.length.set(length)
+        self.drop_removed(length)
+
+    def drop_removed(self, length: int) -> None:
+        """Drop what belongs to tokens that were removed; `length` tokens are left."""
+        if not length and self.length.room is None:
+            self.encoding.k_center = None
+        if self.indexer is not None:
+            self.indexer.trim(length)
+
+    def select_rows(self, sequences: torch.Tensor) -> None:
+        """Select sequences `[B']` of what this layer alone holds."""
+        self.encoding.select(sequences)
+        if self.indexer is not None:
+            self.indexer.reorder_cache(sequences.long())  # type: ignore[arg-type]
+
+    def fill_plan(self, tokens: int = 1) -> None:
+        """Fill the plan of a preallocated group for a call of `tokens`, if this layer is to."""
+        if isinstance(self.length, DeviceLength) and self.is_initialized:
+            self.length.fill_plan(tokens, self.pool.heads, self.encoding.backend)
+
+    def follow_table(self) -> None:
+        """Follow a change of a preallocated group's block table, in place if it can be."""
+        if isinstance(self.length, DeviceLength) and self.is_initialized:
+            block = self.pool.block
+            self.pool.grow(self.group.table.allocator.capacity)
+            if self.length.follow_table() or self.pool.block is not block:
+                self.keep_addresses()
+
+    def bring_pages(self) -> None:
+        """Move stored tokens to where the layer computes, and start to move the next layer's."""
+        pool = self.pool
+        if isinstance(pool, OffloadedPool):
+            following = self.following() or self
+            assert isinstance(following.pool, OffloadedPool)
+            held, next_held = (x.group.held_pages(x.length.member) for x in (self, following))
+            pool.budget.use(pool, held, following.pool, next_held)
+        elif pool.is_allocated and pool.block.device != self.encoding.device:
+            self.prefetch()
+
+    def offload(self) -> None:
+        """Move the bytes to the CPU's memory."""
+        if self.pool.is_allocated:
+            self.pool.move(torch.device("cpu"))
+        if self.indexer is not None:
+            self.indexer.move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Move the bytes back to the layer's device."""
+        if self.pool.is_allocated:
+            self.pool.move(self.encoding.device)
+            if self.indexer is not None:
+                self.indexer.move(self.encoding.device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Move what the layer holds to `device`, where the model computes this layer.
+
+        A cache from a file is on one device, and the model's layers may be on several.
+        """
+        self.pool.device = device
+        # Written in place later, in inference mode and outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.encoding.move(device)
+            self.prefetch()
+            if isinstance(self.length, DeviceLength):
+                self.length.move(device)
+                self.keep_addresses()
+
+    def release_memory(self) -> None:
+        """Free the pool's bytes; only for a layer without tokens and forks."""
+        self.pool.free()
+        self._ready = False
+        self.encoding.clear()
+
+    def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
+        """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
+        encoding, indexer = self.encoding, None
+        if self.indexer is not None:
+            # Not views: a file or a pickle would have all that they are part of.
+            indexer = {
+                name: tensor[:, :length].clone() if name == "indexer_keys" else tensor.clone()
+                for name, tensor in self.indexer.held().items()
+            }
+        snapshot = LayerSnapshot(
+            encoding.index, group, length, turns=encoding.turns, indexer=indexer
+        )
+        if self.is_initialized:
+            snapshot.pool, snapshot.k_center = self.pool, encoding.k_center
+            snapshot.encoding = encoding
+        return snapshot
+
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Take what a layer held; only for a new layer.
+
+        A growing one is over the same pool. A preallocated one copies it: each sequence gets pages
+        of its own, and the cache sets the lengths.
+        """
+        length, pool = self.length, snapshot.pool
+        if self.indexer is not None and snapshot.indexer:
+            self.indexer.hold(snapshot.indexer)
+        if isinstance(length, HostLength):
+            self.group.lengths[length.member] = snapshot.length
+        if pool is None:
+            return
+        tokens = pool.empty_tokens(snapshot.group.table.batch)
+        if isinstance(length, HostLength):
+            if snapshot.encoding is None:
+                self.encoding.prepare(*tokens)
+            else:
+                self.encoding.take_over(snapshot.encoding)
+            self.encoding.k_center = snapshot.k_center
+            self._ready = True
+            return
+        self.encoding.prepare(*tokens)
+        self.allocate(*tokens)
+        table, fixed = snapshot.group.table, length.fixed
+        # A ring has no room for more than the last pages.
+        first = max(table.first, table.count - (fixed.ring or table.count))
+        fixed.lost = first * table.page_size
+        own = length.table[:, first : table.count].long().reshape(-1)
+        rows = pool.take_rows(table.rows[:, first : table.count].reshape(-1))
+        self.pool.put_rows(own, rows.to(self.pool.block.device))
+        if snapshot.k_center is not None:
+            self.encoding.set_center(snapshot.k_center)
+
+    def memory_footprint(self) -> dict[str, int]:
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host`, `other`, if not 0."""
+        indexer = {} if self.indexer is None else self.indexer.held()
+        other = sum(tensor.nbytes for tensor in indexer.values())
+        if not self.is_initialized:
+            return {"other": other}
+        sizes = {"scales": 0, "other": other, **self.pool.memory_footprint()}
+        sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.tensors())
+        used = len(np.unique(self.group.table.used()))
+        if isinstance(self.length, DeviceLength):
+            used = self.pool.pages  # each has its place in a sequence
+            sizes["tables"] += self.length.lengths.nbytes
+        return {**sizes, "used": used * self.pool.bytes_per_page()}
+
+
+def _as_column(page: int | torch.Tensor) -> int | torch.Tensor:
+    return page[:, None] if isinstance(page, torch.Tensor) else page
