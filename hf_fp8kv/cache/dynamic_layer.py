@@ -234,15 +234,10 @@ class FP8PagedLayer(PagedLayerBase):
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Take what a layer held; for a layer over the same pool."""
         self.group.lengths[self.member] = snapshot.length
-        if snapshot.pool is None:
-            return
-        if snapshot.setup is None:
+        if snapshot.pool is not None:
             self._prepare_scales(*snapshot.pool.empty_tokens(1))
-        else:
-            vars(self).update(snapshot.setup)
-        self.k_center = snapshot.k_center
-        self.storage = snapshot.storage or self.storage
-        self._ready = True
+            self.k_center = snapshot.k_center
+            self._ready = True
 
 
 @torch.compiler.disable(

@@ -247,12 +247,8 @@ class PagedLayerBase(CacheLayerMixin):
     def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
         """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
         if not self.is_initialized:
-            return LayerSnapshot(self.index, group, length, turns=self.turns)
-        attributes = vars(self)
-        setup = {name: attributes[name] for name in _SETUP}
-        return LayerSnapshot(
-            self.index, group, length, self.pool, self.k_center, setup, self.storage, self.turns
-        )
+            return LayerSnapshot(group, length, turns=self.turns)
+        return LayerSnapshot(group, length, self.pool, self.k_center, self.turns)
 
     @abstractmethod
     def restore(self, snapshot: LayerSnapshot) -> None:
@@ -319,10 +315,6 @@ class PagedLayerBase(CacheLayerMixin):
                 setattr(self, name, None if tensor is None else tensor.to(device))
 
 
-# What `_prepare_scales` sets.
-_SETUP = (
-    "k_static_scale", "v_static_scale", "_scale_center", "backend", "dtype", "v_dtype", "device",
-)  # fmt: skip
 _WHOLE_CACHE = (
     "{0} expected the whole cache, got one layer: layers share one block table; call cache.{0}"
 )

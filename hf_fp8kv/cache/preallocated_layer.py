@@ -343,7 +343,6 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """Take a copy of what a layer held; each sequence gets pages of its own."""
         if snapshot.pool is None:
             return
-        self.storage = snapshot.storage or self.storage
         stored = snapshot.group.table
         self.lazy_initialization(*snapshot.pool.empty_tokens(stored.batch))
         # A ring has no room for more than the last pages.

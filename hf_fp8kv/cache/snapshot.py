@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..formats import LayerPlan
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
@@ -22,24 +21,18 @@ class LayerSnapshot:
     """What one paged layer holds.
 
     Attributes:
-        index: the layer's number in the model.
         group: which page of the pool holds which token: a fork of the layer's group.
         length: tokens stored.
         pool: the bytes; None before the first token.
         k_center: `[B, Hkv, Dk]`, float32, or None.
-        setup: what `PagedLayerBase._prepare_scales` looked up, by name; None: to be looked up.
-        storage: how its numbers are stored; None: as the options say.
         turns: how its keys turn, which is read from the config; None: not known.
         indexer: the tensors of its indexer, by name; None: it has none.
     """
 
-    index: int
     group: LayerGroup
     length: int
     pool: PagePool | None = None
     k_center: torch.Tensor | None = None
-    setup: dict[str, Any] | None = None
-    storage: LayerPlan | None = None
     turns: Turns | None = None
     indexer: dict[str, torch.Tensor] | None = None
 

@@ -188,7 +188,7 @@ class PrefixStore:
         if key in self._refused:
             raise FileNotFoundError(key)
         if (queued := self._queued.get(key)) is not None:
-            return Page(dict(queued.tensors), queued.facts), 0
+            return queued, 0
         data = self._folder.read(self._file(key).name)
         return unpack(key, data), len(data)
 
@@ -239,8 +239,8 @@ class PrefixStore:
             missing.append(at)
         if not missing or not self._writes:
             return
-        queued = (x for page in list(self._queued.values()) for x in page.tensors.values())
-        if sum(tensor.nbytes for tensor in queued) > _MOST_QUEUED:
+        queued = (row for page in list(self._queued.values()) for row in page.rows)
+        if sum(map(len, queued)) > _MOST_QUEUED:
             self.flush()
         try:
             pages = dict(zip((keys[at] for at in missing), make(missing), strict=True))
@@ -287,7 +287,7 @@ class PrefixStore:
                     data = pack(key, page)
                     if not self._folder.put(lock, file.name, data, own):
                         break  # the text alone takes all there is: its beginning is stored
-                    self.count(bytes_written=sum(map(len, data)))
+                    self.count(bytes_written=len(data))
         except MemoryError:
             warn_once(logger, _NO_MEMORY.format(self))
         except (OSError, ImportError) as error:
