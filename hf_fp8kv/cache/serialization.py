@@ -131,19 +131,19 @@ def unpack(
         return tensor
 
     _check_same("open_ended", bool, type(facts["open_ended"]))
-    windows = [told["window"] for told in facts["groups"]]
-    _check_same("windows", len(windows), len(set(windows)))
     batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
-    groups, states, pages = [], dict[int, LayerSnapshot](), []
+    groups, states = dict[int | None, LayerGroup](), dict[int, LayerSnapshot]()
+    pages: list[tuple[PagePool, torch.Tensor]] = []
     for g, told in enumerate(facts["groups"]):
-        name, window = f"groups.{g}.table", windows[g]
+        name, window = f"groups.{g}.table", told["window"]
+        _check_same(f"window {window} is another group's", False, window in groups)
         _check_same("record_past", bool, type(told["record_past"]))
         _check_count("window", 1 if window is None else window, 1)
         counted = [x.get("length", 0) for x in told["layers"]]
         stored = [x for x in counted if _check_count("length", x, 0, room or _MOST_TOKENS)]
-        group = LayerGroup(budget, window)
         # Layers of the preallocated form may be saved within a step.
-        seen = group.visible_from((max if room else min)(stored, default=0))
+        length = (max if room else min)(stored, default=0)
+        seen = LayerGroup(budget, window).visible_from(length)
         (batch, columns), last = tensors[name].shape, -(-max(stored, default=0) // size)
         first = _check_count(f"{name}: first page", last - columns, 0, seen // size)
         most -= _check_count(f"{name}: places", batch * max(last, room // size), 0, most)
@@ -151,10 +151,9 @@ def unpack(
         found = int(rows.min(initial=0)), len(np.unique(rows))
         count = int(rows.max(initial=-1)) + 1
         _check_same(f"{name}: pages", (0, count), found)
-        group.table = BlockTable.from_rows(budget, rows, first)
-        group.table.allocator.exact = window is not None
+        table = BlockTable.from_rows(budget, rows, first)
+        group = groups[window] = LayerGroup(budget, window, table)
         group.record_past = told["record_past"]
-        groups.append(group)
         if stored:
             batches.add(_check_count("sequences", batch, 1))
         for layer, length in zip(told["layers"], counted, strict=True):
@@ -186,7 +185,8 @@ def unpack(
         pool, held = pages.pop()
         pool.grow(len(held))
         pool.fill(held)
-    return CacheSnapshot(options, groups, layers, stock_layers, facts["open_ended"], budget)
+    open_ended = facts["open_ended"]
+    return CacheSnapshot(options, [*groups.values()], layers, stock_layers, open_ended, budget)
 
 
 def _read_turns(layer: Facts) -> Turns | None:

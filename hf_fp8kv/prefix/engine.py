@@ -75,7 +75,6 @@ class StoredBlocks:
             self._store.count(hits=1, tokens_found=len(blocks) * slots)
 
     def _check(self, page: Page) -> None:
-        """Raise ValueError for a page that is no block of this engine; see `PrefixStore.read`."""
         if page.facts is not None or [*map(len, page.rows)] != [self._rows.shape[1]]:
             raise ValueError("not a block of this engine")
 
@@ -110,17 +109,13 @@ class StoredBlocks:
             self._missed.discard(request_id)
             first = 0
         if first < len(keys):
-            # One after the other: the engine's memory plan has no room for a copy of many blocks.
-            rows = self._rows
-            self._store.write(
-                keys,
-                lambda places: (
-                    Page([rows[blocks[at]].to("cpu", copy=True)], None) for at in places
-                ),
-                first,
-            )
+            self._store.write(keys, lambda places: self._copy([blocks[at] for at in places]), first)
         if is_over:
             self._store.touch(keys)
+
+    def _copy(self, blocks: list[int]) -> Iterator[Page]:
+        # One after the other: the engine's memory plan has no room for a copy of many blocks.
+        return (Page([self._rows[block].to("cpu", copy=True)], None) for block in blocks)
 
 
 def synchronize(device: torch.device) -> None:

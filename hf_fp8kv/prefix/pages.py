@@ -199,16 +199,14 @@ class StoredPrompt:
         for g, (window, group) in enumerate(cache.groups.items()):
             seen = 0 if group.record_past else group.visible_from(length)
             first = min(seen, length - 1) // options.page_size
-            numbers: dict[str, int] = {}
-            table = [
-                [numbers.setdefault(x, len(numbers)) for x in row[first:count]] for row in keys
-            ]
-            tensors[f"groups.{g}.table"] = torch.tensor(table, dtype=torch.int32, device="cpu")
+            used, table = np.unique([row[first:count] for row in keys], return_inverse=True)
+            table = table.reshape(len(keys), -1).astype(np.int32)
+            tensors[f"groups.{g}.table"] = torch.from_numpy(table)
             layers = []
             for i in (layer.index for layer in cache.paged_layers if layer.group is group):
                 layers.append({"index": i, "length": length, **facts[i]})
                 held, rows[i] = rows[i], ()
-                tensors[f"layers.{i}.pages"] = torch.stack([held[places[key]] for key in numbers])
+                tensors[f"layers.{i}.pages"] = torch.stack([held[places[key]] for key in used])
                 center = options.layer_scales(i, *facts[i]["shape"])[2]
                 if center is not None:
                     tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)

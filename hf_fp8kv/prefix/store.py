@@ -43,7 +43,6 @@ _PATIENCE, _LITTLE_PATIENCE = 2.0, 0.1
 READERS, _MOST_QUEUED = min(os.cpu_count() or 1, 8), 1 << 30
 
 _T = TypeVar("_T")
-_Loaded = tuple[Page, int]  # a page and the bytes that were read for it
 
 
 class StoreUsage(NamedTuple):
@@ -55,7 +54,7 @@ class StoreUsage(NamedTuple):
         hits: texts that found a beginning here.
         misses: texts that did not.
         tokens_found: tokens of hits, over all sequences.
-        bytes_read: of files, in hits.
+        bytes_read: of files.
         bytes_written: of files.
         files_refused: damaged or foreign files that were met.
     """
@@ -165,32 +164,31 @@ class PrefixStore:
         keys = iter(keys)
         with ThreadPoolExecutor(READERS) as pool:
 
-            def start(most: int) -> list[tuple[str, Future[_Loaded]]]:
+            def start(most: int) -> list[tuple[str, Future[Page]]]:
                 return [(key, _start(pool, partial(self._load, key))) for key in islice(keys, most)]
 
             ahead = deque(start(1))  # alone: a store often has none
             while ahead:
                 key, loaded = ahead.popleft()
                 try:
-                    page, size = loaded.result()
-                    check(page)
+                    check(page := loaded.result())
                 except FileNotFoundError:
                     return
                 except Exception as error:  # a file may hold anything
                     self.refuse(key, error)
                     return
-                self.count(bytes_read=size)
                 ahead += start(READERS - len(ahead))
                 yield page
 
-    def _load(self, key: str) -> _Loaded:
-        """Return a page and the bytes that were read for it. Raises OSError or ValueError."""
+    def _load(self, key: str) -> Page:
+        """Return a page. Raises OSError or ValueError."""
         if key in self._refused:
             raise FileNotFoundError(key)
         if (queued := self._queued.get(key)) is not None:
-            return queued, 0
+            return queued
         data = self._folder.read(self._file(key).name)
-        return unpack(key, data), len(data)
+        self.count(bytes_read=len(data))
+        return unpack(key, data)
 
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"

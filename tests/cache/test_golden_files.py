@@ -6,7 +6,7 @@ import math
 import os
 import random
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,8 @@ def move_on(pages: int) -> Change:
     """Return a change that has more pages before the window."""
 
     def change(meta: dict[str, Any], _: object) -> None:
-        for group in meta["groups"]:
-            for layer in group["layers"]:
-                layer["length"] += pages * 8
+        for layer in (x for group in meta["groups"] for x in group["layers"]):
+            layer["length"] += pages * 8
 
     return change
 
@@ -159,11 +158,6 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "window of transformers' layer": ("stock-layers", set_fact(0, "stock", 0, "window"), "window"),
     "tokens of transformers' layer": ("stock-layers", set_fact(5, "stock", 0, "seen"), "seen"),
 }  # fmt: skip
-HEADERS = [
-    ({"version": "2"}, "version: expected .*'2'"),
-    ({"format": "x"}, "format and version: expected .*'x'"),
-    ({"digest": 64 * "0"}, "digest: "),
-]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -178,7 +172,11 @@ def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
 
 def test_files_that_are_not_ours(tmp_path: Path) -> None:
     meta, tensors = read_file(FOLDER / "dynamic.safetensors")
-    for header, message in HEADERS:
+    for header, message in (
+        ({"version": "2"}, "version: expected .*'2'"),
+        ({"format": "x"}, "format and version: expected .*'x'"),
+        ({"digest": 64 * "0"}, "digest: "),
+    ):
         with pytest.raises(ConfigError, match=message):
             FP8PagedCache.load(write(tmp_path / "x", meta, tensors, **header))
     with pytest.raises(ConfigError, match="nowhere"):
@@ -188,15 +186,12 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
         FP8PagedCache.load(write(tmp_path / "x", meta, tensors))
 
 
-def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> dict[int, Any]:
-    """Return keys and values `[B, H, N, D]` of each layer, from the first visible token on."""
-    options, found = meta["options"], {}
-    size, plans, scales = options["page_size"], options["plan"], options["scales"]
+def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+    """Yield each layer's index, its first visible token, and keys and values `[B, H, N, D]`."""
+    size, plans, scales = (meta["options"][name] for name in ("page_size", "plan", "scales"))
     static = isinstance(scales, int | float) or any(name.endswith((".k", ".v")) for name in tensors)
     layers = [(g, group, x) for g, group in enumerate(meta["groups"]) for x in group["layers"]]
-    for g, group, layer in layers:
-        if not layer.get("length"):
-            continue
+    for g, group, layer in (x for x in layers if x[2].get("length")):
         i, table = layer["index"], tensors[f"groups.{g}.table"]
         start = max(layer["length"] - (group["window"] or math.inf) + 1, 0)
         at = torch.arange(start, layer["length"])
@@ -224,13 +219,12 @@ def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> dict[int, Any]:
             if not number and f"layers.{i}.k_center" in tensors:
                 x = x + tensors[f"layers.{i}.k_center"][:, None]
             sides.append(x.transpose(1, 2).to(dtypes[number]))
-        found[i] = start, *sides
-    return found
+        yield i, start, *sides
 
 
 def check_values(cache: FP8PagedCache, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
     """Assert that a cache holds the values that a file states."""
-    for index, (start, *expected) in read_values(meta, tensors).items():
+    for index, start, *expected in read_values(meta, tensors):
         layer = cache.layers[index]
         for handle, want in zip((layer.keys, layer.values), expected, strict=True):
             first = start - handle.start

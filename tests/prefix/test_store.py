@@ -832,15 +832,6 @@ def run_script(script: str, folder: Path, *options: str) -> subprocess.Completed
     return subprocess.run(command, env=make_environment(), capture_output=True, text=True)
 
 
-# Each process takes some seconds of imports, so the script of the fast tier has all three cases.
-LATE = """
-def late():
-    while threading.main_thread().is_alive():
-        time.sleep(0.01)
-    store_pages(store, 300, 2)
-    store.flush()
-    print(len([*store.read(keys, _take_any)]))
-"""
 IMPORTS = """
 import atexit, fcntl, os, signal, sys, threading, time
 from hf_fp8kv import PrefixStore
@@ -860,7 +851,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 store_module._PATIENCE = 60
 store = PrefixStore(sys.argv[1])
 held = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)
-{LATE}
+def late():
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    store_pages(store, 300, 2)
+    store.flush()
+    print(len([*store.read(keys, _take_any)]))
 for seed in range(2):
     fcntl.flock(held, fcntl.LOCK_EX)
     keys = store_pages(store, 100, seed)
