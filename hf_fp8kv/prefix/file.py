@@ -18,8 +18,9 @@ class Page(NamedTuple):
     """The bytes of one page of tokens.
 
     Attributes:
-        rows: for each layer, the page as its pool has it, `[bytes]`, uint8, on the CPU.
-        facts: what else there is to say of them; goes through JSON.
+        rows: the page of each layer as its pool has it, or one block of an engine. Each is
+            `[bytes]`, uint8, on the CPU.
+        facts: everything else that a reader needs, for JSON.
     """
 
     rows: list[torch.Tensor]
