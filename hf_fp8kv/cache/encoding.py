@@ -1,7 +1,5 @@
 """How the numbers of one layer are stored: its plan, static scales and center."""
 
-import copy
-
 import torch
 
 from .. import ops
@@ -118,9 +116,3 @@ class Encoding:
         for name in ("k_scale", "v_scale", "k_center", "_given_center"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(device))
-
-    def take_over(self, other: "Encoding") -> None:
-        """Hold what another layer with the same options does; its tensors are shared."""
-        mine = self.first_tokens
-        vars(self).update(vars(copy.copy(other)))
-        self.first_tokens = mine

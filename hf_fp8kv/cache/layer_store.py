@@ -231,12 +231,9 @@ class LayerStore:
                 name: tensor[:, :length].clone() if name == "indexer_keys" else tensor.clone()
                 for name, tensor in self.indexer.held().items()
             }
-        snapshot = LayerSnapshot(
-            encoding.index, group, length, turns=encoding.turns, indexer=indexer
-        )
+        snapshot = LayerSnapshot(group, length, turns=encoding.turns, indexer=indexer)
         if self.is_initialized:
             snapshot.pool, snapshot.k_center = self.pool, encoding.k_center
-            snapshot.encoding = encoding
         return snapshot
 
     def restore(self, snapshot: LayerSnapshot) -> None:
@@ -253,15 +250,11 @@ class LayerStore:
         if pool is None:
             return
         tokens = pool.empty_tokens(snapshot.group.table.batch)
+        self.encoding.prepare(*tokens)
         if isinstance(length, HostLength):
-            if snapshot.encoding is None:
-                self.encoding.prepare(*tokens)
-            else:
-                self.encoding.take_over(snapshot.encoding)
             self.encoding.k_center = snapshot.k_center
             self._ready = True
             return
-        self.encoding.prepare(*tokens)
         self.allocate(*tokens)
         table, fixed = snapshot.group.table, length.fixed
         # A ring has no room for more than the last pages.

@@ -179,10 +179,10 @@ class PagedLayers:
         layers: list[Any] = [
             next(stock) if x is None
             else self.new_layer(
-                x.index, x.group.window, x.pool if shares else None, x.turns,
+                i, x.group.window, x.pool if shares else None, x.turns,
                 indexed=x.indexer is not None,
             )
-            for x in snapshot.layers
+            for i, x in enumerate(snapshot.layers)
         ]  # fmt: skip
         if shares or copies:
             # Not before all exist: a preallocated layer takes pages in every group, and the layers

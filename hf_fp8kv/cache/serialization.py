@@ -1,6 +1,5 @@
 """Cache files and pickles: snapshots as numbers and tensors, and back."""
 
-import hashlib
 import json
 import os
 from dataclasses import asdict
@@ -14,23 +13,25 @@ from safetensors.torch import save_file
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .. import ops
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.tensor_parallel import TensorParallel
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
+from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import wrap_scales
 from ..scales.layer_scales import ScaleData
 from ..scales.validation import check_constant
+from ..utils.digests import digest_of
 from ..utils.files import CACHE_FORMAT, write_all
 from .options import CacheOptions
+from .plans import parse_plan
 from .snapshot import CacheSnapshot, LayerSnapshot
 from .turns import Turns
 
-VERSION = 2
+VERSION = 3
 _STOCK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 # Positions are int32. A block table may have this number of places, or one for each byte of a file.
@@ -51,49 +52,61 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
     Only pages in use are taken, renumbered from 0 for each group.
     """
     tensors: Tensors = {}
-    used_pages, groups = [], []
+    groups = []
     for g, group in enumerate(snapshot.groups):
+        own = [(i, x) for i, x in enumerate(snapshot.layers) if x is not None and x.group is group]
         # The preallocated form lists pages that hold nothing yet.
-        length = max((x.length for x in snapshot.layers if x and x.group is group), default=0)
-        stop = -(-length // group.table.page_size)
-        first = min(group.table.first, stop)
-        groups.append({"window": group.window, "first": first, "record_past": group.record_past})
-        pages = group.table.rows[:, first:stop]
-        used, rows = np.unique(pages, return_inverse=True)
-        tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(pages.shape).astype(np.int32))
-        used_pages.append(used)
-    layers: list[Facts] = []
-    for i, layer in enumerate(snapshot.layers):
-        if layer is None:
-            layers.append({"kind": "stock"})
-            continue
-        g, pool = snapshot.groups.index(layer.group), layer.pool
-        facts: Facts = {"kind": "paged", "group": g, "index": layer.index}
-        if layer.turns is not None:
-            facts["turns"] = asdict(layer.turns)
-        if layer.indexer is not None:
-            facts["indexer"] = list(layer.indexer)
-            tensors |= {f"layers.{i}.{name}": held for name, held in layer.indexer.items()}
-        if pool is not None:
-            assert layer.encoding is not None
-            facts |= {"length": layer.length, **describe(pool, layer.encoding.plan)}
-            # A layer of fewer tokens may not have grown yet, with pages that only others use.
-            pool.grow(layer.group.table.allocator.capacity)
-            for name, tensor in name_as_in_files(pool, pool.take(used_pages[g])).items():
-                tensors[f"layers.{i}.{name}"] = tensor.contiguous()
-            if layer.k_center is not None:
-                tensors[f"layers.{i}.k_center"] = layer.k_center.clone()
-        layers.append(facts)
-    return {"groups": groups, "layers": layers, "open_ended": snapshot.open_ended}, tensors
+        stop = -(-max((layer.length for _, layer in own), default=0) // group.table.page_size)
+        listed = group.table.rows[:, min(group.table.first, stop) : stop]
+        pages, rows = np.unique(listed, return_inverse=True)
+        tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(listed.shape).astype(np.int32))
+        layers: list[Facts] = []
+        for i, layer in own:
+            facts: Facts = {"index": i}
+            layers.append(facts)
+            if layer.turns is not None:
+                facts["turns"] = asdict(layer.turns)
+            if layer.indexer is not None:
+                facts["indexer"] = list(layer.indexer)
+                tensors |= {f"layers.{i}.{name}": held for name, held in layer.indexer.items()}
+            if (pool := layer.pool) is not None:
+                facts |= {"length": layer.length, **describe(pool)}
+                # A layer of fewer tokens may not have grown yet, with pages that only others use.
+                pool.grow(group.table.allocator.capacity)
+                tensors[f"layers.{i}.pages"] = pool.take_rows(pages)
+                if layer.k_center is not None:
+                    tensors[f"layers.{i}.k_center"] = layer.k_center.clone()
+        record_past = group.record_past
+        groups.append({"window": group.window, "record_past": record_past, "layers": layers})
+    return {"groups": groups, "open_ended": snapshot.open_ended}, tensors
 
 
-def describe(pool: PagePool, storage: LayerPlan) -> Facts:
-    """Return the plan, the dtypes and the sizes of a layer, for JSON."""
+def describe(pool: PagePool) -> Facts:
+    """Return everything that a page's layout depends on besides the options, for JSON."""
     return {
-        "plan": [str(side) for side in storage],
         "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
         "shape": [pool.heads, pool.k_dim, pool.v_dim],
     }
+
+
+def make_pool(
+    facts: Facts, options: CacheOptions, index: int, device: torch.device,
+    budget: PageBudget | None = None,
+) -> PagePool:  # fmt: skip
+    """Return a pool without pages for layer `index`, which `describe` returned `facts` of.
+
+    Raises:
+        ConfigError: The sizes are impossible. Facts of other types raise other errors.
+    """
+    least = zip(facts["shape"], (1, 1, 0), strict=True)
+    heads, *sizes = (_check_count("shape", size, lowest) for size, lowest in least)
+    key, value = (
+        torch.empty((1, heads, 0, size), dtype=_DTYPES[dtype], device=device)
+        for size, dtype in zip(sizes, facts["dtypes"], strict=True)
+    )
+    pool = options.new_pool(options.layer_plan(index), budget, index)
+    pool.allocate(key, value, 0)
+    return pool
 
 
 def unpack(
@@ -101,8 +114,8 @@ def unpack(
 ) -> CacheSnapshot:
     """Return the snapshot that `pack` took apart, with separate pages and a separate budget.
 
-    All facts and tensors are compared before anything is allocated. `tensors` is then empty, so
-    that only one layer exists twice at a time.
+    All facts and tensors are compared before pages are allocated. `tensors` is then empty, so that
+    only one layer exists twice at a time.
 
     Raises:
         ConfigError: A cache with these options cannot hold these facts or tensors. Facts of other
@@ -110,8 +123,6 @@ def unpack(
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
     budget, size, room = options.new_budget(), options.page_size, options.max_cache_len or 0
-    layers, windows = facts["layers"], [group["window"] for group in facts["groups"]]
-    paged = [layer for layer in layers if layer["kind"] != "stock"]
     most = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
 
     def take(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -120,110 +131,62 @@ def unpack(
         return tensor
 
     _check_same("open_ended", bool, type(facts["open_ended"]))
-    _check_same("layers of transformers", len(stock_layers), len(layers) - len(paged))
-    _check_same("windows", len(windows), len(set(windows)))
     batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
-    groups, tables = [], []
-    lengths: list[list[int]] = [[] for _ in windows]
-    for layer in paged:
-        g = _check_count("group", layer["group"], 0, len(windows) - 1)
-        lengths[g].append(_check_count("length", layer.get("length", 0), 0, room or _MOST_TOKENS))
-    for g, group in enumerate(facts["groups"]):
-        name, window = f"groups.{g}.table", windows[g]
-        _check_same("record_past", bool, type(group["record_past"]))
+    groups, states = dict[int | None, LayerGroup](), dict[int, LayerSnapshot]()
+    pages: list[tuple[PagePool, torch.Tensor]] = []
+    for g, told in enumerate(facts["groups"]):
+        name, window = f"groups.{g}.table", told["window"]
+        _check_same(f"window {window} is another group's", False, window in groups)
+        _check_same("record_past", bool, type(told["record_past"]))
         _check_count("window", 1 if window is None else window, 1)
-        groups.append(LayerGroup(budget, window))
-        stored = [length for length in lengths[g] if length]
+        counted = [x.get("length", 0) for x in told["layers"]]
+        stored = [x for x in counted if _check_count("length", x, 0, room or _MOST_TOKENS)]
         # Layers of the preallocated form may be saved within a step.
-        seen = groups[g].visible_from((max if room else min)(stored, default=0))
-        first = _check_count("first", group["first"], 0, seen // size)
-        batch, columns = len(tensors[name]), -(-max(stored, default=0) // size)
-        most -= _check_count(f"{name}: places", batch * max(columns, room // size), 0, most)
-        table = take(name, torch.int32, batch, columns - first).cpu().numpy()
-        count = int(table.max(initial=-1)) + 1
-        found = int(table.min(initial=0)), len(np.unique(table))
+        length = (max if room else min)(stored, default=0)
+        seen = LayerGroup(budget, window).visible_from(length)
+        (batch, columns), last = tensors[name].shape, -(-max(stored, default=0) // size)
+        first = _check_count(f"{name}: first page", last - columns, 0, seen // size)
+        most -= _check_count(f"{name}: places", batch * max(last, room // size), 0, most)
+        rows = take(name, torch.int32, batch, columns).cpu().numpy()
+        found = int(rows.min(initial=0)), len(np.unique(rows))
+        count = int(rows.max(initial=-1)) + 1
         _check_same(f"{name}: pages", (0, count), found)
-        tables.append((table, batch, count))
+        table = BlockTable.from_rows(budget, rows, first)
+        group = groups[window] = LayerGroup(budget, window, table)
+        group.record_past = told["record_past"]
         if stored:
             batches.add(_check_count("sequences", batch, 1))
+        for layer, length in zip(told["layers"], counted, strict=True):
+            i = _check_count("index", layer["index"])
+            _check_same(f"layer {i} is in another group", False, i in states)
+            state = states[i] = LayerSnapshot(group, length, turns=_read_turns(layer))
+            if "indexer" in layer:
+                state.indexer = {
+                    name: tensors.pop(f"layers.{i}.{name}") for name in layer["indexer"]
+                }
+                for name, tensor in state.indexer.items():
+                    axis = _INDEXER.index(name)
+                    got = (tensor.ndim, *tensor.shape[axis : axis + 2])
+                    _check_same(f"layers.{i}.{name}", (3, batch, length), got)
+            if "length" not in layer:
+                continue
+            name, center = f"layers.{i}.pages", f"layers.{i}.k_center"
+            pool = make_pool(layer, options, i, tensors[name].device, budget)
+            held = take(name, torch.uint8, count, pool.layout.size)
+            if options.layer_plan(i).k.centered and (length or center in tensors):
+                state.k_center = take(center, torch.float32, batch, pool.heads, pool.k_dim)
+            if count:  # only pages bound the sizes
+                state.pool = pool
+                pages.append((pool, held))
     _check_count("numbers of sequences", len(batches), 0, 1)
-    states: list[LayerSnapshot | None] = []
-    pools = []
-    for i, layer in enumerate(layers):
-        states.append(None)
-        if layer["kind"] == "stock":
-            continue
-        _check_same(f"layers.{i}", ("paged", i), (layer["kind"], layer["index"]))
-        length, prefix = layer.get("length", 0), f"layers.{i}."
-        group, (_, batch, count) = groups[layer["group"]], tables[layer["group"]]
-        state = states[i] = LayerSnapshot(i, group, length, turns=_read_turns(layer))
-        if "indexer" in layer:
-            state.indexer = {name: tensors.pop(prefix + name) for name in layer["indexer"]}
-            for name, tensor in state.indexer.items():
-                axis = _INDEXER.index(name)
-                found = (tensor.ndim, *tensor.shape[axis : axis + 2])
-                _check_same(prefix + name, (3, batch, length), found)
-        if "length" not in layer:
-            continue
-        plan = options.layer_plan(i)
-        _check_same(f"plan of layer {i}", plan, LayerPlan.parse(*layer["plan"]))
-        page, parts = make_page(layer, options, plan)
-        held = {n: take(prefix + n, x.dtype, count, *x.shape[1:]) for n, x in parts.items()}
-        if plan.k.centered and (length or f"{prefix}k_center" in tensors):
-            shape = batch, page.heads, page.k_dim
-            state.k_center = take(f"{prefix}k_center", torch.float32, *shape)
-        if count:  # only pages bound the sizes
-            state.pool = options.new_pool(plan, budget, i)
-            pools.append((state.pool, page, held))
-    _check_same("tensors without a layer", [], [*tensors])
-    for group, (table, *_), told in zip(groups, tables, facts["groups"], strict=True):
-        group.table = BlockTable.from_rows(budget, table, told["first"])
-        group.table.allocator.exact = group.window is not None
-        group.record_past = told["record_past"]
-    for pool, page, held in pools:
-        _fill_pool(pool, page, held, options)
-    return CacheSnapshot(options, groups, states, stock_layers, facts["open_ended"], budget)
-
-
-def _fill_pool(pool: PagePool, page: PagePool, held: Tensors, options: CacheOptions) -> None:
-    """Copy pages to a new pool like `page`, and free them."""
-    device = held["k"].device
-    key, value = (torch.empty_like(x, device=device) for x in page.empty_tokens(1))
-    ops.choose_backend(options.backend, device)  # raises where there is none
-    pool.allocate(key, value, len(held["k"]))
-    start = 0
-    for part in pool.parts():
-        for name, tensor in name_as_in_files(pool, part).items():
-            tensor[:] = held[name][start : start + len(tensor)]
-        start += len(part["k"])
-    held.clear()
-
-
-def make_page(facts: Facts, options: CacheOptions, storage: LayerPlan) -> tuple[PagePool, Tensors]:
-    """Return a pool of one page, on no device, for a layer's facts, and its tensors as in files."""
-    (heads, k_dim, v_dim), dtypes = facts["shape"], facts["dtypes"]
-    for size, least in ((heads, 1), (k_dim, 1), (v_dim, 0)):
-        _check_count("shape", size, least)
-    key, value = (
-        torch.empty((1, heads, 0, dim), dtype=_DTYPES[dtype], device="meta")
-        for dim, dtype in zip((k_dim, v_dim), dtypes, strict=True)
-    )
-    pool = options.new_pool(storage)
-    pool.allocate(key, value, 1)
-    return pool, name_as_in_files(pool, pool.parts()[0])
-
-
-def name_as_in_files(pool: PagePool, tensors: Tensors) -> Tensors:
-    """Return tensors of a pool as files have them: the scales of K and of V apart; views."""
-    tensors = dict(tensors)
-    scales = tensors.pop("token_scales", None)
-    if scales is not None:
-        k, v = scales.unbind(-1)
-        if not pool.k_is_auto:
-            tensors["k_scales"] = k
-        if not pool.v_is_auto:
-            tensors["v_scales"] = v
-    return tensors
+    layers = [states.pop(i, None) for i in range(len(states) + len(stock_layers))]
+    _check_same("layers and tensors that are too many", [], [*states, *tensors])
+    while pages:
+        pool, held = pages.pop()
+        pool.grow(len(held))
+        pool.fill(held)
+    open_ended = facts["open_ended"]
+    return CacheSnapshot(options, [*groups.values()], layers, stock_layers, open_ended, budget)
 
 
 def _read_turns(layer: Facts) -> Turns | None:
@@ -269,20 +232,10 @@ def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> Path:
     ]
     meta["options"] = _pack_options(snapshot.options, tensors)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    text = json.dumps(meta)
-    header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": text}
-    header["digest"] = _digest(text, contiguous)
+    header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(meta)}
+    header["digest"] = digest_of(header, contiguous)
     write_all({target: lambda part: save_file(contiguous, part, metadata=header)})
     return target
-
-
-def _digest(meta: str, tensors: Tensors) -> str:
-    """Return a digest of the facts of a file and of all tensors."""
-    digest = hashlib.sha256(meta.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
@@ -302,18 +255,15 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
 
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
-    facts = {name: value for name, value in vars(options).items() if name != "scales"}
-    layers = {"all": options.plan} if isinstance(options.plan, LayerPlan) else options.plan
-    facts["plan"] = {i: [str(side) for side in layer] for i, layer in layers.items()}
-    scales = options.scales
-    if not isinstance(scales, KVScales):
-        return facts | {"constant": scales}
-    for i, layer in scales.layers.items():
-        for side in ("k", "v", "k_center"):
-            tensor = getattr(layer, side)
-            if tensor is not None:
-                tensors[f"scales.{i}.{side}"] = tensor
-    return facts | {"scales": {"format": scales.format, "layers": list(scales.layers)}}
+    plan, scales = options.plan, options.scales
+    by_layer = {} if isinstance(plan, LayerPlan) else {i: [*map(str, x)] for i, x in plan.items()}
+    facts = {**vars(options), "plan": by_layer or [*map(str, plan)]}
+    if isinstance(scales, KVScales):
+        for i, layer in scales.layers.items():
+            parts = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
+            tensors |= {f"scales.{i}.{n}": part for n, part in parts.items() if part is not None}
+        facts["scales"] = {"format": scales.format, "layers": list(scales.layers)}
+    return facts
 
 
 def load(path: str | os.PathLike[str], device: str | torch.device | None) -> CacheSnapshot:
@@ -323,7 +273,7 @@ def load(path: str | os.PathLike[str], device: str | torch.device | None) -> Cac
         form = header.get("format"), header.get("version")
         _check_same("format and version", (CACHE_FORMAT, str(VERSION)), form)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    _check_same("digest", header["digest"], _digest(header["meta"], tensors))
+    _check_same("digest", header.pop("digest"), digest_of(header, tensors))
     meta = json.loads(header["meta"])
     for name in tensors:
         if device is not None and name.startswith(("layers.", "stock.")):
@@ -349,22 +299,20 @@ def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
 
 
 def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
-    facts = dict(facts)
-    told, scales = facts.pop("scales", None), facts.pop("constant", None)
-    plans = {i: LayerPlan.parse(*both) for i, both in facts["plan"].items()}
-    by_layer = {int(i): plan for i, plan in plans.items() if i != "all"}
-    facts["plan"] = by_layer or plans["all"]
-    facts["tensor_parallel"] = TensorParallel(*facts["tensor_parallel"])
-    if told is not None:
+    plan, scales = facts["plan"], facts["scales"]
+    plans = plan.items() if isinstance(plan, dict) else ()
+    by_layer = {int(i): LayerPlan.parse(*sides) for i, sides in plans}
+    if isinstance(scales, dict):
         layers = {}
-        for i in told["layers"]:
+        for i in scales["layers"]:
             k, v, center = (tensors.pop(f"scales.{i}.{x}", None) for x in ("k", "v", "k_center"))
             # A plan next to scales is theirs. Only a plan allows dynamic scales, and centers alone.
             layers[i] = LayerScales(k, v, center, plan=by_layer.get(i))
-        scales = wrap_scales(ScaleData(layers, told["format"]))
+        scales = wrap_scales(ScaleData(layers, scales["format"]))
     elif scales is not None:
         scales = check_constant(scales, "constant")
-    options = CacheOptions(scales=scales, **facts)
+    ranks = TensorParallel(*facts["tensor_parallel"])
+    plan = parse_plan(by_layer or LayerPlan.parse(*plan))
+    options = CacheOptions(**facts | {"plan": plan, "scales": scales, "tensor_parallel": ranks})
     options.check()
-    _check_same("V with a center", False, any(plan.v.centered for plan in plans.values()))
     return options

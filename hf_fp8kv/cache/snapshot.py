@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
-from .encoding import Encoding
 from .options import CacheOptions
 from .turns import Turns
 
@@ -22,24 +21,20 @@ class LayerSnapshot:
     """What one paged layer holds.
 
     Attributes:
-        index: the layer's number in the model.
         group: which page of the pool holds which token: a fork of the layer's group.
         length: tokens stored.
         pool: the bytes; None before the first token.
         k_center: `[B, Hkv, Dk]`, float32, or None.
         turns: how its keys turn, which is read from the config; None: not known.
         indexer: the tensors of its indexer, by name; None: it has none.
-        encoding: how its numbers are stored; None: to be looked up.
     """
 
-    index: int
     group: LayerGroup
     length: int
     pool: PagePool | None = None
     k_center: torch.Tensor | None = None
     turns: Turns | None = None
     indexer: dict[str, torch.Tensor] | None = None
-    encoding: Encoding | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -253,11 +253,11 @@ class OffloadedPool(PagePool):
         """The pool whose blocks operations read, with the pages that are on the device."""
         return self.device_pool
 
-    def parts(self) -> list[dict[str, torch.Tensor]]:
-        """Return every tensor in host memory by name, for each block: to read and to write."""
+    def fill(self, rows: torch.Tensor) -> None:
+        """Write all pages, `[P, bytes]`, in host memory."""
         self._bring_home()
         self._on_host[:] = True
-        return self.host_pool.parts()
+        self.host_pool.fill(rows)
 
     def take_rows(self, pages: npt.NDArray[np.integer] | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""

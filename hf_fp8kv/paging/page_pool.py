@@ -161,10 +161,6 @@ class PagePool:
         offsets = self._memory[1]
         return 0 if offsets is None else len(offsets)
 
-    def parts(self) -> list[dict[str, torch.Tensor]]:
-        """Return K, V and dynamic scales by name, for each block: views, the pages first."""
-        return [self.layout.split(block) for block in self._memory[0]]
-
     def take_rows(self, pages: npt.NDArray[np.integer] | torch.Tensor) -> torch.Tensor:
         """Return copies of pages, `[n, bytes]`; a tensor of numbers only if there is one block."""
         return take_pages(self._memory[0], pages)
@@ -173,9 +169,11 @@ class PagePool:
         """Write rows as `take_rows` returns them to pages."""
         put_pages(self._memory[0], pages, rows)
 
-    def take(self, pages: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
-        """Return copies of pages, by the name of the part."""
-        return self.layout.split(self.take_rows(pages))
+    def fill(self, rows: torch.Tensor) -> None:
+        """Write all pages, `[P, bytes]`."""
+        blocks = self._memory[0]
+        for block, part in zip(blocks, rows.split([*map(len, blocks)]), strict=True):
+            block.copy_(part)
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages; the content stays, new pages are zero.
@@ -276,7 +274,8 @@ class PagePool:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind, room for growth included: `pages`, `scales`, `tables`."""
-        scales = sum(part["token_scales"].nbytes for part in self.parts() if len(part) > 2)
+        blocks = self._memory[0] if self._has_scales else ()
+        scales = sum(self.layout.split(block)["token_scales"].nbytes for block in blocks)
         offsets = self._memory[1]
         return {
             "pages": self.pages * self.layout.size - scales, "scales": scales,

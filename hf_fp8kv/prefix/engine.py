@@ -14,8 +14,6 @@ from transformers.generation.continuous_batching.cache_allocators import cache_a
 from .file import Page, chain_keys
 from .store import PrefixStore
 
-_NAME = "block"
-
 
 class StoredBlocks:
     """The blocks of one allocator, and a store; `identity` says what else their bytes depend on.
@@ -26,7 +24,6 @@ class StoredBlocks:
     def __init__(self, store: PrefixStore, identity: str, allocator: Any) -> None:
         self._store, self._allocator = store, allocator
         self._slots, self._rows = int(allocator.tokens_per_page), allocator._copy_view
-        self._device: torch.device = self._rows.device
         self._pool, self._index = allocator.pool, allocator.index
         self._identity = f"{identity}.blocks.{self._rows.shape[1]}"
         # Of each block that was full once: the engine's hash of it and the key in the store, which
@@ -58,7 +55,9 @@ class StoredBlocks:
         if self._has_room():
             for page in self._store.read(wanted(), self._check):
                 if not blocks:
-                    self._wait()  # a step that runs may still write to what is free
+                    synchronize(
+                        self._rows.device
+                    )  # a step that runs may still write to what is free
                 name, key = asked[len(blocks)]
                 blocks.append(self._put(page))
                 allocator.ledger.register_new_hash(blocks[-1], name)
@@ -69,16 +68,14 @@ class StoredBlocks:
             self._missed.add(request_id)
             self._store.count(misses=1)
         if blocks:
-            self._wait()  # the engine computes on another stream
+            synchronize(self._rows.device)  # the engine computes on another stream
             # A block with a hash is kept for reuse, the last one to be given up first.
             for block in reversed(blocks):
                 allocator.ledger.release(block)
             self._store.count(hits=1, tokens_found=len(blocks) * slots)
 
     def _check(self, page: Page) -> None:
-        """Raise ValueError for a page that is no block of this engine; see `PrefixStore.read`."""
-        row, expected = page.tensors[_NAME], ((self._rows.shape[1],), torch.uint8)
-        if page.facts or len(page.tensors) > 1 or (row.shape, row.dtype) != expected:
+        if page.facts is not None or [*map(len, page.rows)] != [self._rows.shape[1]]:
             raise ValueError("not a block of this engine")
 
     def _has_room(self) -> bool:
@@ -89,15 +86,8 @@ class StoredBlocks:
         if not self._pool.count_free_blocks(self._index):
             self._pool.allocate_sector(self._index)
         (block,) = self._pool.get_free_blocks(self._index, 1)
-        self._rows.index_copy_(0, self._place(block), page.tensors[_NAME][None].to(self._device))
+        self._rows[block].copy_(page.rows[0])
         return int(block)
-
-    def _place(self, block: int) -> torch.Tensor:
-        return torch.tensor([block], device=self._device)
-
-    def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
 
     def keep(self, request_id: str, tokens: list[int], *, is_over: bool = False) -> None:
         """Store the blocks of a request that are full since the last time.
@@ -119,10 +109,16 @@ class StoredBlocks:
             self._missed.discard(request_id)
             first = 0
         if first < len(keys):
-            # One after the other: the engine's memory plan has no room for a copy of many blocks.
-            self._store.write(keys, lambda places: (self._copy(blocks[at]) for at in places), first)
+            self._store.write(keys, lambda places: self._copy([blocks[at] for at in places]), first)
         if is_over:
             self._store.touch(keys)
 
-    def _copy(self, block: int) -> Page:
-        return Page({_NAME: self._rows.index_select(0, self._place(block))[0].cpu()}, {})
+    def _copy(self, blocks: list[int]) -> Iterator[Page]:
+        # One after the other: the engine's memory plan has no room for a copy of many blocks.
+        return (Page([self._rows[block].to("cpu", copy=True)], None) for block in blocks)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that runs on a device."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

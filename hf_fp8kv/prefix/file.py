@@ -8,21 +8,22 @@ import numpy as np
 import torch
 from safetensors import torch as safetensors
 
-# Changes with what the numbers in a file mean.
-_FORMAT = "hf_fp8kv.prefix.2"
-# Where the digest will be.
-_NO_DIGEST = 64 * "0"
+from ..utils.digests import digest_of
+
+# Changes with what the bytes in a file mean.
+_FORMAT = "hf_fp8kv.prefix.3"
 
 
 class Page(NamedTuple):
-    """The numbers of one page of tokens.
+    """The bytes of one page of tokens.
 
     Attributes:
-        tensors: of all layers, by name, on the CPU.
-        facts: what else there is to say of them; goes through JSON.
+        rows: the page of each layer as its pool has it, or one block of an engine. Each is
+            `[bytes]`, uint8, on the CPU.
+        facts: everything else that a reader needs, for JSON.
     """
 
-    tensors: dict[str, torch.Tensor]
+    rows: list[torch.Tensor]
     facts: Any
 
 
@@ -41,38 +42,22 @@ def chain_keys(identity: str, ids: Any, page_size: int, after: str = "") -> list
     return keys
 
 
-def pack(key: str, page: Page) -> tuple[bytes, memoryview]:
-    """Return the content of a file, in two parts."""
-    facts = json.dumps(page.facts)
-    header = {"format": _FORMAT, "key": key, "facts": facts, "digest": _NO_DIGEST}
-    head, body = _split(safetensors.save(page.tensors, metadata=header))
-    return head.replace(_entry(_NO_DIGEST), _entry(_digest(head, body))), body
+def pack(key: str, page: Page) -> bytes:
+    """Return the content of a file."""
+    rows = {str(layer): row for layer, row in enumerate(page.rows)}
+    header = {"format": _FORMAT, "key": key, "facts": json.dumps(page.facts)}
+    header["digest"] = digest_of(header, rows)
+    return safetensors.save(rows, metadata=header)
 
 
 def unpack(key: str, data: bytes) -> Page:
     """Return the page in the content of a file; raises one of many errors if it is not one."""
-    head, body = _split(data)
-    header = json.loads(head[8:])["__metadata__"]
-    digest, facts = header["digest"], header["facts"]
+    rows = safetensors.load(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    if header.pop("digest") != digest_of(header, rows):
+        raise ValueError("its bytes are not those that were written")
     if header["format"] != _FORMAT or header["key"] != key:
         raise ValueError("another format, or another page than its name says")
-    if digest != _digest(head.replace(_entry(digest), _entry(_NO_DIGEST)), body):
-        raise ValueError("its bytes are not those that were written")
-    return Page(safetensors.load(data), json.loads(facts))
-
-
-def _split(data: bytes) -> tuple[bytes, memoryview]:
-    """Return the header of a safetensors file with its length, and the bytes of the tensors."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    return data[:start], memoryview(data)[start:]
-
-
-def _entry(digest: str) -> bytes:
-    # Quotes are escaped within strings, so that this is the entry and nothing else.
-    return f'"digest":"{digest}"'.encode()
-
-
-def _digest(head: bytes, body: memoryview) -> str:
-    digest = hashlib.sha256(head)
-    digest.update(body)
-    return digest.hexdigest()
+    if any((row.dtype, row.ndim) != (torch.uint8, 1) for row in rows.values()):
+        raise ValueError("not rows of bytes")
+    return Page([rows[str(layer)] for layer in range(len(rows))], json.loads(header["facts"]))

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -82,15 +82,13 @@ class PrefixFolder:
             if lock is not None:
                 _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))
 
-    def put(
-        self, lock: int, name: str, data: Sequence[bytes | memoryview], own: Collection[str]
-    ) -> bool:
+    def put(self, lock: int, name: str, data: bytes, own: Collection[str]) -> bool:
         """Write a file that is not there yet, whole or not at all; return whether there is room.
 
         The least recently used files make room, except for `own`, names of files that are used now.
-        `data` is the content, in parts. Raises OSError: a full disk, or one that cannot be written.
+        Raises OSError: a full disk, or one that cannot be written.
         """
-        if (size := sum(map(len, data))) > self._max_bytes:
+        if (size := len(data)) > self._max_bytes:
             return False
         if (total := _read_total(lock)) is None:
             total = self._count(lock)
@@ -104,7 +102,7 @@ class PrefixFolder:
             unfinished.unlink()  # of a process that is gone: the lock is ours
         try:
             with unfinished.open("xb") as file:  # not through a link
-                file.writelines(data)
+                file.write(data)
             os.replace(unfinished, self.path / name)
         except FileExistsError:
             raise  # not ours to remove

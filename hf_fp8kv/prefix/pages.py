@@ -15,7 +15,6 @@ from ..cache.options import CacheOptions
 from ..cache.snapshot import CacheSnapshot
 from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
-from ..paging.page_pool import PagePool
 from ..scales import KVScales
 from ..utils.digests import digest_of
 from .file import Page, chain_keys
@@ -112,13 +111,13 @@ class StoredPrompt:
         most = (self._length - 1) // size
         if not keys or not most or cache.host_length():
             return
-        pages, layers = self._read(most)
+        pages = self._read(most)
         missing = (at for at in range(most) if any(row[at] not in pages for row in keys))
         if not (count := next(missing, most)):
             store.count(misses=len(keys))
             return
         try:
-            cache.adopt(self._unpack(count, pages, layers))
+            cache.adopt(self._unpack(count, pages))
         except OutOfPagesError:
             return  # the computation of these tokens raises this error with a better message
         self.restored, tokens = count, len(keys) * count * size
@@ -163,80 +162,63 @@ class StoredPrompt:
         for group in passing:
             group.crop(0)
 
-    def _read(self, most: int) -> tuple[dict[str, Page], list[Facts]]:
+    def _read(self, most: int) -> dict[str, Page]:
         """Return the first `most` pages of each row, up to one that is not there, by key.
 
-        Also what each says of its layers: what this cache would, for the sizes in the first page.
+        Each page has the facts and the sizes that this cache would write, for the sizes of heads
+        that the first page names.
         """
         pages: dict[str, Page] = {}
-        layers: list[Facts] = []
-        shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        paged, options = self._cache.paged_layers, self._cache.options
+        facts: list[Facts] = []
+        sizes: list[int] = []
+        paged, options, cpu = self._cache.paged_layers, self._cache.options, torch.device("cpu")
 
         def check(page: Page) -> None:
-            for i, layer in enumerate(() if pages else paged):
-                told = page.facts["layers"][i]
-                pool, held = serialization.make_page(told, options, layer.store.encoding.plan)
-                layers.append(_describe(layer, pool, held))
-                shapes.update({f"{i}.{name}": (x.shape[1:], x.dtype) for name, x in held.items()})
-                options.layer_scales(layer.index, *layers[i]["shape"])  # ScaleError: other heads
-            found = {name: (x.shape, x.dtype) for name, x in page.tensors.items()}
-            if page.facts != {"layers": layers} or found != shapes:
+            if not facts:
+                for layer, told in zip(paged, page.facts, strict=True):
+                    pool = serialization.make_pool(told, options, layer.index, cpu)
+                    facts.append(serialization.describe(pool))
+                    sizes.append(pool.layout.size)
+                    options.layer_scales(layer.index, *told["shape"])  # ScaleError: other heads
+            if page.facts != facts or [*map(len, page.rows)] != sizes:
                 raise ValueError("not what this model's cache would write")
 
         wanted = dict.fromkeys(row[at] for at in range(most) for row in self._keys)
         pages.update(zip(wanted, self._store.read(wanted, check), strict=False))
-        return pages, layers
+        return pages
 
-    def _unpack(self, count: int, pages: dict[str, Page], layers: list[Facts]) -> CacheSnapshot:
+    def _unpack(self, count: int, pages: dict[str, Page]) -> CacheSnapshot:
         """Return a snapshot of a cache that holds the first `count` pages of each row."""
         cache, keys, options = self._cache, self._keys, self._cache.options
-        length = count * options.page_size
+        length, facts = count * options.page_size, next(iter(pages.values())).facts
+        places = {key: place for place, key in enumerate(pages)}
+        rows = [*zip(*(page.rows for page in pages.values()), strict=True)]  # of each layer
+        pages.clear()
         tensors: dict[str, torch.Tensor] = {}
         groups: list[Facts] = []
-        used: dict[int | None, tuple[int, list[str]]] = {}
         for g, (window, group) in enumerate(cache.groups.items()):
             seen = 0 if group.record_past else group.visible_from(length)
             first = min(seen, length - 1) // options.page_size
-            numbers: dict[str, int] = {}
-            rows = [[numbers.setdefault(x, len(numbers)) for x in row[first:count]] for row in keys]
-            tensors[f"groups.{g}.table"] = torch.tensor(rows, dtype=torch.int32, device="cpu")
-            groups.append({"window": window, "first": first, "record_past": group.record_past})
-            used[window] = g, list(numbers)
-        described = []
-        for i, layer in enumerate(layers):
-            g, names = used[layer["window"]]
-            for name in layer["tensors"]:
-                parts = [pages[key].tensors.pop(f"{i}.{name}") for key in names]
-                tensors[f"layers.{i}.{name}"] = torch.stack(parts)
-            center = options.layer_scales(layer["index"], *layer["shape"])[2]
-            if center is not None:
-                tensors[f"layers.{i}.k_center"] = center.expand(len(keys), -1, -1).contiguous()
-            described.append({**layer, "kind": "paged", "group": g, "length": length})
-        facts = {"groups": groups, "layers": described, "open_ended": False}
-        return serialization.unpack(facts, tensors, options, [])
+            used, table = np.unique([row[first:count] for row in keys], return_inverse=True)
+            table = table.reshape(len(keys), -1).astype(np.int32)
+            tensors[f"groups.{g}.table"] = torch.from_numpy(table)
+            layers = []
+            for i in (layer.index for layer in cache.paged_layers if layer.store.group is group):
+                layers.append({"index": i, "length": length, **facts[i]})
+                held, rows[i] = rows[i], ()
+                tensors[f"layers.{i}.pages"] = torch.stack([held[places[key]] for key in used])
+                center = options.layer_scales(i, *facts[i]["shape"])[2]
+                if center is not None:
+                    tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)
+            groups.append({"window": window, "record_past": group.record_past, "layers": layers})
+        return serialization.unpack({"groups": groups, "open_ended": False}, tensors, options, [])
 
 
 def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:
     """Return the pages of one row of a cache, by their places in it."""
-    tensors: list[dict[str, torch.Tensor]] = [{} for _ in places]
-    facts = []
-    for i, layer in enumerate(layers):
-        pool, group = layer.store.pool, layer.store.group
-        numbers = group.table.rows[row, np.array(places)]
-        held = serialization.name_as_in_files(pool, pool.take(numbers))
-        for name, tensor in held.items():
-            for at, part in enumerate(tensor.cpu()):
-                tensors[at][f"{i}.{name}"] = part.contiguous()
-        facts.append(_describe(layer, pool, held))
-    return [Page(part, {"layers": facts}) for part in tensors]
-
-
-def _describe(layer: Any, pool: PagePool, tensors: dict[str, torch.Tensor]) -> Facts:
-    """Return the facts that a page has of one layer."""
-    return {
-        "index": layer.index,
-        "window": layer.sliding_window,
-        **serialization.describe(pool, layer.store.encoding.plan),
-        "tensors": list(tensors),
-    }
+    rows = []
+    for layer in layers:
+        numbers = layer.store.group.table.rows[row, np.array(places)]
+        rows.append(layer.store.pool.take_rows(numbers).cpu())
+    facts = [serialization.describe(layer.store.pool) for layer in layers]
+    return [Page([*of_layers], facts) for of_layers in zip(*rows, strict=True)]

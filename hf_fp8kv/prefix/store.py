@@ -43,7 +43,6 @@ _PATIENCE, _LITTLE_PATIENCE = 2.0, 0.1
 READERS, _MOST_QUEUED = min(os.cpu_count() or 1, 8), 1 << 30
 
 _T = TypeVar("_T")
-_Loaded = tuple[Page, int]  # a page and the bytes that were read for it
 
 
 class StoreUsage(NamedTuple):
@@ -55,7 +54,7 @@ class StoreUsage(NamedTuple):
         hits: texts that found a beginning here.
         misses: texts that did not.
         tokens_found: tokens of hits, over all sequences.
-        bytes_read: of files, in hits.
+        bytes_read: of files.
         bytes_written: of files.
         files_refused: damaged or foreign files that were met.
     """
@@ -165,32 +164,31 @@ class PrefixStore:
         keys = iter(keys)
         with ThreadPoolExecutor(READERS) as pool:
 
-            def start(most: int) -> list[tuple[str, Future[_Loaded]]]:
+            def start(most: int) -> list[tuple[str, Future[Page]]]:
                 return [(key, _start(pool, partial(self._load, key))) for key in islice(keys, most)]
 
             ahead = deque(start(1))  # alone: a store often has none
             while ahead:
                 key, loaded = ahead.popleft()
                 try:
-                    page, size = loaded.result()
-                    check(page)
+                    check(page := loaded.result())
                 except FileNotFoundError:
                     return
                 except Exception as error:  # a file may hold anything
                     self.refuse(key, error)
                     return
-                self.count(bytes_read=size)
                 ahead += start(READERS - len(ahead))
                 yield page
 
-    def _load(self, key: str) -> _Loaded:
-        """Return a page and the bytes that were read for it. Raises OSError or ValueError."""
+    def _load(self, key: str) -> Page:
+        """Return a page. Raises OSError or ValueError."""
         if key in self._refused:
             raise FileNotFoundError(key)
         if (queued := self._queued.get(key)) is not None:
-            return Page(dict(queued.tensors), queued.facts), 0
+            return queued
         data = self._folder.read(self._file(key).name)
-        return unpack(key, data), len(data)
+        self.count(bytes_read=len(data))
+        return unpack(key, data)
 
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"
@@ -239,8 +237,8 @@ class PrefixStore:
             missing.append(at)
         if not missing or not self._writes:
             return
-        queued = (x for page in list(self._queued.values()) for x in page.tensors.values())
-        if sum(tensor.nbytes for tensor in queued) > _MOST_QUEUED:
+        queued = (row for page in list(self._queued.values()) for row in page.rows)
+        if sum(map(len, queued)) > _MOST_QUEUED:
             self.flush()
         try:
             pages = dict(zip((keys[at] for at in missing), make(missing), strict=True))
@@ -287,7 +285,7 @@ class PrefixStore:
                     data = pack(key, page)
                     if not self._folder.put(lock, file.name, data, own):
                         break  # the text alone takes all there is: its beginning is stored
-                    self.count(bytes_written=sum(map(len, data)))
+                    self.count(bytes_written=len(data))
         except MemoryError:
             warn_once(logger, _NO_MEMORY.format(self))
         except (OSError, ImportError) as error:

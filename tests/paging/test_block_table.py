@@ -53,14 +53,10 @@ def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
     """Token `[b, t]` of the list is then in position `start + t` of sequence `b`."""
     pages, slots = places(rows, start, tokens.shape[1], pool.page_size)
-    held = whole(pool)
-    for _, by_slot, stored in compared(held, tokens):
+    held = pool.take_rows(np.arange(pool.pages))
+    for _, by_slot, stored in compared(pool.layout.split(held), tokens):
         by_slot[pages, slots] = stored
-    first = 0
-    for part in pool.parts():
-        for name, tensor in part.items():
-            tensor.copy_(held[name][first : first + len(tensor)])
-        first += len(part["k"])
+    pool.fill(held)
 
 
 def compared(

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv import ops
 from hf_fp8kv.formats import LayerPlan
+from hf_fp8kv.ops.blocks import blocks_of
 from hf_fp8kv.paging import page_pool
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
@@ -53,19 +54,22 @@ layouts = pytest.mark.parametrize("in_one", [True, False], ids=["one block", "bl
 
 def whole(pool: PagePool) -> dict[str, torch.Tensor]:
     """Copies of all pages."""
-    return {name: torch.cat([part[name] for part in pool.parts()]) for name in pool.parts()[0]}
+    return pool.layout.split(pool.take_rows(np.arange(pool.pages)))
 
 
 def fill(pool: PagePool) -> dict[str, torch.Tensor]:
     """Every number of every tensor is then random; returns copies."""
-    for part in pool.parts():
-        for tensor in part.values():
-            tensor.copy_(torch.randint(1, 250, tensor.shape))
+    rows = pool.take_rows(np.arange(pool.pages))
+    for tensor in pool.layout.split(rows).values():
+        tensor.copy_(torch.randint(1, 250, tensor.shape))
+    pool.fill(rows)
     return whole(pool)
 
 
 def addresses(pool: PagePool) -> list[int]:
-    return [tensor.data_ptr() for part in pool.parts() for tensor in part.values()]
+    table = torch.zeros((1, 1), dtype=torch.int32)
+    pages = pool.record(LayerPlan.parse("int8", "int8"), table, None, None, None)
+    return [block.data_ptr() for block in blocks_of(pages)]
 
 
 def assert_holds(pool: PagePool, expected: dict[str, torch.Tensor]) -> None:

@@ -168,7 +168,6 @@ def test_a_request_is_asked_about_once(tmp_path: Path) -> None:
         cache.takes_prefix = lambda request: asked.append(request) or True
         ask(words(4 * PAGE))
         assert len(asked) == 1
-        assert not cache._stored._missed, "a request that is over is forgotten"
 
 
 def test_a_request_that_waits_reads_nothing(tmp_path: Path) -> None:
@@ -192,10 +191,11 @@ def test_a_request_that_waits_reads_nothing(tmp_path: Path) -> None:
         pool.free_blocks(allocator.index, free[2:])
         cache.free_blocks("waits")
         # A text that is not stored counts as one miss, even if it is looked up often.
-        misses = store.counts()["misses"]
-        for _ in range(3):
-            assert cache.search_prefix_match("other", words(6 * PAGE, seed=8)) == 0
-        assert store.counts()["misses"] == misses + 1
+        for misses in (1, 2):
+            for _ in range(3):
+                assert cache.search_prefix_match("other", words(6 * PAGE, seed=8)) == 0
+            assert store.counts()["misses"] == before["misses"] + misses
+            cache.free_blocks("other")  # a request that is over is forgotten
 
 
 def test_no_step_runs_while_blocks_are_filled(
@@ -204,14 +204,15 @@ def test_no_step_runs_while_blocks_are_filled(
     """On a GPU the engine computes on a separate stream."""
     text = words(3 * PAGE + 3)
     answers(tmp_path, [text])
-    done: list[str] = []
-    put = engine_module.StoredBlocks._put
-    monkeypatch.setattr(engine_module.StoredBlocks, "_wait", lambda _: done.append("wait"))
-    monkeypatch.setattr(
-        engine_module.StoredBlocks, "_put", lambda self, page: done.append("put") or put(self, page)
-    )
-    answers(tmp_path, [text])
-    assert done == ["wait", "put", "put", "put", "wait"]
+    with engine(PrefixStore(tmp_path)) as (_, cache):
+        (allocator,) = cache.cache_allocators.values()
+        before, waits = held(allocator), list[int]()
+        monkeypatch.setattr(
+            engine_module, "synchronize", lambda _: waits.append(held(allocator) - before)
+        )
+        assert cache.search_prefix_match("new", text) == 3 * PAGE
+        assert waits == [0, 3]
+        cache.free_blocks("new")
 
 
 def test_blocks_that_are_there_already_stay_free(tmp_path: Path) -> None:
@@ -283,13 +284,12 @@ def test_what_cannot_have_a_store_is_refused(
 # Damaged files, and whole files with a wrong page. None means the page in a file that is cut.
 LIES: tuple[Callable[[torch.Tensor], Page | None], ...] = (
     lambda _: None,
-    lambda row: Page({"block": row[:-1]}, {}),
-    lambda row: Page({"block": row}, {"layers": []}),
-    lambda row: Page({}, {}),
-    lambda row: Page({"rows": row}, {}),
-    lambda row: Page({"block": row, "more": row.clone()}, {}),
-    lambda row: Page({"block": row[None]}, {}),
-    lambda row: Page({"block": row.view(torch.int8)}, {}),
+    lambda row: Page([row[:-1]], None),
+    lambda row: Page([row], []),
+    lambda _: Page([], None),
+    lambda row: Page([row, row.clone()], None),
+    lambda row: Page([row[None]], None),
+    lambda row: Page([row.view(torch.int8)], None),
 )
 
 
@@ -306,8 +306,8 @@ def test_files_that_lie_are_computed_again(
     for path in tmp_path.glob("*.safetensors"):
         (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
         assert page is not None
-        other = lie(page.tensors["block"])
-        content = b"".join(pack(path.stem, other)) if other else path.read_bytes()[:-1]
+        other = lie(page.rows[0])
+        content = pack(path.stem, other) if other else path.read_bytes()[:-1]
         path.write_bytes(content)
     said, _, found = answers(tmp_path, [text])
     assert said == expected

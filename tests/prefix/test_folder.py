@@ -26,7 +26,7 @@ def folder_at(path: Path) -> PrefixFolder:
 def put(folder: PrefixFolder, name: str, size: int, own: tuple[str, ...] = ()) -> bool:
     with folder.lock(0.0) as lock:
         assert lock is not None
-        is_there = folder.put(lock, name, [bytes(size)], {*own, name})
+        is_there = folder.put(lock, name, bytes(size), {*own, name})
     for used in (*own, name) if is_there else own:  # as a store touches the pages of a prompt
         touch(folder, used)
     return is_there
@@ -131,7 +131,7 @@ def test_files_from_the_future_go_before_new_ones(tmp_path: Path) -> None:
     for number in range(5, 9):
         with folder.lock(0.0) as lock:
             assert lock is not None
-            assert folder.put(lock, f"page{number}", [bytes(20)], ())
+            assert folder.put(lock, f"page{number}", bytes(20), ())
     names = {file.name for file in folder.files()}
     assert len(names) == 5
     assert names > {"page5", "page6", "page7", "page8"}

@@ -283,7 +283,7 @@ MUTANTS = (
     ),
     Mutant(
         "save: centers are lost", "cache/serialization.py",
-        "            if layer.k_center is not None:", "            if False:",
+        "                if layer.k_center is not None:", "                if False:",
         "tests/cache/test_golden_files.py tests/cache/test_cache.py tests/cache/test_centers.py",
     ),
     Mutant(
@@ -293,8 +293,8 @@ MUTANTS = (
     ),
     Mutant(
         "prefix store: the digest is not checked", "prefix/file.py",
-        "if digest != _digest(head.replace(_entry(digest), _entry(_NO_DIGEST)), body):",
-        "if False:",
+        'if header.pop("digest") != digest_of(header, rows):',
+        'if not header.pop("digest"):',
         "tests/prefix/test_store.py tests/prefix/test_folder.py",
     ),
     Mutant(

@@ -1,8 +1,8 @@
 """Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
 
 Each case is two files: `NAME.safetensors`, a cache after a prompt, and
-`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are of version 2, and
-hold the tokens of the files of version 1 that they replaced. Write them anew only with a new
+`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are of version 3, and
+hold the tokens of the files of version 2 that they replaced. Write them anew only with a new
 version of the format.
 """
 
