@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..ops import Pages
 from ..paging.passage import Passage
 from ..utils.tensors import without_grad
-from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export
+from .layer import PagedLayerBase, parse_crop, refuse_export
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
 
@@ -151,8 +151,7 @@ class FP8PagedLayer(PagedLayerBase):
         """Return the columns of the mask, and the position of the first."""
         length = self.get_seq_length()
         start = self.group.visible_from(length)
-        columns = length + query_length - start
-        return (columns if torch.compiler.is_compiling() else MaskLength(columns)), start
+        return length + query_length - start, start
 
     def get_max_length(self) -> int:
         """Return -1, no maximum, or the window of a sliding layer, as transformers' layers do."""

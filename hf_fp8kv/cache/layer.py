@@ -16,13 +16,9 @@ from ..paging.offloading import OffloadedPool
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .options import CacheOptions
-from .paged_tensor import PagedKV, densify, make_handle, make_handles
+from .paged_tensor import PagedKV, densify, make_handles
 from .snapshot import LayerSnapshot
 from .turns import Turns
-
-
-class MaskLength(int):
-    """The columns of a mask for paged layers: functions that make masks are not given the cache."""
 
 
 class PagedLayerBase(CacheLayerMixin):
@@ -183,12 +179,7 @@ class PagedLayerBase(CacheLayerMixin):
     ) -> tuple[PagedKV, PagedKV]:
         ragged = self.options.is_preallocated
         span = (start, stop, self.group.window or 0, ragged, self.backend)
-        if not torch.compiler.is_compiling():
-            return make_handles(pages, lengths, plan, (self.dtype, self.v_dtype), *span)
-        return (
-            make_handle(pages, lengths, plan, "k", self.dtype, *span),
-            make_handle(pages, lengths, plan, "v", self.v_dtype, *span),
-        )
+        return make_handles(pages, lengths, plan, (self.dtype, self.v_dtype), *span)
 
     @property
     def keys(self) -> PagedKV | None:

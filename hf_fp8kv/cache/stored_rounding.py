@@ -12,7 +12,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..utils.tensors import without_grad
 from .options import CacheOptions
-from .paged_tensor import PagedKV, make_handle
+from .paged_tensor import PagedKV, make_handles
 
 Tensor = torch.Tensor
 
@@ -59,9 +59,7 @@ class StoredRounding:
             pages = pool.record(plan, table.view(batch, columns), k_scale, v_scale, k_center)
             ops.write(pages, key, value, lengths, backend)
             span = (0, tokens, 0, False, backend)
-            k = make_handle(pages, lengths, None, "k", key.dtype, *span)
-            v = make_handle(pages, lengths, None, "v", value.dtype, *span)
-        return k, v
+            return make_handles(pages, lengths, None, (key.dtype, value.dtype), *span)
 
     def read(
         self, stored: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor
