@@ -19,7 +19,7 @@ from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent
-from .compact import is_compact, unpack
+from .compact import CompactMask
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,6 @@ def fp8_paged_attention(
             that holds no FP8 pages or cannot serve this model.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # Compact masks are made for causal patterns only, whatever the module's `is_causal` says.
-    causal = causal or is_compact(attention_mask)
     # By position, which takes half of the time that names do.
     spec = AttentionSpec(
         float(query.shape[-1] ** -0.5 if scaling is None else scaling), bool(causal),
@@ -224,37 +222,34 @@ def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tenso
 
 def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> AttentionSpec:
     """Return a spec with the layer's window, and masks and bias as the operations take them."""
-    complete = spec.mask is not None and not is_compact(spec.mask)
-    window = spec.window or key.window
-    if complete:
-        # A complete mask includes the window. But a preallocated sliding layer keeps the tokens
-        # behind its window, which transformers' own layers do not: no mask shows them, and they
-        # need not be read.
+    mask, bounds, window = spec.mask, None, spec.window or key.window
+    if mask is not None:
+        # A mask includes the window. But a preallocated sliding layer keeps the tokens behind its
+        # window, which transformers' own layers do not: no mask shows them, and they need not be
+        # read.
         window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
-    bias = _cut_to_keys(spec.bias, key)
-    mask: Tensor | None
-    bounds = None
-    if spec.mask is not None and not complete:
-        mask, bounds, _ = unpack(spec.mask, key.start, key.stop)
-    else:
-        mask = _cut_to_keys(spec.mask, key)
-    if mask is not None and mask.dtype == torch.bool and mask.shape[1] > 1:
-        mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
-    bias = None if bias is None else without_grad(bias)
-    causal, sinks = spec.causal and not complete, _detach_sinks(spec.sinks)
+    causal, bias = spec.causal and mask is None, spec.bias
+    if isinstance(mask, CompactMask):
+        causal, window, bounds = True, spec.window or mask.window or window, mask.bounds
+        mask = mask.columns(key.start, key.stop)
+    elif mask is not None:
+        mask = _cut_to_keys(mask, key)
+        if mask.dtype == torch.bool and mask.shape[1] > 1:
+            mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
+    if bias is not None:
+        bias = without_grad(_cut_to_keys(bias, key))
     return spec._replace(
-        causal=causal, window=window, sinks=sinks, mask=mask, bias=bias, bounds=bounds
-    )
+        causal=causal, window=window, sinks=_detach_sinks(spec.sinks), mask=mask, bias=bias,
+        bounds=bounds,
+    )  # fmt: skip
 
 
 def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
     return None if sinks is None else without_grad(sinks).reshape(-1)
 
 
-def _cut_to_keys(mask: Tensor | None, key: PagedKV) -> Tensor | None:
+def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
     """Return a mask or bias cut to the columns of `key`; raise ConfigError if it is too narrow."""
-    if mask is None:
-        return None
     columns = mask.shape[3] if mask.ndim == 4 else 0
     if columns == key.shape[2]:
         return mask
@@ -311,9 +306,11 @@ def _dense_attention(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Attend over dense K and V with transformers' own code."""
-    window, start, filled = spec.window, 0, None
+    window, start, filled = spec.window, None, None
     if isinstance(key, PagedKV):
-        window, start = window or key.window, key.start
+        start = key.start
+        if spec.mask is None:  # a mask includes the window
+            window = window or key.window
         filled = key.lengths if key.ragged else None
     is_latent = isinstance(key, PagedKV) and latent.passes_latents(module, key, value)
     key, value = densify(key), densify(value)

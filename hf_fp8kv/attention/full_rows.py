@@ -15,7 +15,6 @@ Tensor = torch.Tensor
 # MKL takes its code for few rows below 4 for each thread, and leaves the last thread a rest: from
 # 12 rows on every row was the same in calls of any size, with 1 to 8 threads.
 ROWS = 16
-_SHAPE = "_hf_fp8kv_shape"
 
 
 def install_full_rows(model: torch.nn.Module) -> None:
@@ -37,26 +36,18 @@ def remove_full_rows(model: torch.nn.Module) -> None:
 
 
 def _is_concerned(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype == torch.float32
+    return x.is_cpu and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
 def _fill_up(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    if not args or torch.compiler.is_compiling() or not _is_concerned(args[0]):
+    """Add an axis in front, and zeros along it up to `ROWS` rows."""
+    if not args or not _is_concerned(args[0]):
         return None
-    states: Tensor = args[0]
-    shape = states.shape[:-1]
-    if not 0 < shape.numel() < ROWS:
-        return None
-    rows = states.reshape(-1, states.shape[-1])
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, ROWS - len(rows)))
-    vars(rows)[_SHAPE] = shape
-    return rows, *args[1:]
+    states: Tensor = args[0][None]
+    if missing := (ROWS - 1) // max(states.shape[:-1].numel(), 1):
+        states = torch.nn.functional.pad(states, (0, 0) * (states.ndim - 1) + (0, missing))
+    return states, *args[1:]
 
 
 def _cut_off(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-    if not args or torch.compiler.is_compiling():
-        return None
-    shape: torch.Size | None = vars(args[0]).get(_SHAPE)
-    if shape is None:
-        return None
-    return output[: shape.numel()].view(*shape, output.shape[-1])
+    return output[0] if args and _is_concerned(args[0]) else None

@@ -86,15 +86,18 @@ class _Position(_Unknown):
         return _Unknown()
 
 
-def causal_window(function: Callable[..., Any]) -> int | None:
+def causal_window(function: Callable[..., Any], *, plain: bool = False) -> int | None:
     """Return the window of a causal pattern, 0 for a plain one; None for every other pattern.
 
-    Under torch.compile ask `is_safe_to_follow` first: what cannot be followed cannot be caught.
+    torch.compile cannot trace a function that looks into a tensor of positions. So there it is
+    called only if it is `plain`: no position is packed, no chunk is named by the config, and no
+    function of a caller takes part (these use vmap). Blocks are joined by another function.
     """
     if function is causal_mask_function:
         return 0
     if torch.compiler.is_compiling():
-        return _follow(function)
+        safe = plain and getattr(function, "__name__", "") == "and_mask"
+        return _follow(function) if safe else None
     try:
         return _follow(function)
     except Exception:  # whatever a function does that looks at values
@@ -106,15 +109,3 @@ def _follow(function: Callable[..., Any]) -> int | None:
     if not isinstance(allowed, _Distances) or allowed.low != 0:
         return None
     return 0 if allowed.high is None else allowed.high + 1
-
-
-def is_safe_to_follow(function: Callable[..., Any], config: Any, uses_vmap: bool) -> bool:
-    """Whether torch.compile can trace `function` with positions that are no numbers.
-
-    A function that looks into a tensor of positions cannot be traced: blocks are joined by another
-    function ("or_mask"), chunks are named by the config, and a caller's own functions use vmap.
-    """
-    if function is causal_mask_function:
-        return True
-    chunked = getattr(config, "attention_chunk_size", None) is not None
-    return getattr(function, "__name__", "") == "and_mask" and not uses_vmap and not chunked

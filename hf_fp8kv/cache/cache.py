@@ -15,6 +15,7 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.model_support import caches_latents, refuse_config
+from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
@@ -211,10 +212,6 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             return densify(keys), densify(values)
         return keys, values
 
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Return the position of the next query; for masks, see `PagedLayers.mark_offset`."""
-        return self._paged.mark_offset(super().get_query_offset(layer_idx))
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the columns of the mask, and the position of the first.
 
@@ -226,9 +223,10 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
                 f"expected a token that the cache does not hold yet, got none (it holds "
                 f"{self.host_length()}); pass a longer text, or call crop, reset or enable(model)"
             )
-        self._paged.ask_for_padding(query_length)
         pass_exact_states()  # before the first layer; a model may have come after its cache
-        return super().get_mask_sizes(query_length, layer_idx)
+        columns, start = super().get_mask_sizes(query_length, layer_idx)
+        step.request = self._paged.mask_request(query_length, columns, start)
+        return columns, start
 
     def host_length(self) -> int:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""

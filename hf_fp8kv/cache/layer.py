@@ -16,10 +16,6 @@ from .options import CacheOptions
 from .paged_tensor import PagedKV, densify
 
 
-class MaskLength(int):
-    """The columns of a mask for paged layers: functions that make masks are not given the cache."""
-
-
 class FP8PagedLayer(CacheLayerMixin):
     """A layer stored in pages.
 
@@ -166,8 +162,7 @@ class FP8PagedLayer(CacheLayerMixin):
         length = self.store.length
         if isinstance(length, HostLength):
             start = length.group.visible_from(length.stored)
-            columns = length.stored + query_length - start
-            return (columns if torch.compiler.is_compiling() else MaskLength(columns)), start
+            return length.stored + query_length - start, start
         if length.is_empty and self.options.prefill == "exact" and self._attends_pages():
             return query_length, 0
         length.check_room(query_length)

@@ -14,7 +14,7 @@ from ..paging.offloading import OffloadedPool
 from ..paging.page_pool import PagePool
 from .encoding import Encoding
 from .indexers import Indexer
-from .paged_tensor import PagedKV, make_handle, make_handles
+from .paged_tensor import PagedKV, make_handles
 from .snapshot import LayerSnapshot
 
 
@@ -123,12 +123,7 @@ class LayerStore:
         window = self.group.window or 0
         span = (call.start, call.stop, window, is_fixed, backend)
         dtypes = encoding.dtype, encoding.v_dtype
-        if not torch.compiler.is_compiling():
-            return make_handles(pages, call.lengths, plan, dtypes, *span)
-        return (
-            make_handle(pages, call.lengths, plan, "k", dtypes[0], *span),
-            make_handle(pages, call.lengths, plan, "v", dtypes[1], *span),
-        )
+        return make_handles(pages, call.lengths, plan, dtypes, *span)
 
     def _query_rows(self, tokens: int) -> int:
         """Return the query rows of each KV head, as far as is known."""

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 from ..errors import ConfigError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers, shares_keys
+from ..modeling.step import MaskRequest
 from ..modeling.tensor_parallel import check_divides, kv_heads, query_heads
 from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup
@@ -223,22 +224,16 @@ class PagedLayers:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
         return max(self.host_lengths(), default=0)
 
-    def ask_for_padding(self, tokens: int) -> None:
-        """Have the next mask say which of these new tokens are padding, if a center needs it."""
-        if self.options.first_call_centers:
-            is_empty = not self.layers or self.layers[0].is_empty
-            self.first_tokens.ask(tokens, is_empty=is_empty)
-
-    def mark_offset(self, offset: Any) -> Any:
-        """Return a first position of 0 as a tensor `[]`, int32, if K and V will be stored ones.
-
-        By such a tensor the mask function knows a preallocated cache, whose masks are as wide at
-        its first call as at the others, unless that call attends to its own tokens.
-        """
-        is_stored = self.options.is_preallocated and self.options.prefill == "stored"
-        if is_stored and isinstance(offset, int) and offset == 0:
-            return torch.zeros((), dtype=torch.int32, device="cpu")
-        return offset
+    def mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
+        """Return what the mask function needs from this cache besides these sizes."""
+        options, is_empty = self.options, not self.layers or self.layers[0].is_empty
+        observes = options.first_call_centers and self.first_tokens.observes(tokens, is_empty)
+        # Transformers' own layers with a window keep fewer columns, and shift them.
+        is_stored = not is_empty or options.prefill == "stored"
+        preallocated = is_stored and columns == options.max_cache_len
+        observer = self.first_tokens if observes else None
+        growing = not options.is_preallocated
+        return MaskRequest((tokens, columns, start), preallocated, growing, observer)
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if a window no longer holds what `crop` would go back to."""

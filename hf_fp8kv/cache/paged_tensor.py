@@ -9,8 +9,7 @@ A handle is a view of the pages as they are when it is read, not a snapshot.
 """
 
 import logging
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -24,19 +23,83 @@ from ..utils.warn_once import warn_once
 logger = logging.getLogger(__name__)
 
 
-# What a handle carries besides its dtype: the fields of its pages, and these.
-_OWN_FIELDS = ("lengths", "plan", "side", "start", "stop", "window", "ragged", "backend")
-_FIELDS = (*PAGE_FIELDS, *_OWN_FIELDS)
+class StandIn(torch.Tensor):
+    """A tensor that is made when code uses it as a tensor.
 
-
-class PagedKV(torch.Tensor):
-    """Stored keys or values that look like a dense `[B, Hkv, stop - start, D]` tensor.
-
-    Made by `make_handle`, which says what each attribute is; those of the pages are called as in
-    `PAGE_FIELDS`. All are plain attributes, tensors and constants, because that is what
-    `torch.compile` can read from a subclass.
+    Until then it carries its `FIELDS`. They are plain attributes, tensors and constants, because
+    that is what `torch.compile` can read from a subclass.
     """
 
+    FIELDS: ClassVar[tuple[str, ...]]
+
+    # `.shape` and `.dtype` then cost what they cost on any tensor. (torch declares these methods
+    # without types, so mypy sees overrides that differ.)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def wrap(cls, attributes: dict[str, Any], size: Any, dtype: Any, device: Any) -> Any:
+        """Return a wrapper with these attributes; the dictionary becomes its own."""
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        wrapper.__dict__ = attributes
+        return wrapper
+
+    def dense(self) -> torch.Tensor:
+        """Return the tensor that this one looks like."""
+        raise NotImplementedError
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        attributes = {name: getattr(self, name) for name in self.FIELDS}
+        tensors = [name for name, x in attributes.items() if isinstance(x, torch.Tensor)]
+        constants = tuple((name, x) for name, x in attributes.items() if name not in tensors)
+        return tensors, (constants, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
+    ) -> Any:
+        (constants, dtype), device = context, next(iter(inner.values())).device
+        return cls.wrap(inner | dict(constants), size, dtype, device)
+
+    def _stable_hash_for_caching(self) -> str:
+        tensors, context = self.__tensor_flatten__()
+        held = [vars(self)[name] for name in tensors]
+        inner = [(x.shape, x.stride(), x.dtype, x.device) for x in held]
+        return f"{self!r} {context} {inner}"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], StandIn):
+            raise ConfigError(
+                f"expected to read {args[0]}, got {func}, which writes into it; write into a copy: "
+                ".clone() makes a dense one"
+            )
+        return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.fill_(0)  # refused, where a write into a view would be lost
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.dense()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+
+class PagedKV(StandIn):
+    """Stored keys or values that look like a dense `[B, Hkv, stop - start, D]` tensor.
+
+    Made by `make_handles`, which says what each attribute is; those of the pages are called as in
+    `PAGE_FIELDS`.
+    """
+
+    FIELDS = (
+        *PAGE_FIELDS, "lengths", "plan", "side", "start", "stop", "window", "ragged", "backend",
+    )  # fmt: skip
     block: torch.Tensor
     k_center: torch.Tensor | None
     lengths: torch.Tensor
@@ -48,10 +111,6 @@ class PagedKV(torch.Tensor):
     ragged: bool
     backend: str
 
-    # `.shape` and `.dtype` then cost what they cost on any tensor. (torch declares these methods
-    # without types, so mypy sees overrides that differ.)
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     def dense(self) -> torch.Tensor:
         """Return the numbers that the stored bytes stand for, contiguous."""
         return ops.gather(
@@ -59,43 +118,12 @@ class PagedKV(torch.Tensor):
             self.ragged, self.backend,
         )  # fmt: skip
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        attributes = {name: getattr(self, name) for name in _FIELDS}
-        tensors = [name for name, x in attributes.items() if isinstance(x, torch.Tensor)]
-        constants = tuple((name, x) for name, x in attributes.items() if name not in tensors)
-        return tensors, (constants, self.dtype)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
-    ) -> "PagedKV":
-        constants, dtype = context
-        return _wrap(inner | dict(constants), dtype)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func._schema.is_mutable and args and isinstance(args[0], PagedKV):
-            raise ConfigError(
-                f"expected to read stored keys or values, got {func}, which writes into them; "
-                "write into a copy: .clone() makes a dense one"
-            )
         warn_once(logger, _MADE_DENSE)
-        return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"PagedKV({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.dense()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dense().__reduce_ex__(protocol)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def pages_of(handle: PagedKV) -> Pages:
@@ -103,17 +131,6 @@ def pages_of(handle: PagedKV) -> Pages:
     if not torch.compiler.is_compiling() and (pages := vars(handle).get("pages")) is not None:
         return pages  # type: ignore[no-any-return]
     return unflatten(tuple([getattr(handle, name) for name in PAGE_FIELDS]))
-
-
-def _wrap(attributes: dict[str, Any], dtype: torch.dtype) -> PagedKV:
-    """Return a handle with these attributes, `_FIELDS`; the dictionary becomes its own."""
-    table, tokens = attributes["table"], attributes["stop"] - attributes["start"]
-    heads, dim = attributes["heads"], attributes[f"{attributes['side']}_head_dim"]
-    handle = torch.Tensor._make_wrapper_subclass(
-        PagedKV, (table.shape[0], heads, tokens, dim), dtype=dtype, device=table.device
-    )
-    handle.__dict__ = attributes
-    return handle
 
 
 _MADE_DENSE = (
@@ -124,40 +141,8 @@ _MADE_DENSE = (
 
 
 def densify(x: Any) -> Any:
-    """Return the dense tensor for a handle, and anything else as it is."""
-    return x.dense() if isinstance(x, PagedKV) else x
-
-
-# Dynamo cannot trace `_make_wrapper_subclass`; AOTAutograd takes the subclass apart. (torch
-# declares the decorator without types.)
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
-def make_handle(
-    pages: Pages,
-    lengths: torch.Tensor,
-    plan: torch.Tensor | None,
-    side: str,
-    dtype: torch.dtype,
-    start: int,
-    stop: int,
-    window: int,
-    ragged: bool,
-    backend: str,
-) -> PagedKV:
-    """Return a handle.
-
-    Args:
-        lengths: `[B]`, int32, tokens stored.
-        plan: what `ops.make_plan` wrote for these lengths, or None.
-        side: "k" or "v": what the handle looks like.
-        dtype: what the dense tensor is made in.
-        start: position of the first token that it stands for.
-        stop: one past the position of its last column.
-        window: the sliding window of the layer in tokens; 0: none.
-        ragged: columns past the last stored token exist (`max_cache_len`); they read as zero.
-        backend: a key of `ops.BACKENDS`.
-    """
-    own = (lengths, plan, side, start, stop, window, ragged, backend)
-    return _wrap(dict(zip(_FIELDS, (*flatten(pages), *own), strict=True)), dtype)
+    """Return the tensor that `x` stands for, and anything else as it is."""
+    return x.dense() if isinstance(x, StandIn) else x
 
 
 def make_handles(
@@ -171,10 +156,17 @@ def make_handles(
     ragged: bool,
     backend: str,
 ) -> tuple[PagedKV, PagedKV]:
-    """Return the handles that `make_handle` makes of K and of V, in less time.
+    """Return handles that look like K and like V.
 
-    Not for compiled regions: the pages are an attribute too, as they are. `dtypes` are of K and of
-    V; the others are those of `make_handle`.
+    Args:
+        lengths: `[B]`, int32, tokens stored.
+        plan: what `ops.make_plan` wrote for these lengths, or None.
+        dtypes: what dense K and V are made in.
+        start: position of the first token that they stand for.
+        stop: one past the position of their last column.
+        window: the sliding window of the layer in tokens; 0: none.
+        ragged: columns past the last stored token exist (`max_cache_len`); they read as zero.
+        backend: a key of `ops.BACKENDS`.
     """
     known = vars(pages)
     if "attributes" not in known:
@@ -183,4 +175,13 @@ def make_handles(
         **known["attributes"], "pages": pages, "lengths": lengths, "plan": plan, "side": "k",
         "start": start, "stop": stop, "window": window, "ragged": ragged, "backend": backend,
     }  # fmt: skip
-    return _wrap(attributes, dtypes[0]), _wrap({**attributes, "side": "v"}, dtypes[1])
+    batch, device = pages.table.shape[0], pages.table.device
+    size = (batch, pages.heads, stop - start)
+    return (
+        PagedKV.wrap(attributes, (*size, pages.k.head_dim), dtypes[0], device),
+        PagedKV.wrap({**attributes, "side": "v"}, (*size, pages.v.head_dim), dtypes[1], device),
+    )
+
+
+# Dynamo cannot trace `_make_wrapper_subclass`; AOTAutograd takes the subclass apart.
+torch._dynamo.allow_in_graph(make_handles)

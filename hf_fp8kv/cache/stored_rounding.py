@@ -14,7 +14,7 @@ from ..utils.tensors import without_grad
 from .centers import FirstTokens
 from .encoding import Encoding
 from .options import CacheOptions
-from .paged_tensor import PagedKV, make_handle
+from .paged_tensor import PagedKV, make_handles
 
 Tensor = torch.Tensor
 
@@ -59,9 +59,7 @@ class StoredRounding:
             pages = encoding.record(pool, table.view(batch, columns))
             ops.write(pages, key, value, lengths, encoding.backend)
             span = (0, tokens, 0, False, encoding.backend)
-            k = make_handle(pages, lengths, None, "k", key.dtype, *span)
-            v = make_handle(pages, lengths, None, "v", value.dtype, *span)
-        return k, v
+            return make_handles(pages, lengths, None, (key.dtype, value.dtype), *span)
 
     def read(
         self, stored: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor

@@ -13,7 +13,6 @@ front: K and V pass unrounded to a cache that says `takes_exact_states`, and wit
 import functools
 import logging
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from ..utils.warn_once import warn_once
+from .step import step
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ _PROJECTIONS_NOTE = (
     "cache itself: hf-fp8kv convert OLD COPY --checkpoint OLD --to compressed-tensors --overwrite"
 )
 _MARK = "_hf_fp8kv_exact"
-_thread = threading.local()
 
 
 def _wrapper_class() -> Any:
@@ -54,8 +53,7 @@ def pass_exact_states() -> None:
     @functools.wraps(round_and_store)
     def forward(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         cache = None if self.past_key_values is None else self.past_key_values()
-        exact = getattr(_thread, "exact", False) or getattr(cache, "takes_exact_states", False)
-        if not exact:
+        if not (step.exact or getattr(cache, "takes_exact_states", False)):
             return round_and_store(self, key_states, value_states, *args, **kwargs)
         warn_once(logger, NOTE)
         self.past_key_values = None
@@ -68,15 +66,20 @@ def pass_exact_states() -> None:
 
 
 @contextmanager
-def exact_states() -> Iterator[None]:
-    """Keep K and V unrounded in this thread for a while, whatever cache a call has, also none."""
+def exact_states(*, engine: bool = False) -> Iterator[None]:
+    """Keep K and V unrounded in this thread for a while, whatever cache a call has, also none.
+
+    `engine`: The model runs a step of a continuous-batching engine. It packs requests into one row,
+    and its cache has the place where each begins. So no masks are made, which would cover all
+    tokens of the step and never be used.
+    """
     pass_exact_states()
-    before = getattr(_thread, "exact", False)
-    _thread.exact = True
+    before = step.exact, step.engine
+    step.exact, step.engine = True, engine or step.engine
     try:
         yield
     finally:
-        _thread.exact = before
+        step.exact, step.engine = before
 
 
 def rounding_note(model: torch.nn.Module) -> str:

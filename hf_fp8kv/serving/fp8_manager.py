@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.masks import engine_step
 from ..attention.switching import get_implementations, set_implementations
 from ..errors import ConfigError
+from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION
 from ..ops import choose_backend
 from .config import ServingConfig
@@ -200,7 +200,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def warmup(self) -> None:
         """Capture graphs and compile ahead, as the stock method does."""
-        with engine_step():
+        with exact_states(engine=True):
             super().warmup()
 
     def _create_batch_processor(self) -> Any:
@@ -217,7 +217,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         return processor
 
     def _generation_step(self) -> None:
-        with engine_step():
+        with exact_states(engine=True):
             super()._generation_step()
 
 

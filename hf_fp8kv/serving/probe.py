@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.masks import engine_step
 from ..attention.switching import eval_mode, get_implementations, set_implementations
 from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
@@ -68,7 +67,7 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
                 model(input_ids=text, use_cache=False).logits[0].float()
                 for text in ids.split(LENGTHS, 1)
             ]
-            with engine_step():
+            with exact_states(engine=True):
                 packed = _run_packed(model, ids, _PackedCache(model, chosen))
     except FP8KVError:
         raise

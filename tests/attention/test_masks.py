@@ -1,6 +1,9 @@
 """Masks: which patterns get compact masks, and that those agree with transformers' masks."""
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from transformers import masking_utils as stock
 from transformers.cache_utils import StaticCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
-from hf_fp8kv.attention.compact import is_compact, pack, unpack
+from hf_fp8kv.attention.compact import CompactMask, make_compact
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.attention.masks import complete_mask, fp8_paged_mask
 from hf_fp8kv.attention.patterns import causal_window
@@ -20,7 +23,7 @@ from hf_fp8kv.ops import available_backends
 from hf_fp8kv.ops.visibility import mask_bounds
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
-from tests.helpers.tiny_models import prompt, tiny
+from tests.helpers.tiny_models import build, prompt, tiny
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 ROOM = 64
@@ -81,6 +84,20 @@ def test_bounds(start: int) -> None:
         assert hidden == (max(unseen) + 1 if unseen else start)
 
 
+def cache_of(tokens: int, room: int | None) -> FP8PagedCache:
+    """Return a cache that holds `tokens` tokens for each of `ROWS`."""
+    cache = FP8PagedCache(LlamaConfig(num_hidden_layers=1), max_cache_len=room, prefill="stored")
+    if tokens:
+        cache.update(*torch.randn(2, len(ROWS), 1, tokens, 8), 0)
+    return cache
+
+
+def asked_by(cache: Any, tokens: int, function: Any, text: torch.Tensor) -> tuple[Any, ...]:
+    """Return arguments of a mask as transformers makes them, with sizes from the cache."""
+    offset, (columns, start) = cache.get_query_offset(0), cache.get_mask_sizes(tokens, 0)
+    return len(ROWS), tokens, columns, offset, start, function, text
+
+
 # Grid: every pair of a window, a number of new tokens and sizes of the mask and the cache.
 @pytest.mark.parametrize(
     ("window", "tokens", "sizes"),
@@ -96,48 +113,89 @@ def test_a_compact_mask_agrees_with_a_complete_one(
     function = (
         stock.sliding_window_causal_mask_function(window) if window else stock.causal_mask_function
     )
-    offset = torch.tensor(12 - tokens, dtype=torch.int32)
-    how = (len(ROWS), tokens, room, offset, 0, function, text)
+    how = asked_by(cache_of(12 - tokens, room), tokens, function, text)
     mask = fp8_paged_mask(*how, config=LlamaConfig())
-    assert mask is not None
-    assert is_compact(mask)
+    assert isinstance(mask, CompactMask)
     query, key = torch.zeros(len(ROWS), 1, tokens, 8), torch.zeros(len(ROWS), 1, room, 8)
     expected = stock.sdpa_mask(*how, allow_is_causal_skip=False)
     assert expected is not None
     assert_same(complete_mask(mask, query, key, window, True), expected)
-    _, bounds, filled = unpack(mask, 0, room)
+    assert_same(mask & True, expected, "as any tensor")
     seen = torch.nn.functional.pad(text, (0, max(room - columns, 0)))[:, :room]
     seen[:, 12:] = True  # not stored yet
-    assert_same(bounds, mask_bounds(seen, 0))
-    assert filled.tolist() == [12] * len(ROWS)
+    assert_same(mask.bounds, mask_bounds(seen, 0))
+    assert mask.filled.tolist() == [12] * len(ROWS)
+
+
+def test_a_request_is_for_one_mask_of_one_cache() -> None:
+    """Other masks are complete: only a preallocated cache has room after the queries."""
+    text, function, config = ROWS.bool(), stock.causal_mask_function, LlamaConfig()
+    one, other = cache_of(9, 31), cache_of(9, 40)
+    how, stale = (asked_by(cache, 3, function, text) for cache in (one, other))
+    found = [fp8_paged_mask(*how, config=config) for how in (how, stale)]
+    assert [isinstance(mask, CompactMask) for mask in found] == [False, False], "another's request"
+    how = asked_by(one, 3, function, text)
+    thread = ThreadPoolExecutor(1)
+    elsewhere = thread.submit(fp8_paged_mask, *how, config=config).result()
+    asked_by(other, 3, function, text)
+    for _ in range(2):
+        thread.submit(asked_by, one, 3, function, text).result()
+        found = [thread.submit(fp8_paged_mask, *how, config=config).result() for _ in range(2)]
+        assert [isinstance(mask, CompactMask) for mask in found] == [True, False], "for one mask"
+    assert not isinstance(elsewhere, CompactMask), "a request of another thread"
+    for mask in (elsewhere, *found):
+        assert mask is not None
+        assert_same(mask & True, elsewhere)
+    short = text[:, :-1]
+    with pytest.raises(ConfigError, match="over all 12 tokens"):
+        fp8_paged_mask(*asked_by(cache_of(9, None), 3, function, short), config=config)
+
+
+def test_a_compact_mask_is_used_as_the_complete_one() -> None:
+    how = asked_by(cache_of(9, 31), 3, stock.sliding_window_causal_mask_function(4), ROWS.bool())
+    mask = fp8_paged_mask(*how, config=LlamaConfig())
+    expected = stock.sdpa_mask(*how, allow_is_causal_skip=False)
+    assert isinstance(mask, CompactMask)
+    assert expected is not None
+    assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
+    for use in (
+        lambda x: x[:, :, -1:, :20], lambda x: ~x, lambda x: x.to(torch.float16), copy.deepcopy,
+        lambda x: torch.where(x, 0.0, -1.0), lambda x: torch.cat([x, x], -1),
+        lambda x: pickle.loads(pickle.dumps(x)),
+    ):  # fmt: skip
+        assert_same(use(mask), use(expected))
+    for write in (lambda x: x.logical_not_(), lambda x: x.__setitem__((0, 0), True)):
+        with pytest.raises(ConfigError, match="writes into it"):
+            write(mask)
+    assert_same(mask & True, expected)
+    moved = mask.to("meta")
+    assert isinstance(moved, CompactMask)
+    assert {x.device.type for x in (moved, moved.seen, moved.bounds, moved.filled)} == {"meta"}
+    assert (moved.shape, moved.seen.dtype, moved.window) == (mask.shape, torch.uint8, 4)
+    assert mask.to("cpu", torch.bool) is mask
 
 
 def test_a_mask_of_the_whole_text_for_a_window() -> None:
     for length, start in [(12, 3), (12, 5), (16, 1), (33, 17), (40, 39)]:
         text = torch.rand(2, length) > 0.4
-        whole, cut = pack(text, 0, length), pack(text[:, start:], start, length - start)
-        for mask in (whole, cut, whole):  # each again after the other one
-            first = 0 if mask is whole else start
-            compact = unpack(mask, start, length)
-            assert_same(compact.seen[:, 0, 0].bool(), text[:, start:], (length, start))
-            assert_same(compact.bounds, mask_bounds(text[:, first:], first))
-            assert compact.filled.tolist() == [length - start] * 2
+        whole = make_compact(text, 0, length, 0, 1)
+        cut = make_compact(text[:, start:], start, length - start, 0, 1)
+        for mask, first in ((whole, 0), (cut, start)):
+            seen = mask.columns(start, length)
+            assert_same(seen[:, 0, 0].bool(), text[:, start:], (length, start))
+            assert_same(mask.bounds, mask_bounds(text[:, first:], first))
+            assert_same(mask.complete(start, length, 0)[:, 0, 0], text[:, start:])
 
 
 @pytest.mark.parametrize(("columns", "first"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)])
 def test_a_mask_of_other_tokens_is_refused(columns: int, first: int) -> None:
-    mask = pack(torch.ones(2, columns, dtype=torch.bool), first, columns)
+    mask = make_compact(torch.ones(2, columns, dtype=torch.bool), first, columns, 0, 1)
     for start, stop in [(0, 48), (0, 32), (20, 25), (3, 16), (0, 13), (40, 69), (7, 71)]:
-        room = -(-columns // 16) * 16
-        fits = -(-(stop - start) // 16) * 16 == room if first else stop <= room
-        if fits:
-            assert unpack(mask, start, stop).seen.shape[3] == stop - start
+        if first <= start and stop <= first + columns:
+            assert mask.columns(start, stop).shape == (2, 1, 1, stop - start)
         else:
             with pytest.raises(ConfigError, match=f"covers the tokens {start} to {stop - 1}"):
-                unpack(mask, start, stop)
-    cut = mask[..., :columns]
-    with pytest.raises(ConfigError, match="expected a mask"):
-        unpack(cut, first, first + columns)
+                mask.columns(start, stop)
 
 
 @pytest.fixture
@@ -195,7 +253,7 @@ def test_causal_patterns_need_no_complete_mask(
     for got, wanted in zip(found, expected, strict=True):
         assert_same(got, wanted)
     assert masks
-    assert all(is_compact(mask) for mask in masks)
+    assert all(isinstance(mask, CompactMask) for mask in masks)
 
 
 @torch.no_grad()
@@ -254,6 +312,17 @@ def continued(model: Any, inputs: Any, cache: Any, **keywords: Any) -> torch.Ten
     return model(more, attention_mask=mask, past_key_values=cache, **keywords).logits
 
 
+def test_a_window_that_only_the_mask_has() -> None:
+    """Doge's attention is not given the window, and layers of this cache have none."""
+    model, inputs = build("doge", sliding_window=4, attn_implementation="sdpa")
+    text = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+    found = []
+    for name in ("sdpa", "fp8_paged"):
+        model.set_attn_implementation(name)
+        found.append(model.generate(**text, past_key_values=DynamicCache(), **GREEDY))
+    assert_same(*found)
+
+
 @torch.no_grad()
 def test_a_stock_static_cache_has_complete_masks() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
@@ -304,9 +373,8 @@ MISFITS: list[tuple[str, str, torch.Tensor]] = [
     ("attention_mask", "mask", torch.ones(2, 1, 8, 72, dtype=torch.bool)),
     ("attention_mask", "mask", torch.ones(3, 3, 8, 72, dtype=torch.bool)),
     ("attention_mask", "mask", torch.ones(3, 1, 8, 72, dtype=torch.int64)),
-    ("attention_mask", "mask", torch.ones(3, 1, 8, 72, dtype=torch.uint8)),
     ("attention_mask", "mask", torch.ones(3, 72, dtype=torch.uint8)),
-    ("attention_mask", "mask", pack(torch.ones(2, 72, dtype=torch.bool), 0, 72)),
+    ("attention_mask", "mask", make_compact(torch.ones(2, 72, dtype=torch.bool), 0, 72, 0, 8)),
     *(
         ("position_bias", "bias|mask", torch.zeros(shape))
         for shape in ((1, 2, 8, 72), (1, 4, 3, 72), (2, 4, 8, 72), (1, 4, 8, 64))

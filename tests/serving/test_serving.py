@@ -15,8 +15,9 @@ from transformers import CONFIG_MAPPING
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
-from hf_fp8kv.attention import masks
+from hf_fp8kv.attention.masks import fp8_paged_mask
 from hf_fp8kv.formats import LayerPlan
+from hf_fp8kv.modeling.exact_states import exact_states
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
@@ -658,9 +659,9 @@ class TestRunning:
             out = llama.generate_batch([[5, 6]], greedy(), batching())
         assert all(found.error == "boom" for found in out.values())
         assert llama.config._attn_implementation == "sdpa"
-        with pytest.raises(ValueError, match="boom"), masks.engine_step():
+        with pytest.raises(ValueError, match="boom"), exact_states(engine=True):
             fail()
-        assert not masks._engine.runs
+        assert fp8_paged_mask(1, 2, 2, attention_mask=torch.tensor([[False, True]])) is not None
         assert batched(llama, [[5, 6]])
 
     def test_padding_has_no_result(self) -> None:
