@@ -201,7 +201,8 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
                     f"expected a layer below {len(self.layers)}, which the config names, got layer "
                     f"{layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
                 )
-            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            layer = self.layers[layer_idx]
+            keys, values = layer.update(key_states, value_states, *args, **kwargs)
         except FP8KVError:
             self._paged.undo_step(layer_idx, key_states.shape[-2])
             raise

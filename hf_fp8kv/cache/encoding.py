@@ -1,11 +1,14 @@
 """How the numbers of one layer are stored: its plan, static scales and center."""
 
+import copy
+
 import torch
 
 from .. import ops
 from ..modeling.tensor_parallel import check_split
 from ..ops import Pages
-from ..paging.page_pool import PagePool, zeros
+from ..paging.blocks import zeros
+from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .options import CacheOptions
 from .turns import Turns
@@ -116,3 +119,9 @@ class Encoding:
         for name in ("k_scale", "v_scale", "k_center", "_given_center"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(device))
+
+    def copy_for(self, first_tokens: FirstTokens) -> "Encoding":
+        """Return a copy for a fork; its tensors are shared."""
+        fork = copy.copy(self)
+        fork.first_tokens = first_tokens
+        return fork

@@ -101,7 +101,8 @@ class LayerStore:
         room = old + -(-call.tokens // pages.page_size)
         block = pages.block.new_zeros((batch, room, pages.block.shape[1]))
         if old:
-            rows = self.pool.on_device.take_rows(long.old.reshape(-1))
+            assert self.pool.memory is not None
+            rows = self.pool.memory.take(long.old.reshape(-1))
             block[:, :old] = rows.unflatten(0, (batch, old))
         device = block.device
         # Other positions have no page here; no query sees them.
@@ -229,6 +230,7 @@ class LayerStore:
         snapshot = LayerSnapshot(group, length, turns=encoding.turns, indexer=indexer)
         if self.is_initialized:
             snapshot.pool, snapshot.k_center = self.pool, encoding.k_center
+            snapshot.encoding = encoding
         return snapshot
 
     def restore(self, snapshot: LayerSnapshot) -> None:
@@ -244,12 +246,16 @@ class LayerStore:
             self.group.lengths[length.member] = snapshot.length
         if pool is None:
             return
-        tokens = pool.empty_tokens(snapshot.group.table.batch)
-        self.encoding.prepare(*tokens)
         if isinstance(length, HostLength):
+            if snapshot.encoding is None:
+                self.encoding.prepare(*pool.empty_tokens(1))
+            else:
+                self.encoding = snapshot.encoding.copy_for(self.encoding.first_tokens)
             self.encoding.k_center = snapshot.k_center
             self._ready = True
             return
+        tokens = pool.empty_tokens(snapshot.group.table.batch)
+        self.encoding.prepare(*tokens)
         self.allocate(*tokens)
         table, fixed = snapshot.group.table, length.fixed
         # A ring has no room for more than the last pages.
@@ -273,7 +279,7 @@ class LayerStore:
         if isinstance(self.length, DeviceLength):
             used = self.pool.pages  # each has its place in a sequence
             sizes["tables"] += self.length.lengths.nbytes
-        return {**sizes, "used": used * self.pool.bytes_per_page()}
+        return {**sizes, "used": used * self.pool.layout.size}
 
 
 def _as_column(page: int | torch.Tensor) -> int | torch.Tensor:

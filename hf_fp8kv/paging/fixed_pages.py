@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from .. import ops
+from .blocks import zeros
 from .layer_group import LayerGroup
-from .page_pool import zeros
 
 
 class FixedPages:

@@ -10,10 +10,10 @@ import torch
 
 from .. import ops
 from ..errors import OutOfPagesError
+from .blocks import zeros
 from .fixed_pages import FixedPages
 from .layer_group import LayerGroup
 from .page_allocator import Ints
-from .page_pool import zeros
 from .step import Step
 
 

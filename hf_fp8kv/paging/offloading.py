@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ..formats import LayerPlan
-from ..ops import Pages
 from .block_table import BlockTable, Copies
-from .page_allocator import Ints, PageBudget
+from .blocks import Blocks, Numbers
+from .page_allocator import PageBudget
 from .page_pool import PagePool
 
 _HOST = torch.device("cpu")
@@ -42,7 +40,7 @@ class OffloadBudget(PageBudget):
         self._uses = 0
 
     def use(
-        self, pool: "OffloadedPool", pages: Ints, following: "OffloadedPool", its_pages: Ints
+        self, pool: "OffloadedPool", pages: Numbers, following: "OffloadedPool", its_pages: Numbers
     ) -> None:
         """Bring `pages` of a layer to the device, and start to bring those of the following one.
 
@@ -79,7 +77,7 @@ class OffloadBudget(PageBudget):
 
     def note_place(self, pool: "OffloadedPool") -> None:
         """Note whether a pool has memory on the device."""
-        (self._here.add if pool.device_pool.is_allocated else self._here.discard)(pool)
+        (self._here.add if pool.memory is not None else self._here.discard)(pool)
 
     @contextmanager
     def copying(self, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
@@ -100,46 +98,41 @@ class OffloadedPool(PagePool):
 
     Attributes:
         index: the layer's number in the model.
-        device_pool: what operations read and write; without memory while the layer is away.
-        host_pool: the home of the pages; as large as what was stored there.
+        memory: the pages on the device; None while the layer is away.
+        home: the pages in host memory, as far as any was stored there.
         used_at: when the layer last computed, in calls of `OffloadBudget.use`.
     """
 
     def __init__(
-        self,
-        page_size: int,
-        budget: OffloadBudget,
-        index: int,
-        *,
-        k_is_auto: bool = False,
-        v_is_auto: bool = False,
-        dynamic: bool,
-    ) -> None:
+        self, page_size: int, budget: OffloadBudget, index: int, *, k_is_auto: bool = False,
+        v_is_auto: bool = False, dynamic: bool,
+    ) -> None:  # fmt: skip
         super().__init__(page_size, k_is_auto=k_is_auto, v_is_auto=v_is_auto, dynamic=dynamic)
         self.budget, self.index, self.used_at = budget, index, 0
         budget.indices.add(index)
+        self._is_allocated = False
         self._reset()
 
     def _reset(self) -> None:
-        self.device_pool, self.host_pool = PagePool._empty_twin(self), PagePool._empty_twin(self)
+        self.memory = None
+        self.home: Blocks | None = None
         # Of each page, whether the copy there is what was written last.
         self._on_device = np.zeros(0, bool)
         self._on_host = np.zeros(0, bool)
         # The last copy of these pages, in either direction, if it may still be under way.
         self._copied: torch.cuda.Event | None = None
 
-    def _empty_twin(self) -> "OffloadedPool":
-        return OffloadedPool(
-            self.page_size, self.budget, self.index, k_is_auto=self.k_is_auto,
-            v_is_auto=self.v_is_auto, dynamic=self.dynamic,
-        )  # fmt: skip
+    @property
+    def is_allocated(self) -> bool:
+        """Whether shapes are known."""
+        return self._is_allocated
 
     def allocate(
         self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_one: bool = False
     ) -> None:
         """Make `pages` pages of these shapes; memory for them is taken when they are used."""
-        self._describe(key, value, in_one)
-        self.is_allocated = True
+        self._describe(key, value)
+        self._is_allocated = True
         self.grow(pages)
 
     @property
@@ -151,163 +144,138 @@ class OffloadedPool(PagePool):
         """Make room for `pages` pages; the content stays."""
         if pages <= self.pages:
             return
-        if self.device_pool.is_allocated:
+        if self.memory is not None:
             self.wait()
-            self.device_pool.grow(pages)
+            self.memory.grow(pages)
+            self._record = None
         # Last, since the lines above may fail, and at once.
         flags, more = (self._on_device, self._on_host), np.zeros(pages - self.pages, bool)
         self._on_device, self._on_host = (np.concatenate([old, more]) for old in flags)
 
     # -- between the tiers -------------------------------------------------------------------
 
-    def missing(self, pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+    def missing(self, pages: Numbers) -> Numbers:
         """Return those of `pages` that are in host memory alone."""
-        missing: npt.NDArray[np.integer] = pages[self._on_host[pages] & ~self._on_device[pages]]
+        missing: Numbers = pages[self._on_host[pages] & ~self._on_device[pages]]
         return missing
 
-    def fetch(self, pages: npt.NDArray[np.integer]) -> None:
+    def fetch(self, pages: Numbers) -> Blocks:
         """Start to bring those of `pages` (ascending) to the device that are not there."""
-        if not self.device_pool.is_allocated:
-            self.device_pool.allocate(*self.empty_tokens(1), self.pages, in_one=self.in_one)
+        if (here := self.memory) is None:
+            here = self.memory = Blocks(self.layout.size, self.pages, self.device)
             self.budget.note_place(self)
         missing = self.missing(pages)
         if len(missing):
-            self._copy_over(self.host_pool, self.device_pool, missing)
-            self.budget.fetched += len(missing) * self.bytes_per_page()
+            assert self.home is not None
+            self._copy_over(self.home, here, missing)
+            self.budget.fetched += len(missing) * self.layout.size
         self._on_device[pages] = True
+        return here
 
-    def store(self) -> None:
-        """Start to bring home what was written on the device."""
+    def store(self) -> Blocks:
+        """Start to bring home what was written on the device; return the pages there."""
+        if (home := self.home) is None:
+            pinned = self.device.type == "cuda"
+            home = self.home = Blocks(self.layout.size, self.pages, _HOST, pinned=pinned)
+        home.grow(self.pages)
         written = np.flatnonzero(self._on_device & ~self._on_host)
         if len(written):
-            self._grow_host()
-            self._copy_over(self.device_pool, self.host_pool, written)
-            self.budget.returned += len(written) * self.bytes_per_page()
+            assert self.memory is not None
+            self._copy_over(self.memory, home, written)
+            self.budget.returned += len(written) * self.layout.size
             self._on_host[written] = True
+        return home
 
     def evict(self) -> None:
-        """Bring home what was written, and give the memory on the device back."""
-        self.store()
-        self.wait()
-        if self.device_pool.is_allocated:
+        """Bring home what was written, and free the memory on the device."""
+        if self.memory is not None:
+            self.store()
+            self.wait()
             self._on_device[:] = False
-            self.device_pool.free()
+            self.memory = self._record = None
             self.budget.note_place(self)
 
     def written(self, table: BlockTable, start: int, stop: int) -> None:
         """Note that the pages of these tokens, which are on the device, are written there."""
         self._note_written(table.pages_of(start, stop))
 
-    def _note_written(self, pages: npt.NDArray[np.integer]) -> None:
+    def _note_written(self, pages: Numbers) -> None:
         self._on_device[pages] = True
         self._on_host[pages] = False
 
     def wait(self) -> None:
         """Have what is started on the device from now on wait for the copies."""
         if self._copied is not None:
-            torch.cuda.current_stream(self.device_pool.device).wait_event(self._copied)
+            torch.cuda.current_stream(self._copied.device).wait_event(self._copied)
 
-    def _settle(self) -> None:
-        """Wait until the host's memory may be touched."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
-
-    def _grow_host(self) -> None:
-        if not self.host_pool.is_allocated:
-            key, value = (tokens.to(_HOST) for tokens in self.empty_tokens(1))
-            self.host_pool.pinned = self.device.type == "cuda"
-            self.host_pool.allocate(key, value, self.pages, in_one=self.in_one)
-        if self.host_pool.pages < self.pages:
-            self.host_pool.grow(self.pages)
-
-    def _copy_over(
-        self, source: PagePool, target: PagePool, pages: npt.NDArray[np.integer]
-    ) -> None:
-        with self.budget.copying(self.device_pool.device) as stream:
+    def _copy_over(self, source: Blocks, target: Blocks, pages: Numbers) -> None:
+        away = target if source is self.home else source
+        with self.budget.copying(away.tensors[0].device) as stream:
             target.receive(source, pages, waits=stream is None)
             if stream is not None:
                 self._copied = stream.record_event()
 
-    def _bring_home(self) -> None:
-        """Bring all pages to the host, and have them nowhere else."""
-        self.evict()
-        self._grow_host()
-        self._settle()
+    def _at_home(self) -> Blocks:
+        """Return the pages in host memory, with what was written, once they may be touched."""
+        home = self.store()
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        return home
 
     # -- what other pools do -----------------------------------------------------------------
 
-    def record(
-        self,
-        plan: LayerPlan,
-        table: torch.Tensor,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-        k_center: torch.Tensor | None,
-    ) -> Pages:
-        """Return the pages on the device as operations take them; see `PagePool.record`."""
-        return self.device_pool.record(plan, table, k_scale, v_scale, k_center)
-
-    @property
-    def on_device(self) -> PagePool:
-        """The pool whose blocks operations read, with the pages that are on the device."""
-        return self.device_pool
-
     def fill(self, rows: torch.Tensor) -> None:
         """Write all pages, `[P, bytes]`, in host memory."""
-        self._bring_home()
+        self.evict()
+        self._at_home().fill(rows)
         self._on_host[:] = True
-        self.host_pool.fill(rows)
 
-    def take_rows(self, pages: npt.NDArray[np.integer] | torch.Tensor) -> torch.Tensor:
+    def take_rows(self, pages: Numbers | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""
-        self.store()
-        self._grow_host()
-        self._settle()
-        return self.host_pool.take_rows(pages)
+        return self._at_home().take(pages)
 
-    def put_rows(self, pages: npt.NDArray[np.integer] | torch.Tensor, rows: torch.Tensor) -> None:
+    def put_rows(self, pages: Numbers | torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows to pages on the device, where the layer computes."""
         assert not isinstance(pages, torch.Tensor)
-        self.fetch(pages[:0])  # takes memory on the device
-        self.device_pool.put_rows(pages, rows)
+        self.fetch(pages[:0]).put(pages, rows)
         self._note_written(pages)
 
     def copy(self, copies: Copies) -> None:
         """Copy pages `(sources, destinations)` where they are."""
         sources, destinations = copies
-        if self.device_pool.is_allocated:
+        if self.memory is not None:
             self.fetch(np.unique(sources))
             self.wait()
-            self.device_pool.copy(copies)
+            self.memory.copy(*copies)
             self._note_written(destinations)
-            return
-        self._grow_host()
-        self._settle()
-        self.host_pool.copy(copies)
-        self._on_host[destinations] = self._on_host[sources]
+        else:
+            self._at_home().copy(*copies)
+            self._on_host[destinations] = self._on_host[sources]
 
-    def keep(self, pages: Ints) -> None:
+    def keep(self, pages: Numbers) -> None:
         """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
-        self._bring_home()
-        self.host_pool.keep(pages)
+        self.evict()
+        self._at_home().keep(pages)
         self._on_host, self._on_device = np.ones(len(pages), bool), np.zeros(len(pages), bool)
 
     def free(self) -> None:
-        """Give the bytes back; `allocate` brings new ones."""
+        """Free the bytes; `allocate` brings new ones."""
         self.wait()
-        self._settle()
+        if self._copied is not None:
+            self._copied.synchronize()
         self._reset()
+        self._record, self._is_allocated = None, False
         self.budget.note_place(self)
-        self.is_allocated = False
 
     def move(self, device: torch.device) -> None:
         """Bring all pages home, whatever `device`: they come back when the layer computes."""
-        self._bring_home()
-        if self.device.type == "cuda" and not self.host_pool.pinned:
-            self.host_pool.pin()
+        self.evict()
+        home = self._at_home()
+        if self.device.type == "cuda":
+            home.pin()
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: those on the device as `PagePool` does, and `host`."""
-        sizes = self.device_pool.memory_footprint() if self.device_pool.is_allocated else {}
-        return {**sizes, "host": self.host_pool.pages * self.bytes_per_page()}
+        home = 0 if self.home is None else len(self.home)
+        return {**super().memory_footprint(), "host": home * self.layout.size}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.paging import page_pool
+from hf_fp8kv.paging import blocks
 from tests.cache.public import attend
 from tests.cache.test_offloading import DIM, HEADS, LAYERS, PAGE, assert_holds, config, feed
 from tests.helpers.assertions import assert_same
@@ -29,7 +29,7 @@ BATCH = 2
 def _blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_standin(monkeypatch)
     # One or two pages in a block.
-    monkeypatch.setattr(page_pool, "BLOCK_BYTES", 2 * PAGE * HEADS * (2 * DIM + 4))
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 * PAGE * HEADS * (2 * DIM + 4))
 
 
 def pair(name: str = "llama", **options: Any) -> list[FP8PagedCache]:

@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, PrefixStore, enable
-from hf_fp8kv.paging import page_pool
+from hf_fp8kv.paging import blocks
 from tests.cache.public import OutOfMemory, attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
@@ -227,7 +227,7 @@ def test_every_operation(
     """Against a cache in one tensor and one tier (0 pages); "triton" has blocks and late writes."""
     if backend == "triton":
         triton_standin(monkeypatch)
-        monkeypatch.setattr(page_pool, "BLOCK_BYTES", 3000)
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
     where = {"offloading": True if pages is None else pages or False}
     fields, keywords = config(name), {"page_size": PAGE, **FORMS[form]}
     stayed = FP8PagedCache(

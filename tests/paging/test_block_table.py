@@ -323,7 +323,7 @@ class Pages(RuleBasedStateMachine):
             # As a layer does, with a pool in place of the scratch pages.
             old, own = call.long.old, call.long.own
             room = old.shape[1] + -(-ids.shape[1] // self.page_size)
-            scratch = pool._empty_twin()
+            scratch = copy.copy(pool)
             scratch.allocate(*like, len(ids) * room)
             rows = np.arange(len(ids) * room, dtype=np.int32).reshape(len(ids), room)
             scratch.put_rows(rows[:, : old.shape[1]].ravel(), pool.take_rows(old.ravel()))

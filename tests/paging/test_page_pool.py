@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_fp8kv import ops
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops.blocks import blocks_of
-from hf_fp8kv.paging import page_pool
+from hf_fp8kv.paging import blocks
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 from tests.helpers.assertions import assert_same
@@ -46,7 +46,7 @@ def new_pool(
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one to three pages."""
-    monkeypatch.setattr(page_pool, "BLOCK_BYTES", 1200)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1200)
 
 
 layouts = pytest.mark.parametrize("in_one", [True, False], ids=["one block", "blocks"])
@@ -115,9 +115,9 @@ def test_shapes_dtypes_and_bytes(case, dtype, device, in_one):
     assert not any(tensor.any() for tensor in found.values()), "new pages are zero"
     assert (pool.pages, pool.is_allocated) == (7, True)
     size = sum(x[:1].nbytes for x in found.values())
-    assert size <= pool.bytes_per_page() < size + 48
+    assert size <= pool.layout.size < size + 48
     footprint = pool.memory_footprint()
-    assert footprint["pages"] + footprint["scales"] == 7 * pool.bytes_per_page()
+    assert footprint["pages"] + footprint["scales"] == 7 * pool.layout.size
 
 
 @layouts
@@ -185,8 +185,8 @@ class Allocations(TorchDispatchMode):
 
 
 def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
-    page = new_pool().bytes_per_page()
-    monkeypatch.setattr(page_pool, "BLOCK_BYTES", 8 * page)
+    page = new_pool().layout.size
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * page)
     allocator = PageAllocator(PageBudget(S))
     with Allocations() as seen, BytesWritten() as written:
         pool = new_pool(pages=0)
@@ -299,7 +299,7 @@ def test_pages_come_from_a_pool_elsewhere(in_one):
     other.grow(11)
     expected, theirs = fill(pool), fill(other)
     wanted = np.array([0, 1, 2, 5, 6, 9, 10])
-    pool.receive(other, wanted, waits=True)
+    pool.memory.receive(other.memory, wanted, waits=True)
     for name, tensor in expected.items():
         tensor[wanted] = theirs[name][wanted]
         assert_same(whole(pool)[name], tensor, name)

@@ -246,8 +246,8 @@ MUTANTS = (
         "tests/paging/test_block_table.py",
     ),
     Mutant(
-        "pool: growth loses the first block", "paging/page_pool.py",
-        "self._use([*blocks, *self._new", "self._use([*blocks[1:], *self._new",
+        "pool: growth loses the first block", "paging/blocks.py",
+        "self._use([*old, *self._new", "self._use([*old[1:], *self._new",
         "tests/paging/test_page_pool.py",
     ),
     Mutant(
@@ -307,9 +307,9 @@ MUTANTS = (
         "tests/prefix/test_folder.py tests/prefix/test_store.py",
     ),
     Mutant(
-        "offloading: pages come back stale", "paging/page_pool.py",
-        "mine[i][to : to + len(run)], theirs[j][of : of + len(run)]",
-        "mine[i][to : to + len(run) - 1], theirs[j][of : of + len(run) - 1]",
+        "offloading: pages come back stale", "paging/blocks.py",
+        "self.tensors[i][to : to + len(run)], source.tensors[j][of : of + len(run)]",
+        "self.tensors[i][to : to + len(run) - 1], source.tensors[j][of : of + len(run) - 1]",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
     ),
     # Attention.

@@ -1,0 +1,151 @@
+"""Blocks: the memory of a pool's pages, to which growing adds."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..ops.blocks import locate_pages, put_pages, take_pages
+
+# Bytes of a block, at most, if a page is not larger: what a pool asks memory for at a time.
+BLOCK_BYTES = 16 << 20
+
+Numbers = npt.NDArray[np.integer]
+
+
+class Blocks:
+    """A list of blocks `[n, bytes]`, uint8, of whole pages, which are numbered from 0.
+
+    Attributes:
+        size: bytes of a page.
+        tensors: the blocks; one without pages if there are none.
+        offsets: `[P]`, int64, see `locate_pages`.
+        in_one: whether all pages stay in one block, as compiled code needs them.
+        pinned: whether blocks are in pinned memory of the host.
+    """
+
+    tensors: list[torch.Tensor]
+    offsets: torch.Tensor
+
+    def __init__(
+        self, size: int, pages: int, device: torch.device, *, in_one: bool = False,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
+        self.size, self.in_one, self.pinned = size, in_one, pinned
+        self._use(self._new(pages, device))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._use(self.tensors)  # copied blocks lie elsewhere
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def _use(self, tensors: list[torch.Tensor]) -> None:
+        state = {"tensors": tensors, "offsets": locate_pages(tensors)}
+        vars(self).update(state)  # at once
+
+    def _new(self, pages: int, device: torch.device) -> list[torch.Tensor]:
+        sizes = [pages] if self.in_one or not pages else self._cut(pages)
+        return [
+            zeros((count, self.size), torch.uint8, device, pinned=self.pinned) for count in sizes
+        ]
+
+    def _cut(self, pages: int) -> list[int]:
+        """Return the sizes of parts of `pages` pages that have at most `BLOCK_BYTES`."""
+        most = max(1, BLOCK_BYTES // self.size)
+        return [min(most, pages - start) for start in range(0, pages, most)]
+
+    def grow(self, pages: int) -> None:
+        """Make room for `pages` pages; the content stays, new pages are zero.
+
+        Another block is added, and no byte moves, unless all pages are in one.
+        """
+        more = pages - len(self)
+        if more > 0 and self.in_one:
+            self._keep(pages, np.arange(len(self)))
+        elif more > 0:
+            old = [block for block in self.tensors if len(block)]
+            self._use([*old, *self._new(more, self.tensors[0].device)])
+
+    def take(self, pages: Numbers | torch.Tensor) -> torch.Tensor:
+        """Return copies of pages, `[n, bytes]`; a tensor of numbers only if there is one block."""
+        return take_pages(self.tensors, pages)
+
+    def put(self, pages: Numbers | torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows as `take` returns them to pages."""
+        put_pages(self.tensors, pages, rows)
+
+    def copy(self, sources: Numbers, destinations: Numbers) -> None:
+        """Copy pages; none is both a source and a destination."""
+        start = 0
+        for count in self._cut(len(sources)):
+            part = slice(start, start + count)
+            self.put(destinations[part], self.take(sources[part]))
+            start += count
+
+    def receive(self, source: "Blocks", pages: Numbers, *, waits: bool) -> None:
+        """Copy `pages`, ascending, from where `source`, perhaps elsewhere, has the same numbers.
+
+        `waits`: whether they are there on return.
+        """
+        starts = [np.cumsum([0, *map(len, x.tensors)]) for x in (self, source)]
+        begins = np.bincount(np.concatenate(starts)) > 0
+        ends = (np.diff(pages) != 1) | begins[pages[1:]]
+        for run in np.split(pages, np.flatnonzero(ends) + 1):
+            i, j = (np.searchsorted(first, run[0], side="right") - 1 for first in starts)
+            to, of = run[0] - starts[0][i], run[0] - starts[1][j]
+            new, old = self.tensors[i][to : to + len(run)], source.tensors[j][of : of + len(run)]
+            new.copy_(old, non_blocking=not waits)
+
+    def fill(self, rows: torch.Tensor) -> None:
+        """Write all pages, `[P, bytes]`."""
+        parts = rows.split([*map(len, self.tensors)])
+        for block, part in zip(self.tensors, parts, strict=True):
+            block.copy_(part)
+
+    def keep(self, pages: Numbers) -> None:
+        """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
+        self._keep(len(pages), pages[pages < len(self)])
+
+    def _keep(self, pages: int, kept: Numbers) -> None:
+        """Have `pages` pages, of which the first are those that `kept` names.
+
+        The old blocks stay until new ones are filled, so an exception changes nothing.
+        """
+        ends = np.cumsum([len(block) for block in self.tensors])
+        whole = [
+            block for block, end in zip(self.tensors, ends, strict=True)
+            if np.isin(np.arange(end - len(block), end), kept).all()
+        ]  # fmt: skip
+        if not self.in_one and sum(map(len, whole)) == len(kept) == pages:
+            self._use(whole)  # no byte moves
+            return
+        new, start = self._new(pages, self.tensors[0].device), 0
+        for count in self._cut(len(kept)):
+            some = np.arange(start, start + count)
+            put_pages(new, some, self.take(kept[some]))
+            start += count
+        self._use(new)
+
+    def move(self, device: torch.device) -> None:
+        """Move all pages to `device`."""
+        if self.tensors[0].device != device:
+            # Towards the CPU torch would return before the bytes are there.
+            waits = device.type == "cpu"
+            self._use([block.to(device, non_blocking=not waits) for block in self.tensors])
+
+    def pin(self) -> None:
+        """Move all pages to pinned memory."""
+        if not self.pinned:
+            self.pinned = True
+            self._use([block.pin_memory() for block in self.tensors])
+
+
+def zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+) -> torch.Tensor:
+    """Return zeros that may be written in inference mode and outside of it alike."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
