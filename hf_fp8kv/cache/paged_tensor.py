@@ -110,6 +110,7 @@ class PagedKV(StandIn):
     window: int
     ragged: bool
     backend: str
+    pages: Pages | None = None  # as a whole, where no compiler took the handle apart
 
     def dense(self) -> torch.Tensor:
         """Return the numbers that the stored bytes stand for, contiguous."""
@@ -128,8 +129,8 @@ class PagedKV(StandIn):
 
 def pages_of(handle: PagedKV) -> Pages:
     """Return the pages behind a handle; both handles of a layer have the same."""
-    if not torch.compiler.is_compiling() and (pages := vars(handle).get("pages")) is not None:
-        return pages  # type: ignore[no-any-return]
+    if not torch.compiler.is_compiling() and handle.pages is not None:
+        return handle.pages
     return unflatten(tuple([getattr(handle, name) for name in PAGE_FIELDS]))
 
 
@@ -168,11 +169,10 @@ def make_handles(
         ragged: columns past the last stored token exist (`max_cache_len`); they read as zero.
         backend: a key of `ops.BACKENDS`.
     """
-    known = vars(pages)
-    if "attributes" not in known:
-        known["attributes"] = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
+    if pages.attributes is None:
+        pages.attributes = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
     attributes = {
-        **known["attributes"], "pages": pages, "lengths": lengths, "plan": plan, "side": "k",
+        **pages.attributes, "pages": pages, "lengths": lengths, "plan": plan, "side": "k",
         "start": start, "stop": stop, "window": window, "ragged": ragged, "backend": backend,
     }  # fmt: skip
     batch, device = pages.table.shape[0], pages.table.device

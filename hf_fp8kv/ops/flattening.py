@@ -18,7 +18,8 @@ Leaf: TypeAlias = Tensor | str | int | float | bool | torch.dtype | None
 
 def _leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield name and type of each field that is no record: `k_codes` for `codes` of `k`."""
-    for name, kind in typing.get_type_hints(record, include_extras=True).items():
+    hints = typing.get_type_hints(record, include_extras=True)
+    for name, kind in ((name, hints[name]) for name in record._fields):
         if hasattr(kind, "_fields"):
             yield from _leaves(kind, f"{prefix}{name}_")
         else:

@@ -1,7 +1,7 @@
 """Arguments of the operations: one layer's stored keys and values, and how to attend to them."""
 
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,9 +54,6 @@ class _PageFields(NamedTuple):
 class Pages(_PageFields):
     """One layer's stored tokens, and the block table of its sequences.
 
-    What is found out about its tensors may be kept in `vars` of a record: it is for these tensors,
-    which stay where they are, and `_replace` makes another record.
-
     Attributes:
         k: the keys.
         v: the values.
@@ -71,7 +68,15 @@ class Pages(_PageFields):
         k_dtype: dtype of a stored number of K: uint8, or floating for "auto".
         v_dtype: dtype of a stored number of V.
         has_scales: whether pages have room for dynamic scales.
+        sizes: what `check_sizes` compares with; None: not known yet. Like the next ones, it is not
+            a part of the record, and `_replace` makes a record without.
+        attributes: the fields by the names that a handle has for them.
+        described: what recordings of launches have to know of the record.
     """
+
+    sizes: tuple[int, int, int, int, int, torch.device] | None = None
+    attributes: dict[str, Any] | None = None
+    described: Any = None
 
     def __reduce__(self) -> tuple[object, ...]:
         # Nothing was found out about a copy's tensors. A pool finds the blocks of a copy anew.

@@ -20,7 +20,7 @@ def check_sizes(
     Kernels take each size from one tensor and read all others by it. `new` are keys and values to
     store. The other arguments are those of `ops.attend`.
     """
-    batch, heads, k_dim, v_dim, room, device = vars(pages).get("sizes") or _measure(pages)
+    batch, heads, k_dim, v_dim, room, device = pages.sizes or _measure(pages)
     if lengths.shape != (batch,) or lengths.dtype is not _INT:
         _refuse("lengths", f"[{batch}], int32", device, lengths)
     # A trace may have a symbol for the room, and a guard on it fails. The traced call compares it.
@@ -73,7 +73,7 @@ def _measure(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:
         _refuse("center", f"[{batch}, {heads}, {k_dim}], float32", table.device, center)
     sizes = batch, heads, k_dim, pages.v.head_dim, columns * pages.page_size, table.device
     if all(type(size) is int for size in sizes[:5]):  # symbols belong to a single trace
-        vars(pages)["sizes"] = sizes
+        pages.sizes = sizes
     return sizes
 
 

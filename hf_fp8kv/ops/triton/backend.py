@@ -148,7 +148,7 @@ def _is_compact(mask: torch.Tensor) -> bool:
 
 def _describe(pages: Pages) -> Described:
     """Return what recordings have to know of the pages; found out once for each record."""
-    described: Described | None = vars(pages).get("described")
+    described: Described | None = pages.described
     if described is None:
         k, v = pages.k, pages.v
         kind, places = describe(
@@ -161,5 +161,5 @@ def _describe(pages: Pages) -> Described:
             k.format, v.format, k.head_dim, v.head_dim, k.rotated, v.rotated, pages.heads,
             pages.page_size,
         )  # fmt: skip
-        described = vars(pages)["described"] = Described(number_of((kind, sizes)), places)
+        described = pages.described = Described(number_of((kind, sizes)), places)
     return described
