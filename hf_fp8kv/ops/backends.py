@@ -117,16 +117,21 @@ CHOICES = ("auto", "torch", "numba", "triton")
 
 def available_backends() -> dict[str, str | None]:
     """Return for each backend None if it runs here, otherwise why it does not."""
-    numba = importlib.util.find_spec("numba")
+    numba = "numba is not installed: pip install 'hf-fp8kv[cpu]'"
     return {
         "torch": None,
-        "numba": None if numba else "numba is not installed: pip install 'hf-fp8kv[cpu]'",
+        "numba": None if _is_installed("numba") else numba,
         "triton": _why_not_triton(),
     }
 
 
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def _why_not_triton() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not _is_installed("triton"):
         return "triton is not installed: pip install triton"
     # Triton's interpreter runs kernels on a CPU: many times slower than anything else, for tests.
     if torch.cuda.is_available() or is_interpreted():

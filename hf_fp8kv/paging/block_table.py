@@ -253,29 +253,6 @@ class BlockTable:
         """Drop every page; the batch size is free again."""
         self._list(np.full((0, 0), NO_PAGE, np.int32), 0, 0)
 
-    def check(self, *others: "BlockTable") -> None:
-        """Raise AssertionError with the counts unless allocator and tables agree.
-
-        `others` are all other tables that share the allocator.
-        """
-        tables = (self, *others)
-        references = np.zeros(self.allocator.capacity, np.int64)
-        for table in tables:
-            used = table.used()
-            assert (used >= 0).all(), f"a page in use has no number: {used}"
-            assert (table.rows[:, : table.first] == NO_PAGE).all(), "a released page is listed"
-            assert (table.rows[:, table.count :] == NO_PAGE).all(), "a page beyond count is listed"
-            np.add.at(references, used.ravel(), 1)
-        wrong = np.flatnonzero(references != self.allocator.references)
-        assert not len(wrong), (
-            f"pages {wrong.tolist()} are listed {references[wrong].tolist()} times and counted "
-            f"{self.allocator.references[wrong].tolist()} times"
-        )
-        free = np.flatnonzero(references == 0)
-        assert sorted(self.allocator._free) == free.tolist(), (
-            f"{len(free)} pages are held by nobody, {self.allocator.free} are listed as free"
-        )
-
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)
 

@@ -23,7 +23,7 @@ from hf_fp8kv.errors import ConfigError, OutOfPagesError
 from hf_fp8kv.paging.block_table import BlockTable
 from hf_fp8kv.paging.layer_group import LayerGroup
 from hf_fp8kv.paging.lengths import HostLength
-from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
+from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 from tests.paging.test_page_pool import whole
 
@@ -165,6 +165,27 @@ class ModelTable:
 
 def page_ids(models: Iterable[ModelTable]) -> Iterator[int]:
     return (id(page) for model in models for row in model.pages for page in row.values())
+
+
+def check_tables(*tables: BlockTable) -> None:
+    """Assert that all tables that share an allocator agree with its counts."""
+    allocator = tables[0].allocator
+    references = np.zeros(allocator.capacity, np.int64)
+    for table in tables:
+        used = table.used()
+        assert (used >= 0).all(), f"a page in use has no number: {used}"
+        assert (table.rows[:, : table.first] == NO_PAGE).all(), "a released page is listed"
+        assert (table.rows[:, table.count :] == NO_PAGE).all(), "a page beyond count is listed"
+        np.add.at(references, used.ravel(), 1)
+    wrong = np.flatnonzero(references != allocator.references)
+    assert not len(wrong), (
+        f"pages {wrong.tolist()} are listed {references[wrong].tolist()} times and counted "
+        f"{allocator.references[wrong].tolist()} times"
+    )
+    free = np.flatnonzero(references == 0)
+    assert sorted(allocator._free) == free.tolist(), (
+        f"{len(free)} pages are held by nobody, {allocator.free} are listed as free"
+    )
 
 
 def fork_group(group: LayerGroup) -> LayerGroup:
@@ -447,7 +468,7 @@ class Pages(RuleBasedStateMachine):
     @invariant()
     def tables_and_counts_agree(self) -> None:
         for tables in self.tables().values():
-            tables[0].check(*tables[1:])
+            check_tables(*tables)
         for cache in self.caches:
             for group in cache.groups.values():
                 assert group.length <= group.table.count * self.page_size
@@ -517,7 +538,7 @@ def test_every_page_from_a_token_on_is_kept(token, first):
     assert (table.first, table.count, table.allocator.held) == (first, 3, 2 * (3 - first))
     table.truncate(3)
     assert (table.first, table.allocator.held) == (first, 0 if first else 2)
-    table.check()
+    check_tables(table)
 
 
 def test_a_full_page_is_shared_and_a_filling_one_is_copied():
@@ -535,7 +556,7 @@ def test_a_full_page_is_shared_and_a_filling_one_is_copied():
             table.reserve(length, 9, 2, fail)
         assert len(sources) == copied
         assert table.allocator.held == held + (2 if not copied else 0), "a failure takes no page"
-        table.check(fork)
+        check_tables(table, fork)
 
 
 OPERATIONS = {
@@ -557,7 +578,7 @@ def test_a_fork_may_go_at_any_moment_of_what_another_table_does(operation):
         made = _interrupted(lambda table=table: operation(table), moment, garbage.clear)
         if garbage:
             break
-        table.check(*([made] if isinstance(made, BlockTable) else []))
+        check_tables(table, *([made] if isinstance(made, BlockTable) else []))
         assert table.allocator.budget.held == table.allocator.held, f"line {moment}"
     assert moment > 5
 
@@ -585,7 +606,7 @@ def _interrupted(call: Callable[[], object], moment: int, what: Callable[[], Non
 def test_a_table_alive_at_the_end_of_the_process_says_nothing():
     code = (
         "from hf_fp8kv.paging.block_table import BlockTable\n"
-        "from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget\n"
+        "from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget\n"
         "table = BlockTable(PageAllocator(PageBudget(4)))\n"
         "table.reserve(0, 9, 2)\n"
         "table.self = table\n"
@@ -645,7 +666,7 @@ def test_going_past_the_budget_says_by_how_much_and_changes_nothing():
     assert np.array_equal(table.rows, rows)
     assert (table.version, table.allocator.capacity) == (version, capacity)
     assert (table.first, table.count, table.allocator.held) == (0, 2, 4)
-    table.check()
+    check_tables(table)
     # What fits still fits.
     table.reserve(6, 8, 2)
 
