@@ -137,7 +137,8 @@ class FP8PagedLayer(CacheLayerMixin):
         call = length.begin(tokens, encoding.device, encoding.backend)
         pages = store.write(key, value, call, reads=reads)
         length.end(call)
-        store.fill_plan(tokens)
+        if isinstance(length, DeviceLength):
+            length.fill_plan(tokens)
         if reads:
             return store.handles(pages, call)
         return self._fresh(key_states), self._fresh(value_states)
@@ -163,9 +164,9 @@ class FP8PagedLayer(CacheLayerMixin):
         if isinstance(length, HostLength):
             start = length.group.visible_from(length.stored)
             return length.stored + query_length - start, start
+        length.check_room(query_length)
         if length.is_empty and self.options.prefill == "exact" and self._attends_pages():
             return query_length, 0
-        length.check_room(query_length)
         return length.room, 0
 
     def get_max_length(self) -> int:

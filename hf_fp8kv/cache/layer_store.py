@@ -160,11 +160,6 @@ class LayerStore:
         if self.indexer is not None:
             self.indexer.reorder_cache(sequences.long())  # type: ignore[arg-type]
 
-    def fill_plan(self, tokens: int = 1) -> None:
-        """Fill the plan of a preallocated group for a call of `tokens`, if this layer is to."""
-        if isinstance(self.length, DeviceLength) and self.is_initialized:
-            self.length.fill_plan(tokens, self.pool.heads, self.encoding.backend)
-
     def follow_table(self) -> None:
         """Follow a change of a preallocated group's block table, in place if it can be."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:

@@ -195,7 +195,8 @@ class PagedLayers:
             states = [state for state in snapshot.layers if state is not None]
             for store, state in zip(self.stores, states, strict=True):
                 store.length.set(state.length)
-                store.fill_plan()
+                if isinstance(store.length, DeviceLength):
+                    store.length.fill_plan(1)
             _match_widths(layers)
         return layers
 

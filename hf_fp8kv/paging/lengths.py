@@ -156,7 +156,8 @@ class DeviceLength:
         # An upper bound of the tokens stored, on the host; see `check_room`.
         self._most = 0
         self._plan: torch.Tensor | None = None
-        self._fills_plan = False
+        # The KV heads and the backend of the plan, if this layer fills it.
+        self._fills: tuple[int, str] | None = None
 
     @property
     def stored(self) -> int | torch.Tensor:
@@ -184,7 +185,7 @@ class DeviceLength:
     def share_plan(self, heads: int, rows: int, backend: str) -> list[torch.Tensor]:
         """Take the plan of the group; return what stays at its address."""
         self._plan, leader = self.fixed.plan(self.member, self.lengths, heads, rows, backend)
-        self._fills_plan = leader == self.member
+        self._fills = (heads, backend) if leader == self.member else None
         tensors = (self.table, self.lengths, self._plan)
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -224,12 +225,11 @@ class DeviceLength:
                 self._most = max(self._most, call.tokens)
         self.lengths.copy_(call.lengths)
 
-    def fill_plan(self, tokens: int, heads: int, backend: str) -> None:
-        """Fill the group's plan for `tokens` that were stored, if this layer is to."""
-        if self._fills_plan:
-            assert self._plan is not None
+    def fill_plan(self, tokens: int) -> None:
+        """Fill the group's plan for `tokens` that were stored, if this layer does that."""
+        if self._fills is not None and self._plan is not None:
             window = self.group.window or 0
-            ops.make_plan(self._plan, self.lengths, tokens, window, 0, heads, backend)
+            ops.make_plan(self._plan, self.lengths, tokens, window, 0, *self._fills)
 
     def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
         """Return the group's plan, or None if the backend has none."""
@@ -249,7 +249,12 @@ class DeviceLength:
         On a CPU the write itself raises. Elsewhere it cannot, and reading the length waits for the
         device, so it is read only when an upper bound kept on the host says that it may matter.
         """
-        if torch.compiler.is_compiling() or self.is_empty or self.lengths.is_cpu:
+        if torch.compiler.is_compiling():
+            return
+        if self.is_empty:
+            self._most = tokens  # the first call may be compiled
+            return
+        if self.lengths.is_cpu:
             return
         self._most += tokens
         if self._most > self.room:

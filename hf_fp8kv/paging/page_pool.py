@@ -24,6 +24,7 @@ class PagePool:
     Attributes:
         k_is_auto: whether K is stored in the model's dtype, and not in bytes.
         v_is_auto: whether V is.
+        key_dtype: dtype of a stored number of K, after `allocate`; `value_dtype`: of V.
         layout: where the bytes of a page are.
         memory: the pages that operations read; None before `allocate`.
     """
@@ -109,6 +110,8 @@ class PagePool:
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
         self.v_is_auto = self._stores_v_as_is or not self.v_dim
+        self.key_dtype = self.dtype if self.k_is_auto else torch.uint8
+        self.value_dtype = self.v_dtype if self.v_is_auto else torch.uint8
         self._has_scales = self.dynamic and not (self.k_is_auto and self.v_is_auto)
         self.layout = page_layout(
             self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
@@ -119,16 +122,6 @@ class PagePool:
         """Return keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` like those of `allocate`."""
         key = torch.empty(batch, self.heads, 0, self.k_dim, dtype=self.dtype, device=self.device)
         return key, key.new_empty((batch, self.heads, 0, self.v_dim), dtype=self.v_dtype)
-
-    @property
-    def key_dtype(self) -> torch.dtype:
-        """Dtype of a stored number of K."""
-        return self.dtype if self.k_is_auto else torch.uint8
-
-    @property
-    def value_dtype(self) -> torch.dtype:
-        """Dtype of a stored number of V."""
-        return self.v_dtype if self.v_is_auto else torch.uint8
 
     @property
     def pages(self) -> int:
