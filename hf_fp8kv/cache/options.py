@@ -236,13 +236,9 @@ class CacheOptions:
 
         `budget`: that of its cache; None: scratch, which is in one place.
         """
-        k_is_auto, v_is_auto = (side.is_auto for side in plan)
-        kind: dict[str, bool] = {
-            "k_is_auto": k_is_auto, "v_is_auto": v_is_auto, "dynamic": self.dynamic_scales,
-        }  # fmt: skip
         if isinstance(budget, OffloadBudget):
-            return OffloadedPool(self.page_size, budget, index, **kind)
-        return PagePool(self.page_size, **kind)
+            return OffloadedPool(self.page_size, plan, self.dynamic_scales, budget, index)
+        return PagePool(self.page_size, plan, self.dynamic_scales)
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int

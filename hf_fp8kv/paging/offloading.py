@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from ..formats import LayerPlan
 from .block_table import BlockTable, Copies
 from .blocks import Blocks, Numbers
 from .page_allocator import PageBudget
@@ -104,10 +105,9 @@ class OffloadedPool(PagePool):
     """
 
     def __init__(
-        self, page_size: int, budget: OffloadBudget, index: int, *, k_is_auto: bool = False,
-        v_is_auto: bool = False, dynamic: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(page_size, k_is_auto=k_is_auto, v_is_auto=v_is_auto, dynamic=dynamic)
+        self, page_size: int, plan: LayerPlan, dynamic: bool, budget: OffloadBudget, index: int
+    ) -> None:
+        super().__init__(page_size, plan, dynamic)
         self.budget, self.index, self.used_at = budget, index, 0
         budget.indices.add(index)
         self._is_allocated = False

@@ -22,8 +22,7 @@ class PagePool:
     may have other plans for their pages: a byte is a byte.
 
     Attributes:
-        k_is_auto: whether K is stored in the model's dtype, and not in bytes.
-        v_is_auto: whether V is.
+        dynamic: whether numbers that are not in the model's dtype have dynamic scales.
         key_dtype: dtype of a stored number of K, after `allocate`; `value_dtype`: of V.
         layout: where the bytes of a page are.
         memory: the pages that operations read; None before `allocate`.
@@ -31,12 +30,9 @@ class PagePool:
 
     layout: PageLayout
 
-    def __init__(
-        self, page_size: int, *, k_is_auto: bool = False, v_is_auto: bool = False, dynamic: bool
-    ) -> None:
+    def __init__(self, page_size: int, plan: LayerPlan, dynamic: bool) -> None:
         self.page_size, self.dynamic = page_size, dynamic
-        self.k_is_auto, self.v_is_auto = k_is_auto, v_is_auto
-        self._stores_v_as_is = v_is_auto
+        self._is_auto = plan.k.is_auto, plan.v.is_auto
         self.memory: Blocks | None = None
         # It keeps blocks alive, and is dropped when they are replaced.
         self._record: Pages | None = None
@@ -109,10 +105,11 @@ class PagePool:
     def _describe(self, key: torch.Tensor, value: torch.Tensor) -> None:
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
-        self.v_is_auto = self._stores_v_as_is or not self.v_dim
-        self.key_dtype = self.dtype if self.k_is_auto else torch.uint8
-        self.value_dtype = self.v_dtype if self.v_is_auto else torch.uint8
-        self._has_scales = self.dynamic and not (self.k_is_auto and self.v_is_auto)
+        k_is_auto, v_is_auto = self._is_auto
+        v_is_auto |= not self.v_dim
+        self.key_dtype = self.dtype if k_is_auto else torch.uint8
+        self.value_dtype = self.v_dtype if v_is_auto else torch.uint8
+        self._has_scales = self.dynamic and not (k_is_auto and v_is_auto)
         self.layout = page_layout(
             self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
             self._has_scales,

@@ -20,6 +20,7 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
+from hf_fp8kv.formats import LayerPlan, SidePlan
 from hf_fp8kv.paging.block_table import BlockTable
 from hf_fp8kv.paging.layer_group import LayerGroup
 from hf_fp8kv.paging.lengths import HostLength
@@ -30,6 +31,7 @@ from tests.paging.test_page_pool import whole
 CPU = torch.device("cpu")
 HEADS, K_DIM, V_DIM = 2, 3, 2
 FORMATS_OF_LAYERS = {"full": ("fp8_e4m3", "auto"), "sliding": ("fp8_e5m2",)}
+PLAN = LayerPlan(SidePlan("fp8"), SidePlan("fp8"))
 
 
 def marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
@@ -255,11 +257,7 @@ class Pages(RuleBasedStateMachine):
         for name, size in (("full", None), ("sliding", window)):
             groups[name], models[name] = LayerGroup(self.budget, size), ModelTable(page_size, size)
             for fmt in FORMATS_OF_LAYERS[name]:
-                groups[name].add(
-                    PagePool(
-                        page_size, k_is_auto=fmt == "auto", v_is_auto=fmt == "auto", dynamic=True
-                    )
-                )
+                groups[name].add(PagePool(page_size, LayerPlan(SidePlan(fmt), SidePlan(fmt)), True))
         self.caches = [Cache(groups, models)]
         self.next_token = 1
 
@@ -680,7 +678,7 @@ def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to(max_pages, 
     full, sliding = LayerGroup(budget), LayerGroup(budget, 5)
     for group in (full, sliding):
         group.siblings = [weakref.ref(sibling) for sibling in (full, sliding)]
-        group.add(PagePool(4, dynamic=True))
+        group.add(PagePool(4, PLAN, True))
     for start, end in ((0, 7), (7, 8)):
         for group in (full, sliding):
             group.prepare(start, end, 1)
@@ -697,7 +695,7 @@ def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to(max_pages, 
 
 def test_copies_for_a_device_are_made_once_per_change():
     group = LayerGroup(PageBudget(4))
-    length = HostLength(group, group.add(PagePool(4, dynamic=True)))
+    length = HostLength(group, group.add(PagePool(4, PLAN, True)))
 
     def step(tokens):
         length.reserve(tokens, 2)

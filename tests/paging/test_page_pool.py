@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv import ops
-from hf_fp8kv.formats import LayerPlan
+from hf_fp8kv.formats import LayerPlan, SidePlan
 from hf_fp8kv.ops.blocks import blocks_of
 from hf_fp8kv.paging import blocks
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
@@ -38,7 +38,7 @@ def new_pool(
     device: torch.device | None = None,
     in_one: bool = False,
 ) -> PagePool:
-    pool = PagePool(S, k_is_auto=key == "auto", v_is_auto=value == "auto", dynamic=dynamic)
+    pool = PagePool(S, LayerPlan(SidePlan(key), SidePlan(value)), dynamic)
     pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages, in_one=in_one)
     return pool
 
@@ -125,7 +125,7 @@ def test_shapes_dtypes_and_bytes(case, dtype, device, in_one):
 def test_growing_keeps_every_page_and_zeroes_the_new_ones(
     key, value, dynamic, names, device, in_one
 ):
-    pool = PagePool(S, k_is_auto=True, v_is_auto=True, dynamic=True)
+    pool = PagePool(S, LayerPlan(SidePlan("auto"), SidePlan("auto")), True)
     assert (pool.pages, pool.is_allocated) == (0, False)
     pool = new_pool(key, value, 0, dynamic=dynamic, device=device, in_one=in_one)
     pool.grow(3)
@@ -221,7 +221,7 @@ def test_there_and_back_the_bytes_are_the_same(device, in_one):
 
 @pytest.mark.gpu
 def test_bytes_moved_to_the_cpu_are_there_when_move_returns():
-    pool = PagePool(64, dynamic=False)
+    pool = PagePool(64, LayerPlan(SidePlan("fp8"), SidePlan("fp8")), False)
     like = torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     pool.allocate(like, like, 2048)
     busy = torch.randn(8192, 8192, device="cuda")
