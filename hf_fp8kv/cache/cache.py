@@ -190,7 +190,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         """Store new tokens of layer `layer_idx`, and return the keys and values to attend to.
 
         As `update` of the layer does for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`, but
-        dense under flex attention. After an error the cache is as it was before the step.
+        dense under flex attention. After an error a growing cache is as it was before the step.
         """
         if self.open_ended:
             while len(self.layers) <= layer_idx:

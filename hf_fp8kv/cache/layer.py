@@ -72,10 +72,10 @@ class FP8PagedLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Keep all tokens from now on; a ring becomes room for all, at new addresses."""
         length = self.store.length
-        self.store.group.record_past = True
         if isinstance(length, DeviceLength) and self.is_initialized:
-            length.fixed.unroll(length.on_host())
+            length.fixed.unroll()
             self.store.follow_table()
+        self.store.group.record_past = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Look up the static scales, and allocate the pool for tokens of these shapes.

@@ -217,10 +217,11 @@ class LayerStore:
         """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
         encoding, indexer = self.encoding, None
         if self.indexer is not None:
+            held = self.indexer.held() if length else {}
             # Not views: a file or a pickle would have all that they are part of.
             indexer = {
                 name: tensor[:, :length].clone() if name == "indexer_keys" else tensor.clone()
-                for name, tensor in self.indexer.held().items()
+                for name, tensor in held.items()
             }
         snapshot = LayerSnapshot(group, length, turns=encoding.turns, indexer=indexer)
         if self.is_initialized:
@@ -255,7 +256,7 @@ class LayerStore:
         table, fixed = snapshot.group.table, length.fixed
         # A ring has no room for more than the last pages.
         first = max(table.first, table.count - (fixed.ring or table.count))
-        fixed.lost = first * table.page_size
+        fixed.lost[length.member] = first * table.page_size
         own = length.table[:, first : table.count].long().reshape(-1)
         rows = pool.take_rows(table.rows[:, first : table.count].reshape(-1))
         self.pool.put_rows(own, rows.to(self.pool.block.device))

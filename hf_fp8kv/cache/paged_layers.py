@@ -60,8 +60,8 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.first_tokens = FirstTokens()
-        # The layer that was written last, and the tokens it was given.
-        self._written = (0, 0)
+        # The layers that the running step has written, and the tokens of each.
+        self._step: list[tuple[int, int]] = []
         # The layer that `is_under_flex` was asked for last, and what it said.
         self._under_flex = (sys.maxsize, False)
         pass_exact_states()
@@ -146,11 +146,15 @@ class PagedLayers:
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
         """Return what the layers of the cache hold, transformers' own among them."""
         lengths = self.host_lengths()
-        length = max(lengths, default=0)
-        groups = {
-            window: self.fixed[window].fork(length) if window in self.fixed else group.fork()
-            for window, group in self.groups.items()
-        }
+        groups: dict[int | None, LayerGroup] = {}
+        for window, group in self.groups.items():
+            own = {
+                store.length.member: length
+                for store, length in zip(self.stores, lengths, strict=True)
+                if store.group is group
+            }
+            fixed = self.fixed.get(window)
+            groups[window] = group.fork() if fixed is None else fixed.fork(own)
         states: list[LayerSnapshot | None] = []
         stock = []
         paged = iter(lengths)
@@ -242,10 +246,10 @@ class PagedLayers:
             for group in self.groups.values():
                 group.check_crop(tokens)
             return
-        rings = [fixed for fixed in self.fixed.values() if fixed.ring or fixed.lost]
-        length = self.host_length() if rings else 0  # it waits for the device
-        for ring in rings:
-            ring.check_crop(tokens, length)
+        if any(fixed.ring or fixed.lost for fixed in self.fixed.values()):
+            # Reading lengths waits for the device.
+            for store, length in zip(self.stores, self.host_lengths(), strict=True):
+                store.length.check_crop(tokens, length)
 
     def crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens, and free pages behind the window."""
@@ -265,7 +269,9 @@ class PagedLayers:
 
         After the last one give back what others kept in case that the step is refused.
         """
-        self._written = (index, tokens)
+        if self._step and index <= self._step[-1][0]:
+            self._step.clear()
+        self._step.append((index, tokens))
         if self.layers and index == self.layers[-1].index:
             self.first_tokens.end_call()
             for group in self.groups.values():
@@ -288,20 +294,15 @@ class PagedLayers:
         """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
         if self.options.is_preallocated:
             return
-        for store in self.stores:
-            store.drop_removed(store.length.on_host())
-        if self._written[0] >= index or self._written[1] != tokens:
-            return
-        self._written = (len(self.layers), 0)
-        stored = {store.encoding.index: store.length.on_host() for store in self.stores}
-        start = stored.get(index, self.host_length() - tokens)
+        written = self._step if self._step and self._step[-1][0] < index else []
+        by_index = {store.encoding.index: store for store in self.stores}
+        undone = [by_index[i] for i, n in written if i in by_index and n == tokens]
+        self._step = []
         for group in self.groups.values():
-            members = [
-                store.length.member
-                for number, store in zip(stored, self.stores, strict=True)
-                if store.group is group and number < index and stored[number] == start + tokens
-            ]
-            group.undo(start, tokens, members)
+            own = [store.length for store in undone if store.group is group]
+            if own:
+                members = [length.member for length in own]
+                group.undo(own[0].on_host() - tokens, tokens, members)
         self._free_empty()
 
     def reset(self) -> None:
@@ -316,6 +317,14 @@ class PagedLayers:
             return
         for store in self.stores:
             store.crop_to(0)
+        if len({group.table.batch for group in self.groups.values()}) > 1:
+            # An interrupted call has changed some of them: all memory is taken anew.
+            for store in self.stores:
+                store.release_memory()
+            for group in self.groups.values():
+                group.clear()
+                group.taken = 0
+            return
         # Sequences that came from one beam: each gets pages of its own again.
         for fixed in self.fixed.values():
             fixed.clear()
@@ -325,7 +334,8 @@ class PagedLayers:
         """Make sequence `i` what sequence `sequences[i]` was; moves page numbers, not bytes.
 
         Raises:
-            ConfigError: numbers of sequences that do not exist; nothing was changed.
+            ConfigError: numbers of sequences that do not exist.
+            OutOfPagesError: a preallocated cache would pass its budget. Nothing was changed.
         """
         batch = self.batch
         if not batch:
@@ -336,6 +346,9 @@ class PagedLayers:
                 f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
         length = self.host_length() if self.fixed else 0
+        if self.fixed:
+            more = [fixed.count_for(rows, length) for fixed in self.fixed.values()]
+            self.budget.require(max(sum(more), 0))
         for group in self.groups.values():
             if self.fixed:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.

@@ -1,9 +1,11 @@
 """Pages of the preallocated form: all are taken at once, and the pages of a window are a ring."""
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .. import ops
+from ..errors import ConfigError
 from .blocks import zeros
 from .layer_group import LayerGroup
 
@@ -17,11 +19,14 @@ class FixedPages:
     Attributes:
         group: the group.
         room: tokens of a sequence that there is room for.
-        lost: tokens before this one may be overwritten.
+        lengths: `[B]`, int32, of each member that was called, at addresses that stay.
+        lost: for each member, tokens before this one may be overwritten.
     """
 
     def __init__(self, group: LayerGroup, room: int) -> None:
-        self.group, self.room, self.lost = group, room, 0
+        self.group, self.room = group, room
+        self.lengths: dict[int, torch.Tensor] = {}
+        self.lost: dict[int, int] = {}
         # A plan, the batch it is for, and the member that fills it.
         self._plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
         group.columns = -(-room // group.page_size)
@@ -87,52 +92,71 @@ class FixedPages:
     def unshare(self, length: int) -> None:
         """Give each sequence pages of its own for what is written from `length` on."""
         table, start = self.group.table, 0 if self.ring else length
-        slots = self.group.fixed_pages * self.group.page_size
-        table.reserve(start, slots, table.batch, self.group.copy_pages)
+        if table.batch:  # an interrupt may have left the group without pages
+            slots = self.group.fixed_pages * self.group.page_size
+            table.reserve(start, slots, table.batch, self.group.copy_pages)
 
-    def unroll(self, length: int) -> None:
-        """Keep all tokens from now on, with `length` of them stored.
+    def count_for(self, rows: npt.NDArray[np.integer], length: int) -> int:
+        """Return how many more pages are held after `select` of these rows and `unshare`."""
+        table, columns = self.group.table, self.group.fixed_pages
+        filled = columns if self.ring else -(-length // table.page_size)
+        pages = table.rows[:, :filled]
+        written = pages[rows][:, 0 if self.ring else length // table.page_size :]
+        copies = sum(len(rows) - len(np.unique(column)) for column in written.T)
+        held = len(np.unique(pages[rows])) - len(np.unique(table.used()))
+        return copies + held + len(rows) * (columns - filled)
+
+    def unroll(self) -> None:
+        """Keep all tokens from now on.
 
         Raises:
+            ConfigError: layers of different lengths, some of which are past the ring.
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
         ring, table, size = self.ring, self.group.table, self.group.page_size
         if not ring:
             return
-        self.note_stored(length)
+        stored = {member: int(x[0]) for member, x in self.lengths.items()}
+        lengths = set(stored.values()) - {0}
+        length = max(lengths, default=0)
+        if len(lengths) > 1 and length > ring * size:
+            raise ConfigError(
+                "activate_past_recording: expected layers that hold the same number of tokens, got "
+                f"{sorted(lengths)} under a window of {self.group.window}; call it earlier"
+            )
         table.reserve(ring * size, self.group.columns * size, table.batch)
-        first, last = self.lost // size, -(-length // size)
-        for column in range(max(first, ring), last):
+        for member, number in stored.items():
+            self.note_stored(member, number)
+        last = -(-length // size)
+        for column in range(max(last - ring, ring), last):
             swapped = [column, column % ring]
             table.rows[:, swapped] = table.rows[:, swapped[::-1]]
         self.group.taken = self.group.columns
 
-    def note_stored(self, length: int) -> None:
-        """Follow what the ring has lost when `length` tokens were stored."""
+    def note_stored(self, member: int, length: int) -> int:
+        """Return the first token that a ring has not lost when a member has stored `length`."""
+        lost = self.lost.get(member, 0)
         if ring := self.ring:
             size = self.group.page_size
-            last = max(length - 1, 0) // size
-            self.lost = max(self.lost, (last - ring + 1) * size)
-
-    def check_crop(self, tokens: int, length: int) -> None:
-        """Raise ConfigError if `tokens` cannot be removed from `length`; change nothing."""
-        self.note_stored(length)
-        self.group.check_crop(tokens, length, self.lost)
+            lost = max(lost, (max(length - 1, 0) // size - ring + 1) * size)
+        self.lost[member] = lost
+        return lost
 
     def clear(self) -> None:
         """Forget all tokens; pages that sequences share become each one's own."""
-        self.lost = 0
+        self.lost.clear()
         if self.group.table.is_shared:
             self.group.table.truncate(0)
             self.unshare(0)
 
-    def fork(self, length: int) -> LayerGroup:
-        """Return a growing group with a table of the logical pages of `length` tokens."""
-        fork = self.group.fork()
+    def fork(self, lengths: dict[int, int]) -> LayerGroup:
+        """Return a growing group with a table of the logical pages of these members' tokens."""
+        fork, size = self.group.fork(), self.group.page_size
+        lost = max((self.note_stored(member, n) for member, n in lengths.items()), default=0)
+        length = max(lengths.values(), default=0)
         if self.ring:
-            self.note_stored(length)
-            size = self.group.page_size
-            fork.table.unroll(self.lost // size, -(-length // size))
+            fork.table.unroll(lost // size, -(-length // size))
         else:
-            fork.table.release(self.lost)
+            fork.table.truncate(length)
+            fork.table.release(lost)
         return fork

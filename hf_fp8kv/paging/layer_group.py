@@ -201,11 +201,13 @@ class LayerGroup:
 
     def undo(self, start: int, tokens: int, members: list[int]) -> None:
         """Take back a step of `tokens` from `start` that `members` have stored."""
-        if (call := self.long_call) is None or call.start != start:
-            self.crop(tokens, members)
-            return
         for member in members:
-            self.lengths[member] = start
+            self.lengths[member] -= tokens
+        if (call := self.long_call) is None or call.start != start:
+            self.table.truncate(self.length)
+            if not self.length:
+                self.clear()
+            return
         version = self.table.version + 1
         self.table.clear()
         self.table, self.long_call = call.table, None

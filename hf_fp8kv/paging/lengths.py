@@ -120,7 +120,7 @@ class HostLength:
 
     def check_crop(self, tokens: int, stored: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed; change nothing."""
-        self.group.check_crop(tokens)
+        self.group.check_crop(tokens, stored)
 
     def set(self, length: int) -> None:
         """Hold the first `length` tokens, and free pages behind the window."""
@@ -143,11 +143,9 @@ class DeviceLength:
         is_empty: whether no token was stored since the start or a reset. It changes once per
             generation, at the prefill, which is not compiled.
         table: `[B, columns]`, int32, at an address that stays.
-        lengths: `[B]`, int32, at an address that stays.
     """
 
     table: torch.Tensor
-    lengths: torch.Tensor
 
     def __init__(self, fixed: FixedPages, member: int) -> None:
         self.fixed, self.group, self.member = fixed, fixed.group, member
@@ -158,6 +156,15 @@ class DeviceLength:
         self._plan: torch.Tensor | None = None
         # The KV heads and the backend of the plan, if this layer fills it.
         self._fills: tuple[int, str] | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """`[B]`, int32, at an address that stays."""
+        return self.fixed.lengths[self.member]
+
+    @lengths.setter
+    def lengths(self, lengths: torch.Tensor) -> None:
+        self.fixed.lengths[self.member] = lengths
 
     @property
     def stored(self) -> int | torch.Tensor:
@@ -265,14 +272,15 @@ class DeviceLength:
 
     def check_crop(self, tokens: int, stored: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed from `stored`; change nothing."""
-        self.fixed.check_crop(tokens, stored)
+        lost = self.fixed.note_stored(self.member, stored)
+        self.group.check_crop(tokens, stored, lost)
 
     def set(self, length: int) -> None:
         """Hold the first `length` tokens."""
-        if not length and not self.is_empty:
-            self.fixed.lost = 0
+        if not length:
+            self.fixed.lost.pop(self.member, None)
         self.is_empty, self._most = not length, length
-        if hasattr(self, "lengths"):
+        if self.member in self.fixed.lengths:
             self.lengths.fill_(length)
 
     def follow_table(self) -> bool:

@@ -87,7 +87,8 @@ class PageAllocator:
     @property
     def held(self) -> int:
         """Pages held by at least one block table."""
-        return self.capacity - self.free
+        # Not by the free ones: an interrupt may lose the number of a free page.
+        return int(np.count_nonzero(self.references))
 
     @property
     def is_sparse(self) -> bool:
@@ -107,7 +108,10 @@ class PageAllocator:
         missing = pages - self.free
         if missing > 0:
             step = max(GROWTH_TOKENS // self.page_size, self.capacity // GROWTH_SHARE)
-            self._extend(missing if self.exact else max(missing + missing // GROWTH_SHARE, step))
+            more = missing if self.exact else max(missing + missing // GROWTH_SHARE, step)
+            if self.budget.max_pages is not None:
+                more = min(more, self.budget.max_pages - self.capacity)
+            self._extend(max(more, missing))
         numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
         self.references[numbers] = 1
         return numbers
@@ -123,8 +127,6 @@ class PageAllocator:
         self._free, self.references = [], self.references[pages]
 
     def _extend(self, pages: int) -> None:
-        if self.budget.max_pages is not None:
-            pages = min(pages, self.budget.max_pages - self.capacity)
         first = self.capacity
         self.references = np.concatenate([self.references, np.zeros(pages, np.int32)])
         # Lowest numbers first: the pages of one sequence stay close together.

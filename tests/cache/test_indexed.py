@@ -164,3 +164,11 @@ def test_a_layer_that_shares_keys_has_an_indexer_only(form, ids):
     cache.crop(-4)
     check_continues(model, cache.fork(), ids[[1, 1, 1], :-4])
     check_continues(model, cache, ids[[1, 1, 1], :-4])
+
+
+def test_a_copy_of_an_emptied_cache_takes_another_batch(model, form, ids):
+    cache = read(model, ids, **form)
+    cache.reset()
+    twin = pickle.loads(pickle.dumps(cache))
+    model(ids[:1], past_key_values=twin)
+    check_continues(model, twin, ids[:1])

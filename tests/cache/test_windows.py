@@ -1,6 +1,7 @@
 """Layers with a window hold the window and no more, whatever the lengths of the calls."""
 
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers.cache_utils import DynamicCache
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.cache.paged_tensor import densify
+from hf_fp8kv.errors import OutOfPagesError
+from hf_fp8kv.paging.page_allocator import PageAllocator
 from tests.cache.public import OutOfMemory, tensors_in
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
@@ -405,3 +408,132 @@ def test_selecting_one_of_many_sequences_frees_memory() -> None:
     full = one.memory_footprint().pages_bytes
     one.batch_select_indices(torch.tensor([3]))
     assert one.memory_footprint().pages_bytes < full / 3
+
+
+# Layers that stand at different lengths, budgets and refusals. Sliding layers are 0 and 2.
+
+
+def states(tokens: int, batch: int = BATCH, seed: int = 0) -> torch.Tensor:
+    return torch.randn(batch, 2, tokens, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def store(one: FP8PagedCache, x: torch.Tensor, layers: Any = range(LAYERS)) -> None:
+    for layer in layers:
+        one.update(x, -x, layer)
+
+
+def assert_last(one: FP8PagedCache, x: torch.Tensor, layer: int = 0) -> None:
+    """Assert that a layer holds the last window of `x`."""
+    keys, stop = one.layers[layer].keys, x.shape[2]
+    assert int(one.layers[layer].get_seq_length()) == stop
+    first = max(stop - WINDOW + 1, 0)
+    span = slice(first - keys.start, stop - keys.start)
+    assert_same(keys.dense()[:, :, span], x[:, :, first:])
+
+
+def test_long_calls_take_no_more_than_the_budget() -> None:
+    types, whole = ["sliding_attention"] * LAYERS, states(262)
+    sliding = Gemma3TextConfig(**{**config().to_dict(), "layer_types": types})
+    one = FP8PagedCache(sliding, **EXACT, max_pages=BATCH * MOST)
+    for start, stop in itertools.pairwise((0, 20, 50, 110, 111, 262)):
+        store(one, whole[:, :, start:stop])
+        assert_last(one, whole[:, :, :stop])
+    assert one.budget.held <= BATCH * MOST
+
+
+@pytest.mark.parametrize("ahead", [1, 0], ids=["full", "sliding"])
+def test_a_copy_within_a_step_has_the_pages_of_each_layer(ahead: int, tmp_path: Path) -> None:
+    one = cache(max_cache_len=ROOM, prefill="stored")
+    x, y = states(30), states(40, seed=1)
+    store(one, x)
+    store(one, y, [ahead])
+    copies = [one.fork(), pickle.loads(pickle.dumps(one))]
+    copies.append(FP8PagedCache.load(one.save(tmp_path / "cache.safetensors")))
+    for each in (*copies, one):
+        assert_last(each, torch.cat([x, y], 2) if ahead == 0 else x, 0)
+        assert_last(each, x, 2)
+    one.layers[2].crop(-1)
+    assert_last(one, x[:, :, :-1], 2)
+
+
+def test_each_ring_refuses_a_crop_by_its_own_length() -> None:
+    whole = states(96)
+    for change in (lambda one: one.layers[0].reset(), lambda one: one.layers[0].crop(-100)):
+        one = cache(max_cache_len=ROOM, prefill="stored")
+        store(one, whole)
+        one.crop(-12)
+        change(one)
+        with pytest.raises(ConfigError, match="token 64 on"):
+            one.layers[2].crop(-8)
+        assert_last(one, whole[:, :, :84], 2)
+    one = cache(max_cache_len=ROOM, prefill="stored")
+    store(one, whole, [0, 1])
+    store(one, whole[:, :, :57], [2])
+    with pytest.raises(ConfigError, match="token 32 on"):
+        one.crop(-10)
+    with pytest.raises(ConfigError, match="the same number of tokens"):
+        one.activate_past_recording()
+    assert not one.layers[0].record_past
+    assert_last(one, whole, 0), assert_last(one, whole[:, :, :57], 2)
+
+
+def test_a_fork_of_a_ring_that_recorded_its_past() -> None:
+    one, x = cache(max_cache_len=ROOM, prefill="stored"), states(30)
+    one.activate_past_recording()
+    store(one, x)
+    for layer in one.layers:
+        layer.record_past = False
+    assert_last(one.fork(), x), assert_last(one, x)
+
+
+@pytest.mark.parametrize("change", ["batch_repeat_interleave", "activate_past_recording"])
+def test_a_change_that_passes_the_budget_changes_nothing(change: str) -> None:
+    one = cache(max_cache_len=64, max_pages=BATCH * (MOST + 8), prefill="stored")
+    x = states(41)
+    store(one, x[:, :, :40])
+    with pytest.raises(OutOfPagesError):
+        getattr(one, change)(*([2] if change == "batch_repeat_interleave" else []))
+    assert not one.layers[0].record_past
+    store(one, x[:, :, 40:])
+    assert_last(one, x)
+
+
+def test_a_refused_step_keeps_the_recorded_past() -> None:
+    one, x = cache(), states(60)
+    one.activate_past_recording()
+    store(one, x)
+    before = one.memory_footprint()
+    store(one, x[:, :, :1], [0, 1])
+    with pytest.raises(ConfigError):
+        one.update(x[:, :, :1, :3], x[:, :, :1, :3], 2)
+    assert one.memory_footprint() == before
+    one.crop(-40)
+    assert_last(one, x[:, :, :20])
+
+
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": ROOM}], ids=["growing", "preallocated"])
+def test_a_reset_after_an_interrupt_while_pages_are_taken(
+    form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, x, calls = cache(**form), states(100), itertools.count()
+    if not form:
+        store(one, states(30))
+    take = PageAllocator.take
+
+    def interrupted(self: PageAllocator, *arguments: Any, **keywords: Any) -> Any:
+        numbers = take(self, *arguments, **keywords)
+        if next(calls) == len(form):  # before the numbers are counted
+            self.references[numbers] = 0
+            raise KeyboardInterrupt
+        return numbers
+
+    monkeypatch.setattr(PageAllocator, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store(one, x)
+    one.reset()
+    for batch in (BATCH, 3):
+        x = states(100, batch)
+        store(one, x)
+        store(one, x[:, :, :50])
+        assert_last(one, torch.cat([x, x[:, :, :50]], 2))
+        one = cache(**form)
