@@ -28,19 +28,15 @@ class GrowingIndexer(DynamicIndexedLayer):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def hold(self, tensors: dict[str, Tensor]) -> None:
-        """Hold tensors by the names of `held`."""
+        """Hold tensors by the names of `held_by`."""
         if "indexer_keys" in tensors:
             self.lazy_initialization_indexer(tensors["indexer_keys"])
             self.is_unused = False
         vars(self).update(tensors)
 
-    def held(self) -> dict[str, Tensor]:
-        """Return keys `[B, N, D]` and positions `[dims, B, N]` by name, as far as there are any."""
-        return _held(self)
-
     def move(self, device: torch.device) -> None:
         """Move what is held to `device`."""
-        vars(self).update({name: x.to(device) for name, x in _held(self).items()})
+        vars(self).update({name: x.to(device) for name, x in held_by(self).items()})
         self.indexer_device = device
 
     def trim(self, length: int) -> None:
@@ -80,7 +76,7 @@ class FixedIndexer(StaticIndexedLayer):
             self.lazy_initialization_indexer(like)
 
     def hold(self, tensors: dict[str, Tensor]) -> None:
-        """Hold copies of tensors by the names of `held`, with room for more keys."""
+        """Hold copies of tensors by the names of `held_by`, with room for more keys."""
         self.indexer_position_ids = tensors.get("indexer_position_ids")
         if (keys := tensors.get("indexer_keys")) is not None:
             self._allocate(keys)
@@ -89,14 +85,10 @@ class FixedIndexer(StaticIndexedLayer):
             self.indexer_cumulative_length.fill_(keys.shape[1])
             self.is_unused = False
 
-    def held(self) -> dict[str, Tensor]:
-        """Return keys `[B, N, D]` and positions `[dims, B, N]` by name, as far as there are any."""
-        return _held(self)
-
     def move(self, device: torch.device) -> None:
         """Move what is held to `device`, to new addresses."""
         with torch.inference_mode(False), torch.no_grad():
-            vars(self).update({name: x.to(device) for name, x in _held(self).items()})
+            vars(self).update({name: x.to(device) for name, x in held_by(self).items()})
         self.indexer_device = device
         self._keep_addresses()
 
@@ -151,7 +143,8 @@ class FixedIndexer(StaticIndexedLayer):
 Indexer = GrowingIndexer | FixedIndexer
 
 
-def _held(indexer: Indexer) -> dict[str, Tensor]:
+def held_by(indexer: Indexer) -> dict[str, Tensor]:
+    """Return keys `[B, N, D]` and positions `[dims, B, N]` by name, as far as there are any."""
     names = ("indexer_keys", "indexer_position_ids")
     held = {name: getattr(indexer, name) for name in names}
     return {name: tensor for name, tensor in held.items() if tensor is not None}

@@ -13,7 +13,7 @@ from ..paging.lengths import Call, DeviceLength, HostLength, LongWrite
 from ..paging.offloading import OffloadedPool
 from ..paging.page_pool import PagePool
 from .encoding import Encoding
-from .indexers import Indexer
+from .indexers import Indexer, held_by
 from .paged_tensor import PagedKV, make_handles
 from .snapshot import LayerSnapshot
 
@@ -217,7 +217,7 @@ class LayerStore:
         """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
         encoding, indexer = self.encoding, None
         if self.indexer is not None:
-            held = self.indexer.held() if length else {}
+            held = held_by(self.indexer) if length else {}
             # Not views: a file or a pickle would have all that they are part of.
             indexer = {
                 name: tensor[:, :length].clone() if name == "indexer_keys" else tensor.clone()
@@ -265,7 +265,7 @@ class LayerStore:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host`, `other`, if not 0."""
-        indexer = {} if self.indexer is None else self.indexer.held()
+        indexer = {} if self.indexer is None else held_by(self.indexer)
         other = sum(tensor.nbytes for tensor in indexer.values())
         if not self.is_initialized:
             return {"other": other}

@@ -86,8 +86,7 @@ class BlockTable:
     def on_device(self, device: torch.device, columns: Ints | None = None) -> torch.Tensor:
         """Return a copy of the rows on `device`, `[B, n]`, int32; made once per change.
 
-        `columns`: which ones, the same at every call; None: those up to `count`. The copy is not
-        changed later: a handle may still read it.
+        `columns`: which ones, the same at every call; None: those up to `count`.
         """
         version, copy = self._copies.get(device, (-1, None))
         if copy is None or version != self.version:

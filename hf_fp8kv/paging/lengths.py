@@ -102,9 +102,8 @@ class HostLength:
         seen, size = group.visible_from(start), group.page_size
         long = None
         if table.first * size > seen:
-            first, before = seen // size, group.long_call
-            old = table.rows[:, :0] if before is None else before.table.rows
-            old = old[:, first : before.table.count] if before is not None else old
+            first, before = seen // size, group.long_call and group.long_call.table
+            old = before.rows[:, first : before.count] if before else table.rows[:, :0]
             long = LongWrite(first, old, table.first, table.used(), table.first * size)
         lengths = step.lengths(device)
         return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)
