@@ -125,9 +125,14 @@ def available_backends() -> dict[str, str | None]:
     }
 
 
-@functools.cache
+# Not `functools.cache`, which Dynamo warns of.
+_installed: dict[str, bool] = {}
+
+
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    if package not in _installed:
+        _installed[package] = importlib.util.find_spec(package) is not None
+    return _installed[package]
 
 
 def _why_not_triton() -> str | None:

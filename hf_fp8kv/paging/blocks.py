@@ -27,6 +27,7 @@ class Blocks:
 
     tensors: list[torch.Tensor]
     offsets: torch.Tensor
+    _count: int
 
     def __init__(
         self, size: int, pages: int, device: torch.device, *, in_one: bool = False,
@@ -40,10 +41,11 @@ class Blocks:
         self._use(self.tensors)  # copied blocks lie elsewhere
 
     def __len__(self) -> int:
-        return len(self.offsets)
+        return self._count
 
     def _use(self, tensors: list[torch.Tensor]) -> None:
-        state = {"tensors": tensors, "offsets": locate_pages(tensors)}
+        count = sum(map(len, tensors))
+        state = {"tensors": tensors, "offsets": locate_pages(tensors), "_count": count}
         vars(self).update(state)  # at once
 
     def _new(self, pages: int, device: torch.device) -> list[torch.Tensor]:

@@ -374,7 +374,9 @@ class Pages(RuleBasedStateMachine):
             if not model.passes(cache.length, cache.length + tokens):
                 # A page that was copied, since a fork has it, too, stays a copy.
                 cache.models[name] = after[name]
-                self.cut_model(after[name], cache.length)
+                after[name].cut(cache.length)
+                if not cache.length:
+                    after[name].clear()
 
     def write_is_refused(
         self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int
