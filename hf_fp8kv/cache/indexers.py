@@ -20,9 +20,11 @@ class GrowingIndexer(DynamicIndexedLayer):
 
     Attributes:
         is_unused: whether no token was stored since the start or a reset.
+        indexer_position_ids: `[dims, B, N]`; versions of transformers without positions set none.
     """
 
     is_unused = True
+    indexer_position_ids: Tensor | None = None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
