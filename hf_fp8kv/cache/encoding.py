@@ -23,8 +23,8 @@ class Encoding:
         k_scale: `[Hkv, Dk]`, float32, static; or None.
         v_scale: `[Hkv, Dv]`, float32, static; or None.
         k_center: `[B, Hkv, Dk]`, float32, or None.
-        whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
-        turns: how K turns with the position; None: that is not known.
+        whole_heads: KV heads of the whole model, of which a process may have a part; or None.
+        turns: how K turns with the position, or None.
         first_tokens: what the layers of the cache know of padding.
         device: where the layer computes.
         dtype: the dtype of K.
@@ -95,7 +95,7 @@ class Encoding:
             self.k_center = center
 
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep the centers of sequences `[B']`, in place if they are as many."""
+        """Keep the centers of sequences `[B']`, in place if the batch size stays."""
         if self.k_center is not None:
             selected = self.k_center[sequences.to(self.k_center.device)]
             if len(selected) == len(self.k_center):

@@ -134,11 +134,7 @@ class FP8PagedLayer(CacheLayerMixin):
             store.bring_pages()
         encoding.find_center(key, is_first=is_first)
         reads = not is_first or self.options.prefill == "stored"
-        call = length.begin(tokens, encoding.device, encoding.backend)
-        pages = store.write(key, value, call, reads=reads)
-        length.end(call)
-        if isinstance(length, DeviceLength):
-            length.fill_plan(tokens)
+        pages, call = store.write(key, value, reads=reads)
         if reads:
             return store.handles(pages, call)
         return self._fresh(key_states), self._fresh(value_states)
@@ -148,7 +144,7 @@ class FP8PagedLayer(CacheLayerMixin):
         return getattr(self.config, "_attn_implementation", None) == ATTENTION
 
     def _fresh(self, states: torch.Tensor) -> torch.Tensor:
-        """Return new keys or values, as wide as in every other call if that is what masks are."""
+        """Return new keys or values, padded to the width of masks."""
         room = self.store.length.room
         if room is None or self._attends_pages():
             return states
@@ -287,16 +283,14 @@ class FP8PagedLayer(CacheLayerMixin):
         encoding.k_center = center
         store.pool.grow(group.table.allocator.capacity)
         store.bring_pages()
-        call = length.begin(tokens, encoding.device, encoding.backend)
-        store.write(without_grad(key), without_grad(value), call, reads=False)
-        length.end(call)
+        store.write(without_grad(key), without_grad(value), reads=False)
 
 
 class FP8PagedIndexedLayer(FP8PagedLayer):
     """A paged layer with an indexer, whose keys transformers' own layer holds (indexers.py)."""
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store keys of new tokens for the indexer, `[B, T, D]`; return as many as masks have."""
+        """Store an indexer's keys of new tokens, `[B, T, D]`; return one for each mask column."""
         indexer: Any = self.store.indexer
         held = None if torch.compiler.is_compiling() else indexer.indexer_keys
         if held is not None and held.device != indexer_key_states.device:

@@ -76,19 +76,21 @@ class LayerStore:
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, call: Call, *, reads: bool) -> Pages:
-        """Store the tokens of a call; return the pages that it reads if it `reads` any."""
-        long, room = call.long, self.length.room
-        pages = self.encoding.record(self.pool, call.table)
+    def write(self, key: torch.Tensor, value: torch.Tensor, *, reads: bool) -> tuple[Pages, Call]:
+        """Store new tokens; return the pages that a call reads if it `reads`, and the call."""
+        encoding, room = self.encoding, self.length.room
+        call = self.length.begin(key.shape[2], encoding.device, encoding.backend)
+        long, pages = call.long, encoding.record(self.pool, call.table)
         if long is not None and reads:
-            return self._write_long(key, value, call, long, pages)
-        if long is not None:
-            key, value = key[:, :, long.skipped :], value[:, :, long.skipped :]
-        if room is None:
-            stop = call.stop
-            self.pool.written(self.group.table, stop - key.shape[2], stop)
-        ops.write(pages, key, value, call.lengths, self.encoding.backend, room)
-        return pages
+            pages = self._write_long(key, value, call, long, pages)
+        else:
+            if long is not None:
+                key, value = key[:, :, long.skipped :], value[:, :, long.skipped :]
+            if room is None:
+                self.pool.written(self.group.table, call.stop - key.shape[2], call.stop)
+            ops.write(pages, key, value, call.lengths, encoding.backend, room)
+        self.length.end(call)
+        return pages, call
 
     def _write_long(
         self, key: torch.Tensor, value: torch.Tensor, call: Call, long: LongWrite, pages: Pages

@@ -224,12 +224,13 @@ class DeviceLength:
         return self.table.long().gather(1, logical.clamp(max=self.table.shape[1] - 1))
 
     def end(self, call: Call) -> None:
-        """Note that the tokens of a call are stored."""
+        """Note that the tokens of a call are stored, and fill the group's plan for it."""
         if self.is_empty:
             self.is_empty = False
             if not torch.compiler.is_compiling():
                 self._most = max(self._most, call.tokens)
         self.lengths.copy_(call.lengths)
+        self.fill_plan(call.tokens)
 
     def fill_plan(self, tokens: int) -> None:
         """Fill the group's plan for `tokens` that were stored, if this layer does that."""
