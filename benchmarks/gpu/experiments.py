@@ -21,7 +21,6 @@ SWITCHES: dict[str, list[Parameters]] = {
     # Codes times rows, or rows times codes, which was designed for four warps.
     "operands": [{"swapped": True}, {"swapped": False, "warps": 4}],
     "warps": _each("warps", 1, 2, 4, 8),
-    "combine": _each("combine", "kernel", "last"),
     "tile": [{"tile": n, "masked_tile": max(16, n // 2)} for n in (32, 64, 128)],
     "masked tile": _each("masked_tile", 16, 32, 64),
     "stages": _each("stages", 2, 3, 4, 5),

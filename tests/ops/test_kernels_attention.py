@@ -255,17 +255,16 @@ def yardstick(
 
 
 def make_plan(lengths, heads, tokens=1, window=0, start=0, length=None):
-    """Return a plan's parts, the rows of its sequences, and its counters."""
+    """Return a plan's parts, and the rows of its sequences."""
     batch = len(lengths)
     rows = plan.plan_rows(DEVICE, batch, heads, length)
     table = torch.full((rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan.make_plan(table, ends, tokens, window, start, heads)
-    parts = plan.max_parts(table, batch, heads)
+    parts = plan.max_parts(table, batch)
     filled = [row for row in table[:parts].tolist() if row[0] >= 0]
     assert all(row[0] == -1 for row in table[len(filled) : parts].tolist())
-    sequences = table[parts : parts + batch].tolist()
-    return filled, sequences, table[parts + batch :].flatten()[: batch * heads]
+    return filled, table[parts:].tolist()
 
 
 @hypothesis.given(
@@ -281,8 +280,7 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
     if INTERPRETED:
         target = Target("cuda", 90, processors, interpreted=True)
     with assuming(target):
-        parts, sequences, counters = make_plan(lengths, heads, tokens, window, start)
-    assert (counters == 0).all()
+        parts, sequences = make_plan(lengths, heads, tokens, window, start)
     slots = [row[3] for row in parts if row[3] >= 0]
     assert len(set(slots)) == len(slots)
     for b, length in enumerate(lengths):
@@ -309,7 +307,7 @@ def test_plans_take_hardly_longer_than_the_best(heads):
         spread = [1024 + (most - 1024) * (7 * i % batch) // batch for i in range(batch)]
         for lengths in ([4096] * batch, [most] * batch, spread, [most, *[1024] * (batch - 1)]):
             with assuming(Target("cuda", 90, 132, interpreted=True)):
-                rows, _, _ = make_plan(lengths, heads)
+                rows, _ = make_plan(lengths, heads)
             units = [-(-n // gpu_model.UNIT) for n in lengths]
             parts = [
                 gpu_model.Part(
@@ -327,12 +325,12 @@ def test_plans_take_hardly_longer_than_the_best(heads):
 
 def test_a_plan_for_one_length_has_no_room_for_parts_that_do_not_pay():
     with assuming(dataclasses.replace(target_of(DEVICE), processors=132, resources=None)):
-        assert plan.plan_rows(DEVICE, 64, 8, 32768) == 64 + 64 + 128
-        assert plan.plan_rows(DEVICE, 25, 8, 32768) > 25 + 25 + 50
-        assert plan.plan_rows(DEVICE, 64, 8) > 64 + 64 + 128
-        parts, sequences, _ = make_plan([900, 900], 8, length=100)
+        assert plan.plan_rows(DEVICE, 64, 8, 32768) == 64 + 64
+        assert plan.plan_rows(DEVICE, 25, 8, 32768) > 25 + 25
+        assert plan.plan_rows(DEVICE, 64, 8) > 64 + 64
+        parts, sequences = make_plan([900, 900], 8, length=100)
         for length, batch, heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
-            room = plan.plan_rows(DEVICE, batch, heads, length) > 2 * batch + -(-batch * heads // 4)
+            room = plan.plan_rows(DEVICE, batch, heads, length) > 2 * batch
             split = any(row[3] >= 0 for row in make_plan([length] * batch, heads)[0])
             assert split == room or (room and length < 1000)
     assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
@@ -347,28 +345,26 @@ def test_nothing_is_merged_where_no_sequence_is_split():
         rows = plan.plan_rows(DEVICE, 2, 2, length)
         table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
         take = compiling(lambda kernel, *_: started.append(kernel.__name__))
-        with take, tuning.override(combine="kernel"):
+        with take:
             decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
     assert started == ["_decode", "_decode", "_combine"]
 
 
 SPLIT = Case("split", lengths=(900, 130, 400), tokens=3, page_size=64, sinks=True, heads=2,
              q_heads=6)  # fmt: skip
-# Grid: the number of parts does not depend on the way to merge them; each way meets few and many.
+# Grid: few parts and many, and rotation of the merged sums by either order of operands.
 SPLITS = [
-    pytest.param(1, "last", False, False, id="1-last", marks=pytest.mark.full),
-    pytest.param(2, "kernel", False, False, id="2-kernel", marks=pytest.mark.full),
-    pytest.param(5, "last", False, False, id="5-last"),
-    pytest.param(40, "kernel", False, False, id="40-kernel"),
-    pytest.param(40, "last", True, False, id="40-rotated-last"),
-    pytest.param(5, "kernel", True, True, id="5-rotated-swapped-kernel"),
+    pytest.param(1, False, False, id="1", marks=pytest.mark.full),
+    pytest.param(5, False, False, id="5"),
+    pytest.param(40, True, False, id="40-rotated"),
+    pytest.param(5, True, True, id="5-rotated-swapped"),
 ]
 
 
 # Without poison an output that no program writes may be the memory of an earlier equal output.
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize(("processors", "combine", "rotated", "swapped"), SPLITS)
-def test_any_split_gives_the_same_answer(processors, combine, rotated, swapped):
+@pytest.mark.parametrize(("processors", "rotated", "swapped"), SPLITS)
+def test_any_split_gives_the_same_answer(processors, rotated, swapped):
     case = SPLIT
     if rotated:
         # Blocks of 32 and of 16 numbers, beside what pads a head.
@@ -379,10 +375,10 @@ def test_any_split_gives_the_same_answer(processors, combine, rotated, swapped):
     pages, query, kwargs, expected = prepared(case)
     target = dataclasses.replace(target_of(DEVICE), processors=processors)
     # Any kernel takes a plan that is made for as many programs as it expects.
-    with assuming(target), tuning.override(combine=combine, swapped=swapped, programs=4):
+    with assuming(target), tuning.override(swapped=swapped, programs=4):
         found = run("decode", case, pages, query, **kwargs)
         assert errors(found, expected).max() <= bound(case)
-        # With a plan made outside, used by two layers: the counters are zero again.
+        # With a plan made outside, used by two layers.
         table = planned(case.lengths, case.heads, case.tokens)
         for _ in range(2):
             again = run("decode", case, pages, query, plan=table, **kwargs)
@@ -406,21 +402,20 @@ _EDGES = tuple(n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1))
 # Grid: parameters change how a tile is computed, and not which tiles there are. So each is met by a
 # few cases: in both kernels, in few parts and in many.
 _CONFIGURED: list[tuple[Case, str, int, dict[str, Any]]] = [
-    (_CHUNK, "extend", 40, {"combine": "kernel", "rows": 32}),
-    (_CHUNK, "extend", 40, {"combine": "last", "rows": 32}),
+    (_CHUNK, "extend", 40, {"rows": 32}),
     (Case("many", lengths=tuple(range(1, 60, 3)), heads=2, q_heads=2), "decode", 3, {}),
     (Case("16 heads", q_heads=16, lengths=(400, 130, 64), **_LATENT), "decode", 60, {}),
     (Case("20 heads, sinks", q_heads=20, lengths=(191, 193), tokens=3, sinks=True, **_LATENT),
-     "decode", 60, {"chunks": 4, "combine": "last"}),
+     "decode", 60, {"chunks": 4}),
     (Case("128 heads, rotated", q_heads=128, lengths=(129,), rotated=True,
           **{**_LATENT, "key": "fp8_e2m5", "value": "int8"}),
-     "extend", 1, {"swapped": True, "tile": 64, "combine": "kernel"}),
+     "extend", 1, {"swapped": True, "tile": 64}),
     (Case("window, 17 queries", q_heads=6, lengths=(200,), tokens=17, window=70, **_LATENT),
      "decode", 60, {"rows": 64, "chunks": 2, "tile": 32, "masked_tile": 32}),
     (Case("holes", q_heads=16, lengths=(192, 192), tokens=2, mask="bool", **_LATENT),
-     "decode", 60, {"swapped": True, "tile": 64, "combine": "kernel"}),
+     "decode", 60, {"swapped": True, "tile": 64}),
     (Case("padding, static", q_heads=16, lengths=(255, 128), padding=70, tokens=2, dynamic=False,
-          **{**_LATENT, "key": "fp8_e3m4"}), "extend", 1, {"chunks": 4, "combine": "last"}),
+          **{**_LATENT, "key": "fp8_e3m4"}), "extend", 1, {"chunks": 4}),
     (Case("edges, 3 queries", lengths=_EDGES, tokens=3, q_heads=4, **_LATENT), "decode", 4, {}),
     (Case("edges", lengths=_EDGES, q_heads=4, **_LATENT), "extend", 4, {}),
     *(
@@ -564,7 +559,7 @@ def test_the_length_of_a_chunk_is_no_constant():
             query = torch.zeros(1, 8, tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
     assert {name: len(found) for name, found in launched.items() if name != "_plan"} == {
-        "_decode": 1, "_extend": 1,
+        "_decode": 1, "_combine": 1, "_extend": 1,
     }  # fmt: skip
 
 

@@ -12,10 +12,7 @@ and the last one of TTGIR, where layouts are chosen, loops are pipelined, copies
 and shared memory is allocated. For some tests it is each pass that changes the code (`--stages
 all`: for all tests). After that Triton generates LLVM code, which nothing here executes.
 
-The plugin adds two things to ttsem 0.1.0: codec.py's PTX, and the order that a counter gives. What
-a program did before an atomic update that releases is visible to a program that counts later and
-acquires. The threads of a program are not told apart, so a missing barrier before the count is not
-noticed.
+The plugin adds codec.py's PTX to ttsem 0.1.0.
 """
 
 import collections
@@ -34,7 +31,7 @@ from triton._C.libtriton import ir as triton_ir
 from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from ttsem import harness, interp2, minimize, mlir, pidraces, sanitize, values
+from ttsem import harness, interp2, minimize, mlir, sanitize, values
 from ttsem.interp import Interp
 from ttsem.ir_types import Op
 
@@ -69,7 +66,6 @@ FROM_EVERY_PASS = {
     "test_gathering_behind_a_window[v]",
     "test_tokens_stored_by_the_launch_that_reads_them[rotated-last]",
 }
-_find_race = pidraces.find_race
 _run_known_assembly = ttsem.ops.OPS["tt.elementwise_inline_asm"]
 _to_integer = ttsem.ops.OPS["arith.fptosi"]
 
@@ -82,7 +78,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests() -> None:
     """Install the hooks before conftest.py looks for a GPU."""
     mlir.enable_generic_printing()
-    pidraces.find_race = find_race
     ttsem.ops.OPS["tt.elementwise_inline_asm"] = run_assembly
     ttsem.ops.OPS["arith.fptosi"] = to_integer
     mlir.parse = functools.lru_cache(64)(mlir.parse)
@@ -295,32 +290,3 @@ def to_integer(interp: Interp, op: Op, args: list[Any]) -> list[Any]:
     if not ((x >= -limit) & (x < limit)).all():
         raise values.Poison("a float that the integer does not hold")
     return _to_integer(interp, op, args)
-
-
-def find_race(log: list[Any] | None) -> pidraces.PidRace | None:
-    """Return a pair of accesses in ttsem's `log` whose order is undefined, or None."""
-    if _find_race(log) is None:
-        return None
-    assert log is not None
-    # Programs run one after the other, in the order of their first accesses.
-    position: dict[Any, int] = {}
-    count: dict[Any, tuple[int, int]] = {}  # when a program counted, and where
-    for i, (agent, kind, op, addresses, *_) in enumerate(log):
-        position.setdefault(agent, i)
-        is_count = "sem = 4" in op and "scope = 2" not in op  # acq_rel, of more than one program
-        if kind == "a" and is_count and len(addresses) == 1:
-            # A second count is an ordinary access.
-            count.setdefault(agent, (i, int(addresses[0])))
-    is_after = [e[0] in count and i > count[e[0]][0] for i, e in enumerate(log)]
-    before = [e for e, after in zip(log, is_after, strict=True) if not after]
-    after = [e for e, after in zip(log, is_after, strict=True) if after]
-
-    def ordered(first: Any, second: Any) -> bool:
-        same = first in count and count[first][1] == count[second][1]
-        return same and position[first] < position[second]
-
-    views = [before, after]
-    for agent in {e[0] for e in after}:
-        own = [e for e in after if e[0] == agent]
-        views.append([*(e for e in before if not ordered(e[0], agent)), *own])
-    return next((race for race in map(_find_race, views) if race is not None), None)

@@ -118,16 +118,16 @@ def _describe_plan(
 ) -> tuple[Partial | None, Described]:
     """Return room for a call's partial sums, and what recordings have to know of it and the plan.
 
-    All calls by a plan get the same room: they come one after the other, since they count in the
-    plan which parts are done. It stays where it is as long as the plan does: a CUDA graph knows the
-    addresses of both. None: there are many rows, for which a plan is hardly ever used.
+    All calls by a plan get the same room, because they run one after the other. It stays where it
+    is as long as the plan does: a CUDA graph knows the addresses of both. None: there are many
+    rows, for which a plan is hardly ever used.
     """
     known: _OfPlan = vars(plan).setdefault("described", _OfPlan())
     key = query.shape, heads, dim
     if key not in known:
         partial = None
         if query.shape[1] // heads * query.shape[2] <= FEW_ROWS:
-            partial = make_partial(plan, query, heads, dim)
+            partial = make_partial(plan, query, dim)
         kind, places = describe((plan, *(partial or (None, None))))
         known[key] = partial, Described(number_of((kind, _strided(plan))), places)
     return known[key]

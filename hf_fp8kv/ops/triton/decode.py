@@ -2,7 +2,7 @@
 
 A program takes all query rows of one KV head (its query heads times the query tokens) and one split
 of one sequence, as the plan says (plan.py). A sequence in several splits leaves partial sums, which
-a second kernel, or the program that is done last, merges.
+a second kernel merges.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from .softmax import of_others, of_rows
 from .target import cdiv, compiled_size, launch
 from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
 
-# Numbers of the partial sums that a warp merges at a time.
-MERGED_NUMBERS = 1024
-MOST_MERGED = 16
+# Splits that a program of `_combine` merges at a time, and its warps.
+MERGED = 32
+MERGE_WARPS = 1
 
 
 def attend(
@@ -80,19 +80,17 @@ def split_kv_decode(
         make_plan(
             plan, args.tensors.lengths, tokens, args.window, args.start, heads * blocks, programs
         )
-    splits = max_parts(plan, batch, heads * blocks)
-    is_split = splits > batch
+    splits = max_parts(plan, batch)
 
     out = query.new_empty((batch, tokens, q_heads, dim))
-    sums, stats = partial or make_partial(plan, query, heads * blocks, dim)
-    last = config.combine == "last"
+    sums, stats = partial or make_partial(plan, query, dim)
     tensors, constants = _arguments(args, config, plan, out, sums, stats)
     launch(_decode, (heads, splits, blocks), *tensors, **constants)
-    if is_split and not last:
+    if splits > batch:
         launch(
             _combine, (args.rows, heads, batch), plan, sums, stats, args.tensors.sinks,
             args.values.static_scale, out, tokens, splits, args.factors.out, SHAPE=shape,
-            MERGED=MOST_MERGED, num_warps=1,
+            MERGED=MERGED, num_warps=MERGE_WARPS,
         )  # fmt: skip
     return out
 
@@ -101,18 +99,11 @@ def _arguments(
     args: AttentionArgs, config: LaunchConfig, *tensors: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return those of `_decode`; `tensors` are plan, output, partial sums and their statistics."""
-    batch, _, tokens, _ = args.tensors.query.shape
     positional = (
-        args.tensors, *tensors, batch, tokens, args.start, args.stop, args.window, args.factors,
-        args.query_strides, *args.strides,
+        args.tensors, *tensors, args.tensors.query.shape[2], args.start, args.stop, args.window,
+        args.factors, args.query_strides, *args.strides,
     )  # fmt: skip
-    merged = max(
-        1, min(MERGED_NUMBERS * config.warps // (config.rows * args.shape.out_width), MOST_MERGED)
-    )
-    constants = {
-        **args.constants, **config.constants(), "LAST": config.combine == "last", "MERGED": merged,
-    }  # fmt: skip
-    return positional, constants
+    return positional, {**args.constants, **config.constants()}
 
 
 def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
@@ -143,29 +134,28 @@ _programs: dict[Any, int] = {}
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t",
-        "bias_b", "bias_h", "bias_t",
+        "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t", "bias_b", "bias_h",
+        "bias_t",
     ]
 )  # fmt: skip
 def _decode(
-    tensors, plan_ptr, out_ptr, partial_ptr, stats_ptr, batch, tokens, start, stop, window, factors,
+    tensors, plan_ptr, out_ptr, partial_ptr, stats_ptr, tokens, start, stop, window, factors,
     query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr, CHUNKS: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
+    SWAPPED: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in one split, and the partial sums of the others.
 
-    The grid is KV heads, splits, and blocks of query rows. LAST: the program that is done last
-    with a sequence merges its splits.
+    The grid is KV heads, splits, and blocks of query rows.
 
     Args:
         tensors: pointers, see `AttentionTensors`.
-        plan_ptr: `[max_parts + B + ceil(B * H / 4), 4]`, int32, see plan.py.
+        plan_ptr: `[max_parts + B, 4]`, int32, see plan.py.
         out_ptr: `[B, T, Hq, out_dim]`, of the query's dtype.
         partial_ptr: `[max_parts, Hkv, rows, out_dim]`, float32, the sums in each slot.
         stats_ptr: `[max_parts, Hkv, rows, 2]`, float32, their m_i and l_i.
-        start, stop, window: as in `ops.attend`; batch, tokens: B and T.
+        start, stop, window: as in `ops.attend`; tokens: T.
         factors: floats, see `Factors`.
         query_strides, mask_b, ..., bias_t: of batch, head and token; table_b: of the batch.
     """
@@ -179,7 +169,6 @@ def _decode(
     length = tl.load(tensors.lengths + b)
     high = tl.minimum(tl.load(part_ptr + 2), tl.minimum(length, stop))
     count = SHAPE.groups * tokens
-    MERGED_ROWS: tl.constexpr = ROWS if ROWS < 16 else 16
     first_row = tl.program_id(2) * ROWS
     end_row = tl.minimum(first_row + ROWS, count)
     rows = first_row + tl.arange(0, ROWS)
@@ -209,25 +198,6 @@ def _decode(
         tl.store(sum_ptrs, acc, mask=real)
         tl.store(stats_ptr + saved * 2, m_i, mask=exists)
         tl.store(stats_ptr + saved * 2 + 1, l_i, mask=exists)
-        if LAST:
-            # All of this program's stores come before the count, and what others stored before
-            # theirs is seen after it.
-            tl.debug_barrier()
-            max_parts = tl.num_programs(1)
-            num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
-            counter_ptr = plan_ptr + (max_parts + batch) * 4
-            counter_ptr += (b * SHAPE.heads + h) * tl.num_programs(2) + tl.program_id(2)
-            done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
-            if done == num_splits - 1:
-                tl.debug_barrier()
-                for some in range(0, ROWS, MERGED_ROWS):
-                    scale = tensors.k.static_scale if FEATURES.latent else tensors.v.static_scale
-                    _merge_splits(
-                        plan_ptr, partial_ptr, stats_ptr, tensors.sinks, scale, out_ptr, b, h,
-                        first_row + some, tokens, max_parts, factors.out, SHAPE, MERGED_ROWS,
-                        MERGED, STAGES,
-                    )  # fmt: skip
-                tl.store(counter_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["tokens", "max_parts"])
@@ -245,61 +215,41 @@ def _combine(
         static_scale_ptr: of the values, `[Hkv, out_dim]`, float32, or None.
         out_factor: `Factors.out`.
     """
-    b = tl.program_id(2)
-    if tl.load(plan_ptr + (max_parts + b) * 4 + 1) > 1:
-        _merge_splits(
-            plan_ptr, partial_ptr, stats_ptr, sinks_ptr, static_scale_ptr, out_ptr, b,
-            tl.program_id(1), tl.program_id(0), tokens, max_parts, out_factor, SHAPE, 1, MERGED,
-            STAGES=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def _merge_splits(
-    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, static_scale_ptr, out_ptr, b, h, first_row,
-    tokens, max_parts, out_factor, SHAPE: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of ROWS query rows, MERGED at a time, and store the result."""
+    b, h, row = tl.program_id(2), tl.program_id(1), tl.program_id(0)
     first = tl.load(plan_ptr + (max_parts + b) * 4)
     num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
+    if num_splits == 1:
+        return
     count = SHAPE.groups * tokens
     i = tl.arange(0, MERGED)
-    rows = first_row + tl.arange(0, ROWS)
-    exists = rows < count
-    row = tl.minimum(rows, count - 1)
     WIDTH: tl.constexpr = SHAPE.out_width
     d = tl.arange(0, WIDTH)
-    real = exists[:, None] & (d < SHAPE.out_dim)[None, :]
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    # Loaded ahead: what is added up does not tell where to load next.
-    for begin in tl.range(0, num_splits, MERGED, num_stages=STAGES):
-        inside = (begin + i < num_splits)[:, None] & exists[None, :]
-        block = (first + begin + i) * SHAPE.heads + h
-        saved = (block[:, None] * count + row[None, :]).to(tl.int64)
-        # Past the first-level cache, which may hold what was there before.
-        split_m = tl.load(
-            stats_ptr + saved * 2, mask=inside, other=float("-inf"), cache_modifier=".cg"
-        )
-        split_l = tl.load(stats_ptr + saved * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+    real = d < SHAPE.out_dim
+    acc = tl.zeros([1, WIDTH], tl.float32)
+    m_i = tl.full([1], float("-inf"), tl.float32)
+    l_i = tl.zeros([1], tl.float32)
+    for begin in range(0, num_splits, MERGED):
+        inside = begin + i < num_splits
+        saved = (((first + begin + i) * SHAPE.heads + h) * count + row).to(tl.int64)
+        split_m = tl.load(stats_ptr + saved * 2, mask=inside, other=float("-inf"))
+        split_l = tl.load(stats_ptr + saved * 2 + 1, mask=inside, other=0.0)
         split_acc = tl.load(
-            partial_ptr + (saved * SHAPE.out_dim)[:, :, None] + d[None, None, :],
-            mask=inside[:, :, None] & real[None, :, :], other=0.0, cache_modifier=".cg",
+            partial_ptr + (saved * SHAPE.out_dim)[:, None] + d[None, :],
+            mask=inside[:, None] & real[None, :], other=0.0,
         )  # fmt: skip
         m_new = tl.maximum(m_i, tl.max(split_m, 0))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_finite)
-        share = tl.exp2(split_m - m_finite[None, :])
+        share = tl.exp2(split_m - m_finite)
         l_i = l_i * alpha + tl.sum(split_l * share, 0)
-        acc = acc * alpha[:, None] + tl.sum(split_acc * share[:, :, None], 0)
+        acc = acc * alpha + tl.sum(split_acc * share[:, None], 0)[None, :]
         m_i = m_new
     head = h * SHAPE.groups + row % SHAPE.groups
+    heads = head + tl.zeros([1], tl.int32)
     out = finish(
-        acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, out_factor, SHAPE, SWAPPED=False
+        acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, heads, out_factor, SHAPE, SWAPPED=False
     )
     token = b * tokens + row // SHAPE.groups
     offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out_dim
-    out_ptrs = out_ptr + offset[:, None] + d[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
+    out_ptrs = out_ptr + offset + d[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real[None, :])

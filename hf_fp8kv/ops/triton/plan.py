@@ -7,13 +7,11 @@ parts. The GPU starts parts in the plan's order, each where a place is free: lon
 shorter ones, which fill the gaps at the end. Where that gains less than it costs, each sequence is
 one part.
 
-A plan is int32, `[max_parts + B + ceil(B * H / 4), 4]`, with H the KV heads (times blocks of query
-rows, where there are several):
+A plan is int32, `[max_parts + B, 4]`:
 
     row i < max_parts    (sequence, first token, last token + 1, slot of its sums); rows that are
                          left over have the sequence -1; the slot is -1 if it is the only part
     row max_parts + b    (first slot of sequence b, its parts, 0, 0)
-    the rest             a counter for each sequence and H, 0: how many parts are done
 
 The first part of a sequence begins at 0 and the last one has no end: whatever lengths and window a
 plan was made for, it gives every position to one program, and is at worst badly balanced.
@@ -51,7 +49,7 @@ def plan_rows(
     Args:
         device: of the plan.
         batch: B.
-        heads: H.
+        heads: H, the KV heads, times blocks of query rows where there are several.
         length: what every sequence has to read, where that is known: the plan then has no room for
             parts that are not needed. None: lengths differ, or grow.
         rows: query rows per KV head.
@@ -62,18 +60,14 @@ def plan_rows(
     ranges = max(1, min(places * config.rounds // heads, MOST_PARTS + 1 - batch))
     if length is not None and not gains_if_even(length, batch, heads, places, config):
         ranges = 1
-    return batch + ranges - 1 + _rest(batch, heads)
+    return 2 * batch + ranges - 1
 
 
-def _rest(batch: int, heads: int) -> int:
-    return batch + cdiv(batch * heads, 4)
-
-
-def max_parts(plan: torch.Tensor, batch: int, heads: int) -> int:
+def max_parts(plan: torch.Tensor, batch: int) -> int:
     """Return how many parts a plan has room for; `batch`: no sequence can be split."""
-    parts = plan.shape[0] - _rest(batch, heads)
+    parts = plan.shape[0] - batch
     assert plan.shape[1] == 4
-    assert parts >= batch, f"a plan for another launch: {tuple(plan.shape)}, {batch} x {heads}"
+    assert parts >= batch, f"a plan for another launch: {tuple(plan.shape)}, {batch} sequences"
     return parts
 
 
@@ -89,10 +83,10 @@ class Partial(NamedTuple):
     stats: torch.Tensor
 
 
-def make_partial(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) -> Partial:
-    """Return room for what parts of sequences leave; `heads`: those of the plan; `dim`: Dv."""
+def make_partial(plan: torch.Tensor, query: torch.Tensor, dim: int) -> Partial:
+    """Return room for what parts of sequences leave; `dim`: Dv."""
     batch, q_heads, tokens, _ = query.shape
-    splits = max_parts(plan, batch, heads)
+    splits = max_parts(plan, batch)
     rows = splits * q_heads * tokens if splits > batch else 0
     both = query.new_empty(rows * (dim + 2), dtype=torch.float32)
     return Partial(both[: rows * dim], both[rows * dim :])
@@ -110,7 +104,7 @@ def make_plan(
     """Overwrite `plan`, `[plan_rows, 4]`, int32; arguments as in `ops.make_plan`, `plan_rows`."""
     batch, target, config = lengths.shape[0], target_of(lengths.device), plan_config()
     assert plan.is_contiguous()
-    parts = max_parts(plan, batch, heads)
+    parts = max_parts(plan, batch)
     places = target.processors * (programs or expected_programs(target))
     ranges, room = max(1, places * config.rounds // heads), parts - batch + 1
     if 1 < room < ranges:
@@ -185,7 +179,7 @@ def _plan(
     """Write a plan. One program per sequence: each works out all parts and writes its own.
 
     Args:
-        plan_ptr: `[max_parts + B + ceil(B * H / 4), 4]`, int32.
+        plan_ptr: `[max_parts + B, 4]`, int32.
         lengths_ptr: `[B]`, int32.
         batch, heads: B and H.
         tokens, window, start: as in `ops.make_plan`.
@@ -265,9 +259,6 @@ def _plan(
     if me == batch - 1:
         left = total_parts + i
         tl.store(plan_ptr + left * 4, -1, mask=left < max_parts)
-    counters_ptr = plan_ptr + (max_parts + batch) * 4 + me * heads
-    for counter in range(heads):
-        tl.store(counters_ptr + counter, 0)
 
 
 @triton.jit

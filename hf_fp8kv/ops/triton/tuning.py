@@ -1,8 +1,8 @@
 """Launch parameters of the attention kernels, by architecture, head size and format.
 
-None of these numbers was measured on a GPU yet. They follow from compiling for each target
-(`make kernels`): no spills, and registers and shared memory that leave room for
-`expected_programs` programs of the decode kernel on one processor.
+Those of decoding on sm_90 were searched on an H100 (docs/performance.md). All others follow from
+compiling for each target (`make kernels`): no spills, and registers and shared memory that leave
+room for `expected_programs` programs of the decode kernel on one processor.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,8 +29,6 @@ class LaunchConfig:
         registers: the most per thread; None: as the compiler likes.
         masked_tile: tokens read at a time where some row does not see them; divides `tile`.
         swapped: whether products are of codes and rows, instead of rows and codes.
-        combine: who merges the splits of a sequence: "kernel", a second launch, or "last",
-            the program that is done last.
         chunks: of latents, in how many parts their channels are: see latent.py.
     """
 
@@ -41,7 +39,6 @@ class LaunchConfig:
     registers: int | None = None
     masked_tile: int = 16
     swapped: bool = False
-    combine: str = "last"
     chunks: int = 1
 
     def constants(self) -> dict[str, int]:
@@ -54,8 +51,7 @@ class LaunchConfig:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-# Up to so many new tokens per sequence each is written by programs of its own, as in decoding, and
-# may be left to the attention of the same step.
+# New tokens per sequence up to which each token is written by separate programs, as in decoding.
 SINGLE_TOKENS = 8
 # Query rows per KV head up to which the decode kernel is taken.
 DECODE_ROWS = 64
@@ -118,8 +114,7 @@ _DECODE_ROWS_FIRST: _Table = {
 }  # fmt: skip
 _NONE: _Table = {}
 _DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
-# AMD: products have 16 rows; 512 registers for each lane of a processor's four parts. Of one warp,
-# since a barrier between warps does not wait for what they store.
+# AMD: products have 16 rows; 512 registers for each lane of a processor's four parts.
 _DECODE_HIP: _Table = {128: (32, 1, 2, None), 256: (32, 2, 2, None)}
 _DECODE_HIP_ROWS_FIRST: _Table = {
     128: (32, 2, 2, None), 256: (32, 4, 2, None), 512: (32, 8, 1, None), 1024: (16, 8, 1, None),
@@ -223,22 +218,12 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
         registers = None
     elif registers is not None and expected_programs(target, rows) < 3:
         registers = _MANY_REGISTERS
-    combine = "last" if reads_own_stores(target, warps) else "kernel"
     # Half of the others' tiles; what a complete mask or a bias says of each query and token, in a
     # tile as large, would spill.
     masked_tile = 16 if complete or biased else max(16, tile // 2)
     return _apply_overrides(
-        LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped, combine)
+        LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped)
     )
-
-
-def reads_own_stores(target: Target, warps: int) -> bool:
-    """Return whether all of a program reads, after a barrier, what some of it stored.
-
-    On AMD's GPUs a barrier does not wait for stores of other warps to arrive (Triton 3.6 to 3.8
-    compile `debug_barrier` to `s_barrier` without `s_waitcnt vmcnt(0)`).
-    """
-    return target.is_nvidia or warps == 1
 
 
 def extend_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -262,8 +247,6 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     limited = (warps == 8 and not workload.rotated) or workload.complete
     if table in (_EXTEND_MMA, _EXTEND_SM_80) and limited:
         config = replace(config, registers=_MANY_REGISTERS)
-    if not reads_own_stores(target, warps):
-        config = replace(config, combine="kernel")
     return _apply_overrides(config)
 
 
@@ -281,10 +264,7 @@ def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
         # With the sums of rotation, whole rows of the query would be too many registers.
         warps, in_chunks = 4, True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
-    # With four warps the merge by the last program spills.
-    last = target.is_nvidia and warps == 8
-    config = LaunchConfig(rows, tile, warps, stages, combine="last" if last else "kernel")
-    return _apply_overrides(replace(config, chunks=chunks))
+    return _apply_overrides(LaunchConfig(rows, tile, warps, stages, chunks=chunks))
 
 
 def overrides() -> Mapping[str, Any]:
