@@ -39,9 +39,11 @@ GOOD = Assembly(
 # -- what is compiled ------------------------------------------------------------------------------
 
 # Grid: each operation, and each way to convert codes: by an instruction (e4m3 on sm_90), by moving
-# bits (e3m4, e2m5), not at all (auto). Growing and preallocated caches launch these.
+# bits (e3m4, e2m5), not at all (auto). Growing and preallocated caches launch these. With a bias,
+# numbers are as large as float32 allows.
 STEPS = [
     "decode e4m3 D128", "decode auto D128", "decode e4m3 static D128", "decode e2m5 D128 rotated",
+    "decode e4m3 D128 bias",
     "extend e3m4 D128 T1024", "write e3m4 D128 T128", "gather e2m5 D128 v rotated",
 ]  # fmt: skip
 
@@ -124,9 +126,12 @@ def test_a_bad_kernel_breaks_its_rules(compiled, name, broken):
     assert_named(found, broken)
 
 
-def violations(found: Assembly, *, target: str = "sm_90", shared: int = 38912, k: str = "fp8_e4m3"):
+def violations(
+    found: Assembly, *, target: str = "sm_90", shared: int = 38912, k: str = "fp8_e4m3",
+    extras: tuple[str, ...] = (),
+):  # fmt: skip
     """Return the rules that a main decode kernel with four warps and tiles of 64 breaks."""
-    gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, main=True)
+    gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, extras=extras, main=True)
     with tuning.override(programs=3 if gpu.is_nvidia else 1):
         return list(find_violations(gpu, variant, found, shared, warps=4, tile=64))
 
@@ -147,6 +152,8 @@ def violations(found: Assembly, *, target: str = "sm_90", shared: int = 38912, k
         ({"conversions": 0}, {}, ["no native conversion"]),
         ({"registers": 255}, {}, ["2 programs fit on a multiprocessor, of 3"]),
         ({"doubles": 1}, {}, ["1 float64 instructions"]),
+        ({"fused": 1}, {"extras": ("bias",)}, ["1 products with log2(e) fused with sums"]),
+        ({"fused": 1}, {"extras": ("softcap",)}, []),
         ({"conversions": 0}, {"target": "sm_80"}, []),
         ({}, {"target": "sm_86", "shared": 110_000}, ["bytes of shared memory", "programs fit"]),
         ({"conversions": 0}, {"k": "fp8_e3m4"}, []),

@@ -23,7 +23,6 @@ from .latent import attend_latents, join_chunks, split_chunks
 from .places import find_place, load_codes, load_scales
 from .rotation import mix
 from .softmax import (
-    ADDITIVE,
     COMPACT,
     COMPLETE,
     HEADROOM,
@@ -105,16 +104,14 @@ def attend_rows(
         query_ptrs, tensors.k, factors.k_scaling, factors.scaling, b, h, exists, SHAPE.heads,
         SHAPE.k_dim, SHAPE.k_width, SHAPE.k_block, FEATURES.centered, K_CODEC,
     )  # fmt: skip
-    if not FEATURES.softcapped and bias_ptr is None and FEATURES.mask != ADDITIVE:
-        factor *= LOG2E
-        offset *= LOG2E
+    factor *= LOG2E
+    offset *= LOG2E
     if FEATURES.latent:
         positions, v_factor, _ = _load_query(
             query_ptrs + SHAPE.k_dim, tensors.v, factors.v_scaling, factors.scaling, b, h, exists,
             SHAPE.heads, SHAPE.v_dim, SHAPE.v_width, SHAPE.v_block, False, V_CODEC,
         )  # fmt: skip
-        if not FEATURES.softcapped and bias_ptr is None and FEATURES.mask != ADDITIVE:
-            v_factor *= LOG2E
+        v_factor *= LOG2E
         # Else their layout would be made for what rotation computes with.
         q = keep(q, K_CODEC)
         positions = keep(positions, V_CODEC)

@@ -47,29 +47,30 @@ def change_logits(
     x, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return logits in powers of two, with softcap, bias and mask."""
+    """Return logits with softcap, bias and mask; both are in powers of two."""
     if FEATURES.softcapped:
         # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
-        x = softcap - 2 * softcap / (tl.exp2(x * (2 * LOG2E / softcap)) + 1)
+        cap = softcap * LOG2E
+        x = cap - 2 * cap / (tl.exp2(x * (2 / softcap)) + 1)
     column = of_others(position - start, SWAPPED)
     within = of_others((position >= start) & (position < end), SWAPPED)
     if bias_ptr is not None:
         x += _load_added(of_rows(bias_ptr, SWAPPED) + column, within)
     if FEATURES.mask == ADDITIVE:
         x += _load_added(of_rows(mask_ptr, SWAPPED) + column, within)
-    if FEATURES.softcapped or bias_ptr is not None or FEATURES.mask == ADDITIVE:
-        x *= LOG2E
     return x
 
 
 @triton.jit
 def _load_added(ptrs, within):
-    """Return what is added to logits.
+    """Return what is added to logits, in powers of two.
 
-    The lowest number of bfloat16 stays one in powers of two, so that a row of it is a plain mean.
+    The lowest number of bfloat16 stays one, so that a row of it is a plain mean. It must come from
+    a maximum: a GPU makes a product and the subtraction of the row's maximum one operation, which
+    does not round the product. Of such numbers that is far more than any logit.
     """
     x = tl.load(ptrs, mask=within, other=0.0).to(tl.float32)
-    return tl.where(x == float("-inf"), x, tl.maximum(x, -2e38))
+    return tl.where(x == float("-inf"), x, tl.maximum(x * LOG2E, -2e38))
 
 
 @triton.jit

@@ -29,6 +29,7 @@ class Assembly:
         byte_loads: Loads of single bytes from shared memory in the loop.
         conversions: Instructions in the loop that convert 8-bit floating-point values.
         ahead: Share of a round's 16-byte loads that is in flight during a product, at most.
+        fused: Products with log2(e) that are not rounded before a sum. NVIDIA only.
     """
 
     registers: int
@@ -40,6 +41,7 @@ class Assembly:
     conversions: int
     loop_spills: int = 0
     ahead: float = 0.0
+    fused: int = 0
 
 
 def read_assembly(asm: dict[str, Any]) -> Assembly:
@@ -68,6 +70,7 @@ _SASS_JUMP = r"BRA.*\((\.L_x_\d+)\)"
 _SASS_PRODUCT = r"(H|Q|I|B|O)?G?MMA\b|UTC\w*MMA"
 _SASS_WIDE = r"(LDG|LDGSTS)\.\S*\b128\b"
 _SASS_SPILL = r"(STL|LDL)\b"
+_SASS_FUSED = r"FFMA\b.*\b1\.44269502"
 _SASS_DOUBLE = r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F64|DMMA"
 
 
@@ -85,6 +88,7 @@ def read_nvidia(text: str, usage: str) -> Assembly:
         byte_loads=_count(r"LDS\.[US]8\b", loop),
         conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop),
         ahead=_count_copies(loop),
+        fused=_count(_SASS_FUSED, lines),
     )
 
 
