@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hf_fp8kv.ops import Pages
+from hf_fp8kv.ops import Pages, StoredSide
 from hf_fp8kv.ops.blocks import blocks_of, locate_pages, put_pages, take_pages
 
 
@@ -19,8 +19,12 @@ def in_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -
     if len(blocks) > 2 and blocks[-1].shape == blocks[0].shape:
         blocks[-1], blocks[0] = blocks[0], blocks[-1]
     put_pages(blocks, np.arange(len(rows)), rows.to(device))
+    k, v = (
+        StoredSide(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in side))
+        for side in (pages.k, pages.v)
+    )
     return pages._replace(
-        block=blocks[0], offsets=locate_pages(blocks), table=pages.table.to(device)
+        k=k, v=v, block=blocks[0], offsets=locate_pages(blocks), table=pages.table.to(device)
     )
 
 
