@@ -229,7 +229,10 @@ _OPTIONS = {"enable_fp_fusion": True}
 
 @contextmanager
 def recording() -> Iterator[list[Launched]]:
-    """Return a list to which the launches of this thread inside the `with` block are added."""
+    """Return a list to which the launches of this thread inside the `with` block are added.
+
+    Those of calls that are replayed are not.
+    """
     launches: list[Launched] = []
     before, _recorder.launches = _recorder.launches, launches
     try:
