@@ -5,6 +5,7 @@ that the tests themselves are tested.
 """
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig
+from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
@@ -94,6 +95,21 @@ def answer(model: Any, inputs: dict[str, Any], cache: FP8PagedCache, **more: Any
     )
 
 
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+
+
+class Forced(LogitsProcessor):
+    """The next token is that of a known answer."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        count = input_ids.shape[1]
+        chosen = self.tokens[:, count : count + 1]
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+
 def cache_for(model: Any, inputs: dict[str, Any], static: bool, **more: Any) -> FP8PagedCache:
     room = {"max_cache_len": inputs["input_ids"].shape[1] + 60} if static else {}
     return FP8PagedCache(model.config, page_size=16, **{"backend": "triton", **room, **more})
@@ -108,11 +124,21 @@ def test_tokens_of_the_reference(name, keywords, form):
     if name not in ("middling", "gqa") and not ON_GPU:
         pytest.skip("test_kernels_generate.py has them")
     model, inputs = make_model(name)
-    expected = answer(
-        model, inputs, cache_for(model, inputs, False, backend="reference", **keywords)
+    by_reference = answer(
+        model, inputs, cache_for(model, inputs, False, backend="reference", **keywords), **LOGITS
     )
+    expected = by_reference.sequences
     cache = cache_for(model, inputs, form != "dynamic", **keywords)
     options = compiling() if form == "compiled" else {"disable_compile": True}
+    if name == "middling" and "prefill" in keywords:
+        # The prompt reads codes. The rounding of float32 decides between two of them, in each layer
+        # between more: of logits that is 2e-4 (two backends of a CPU). A wrong page in one layer is
+        # 1e-2, a doubled scale of its values 0.3.
+        forced = LogitsProcessorList([Forced(expected)])
+        found = answer(model, inputs, cache, logits_processor=forced, **LOGITS, **options)
+        errors = map(relative_error, found.logits, by_reference.logits)
+        assert max(errors) < 1e-3
+        return
     assert torch.equal(answer(model, inputs, cache, **options), expected)
     if form == "compiled":
         assert counters["stats"]["unique_graphs"] == 1, "a step was compiled again"
@@ -158,7 +184,8 @@ def test_forks_go_their_own_ways():
                     )
     half = len(found) // 2
     for got, expected in zip(found[:half], found[half:], strict=True):
-        assert relative_error(got, expected) < 1e-3
+        # Another code of one token, by the rounding of float32, is 1e-3; a wrong token 6e-2.
+        assert relative_error(got, expected) < TOLERANCE
 
 
 # -- layers in host memory -----------------------------------------------------------------------
@@ -233,18 +260,20 @@ def test_copies_next_to_kernels_race_with_nothing():
 def test_two_layers_take_the_memory_of_two():
     """However far Python is ahead of the device."""
     layers, tokens = 8, 40_000
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # what other tests keep
     cache = filled(layers, 1, tokens, dtype="fp8_e4m3", offloading=True)
     for _ in deep_steps(cache, layers, 1):
         pass
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     one = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
-    held = torch.cuda.memory_allocated()
+    held = torch.cuda.memory_allocated() - before
     assert held < 2.2 * one
     for _ in deep_steps(cache, layers, 3):
         pass
     # Besides the pages, a step takes its queries and 16 MiB.
-    assert torch.cuda.max_memory_allocated() < 2.2 * one + 2**26
+    assert torch.cuda.max_memory_allocated() - before < 2.2 * one + 2**26
 
 
 @only_gpu
