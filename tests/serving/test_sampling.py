@@ -7,8 +7,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from hf_fp8kv.serving.server import sampling
-from hf_fp8kv.serving.server.answer_text import StopFinder
 from tests.helpers.serve_process import (
     OVERFLOWS,
     Endpoint,
@@ -23,7 +21,8 @@ pytestmark = pytest.mark.text
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from prometheus_client import CollectorRegistry  # noqa: E402
 
-from hf_fp8kv.serving.server import latencies  # noqa: E402
+from hf_fp8kv.serving.server import latencies, sampling  # noqa: E402
+from hf_fp8kv.serving.server.answer_text import StopFinder  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 from hf_fp8kv.errors import ConfigError, EngineError
-from hf_fp8kv.serving.server.requests import RequestTracker
 from tests.helpers import command_line
 from tests.helpers.serve_process import (
     CONTEXT,
@@ -49,6 +48,7 @@ openai, uvicorn, _ = map(needed, ("openai", "uvicorn", "fastapi"))
 listen = needed("hf_fp8kv.serving.server.config").listen
 limit_connections = needed("hf_fp8kv.serving.server.connections").limit_connections
 adapt = needed("hf_fp8kv.serving.server.handlers").adapt
+RequestTracker = needed("hf_fp8kv.serving.server.requests").RequestTracker
 _renders_tools = needed("hf_fp8kv.serving.server.model")._renders_tools
 
 CHAT = "/v1/chat/completions"
