@@ -1,4 +1,4 @@
-"""Goals for an H200: met, missed or not measured, judged from the rows of a result."""
+"""Goals for a GPU: met, missed or not measured, judged from the rows of a result."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# The GPU of the goals, and the bandwidth in its datasheet, in GB/s.
-GPU, DATASHEET = "H200", 4800.0
+# Bandwidth in the datasheets of GPUs, in GB/s, by a part of their names.
+DATASHEETS = {"H100 80GB HBM3": 3350.0, "H200": 4800.0}
 # From this number of tokens over all sequences, the bandwidth limits a decode step.
 LARGE = 2**18
 MET, MISSED, UNKNOWN = "met", "missed", "not measured"
@@ -34,7 +34,6 @@ class Goal:
     field: str
     names: tuple[str, ...] = ()  # contenders, by default all
     over: tuple[str, ...] = ()  # contenders that the field is divided by, in the same case
-    scale: float = 1.0
     cases: tuple[str, ...] = ()  # by default all
     ending: str = ""  # of the names of cases
     least: int = 0  # tokens that a case reads
@@ -47,7 +46,7 @@ class Goal:
         for (case, name), row in by_place.items():
             if not self.is_about(row) or self.field not in row or row.get("read", 0) < self.least:
                 continue
-            value, place = row[self.field] / self.scale, f"{case}, {name}"
+            value, place = row[self.field], f"{case}, {name}"
             if not self.over:
                 values[place] = value
             padded = PADDED if name.endswith(PADDED) else ""
@@ -62,10 +61,15 @@ class Goal:
         is_case = not self.cases or row["case"] in self.cases
         return is_named and is_case and row["case"].endswith(self.ending)
 
-    def judge(self, rows: list[Row], why: str = "") -> dict[str, Any]:
+    def judge(
+        self, rows: list[Row], why: str = "", datasheet: float | None = None
+    ) -> dict[str, Any]:
         """Return the goal with its state, the worst and the best value, and a reason.
 
-        `why` is the reason why nothing can be judged, or empty.
+        Args:
+            rows: All rows of a result.
+            why: The reason why nothing can be judged, or empty.
+            datasheet: The datasheet's bandwidth over the measured one, if both are known.
         """
         values, state = self.values(rows), UNKNOWN
         order = sorted(values, key=values.__getitem__, reverse=self.sign == "<=")
@@ -88,6 +92,9 @@ class Goal:
             "what": self.what, "sign": self.sign, "bound": self.bound, "state": state,
             "worst": worst, "best": best, "where": order[0] if order else "",
             "cases": len(values), "why": why,
+            "of_datasheet": worst / datasheet
+            if worst is not None and datasheet and self.field == "of_read"
+            else None,
         }  # fmt: skip
 
 
@@ -97,9 +104,12 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
     gpu = result.get("hardware", {}).get("gpu")
     if result["settings"]["dry"]:
         why = "a dry run"
-    elif GPU not in str(gpu):
-        why = f"the goals are for an {GPU}, this is {gpu or 'no GPU'}"
-    return [goal.judge(result["rows"], why) for goal in GOALS]
+    elif not gpu:
+        why = "no GPU"
+    named = next((given for name, given in DATASHEETS.items() if name in str(gpu)), None)
+    reads = result["ceilings"]["read_gb_per_s"]
+    datasheet = named / reads if named and reads else None
+    return [goal.judge(result["rows"], why, datasheet) for goal in GOALS]
 
 
 def find_rows(rows: Iterable[Row], section: str, **fields: Any) -> list[Row]:
@@ -139,7 +149,7 @@ def _expanding(heads: int, bound: float) -> Goal:
 GOALS = (
     *(
         _decode(
-            name, f"share of {DATASHEET / 1000:g} TB/s", ">=", 0.85, "gb_per_s", scale=DATASHEET,
+            name, "share of reads", ">=", 0.85, "of_read",
             needed=tuple(f"{case}, {name}" for case in CASES),
         )
         for name in FORMATS

@@ -27,12 +27,13 @@ TABLES = {
     "other kernels": ("us", "of_read"),
     "extend": ("us", "tflops"),
     "serving": ("tokens_per_s", "peak_bytes", "planned_tokens"),
-    "end to end": ("tokens_per_s", "cache_bytes", "peak_bytes"),
+    "end to end": ("tokens_per_s", "first_ms", "cache_bytes", "peak_bytes"),
     "offloaded": ("tokens_per_s", "cache_bytes", "beside_bytes"),
 }
 LABELS = {
     "gb_per_s": "GB/s", "of_read": "share of the read bandwidth", "tflops": "TFLOP/s",
-    "tokens_per_s": "tokens/s", "peak_bytes": "GiB at the peak", "cache_bytes": "GiB of cache",
+    "tokens_per_s": "tokens/s", "first_ms": "ms to the first token",
+    "peak_bytes": "GiB at the peak", "cache_bytes": "GiB of cache",
     "planned_tokens": "tokens that fit into 40 GiB",
     "beside_bytes": "GiB of the device at the peak without the weights",
 }  # fmt: skip
@@ -140,11 +141,16 @@ def _failures(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _where(goal: dict[str, Any]) -> str:
+    share = goal["of_datasheet"]
+    return goal["where"] + (f" ({100 * share:.0f}% of the datasheet's)" if share else "")
+
+
 def _goals(result: dict[str, Any]) -> tuple[Table, Text]:
     body = [
         [
             goal["what"], f"{goal['sign']} {goal['bound']:g}", number(goal["worst"]),
-            goal["where"], number(goal["best"]), str(goal["cases"]), goal["state"],
+            _where(goal), number(goal["best"]), str(goal["cases"]), goal["state"],
         ]
         for goal in result["goals"]
     ]  # fmt: skip
