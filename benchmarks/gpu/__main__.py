@@ -14,6 +14,8 @@ from hf_fp8kv.ops import choose_backend
 from .report import format_tables
 from .suite import SECTIONS, run_suite
 
+# Processes that compile share the memory of the device.
+MOST_PROCESSES = 15
 # Width of the tables in a file or a pipe.
 WIDTH = 140
 
@@ -23,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     add = parser.add_argument
     add("--device", help="such as cuda:1, by default cuda, and in a dry run also cpu")
-    add("--seconds", type=float, default=255.0, help="time limit of the measurements (255)")
+    add("--seconds", type=float, default=210.0, help="time limit (210)")
     add("--dry", action="store_true", help="run everything on tiny shapes, on any machine")
     add("--experiments", action="store_true", help="search launch parameters instead")
     add("--from", dest="stored", type=Path, metavar="JSON", help="show a result of --json")
@@ -42,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             device=device, backend=_choose_backend(device), dry=options.dry,
             sections=("ceilings", "experiments") if options.experiments else tuple(SECTIONS),
             seconds=options.seconds, save=options.json, progress=_report,
+            processes=0 if options.dry or options.experiments else _processes(),
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else WIDTH).print(format_tables(result))
     return int(any("lost the device" in str(part["error"]) for part in result["sections"]))
@@ -52,6 +55,10 @@ def _choose_backend(device: str) -> str:
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     name = "triton" if device != "cpu" or is_interpreted else "torch"
     return choose_backend(name, torch.device(device))
+
+
+def _processes() -> int:
+    return min(max((os.cpu_count() or 2) - 1, 1), MOST_PROCESSES)
 
 
 def _report(message: str) -> None:

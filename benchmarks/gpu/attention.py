@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import Pages
 from hf_fp8kv.ops.triton.target import next_power_of_2, target_of
 from hf_fp8kv.ops.triton.tuning import DECODE_ROWS, Workload, extend_config
@@ -17,17 +16,18 @@ from .cached import measure_attention
 from .goals import PADDED
 from .pools import check, pages_for, poison_memory
 from .record import Record
-from .shapes import KINDS, Case, Kind, Sizes
+from .shapes import BF16, E4M3, KINDS, Case, Kind, Sizes
 from .stage import Stage, Step
 
 COMMON = [kind for kind in KINDS if not kind.is_rare]
+FIRST = [kind for kind in KINDS if not kind.is_rare or kind.format == "int8"]
 
 
 def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each case of a decode step and each contender."""
-    for index, case in enumerate(sizes.decode):
-        is_compared = index < sizes.compared
-        for kind in KINDS if is_compared else COMMON:
+    """Add a row for each case of a decode step and each contender, important ones first."""
+    compared = sizes.decode[: sizes.compared]
+    for case in sizes.decode:
+        for kind in FIRST if case in compared else COMMON:
             if case.is_ragged:
                 # Engines have such cases. generate() pads shorter prompts.
                 measure_pages(record, sizes, backend, "decode", case, kind)
@@ -36,15 +36,20 @@ def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
             if str(case) in sizes.padded and not kind.is_rare:
                 padded, name = case.pad_left(), kind.name + PADDED
                 measure_attention(record, "decode", padded, kind, backend, name)
-            if is_compared and not kind.is_rare:
-                name = f"{kind.name} no mask"
-                measure_pages(record, sizes, backend, "decode", case, kind, name)
-        baselines.measure_decode(record, "decode", case, compiles=is_compared)
+        baselines.measure_decode(record, "decode", case, grouped=case in compared)
         # A step makes its plan once for all layers.
         make, plan, _ = make_plan_step(record.stage, case, backend)
         if plan is not None:
             work = functools.partial(record.stage.time, [make] * 8)
             record.measure("decode", case, "split plan", work)
+    for case in compared:
+        for kind in KINDS:
+            if kind not in FIRST:
+                measure_attention(record, "decode", case, kind, backend)
+            if not kind.is_rare:
+                name = f"{kind.name} no mask"
+                measure_pages(record, sizes, backend, "decode", case, kind, name)
+    baselines.measure_flex(record, "decode", compared[0])
 
 
 def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
@@ -66,21 +71,26 @@ def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
     padding, attend with the mask of `generate()`. With an empty cache, attention reads fresh keys
     and no pages, except with `prefill="stored"`.
     """
-    for stored, new in sizes.extend:
-        label = f"{new} over {stored}"
-        case = Case((stored + new,), sizes.heads, tokens=new, label=label)
-        for kind in KINDS:
-            if kind.format not in ("fp8_e4m3", AUTO):
-                continue
+    cases = [
+        Case((stored + new,), sizes.heads, tokens=new, label=f"{new} over {stored}")
+        for stored, new in sizes.extend
+    ]
+    for case in cases:
+        for kind in (E4M3, BF16):
             row = measure_pages(record, sizes, backend, "extend", case, kind)
-            if row and kind.format == AUTO and not _loads_ahead(record.stage, case):
+            if row and kind is BF16 and not _loads_ahead(record.stage, case):
                 row["note"] = "K and V are not loaded ahead, so a ratio to this row means nothing"
-            if stored and not kind.static:
+        baselines.measure_extend(record, case)
+    for case in cases:
+        for kind in KINDS:
+            if kind.static and kind.format == E4M3.format:
+                measure_pages(record, sizes, backend, "extend", case, kind)
+            stored = case.lengths[0] - case.tokens
+            if stored and kind in (E4M3, BF16):
                 name = f"{kind.name} preallocated"
                 measure_attention(record, "extend", case, kind, backend, name)
                 padded, name = replace(case, padding=(stored // 2,)), kind.name + PADDED
                 measure_attention(record, "extend", padded, kind, backend, name, preallocated=False)
-        baselines.measure_extend(record, case)
 
 
 def _loads_ahead(stage: Stage, case: Case) -> bool:

@@ -16,6 +16,8 @@ from .record import Record
 from .shapes import BF16, Case
 from .stage import Stage, Step
 
+# Seconds that FlexAttention compiles, with a margin.
+COMPILES = 12
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -39,25 +41,35 @@ def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     return out.reshape(q.shape)
 
 
-def measure_decode(record: Record, section: str, case: Case, *, compiles: bool = False) -> None:
-    """Add rows for one new token, with each backend of torch, and with FlexAttention if `compiles`.
+def measure_decode(record: Record, section: str, case: Case, *, grouped: bool = True) -> None:
+    """Add rows for one new token, with each backend of torch.
 
-    With different lengths, each sequence is a call. The names of rows say so.
+    Without `grouped`, heads that share K and V are only folded. With different lengths, each
+    sequence is a call. The names of rows say so.
     """
-    forms: dict[str, Attention] = {"": attend_grouped}
+    forms: dict[str, Attention] = {}
     if case.heads.query != case.heads.kv:
         forms[" folded"] = _attend_folded
+    if grouped or not forms:
+        forms[""] = attend_grouped
     each = ", a call for each" if case.is_ragged else ""
     for name, backend in _backends(record.stage).items():
         for suffix, form in forms.items():
             _measure_sdpa(record, section, case, f"sdpa {name}{suffix}{each}", backend, form)
-    if compiles and not case.is_ragged:
-        _measure_sdpa(record, section, case, "flex", None, _make_flex(record.stage))
 
 
-def _make_flex(stage: Stage) -> Attention:
-    attend = flex_attention if stage.dry else torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: attend(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+def measure_flex(record: Record, section: str, case: Case) -> None:
+    """Add a row for one new token with FlexAttention, if there is time to compile it."""
+    if record.seconds_left() < COMPILES:
+        record.skip(f"{section}, {case}, flex: no time left")
+        return
+    dry = record.stage.dry
+    attend = flex_attention if dry else torch.compile(flex_attention, dynamic=False)
+
+    def form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+    _measure_sdpa(record, section, case, "flex", None, form)
 
 
 def measure_extend(record: Record, case: Case) -> None:
@@ -81,6 +93,8 @@ def _measure_sdpa(
 ) -> None:
     stage, heads, size = record.stage, case.heads, case.moved(BF16)
     attend = functools.partial(_attend_all, backend, form)
+    if stage.compiling:  # no kernel of this package
+        return
 
     def work() -> dict[str, Any]:
         pairs = make_dense(stage, case, stage.copies(int(size)))

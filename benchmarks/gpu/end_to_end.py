@@ -37,10 +37,12 @@ from .stage import Stage
 
 # Positions of a static cache after the last new token, because generate() may take an extra step.
 SPARE = 8
+SECTION = "end to end"
 STOCK_OFFLOADED = "DynamicCache offloaded"
-# Cache, implementation of attention, class, and options. generate() compiles the step of a cache
-# with the name "compiled". Compiling takes most of the time, so eager caches come first.
-CACHES: list[tuple[str, str, type[Cache], dict[str, Any]]] = [
+# Name, implementation of attention, class, and options. generate() compiles the step of a cache
+# with the name "compiled".
+Contender = tuple[str, str, type[Cache], dict[str, Any]]
+CACHES: list[Contender] = [
     (FLASH, "sdpa", DynamicCache, {}),
     ("FP8PagedCache eager", "fp8_paged", FP8PagedCache, {}),
     ("FP8PagedCache auto eager", "fp8_paged", FP8PagedCache, {"dtype": "auto"}),
@@ -51,7 +53,7 @@ CACHES: list[tuple[str, str, type[Cache], dict[str, Any]]] = [
     # With transformers' mask, SDPA takes K and V with as many heads as the query has.
     ("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, {}),
 ]
-OFFLOADED: list[tuple[str, str, type[Cache], dict[str, Any]]] = [
+OFFLOADED: list[Contender] = [
     ("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, {"offloading": True}),
     ("FP8PagedCache half offloaded", "fp8_paged", FP8PagedCache, {"offloading": "half"}),
     (
@@ -63,8 +65,19 @@ OFFLOADED: list[tuple[str, str, type[Cache], dict[str, Any]]] = [
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each batch and context and each cache."""
-    _measure(record, "end to end", sizes, backend, CACHES, sizes.generate)
+    """Add a row for each batch and context and each cache, and rows for first calls.
+
+    Compiling takes most of the time, so eager caches come first.
+    """
+    model, first, rest = _make_model(record, sizes), sizes.generate[:2], sizes.generate[2:]
+    eager = [cache for cache in CACHES if not cache[0].endswith(" compiled")]
+    compiled = [cache for cache in CACHES if cache not in eager]
+    for places in (first, rest):
+        _measure(record, SECTION, model, sizes, backend, eager, places)
+        if places is first:
+            _measure_first_calls(record, model, sizes, backend)
+        _measure(record, SECTION, model, sizes, backend, compiled[:-1], places)
+    _measure(record, SECTION, model, sizes, backend, compiled[-1:], sizes.generate)
 
 
 def measure_offloaded(record: Record, sizes: Sizes, backend: str) -> None:
@@ -73,15 +86,19 @@ def measure_offloaded(record: Record, sizes: Sizes, backend: str) -> None:
     The bus takes most of the time of such a step, so a few tokens suffice.
     """
     few = replace(sizes, tokens=(4, 4), warm=(2, 2))
-    _measure(record, "offloaded", few, backend, OFFLOADED, sizes.offloaded)
+    model = _make_model(record, sizes)
+    _measure(record, "offloaded", model, few, backend, OFFLOADED, sizes.offloaded)
+
+
+def _make_model(record: Record, sizes: Sizes) -> Any:
+    record.report("making a random model")
+    return make_model(sizes, record.stage)
 
 
 def _measure(
-    record: Record, section: str, sizes: Sizes, backend: str,
-    caches: list[tuple[str, str, type[Cache], dict[str, Any]]], places: tuple[tuple[int, int], ...],
+    record: Record, section: str, model: Any, sizes: Sizes, backend: str, caches: list[Contender],
+    places: tuple[tuple[int, int], ...],
 ) -> None:  # fmt: skip
-    record.report("making a random model")
-    model = make_model(sizes, record.stage)
     for batch, context in places:
         for name, attention, kind, given in caches:
             if why := _why_not(record.stage, name, attention, kind, model.config):
@@ -100,6 +117,37 @@ def _measure(
                 _work, record.stage, model, name, attention, make, sizes, batch, context
             )
             record.measure(section, case, name, work)
+
+
+def _measure_first_calls(record: Record, model: Any, sizes: Sizes, backend: str) -> None:
+    """Add rows for a prompt and its first token. Nothing is stored before."""
+    stage, paged = record.stage, functools.partial(FP8PagedCache, model.config, backend=backend)
+    ids = torch.randint(1, sizes.vocabulary, (1, sizes.prompt), device=stage.device)
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 1,
+        "pad_token_id": 0, "disable_compile": True,
+    }  # fmt: skip
+
+    def work(make: Callable[[], Cache], attention: str) -> dict[str, Any]:
+        model.set_attn_implementation(attention)
+        stage.reset_peak()
+        seconds = []
+        for _ in range(7):
+            began = time.perf_counter()
+            model.generate(ids, past_key_values=make(), **options)
+            stage.wait()
+            seconds.append(time.perf_counter() - began)
+        # The first two calls compile kernels.
+        first_ms = 1e3 * statistics.median(seconds[2:])
+        return {"first_ms": first_ms, "peak_bytes": stage.peak_bytes()}
+
+    for name, attention, make in (
+        ("FP8PagedCache eager", "fp8_paged", paged),
+        ("FP8PagedCache e4m3 eager", "fp8_paged", functools.partial(paged, dtype="fp8_e4m3")),
+        ("DynamicCache eager", "sdpa", DynamicCache),
+    ):
+        case = f"first token after {format_tokens(sizes.prompt)}"
+        record.measure(SECTION, case, name, functools.partial(work, make, attention))
 
 
 def _why_not(stage: Stage, name: str, attention: str, kind: type[Cache], config: Any) -> str:

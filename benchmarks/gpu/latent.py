@@ -38,8 +38,9 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
         for case in cases:
             for kind in sizes.layer_kinds:
                 _measure_paged(record, case, kind, backend)
-            _measure_absorbed(record, case)
-            _measure_stock(record, case)
+            if not record.stage.compiling:
+                _measure_absorbed(record, case)
+                _measure_stock(record, case)
         for case in cases:
             for kind in sizes.layer_kinds:
                 name = f"{kind.name} kernel"

@@ -162,7 +162,7 @@ class Sizes(ModelShape):
 
     decode: tuple[Case, ...]
     padded: tuple[str, ...]  # names of decode cases that are also measured with left padding
-    compared: int  # number of cases for contenders that compile for seconds
+    compared: int  # number of cases with all contenders
     layer: tuple[Case, ...]  # of a step
     layer_kinds: tuple[Kind, ...]  # the first one is also called eagerly
     others: tuple[Case, ...]  # other heads and attention, and several new tokens
@@ -171,6 +171,7 @@ class Sizes(ModelShape):
     extend: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
     latents: tuple[Case, ...]  # of a step over latents
     generate: tuple[tuple[int, int], ...]  # batch and context, the most important ones first
+    prompt: int  # tokens of a first call
     offloaded: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
     tokens: tuple[int, int]  # timed new tokens, eager and compiled
     warm: tuple[int, int]  # tokens before them, which compile and capture graphs
@@ -183,7 +184,7 @@ class Sizes(ModelShape):
 _DECODE = [
     Case((1024 * n,) * batch)
     for batch, n in (
-        (8, 32), (1, 1), (50, 32), (64, 32), (1, 256), (98, 4), (16, 32), (1, 32), (256, 1),
+        (8, 32), (50, 32), (64, 32), (1, 256), (1, 1), (98, 4), (16, 32), (1, 32), (256, 1),
         (2, 128), (4, 64), (32, 8), (128, 2), (64, 4), (8, 128), (1, 4), (4, 4), (16, 4), (64, 1),
     )
 ]  # fmt: skip
@@ -222,12 +223,12 @@ FULL = Sizes(
     extend=tuple((stored, new) for stored in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
     layers=32, hidden=4096, vocabulary=128256, heads=Heads(32, 8, 128),
     generate=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), tokens=(12, 32), warm=(3, 8),
-    offloaded=((1, 32768), (1, 131072)),
+    prompt=8192, offloaded=((1, 32768), (1, 131072)),
     served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
     pages=64,
     seconds={
-        "ceilings": 8, "decode": 56, "layer": 14, "end to end": 66, "offloaded": 20, "latent": 27,
-        "others": 18, "write": 7, "extend": 13, "serving": 17, "other kernels": 9,
+        "ceilings": 4, "decode": 25, "layer": 5, "write": 5, "extend": 10, "end to end": 74,
+        "latent": 11, "offloaded": 6, "others": 3, "other kernels": 1, "serving": 6,
     },
 )  # fmt: skip
 
@@ -246,7 +247,28 @@ TINY = replace(
     ),
     writes=(1, 3), prefill=20, extend=((0, 20), (70, 20)),
     layers=2, hidden=32, vocabulary=64, heads=_SMALL,
-    generate=((2, 40),), offloaded=((2, 130),), tokens=(3, 3), warm=(2, 2),
+    generate=((2, 40),), prompt=20, offloaded=((2, 130),), tokens=(3, 3), warm=(2, 2),
     served=Served(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
     pages=4, seconds=dict.fromkeys(FULL.seconds, 120.0),
 )  # fmt: skip
+
+# Stored tokens that kernels are compiled with. More make no other kernel.
+_SHORT = 1024
+
+
+def shorten(sizes: Sizes) -> Sizes:
+    """Return the sizes without cases that need no further kernel, and with shorter sequences."""
+
+    def short(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+        found = (
+            replace(case, lengths=tuple(min(n, _SHORT) for n in case.lengths), label="")
+            for case in cases
+        )
+        return tuple(dict.fromkeys(found))
+
+    decode = short(sizes.decode)
+    return replace(
+        sizes, decode=decode, padded=(str(decode[0]),), compared=1, layer=short(sizes.layer),
+        latents=short(sizes.latents), others=short(sizes.others), writes=sizes.writes[:1],
+        extend=tuple(dict.fromkeys((min(stored, _SHORT), new) for stored, new in sizes.extend)),
+    )  # fmt: skip

@@ -20,11 +20,16 @@ LARGEST_GRAPH = 512
 
 
 class Stage:
-    """A device. With `dry`, everything runs on tiny shapes and no time means anything."""
+    """A device. With `dry`, everything runs on tiny shapes and no time means anything.
 
-    def __init__(self, device: str | torch.device, *, dry: bool = False) -> None:
+    With `compiling`, a step is called once and not timed, and sections leave out baselines.
+    """
+
+    def __init__(
+        self, device: str | torch.device, *, dry: bool = False, compiling: bool = False
+    ) -> None:
         self.device = torch.device(device)
-        self.dry = dry
+        self.dry, self.compiling = dry, compiling
 
     @property
     def is_gpu(self) -> bool:
@@ -81,11 +86,13 @@ class Stage:
 
     def copies(self, size: int) -> int:
         """Return the number of buffers of `size` bytes that exceed four times the cache."""
-        return 2 if self.dry else max(1, min(-(-4 * self.cache_bytes // max(size, 1)), 256))
+        if self.dry or self.compiling:
+            return 1 if self.compiling else 2
+        return max(1, min(-(-4 * self.cache_bytes // max(size, 1)), 256))
 
     def count_launches(self, step: Step) -> int | None:
         """Return the number of kernels, copies and fills that a call starts, or None on a CPU."""
-        if not self.is_gpu:
+        if not self.is_gpu or self.compiling:
             return None
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
@@ -110,6 +117,10 @@ class Stage:
                 for step in steps:
                     step()
 
+        if self.compiling:
+            steps[0]()
+            self.wait()
+            return {}
         if not self.is_gpu:
             began = time.perf_counter()
             run()

@@ -1,6 +1,7 @@
 """All sections of the GPU benchmark, each with a share of the time."""
 
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,25 +22,30 @@ from . import (
     serving,
     write,
 )
+from .goals import Row
 from .record import DeviceLost, Record, complete
-from .shapes import FULL, TINY, Sizes
+from .shapes import FULL, TINY, Sizes, shorten
 from .stage import Stage
 
 Section = Callable[[Record, Sizes, str], None]
-# The sections that goals are about come first. The last one may have to wait for nvcc.
+# The most important sections come first.
 SECTIONS: dict[str, Section] = {
     "ceilings": ceilings.measure,
     "decode": attention.measure_decode,
     "layer": cached.measure_layers,
-    "end to end": end_to_end.measure,
-    "offloaded": end_to_end.measure_offloaded,
-    "latent": latent.measure,
-    "others": attention.measure_others,
     "write": write.measure,
     "extend": attention.measure_extend,
-    "serving": serving.measure,
+    "end to end": end_to_end.measure,
+    "latent": latent.measure,
+    "offloaded": end_to_end.measure_offloaded,
+    "others": attention.measure_others,
     "other kernels": other_kernels.measure,
+    "serving": serving.measure,
 }
+# Sections whose kernels are compiled before anything is measured.
+COMPILED = ("decode", "layer", "write", "extend", "latent", "others")
+# Time limit of that in seconds.
+COMPILING = 60.0
 # Sections that are measured only on request.
 MORE: dict[str, Section] = {"experiments": experiments.measure}
 
@@ -50,7 +56,8 @@ def run_suite(
     backend: str = "triton",
     dry: bool = False,
     sections: Sequence[str] = tuple(SECTIONS),
-    seconds: float = 255.0,
+    seconds: float = 210.0,
+    processes: int = 0,
     save: Path | None = None,
     progress: Callable[[str], None] = lambda _message: None,
 ) -> dict[str, Any]:
@@ -62,6 +69,7 @@ def run_suite(
         dry: Whether to run everything on tiny shapes, on any machine.
         sections: Names from `SECTIONS` and `MORE`, in this order.
         seconds: Time limit of all sections. Rows that it excludes are noted as skipped.
+        processes: Number of processes that compile kernels first.
         save: File that is rewritten after each row.
         progress: Called with messages.
 
@@ -70,7 +78,9 @@ def run_suite(
         `rows` and `goals`. A section that did not end has None as `seconds`.
     """
     stage, known = Stage(device, dry=dry), {**SECTIONS, **MORE}
-    settings = {"device": device, "backend": backend, "dry": dry, "seconds": seconds}
+    settings: dict[str, Any] = {
+        "device": device, "backend": backend, "dry": dry, "seconds": seconds,
+    }  # fmt: skip
     parts: list[dict[str, Any]] = [
         {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
         for name in sections
@@ -90,6 +100,12 @@ def run_suite(
     result["rows"] = record.rows
     sizes, ends = TINY if dry else FULL, time.perf_counter() + seconds
     keep()
+    if processes:
+        progress("== compiling")
+        limit = min(COMPILING, seconds / 2)
+        settings["compiling"] = found = compile_kernels(device, backend, dry, processes, limit)
+        progress(f"compiled in {found['seconds']} s")
+        keep()
     for index, part in enumerate(parts):
         # A section leaves the time that it does not need to later ones.
         shares = [sizes.seconds.get(other, 100.0) for other in sections[index:]]
@@ -113,6 +129,43 @@ def run_suite(
         stage.clean()
         keep()
     return complete(result)
+
+
+def compile_kernels(
+    device: str, backend: str, dry: bool, processes: int, seconds: float
+) -> dict[str, float]:
+    """Fill Triton's cache on the disk, and return the `seconds` and the number that `failed`.
+
+    Each process runs its share of the rows. After `seconds`, it is ended.
+    """
+    began, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    pool = [
+        context.Process(
+            target=compile_share, args=(device, backend, dry, index, processes), daemon=True
+        )
+        for index in range(processes)
+    ]
+    for process in pool:
+        process.start()
+    for process in pool:
+        process.join(max(0.0, began + seconds - time.perf_counter()))
+        process.kill()
+    for process in pool:
+        process.join()
+    failed = sum(process.exitcode != 0 for process in pool)
+    return {
+        "seconds": round(time.perf_counter() - began, 1), "processes": processes, "failed": failed,
+    }  # fmt: skip
+
+
+def compile_share(device: str, backend: str, dry: bool, index: int, processes: int) -> list[Row]:
+    """Run every `processes`-th row of the sections in `COMPILED` once, and return these rows."""
+    torch.set_num_threads(1)
+    record = Record(Stage(device, dry=dry, compiling=True), share=(index, processes))
+    with torch.no_grad():
+        for name in COMPILED:
+            SECTIONS[name](record, shorten(TINY if dry else FULL), backend)
+    return record.rows
 
 
 def _describe_gpu(stage: Stage) -> dict[str, object]:

@@ -19,14 +19,17 @@ STORED = 1000
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for K and V of one layer, in the layout of a model."""
-    layers = 2 if record.stage.dry else LAYERS
-    for kind in KINDS:
-        for batch in sizes.writes:
-            case = Case((STORED + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
-            _measure_case(record, sizes, backend, case, kind, layers)
-        new = sizes.prefill
-        case = Case((new,), sizes.heads, tokens=new, label=f"1 x {new}")
-        _measure_case(record, sizes, backend, case, kind, min(layers, 4))
+    layers = 2 if record.stage.dry or record.stage.compiling else LAYERS
+    new = sizes.prefill
+    cases = [
+        Case((STORED + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
+        for batch in sizes.writes
+    ]
+    cases.insert(1, Case((new,), sizes.heads, tokens=new, label=f"1 x {new}"))
+    for case in cases:
+        for kind in KINDS:
+            count = layers if case.tokens == 1 else min(layers, 4)
+            _measure_case(record, sizes, backend, case, kind, count)
 
 
 def _measure_case(
