@@ -1,9 +1,10 @@
 """`make gpu`: the tests that need a GPU, and the benchmark, within eight minutes.
 
-The benchmark runs before the slower half of the tests. Each part has a time limit, and the logs
-name what it left out. Logs and gpu.json go to a folder. The last line is one JSON
-object. The exit code is that of the tests, or else that of the benchmark. Without a GPU nothing
-runs, and the exit code is 0. In a dry run, half an hour is the limit of each part.
+A smoke test and compute-sanitizer run first, and the benchmark before the slower half of the
+tests. Each part has a time limit, and the logs name what it left out. Logs and gpu.json go to a
+folder. The last line is one JSON object. The exit code is that of the tests, or else that of the
+benchmark. Without a GPU nothing runs, and the exit code is 0. In a dry run, half an hour is the
+limit of each part.
 """
 
 import argparse
@@ -12,19 +13,22 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 # Limit of each part in seconds. With END for each part and START for torch's import, the sum is at
 # most TOTAL.
-LIMITS = {"kernels": 80, "benchmark": 225, "table": 20, "gpu": 70}
+LIMITS = {"smoke": 25, "memcheck": 60, "kernels": 70, "benchmark": 225, "table": 14, "gpu": 44}
 # With --experiments, only the tests of the kernels run.
 EXPERIMENTS = {"kernels": 80, "benchmark": 340, "table": 20}
-END, START, TOTAL = 7, 12, 480
+END, START, TOTAL = 5, 12, 480
+SANITIZER = "compute-sanitizer"
 # Seconds of the benchmark after its own time limit.
 GRACE = 15
 DRY = 1800
@@ -46,14 +50,23 @@ def main() -> int:
     # Parts run in the repository, so that their paths must not be relative.
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    logs = ("kernels.log", "gpu.log", "benchmark.log", "table.log")
+    logs = [f"{name}.log" for name in LIMITS]
     for name in (*logs, "gpu.json", "gpu.json.new"):
         (out / name).unlink(missing_ok=True)
     limits = EXPERIMENTS if options.experiments else LIMITS
     if options.dry:
         limits = dict.fromkeys(limits, DRY)
+    if options.dry and gpu is None:
+        # Kernels run in Triton's interpreter, with the tests' fixes of its arithmetic.
+        os.environ["TRITON_INTERPRET"] = "1"
+    codes = [0]
+    if "smoke" in limits:
+        codes.append(run_smoke("smoke", [], out, limits["smoke"]))
+    if "memcheck" in limits and shutil.which(SANITIZER):
+        tool = [SANITIZER, "--tool", "memcheck", "--error-exitcode", "1"]
+        codes.append(run_smoke("memcheck", tool, out, limits["memcheck"]))
     kernels = sorted(str(path) for path in ROOT.glob("tests/ops/test_kernels_*.py"))
-    codes = [run_tests("kernels", options.tests or kernels, out, limits["kernels"])]
+    codes.append(run_tests("kernels", options.tests or kernels, out, limits["kernels"]))
     benchmark_code = run_benchmark(options, out, limits)
     if "gpu" in limits:
         others = ["-m", "gpu", *(f"--ignore={path}" for path in kernels)]
@@ -85,16 +98,22 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def run(command: list[str], log: Path, seconds: float) -> int:
-    """Run Python with the repository on its path, and return the exit code, 124 after a timeout."""
+def run(command: list[str], log: Path, seconds: float, tool: Sequence[str] = ()) -> int:
+    """Run Python with the repository on its path, and return the exit code, 124 after a timeout.
+
+    `tool` is a command that runs Python.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Tests use deterministic algorithms, for which cuBLAS needs a workspace.
     more = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
+    if tool:
+        # Otherwise torch's blocks of memory hide accesses past the end of a tensor.
+        more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, env=environment, start_new_session=True,
+            [*tool, sys.executable, *command], cwd=ROOT, env=environment, start_new_session=True,
             stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -113,6 +132,15 @@ def run(command: list[str], log: Path, seconds: float) -> int:
             process.wait()
     say(f"({time.monotonic() - began:.0f} s, exit code {code}, {log})")
     return code
+
+
+def run_smoke(name: str, tool: list[str], out: Path, seconds: float) -> int:
+    say(f"== {name}")
+    log = out / f"{name}.log"
+    more = ["tiny"] if tool else []
+    code = run(["-W", "ignore", "-m", "tests.tools.gpu.smoke", *more], log, seconds, tool)
+    say(tail(log, 14 if code else 4))
+    return abs(code)
 
 
 def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int:
@@ -139,8 +167,6 @@ def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]
     say("== benchmark")
     command = ["-m", "benchmarks.gpu"]
     if options.dry and gpu_name() is None:
-        # Kernels run in Triton's interpreter, with the tests' fixes of its arithmetic.
-        os.environ["TRITON_INTERPRET"] = "1"
         command = ["-c", INTERPRETED]
     results, log = out / "gpu.json", out / "benchmark.log"
     seconds = options.seconds or limits["benchmark"] - GRACE

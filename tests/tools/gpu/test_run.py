@@ -24,27 +24,39 @@ def test_without_a_gpu(monkeypatch, capsys):
 
 
 def test_all_parts_fit_into_eight_minutes():
+    assert list(run.LIMITS) == ["smoke", "memcheck", "kernels", "benchmark", "table", "gpu"]
     for limits in (run.LIMITS, run.EXPERIMENTS):
         assert sum(limits.values()) + len(limits) * run.END + run.START <= run.TOTAL == 480
     assert sum(FULL.seconds.values()) + COMPILING == run.LIMITS["benchmark"] - run.GRACE
 
 
-@pytest.mark.parametrize(("failing", "code"), [("none", 0), ("tests", 1), ("benchmark", 2)])
+@pytest.mark.parametrize(
+    ("failing", "code"),
+    [("none", 0), ("smoke", 7), ("memcheck", 7), ("tests", 1), ("benchmark", 2)],
+)
 def test_the_exit_code_and_the_last_line(monkeypatch, capsys, tmp_path, failing, code):
     result = run_suite(device="cpu", backend="torch", dry=True, sections=("ceilings",))
 
-    def replay(command, log, seconds):
+    def replay(command, log, seconds, tool=()):
         log.write_text("the log\n")
+        ran.append(log.stem)
+        if "tests.tools.gpu.smoke" in command:
+            assert (command[-1] == "tiny") == (tool[:1] == ["compute-sanitizer"])
+            return 7 if log.stem == failing else 0
         if "pytest" in command:
             return 1 if failing == "tests" and "-m" not in command[2:] else 5
         (tmp_path / "gpu.json").write_text(json.dumps(result))
         return 2 if failing == "benchmark" else 0
 
+    ran = []
     monkeypatch.setattr(run, "run", replay)
+    monkeypatch.setattr(run.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(sys, "argv", ["run.py", "--dry", "--out", str(tmp_path)])
     assert run.main() == code
+    assert ran == list(run.LIMITS)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["tests_exit_code"] == (failing == "tests")
+    assert last["tests_exit_code"] == (0 if failing == "benchmark" else code)
     assert last["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
     assert last["goals"]
 
@@ -63,6 +75,32 @@ def test_the_log_names_failures_unfinished_tests_and_a_timeout(tmp_path):
     assert "not finished: 2 of test_ended.py" in log
     assert run.run(["-c", "import time; time.sleep(600)"], tmp_path / "log", 0.5) == 124
     assert "ended after" in (tmp_path / "log").read_text()
+
+
+def test_a_tool_runs_python_without_cached_memory(tmp_path):
+    script = "import os; print(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
+    assert run.run(["-c", script], tmp_path / "log", 600, ["env", "A=1"]) == 0
+    assert (tmp_path / "log").read_text() == "1\n"
+
+
+def test_another_process_replaces_one_that_lost_the_gpu(tmp_path):
+    """The later test passes, although the GPU is lost for good in the first process."""
+    pytest.importorskip("xdist")
+    (lost := tmp_path / "test_lost.py").write_text(
+        "import torch\n"
+        "def lose():\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "def test_bad():\n"
+        "    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lose\n"
+        "    lose()\n"
+        "def test_later(): assert torch.cuda.synchronize is not lose\n"
+    )
+    options = ["-m", "pytest", "-p", "tests.tools.gpu.unfinished", "-p", "no:cacheprovider"]
+    options += ["-n", "1", "--rootdir", str(tmp_path), str(lost)]
+    assert run.run(options, tmp_path / "log", 600) == 1
+    log = (tmp_path / "log").read_text()
+    assert "RuntimeError: CUDA error: an illegal memory access" in log
+    assert "1 passed" in log
 
 
 @pytest.mark.full

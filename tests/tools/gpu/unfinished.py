@@ -1,8 +1,10 @@
 """A pytest plugin that prints failures and unfinished tests when a run is interrupted.
 
-pytest-xdist waits for its processes before pytest prints its summary, which may take too long.
+pytest-xdist waits for its processes before pytest prints its summary, which may take too long. A
+process of pytest-xdist ends if a failed test lost the GPU, and another one takes its place.
 """
 
+import os
 import sys
 from collections import Counter
 
@@ -37,7 +39,28 @@ class Unfinished:
         sys.stdout.flush()
 
 
+class EndsWithDevice:
+    """In a process that has lost its GPU, every later test would fail."""
+
+    @pytest.hookimpl(trylast=True)  # after the report was sent
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and is_lost():
+            os._exit(3)
+
+
+def is_lost() -> bool:
+    """Return whether CUDA was used by this process and now refuses work."""
+    import torch
+
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The main process receives the reports of its workers.
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Unfinished())
+    is_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(EndsWithDevice() if is_worker else Unfinished())

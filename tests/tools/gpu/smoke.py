@@ -1,0 +1,77 @@
+"""`python -m tests.tools.gpu.smoke`: versions, and a decode call beside the reference.
+
+With `tiny`, every kind of kernel runs at tiny shapes, for compute-sanitizer.
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+import transformers
+import triton
+
+from benchmarks.gpu.attention import attend, make_plan_step, make_query
+from benchmarks.gpu.cached import CacheSteps
+from benchmarks.gpu.pools import check, pages_for
+from benchmarks.gpu.record import TOLERANCE
+from benchmarks.gpu.shapes import BF16, E3M4, E4M3, TINY, Case, Heads, Kind
+from benchmarks.gpu.stage import Stage
+from hf_fp8kv.cache.paged_tensor import pages_of
+
+ON_GPU = torch.cuda.is_available()
+HEADS = Heads(8, 2, 64) if ON_GPU else TINY.heads
+LATENT = Heads(16, 1, 512, 64) if ON_GPU else TINY.latents[0].heads
+
+
+def attend_to_pages(stage: Stage, case: Case, kind: Kind) -> float:
+    """Return the error of attention to scattered pages, which a plan may split."""
+    [pages] = pages_for(stage, kind, case, 1, 8)
+    query = make_query(stage, case)
+    make, plan, lengths = make_plan_step(stage, case, "triton")
+    make()
+    return check(attend(query, pages, lengths, case, plan, "triton"), query, pages, case)
+
+
+def step_cache(stage: Stage, kind: Kind) -> float:
+    """Return the error of a growing cache after three steps, which write, plan and attend."""
+    case = Case((130, 130), HEADS)
+    steps = CacheSteps(stage, kind, case, 2, "triton", preallocated=False)
+    for _ in range(3):
+        for layer in range(2):
+            output = steps.step(layer)
+    stored = Case((132, 132), HEADS)
+    return check(output, steps.query, pages_of(steps.key), stored)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tiny", nargs="?", choices=["tiny"])
+    is_tiny = parser.parse_args().tiny
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.helpers.interpreter import repair
+
+        repair()
+    versions = {module.__name__: module.__version__ for module in (torch, triton, transformers)}
+    print(torch.cuda.get_device_name() if ON_GPU else "no GPU", versions, flush=True)
+    stage = Stage("cuda" if ON_GPU else "cpu")
+    errors = {}
+    with torch.no_grad():
+        if is_tiny:
+            for kind in (E3M4, E4M3, BF16):
+                errors[f"cache {kind.name}"] = step_cache(stage, kind)
+                errors[f"ragged {kind.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), kind)
+            many = Case((200,), HEADS, tokens=70)
+            for kind in (E3M4, BF16):
+                errors[f"extend {kind.name}"] = attend_to_pages(stage, many, kind)
+            errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT), E3M4)
+        else:
+            length = 32768 if ON_GPU else 130
+            errors["decode"] = attend_to_pages(stage, Case((length,), HEADS), E3M4)
+        stage.wait()
+    print({name: f"{error:.1e}" for name, error in errors.items()})
+    return int(not max(errors.values()) < TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
