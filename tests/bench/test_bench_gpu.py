@@ -73,6 +73,7 @@ def test_every_quick_section_has_rows_and_can_be_shown(monkeypatch, tmp_path, ca
     assert not [row for row in found["rows"] if "failed" in row]
     # No kernel of another project is installed.
     assert {row["section"] for row in found["rows"]} == {*sections} - {"other kernels"}
+    assert len([row for row in found["rows"] if row.get("first_ms", 0) > 0]) == 3
     decode = {row["name"] for row in found["rows"] if row["section"] == "decode"}
     assert {kind.name for kind in KINDS} | {"sdpa math", "flex"} <= decode
     for row in found["rows"]:

@@ -78,7 +78,7 @@ def test_the_log_names_failures_unfinished_tests_and_a_timeout(tmp_path):
 
 
 def test_a_tool_runs_python_without_cached_memory(tmp_path):
-    script = "import os; print(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
+    script = "print(__import__('os').environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
     assert run.run(["-c", script], tmp_path / "log", 600, ["env", "A=1"]) == 0
     assert (tmp_path / "log").read_text() == "1\n"
 

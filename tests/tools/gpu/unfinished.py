@@ -1,7 +1,7 @@
 """A pytest plugin that prints failures and unfinished tests when a run is interrupted.
 
-pytest-xdist waits for its processes before pytest prints its summary, which may take too long. A
-process of pytest-xdist ends if a failed test lost the GPU, and another one takes its place.
+pytest-xdist waits for its processes before pytest prints its summary, which may take too long. If a
+failed test lost the GPU, its process ends, and pytest-xdist starts a new process.
 """
 
 import os
