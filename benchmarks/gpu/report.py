@@ -142,7 +142,7 @@ def _failures(result: dict[str, Any]) -> list[str]:
 
 
 def _where(goal: dict[str, Any]) -> str:
-    share = goal["of_datasheet"]
+    share = goal.get("of_datasheet")  # results of older versions have none
     return goal["where"] + (f" ({100 * share:.0f}% of the datasheet's)" if share else "")
 
 
