@@ -97,7 +97,8 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
 def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale of each vector along the last axis of `x`: `x.shape[:-1]`, bfloat16."""
     amax = x.float().abs().amax(-1)
-    scale = (amax / fmt.max).clamp(min=MIN_SCALE)
+    # By a tensor. CUDA would multiply by the reciprocal of a number, which rounds twice.
+    scale = (amax / amax.new_full((), fmt.max)).clamp(min=MIN_SCALE)
     # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up.
     raised = (scale.view(torch.int32) + 0xFFFF) >> 16
     return _bfloat16(torch.where(amax.isfinite(), raised, BFLOAT16_NAN))

@@ -281,7 +281,7 @@ def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_reads_back_as_nan(
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scales_are_per_vector_and_of_every_16_bit_number(fmt, dtype):
+def test_scales_are_per_vector_and_of_every_16_bit_number(fmt, dtype, device):
     # One vector for each positive finite pattern: half of the number, and its negative.
     if dtype == torch.float32:
         x = float32_grid()
@@ -289,7 +289,7 @@ def test_scales_are_per_vector_and_of_every_16_bit_number(fmt, dtype):
         x = from_bits(EVERY_16_BIT_PATTERN, dtype)
     largest = x[x.isfinite() & (x >= 0)]
     x = largest[:, None] * torch.tensor([0.5, -1.0], dtype=dtype)
-    scale = dynamic_scale(x, fmt)
+    scale = dynamic_scale(x.to(device), fmt).cpu()
     assert scale.shape == x.shape[:-1]
     # numpy divides and rounds as IEEE says; upwards, then, is adding one to the upper half.
     quotient = largest.float().numpy() / np.float32(fmt.max)
