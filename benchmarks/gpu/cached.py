@@ -112,7 +112,7 @@ def measure_attention(
                 output = step()
         error = check(output, filled.query, pages_of(filled.key), case)
         timed = stage.time(steps, eagerly=eager)
-        launches = stage.count_launches(steps[-1]) if whole else None
+        launches = stage.count_launches(steps) if whole else None
         more = {"moved": moved, **case.describe(), "layers": layers}
         return {**timed, "error": error, "launches": launches, **more}
 

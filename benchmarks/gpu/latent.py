@@ -135,7 +135,7 @@ def _measure_paged(record: Record, case: Case, kind: Kind, backend: str) -> None
         if not latent.passes_latents(layers.modules[-1], *handles):
             raise RuntimeError("expected attention to stored latents, got expanded ones")
         error, timed = layers.error(output, *handles), record.stage.time(steps)
-        return {**timed, "error": error, "launches": record.stage.count_launches(steps[-1])}
+        return {**timed, "error": error, "launches": record.stage.count_launches(steps)}
 
     _measure_step(record, case, kind.name, kind, work)
 

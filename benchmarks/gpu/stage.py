@@ -90,8 +90,11 @@ class Stage:
             return 1 if self.compiling else 2
         return max(1, min(-(-4 * self.cache_bytes // max(size, 1)), 256))
 
-    def count_launches(self, step: Step) -> int | None:
-        """Return the number of kernels, copies and fills that a call starts, or None on a CPU."""
+    def count_launches(self, steps: Sequence[Step]) -> float | None:
+        """Return the kernels, copies and fills that one of `steps` starts, or None on a CPU.
+
+        All of them run, because the first layer of a step also makes the mask.
+        """
         if not self.is_gpu or self.compiling:
             return None
         from torch.autograd import DeviceType
@@ -99,9 +102,11 @@ class Stage:
 
         self.wait()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            step()
+            for step in steps:
+                step()
             self.wait()
-        return sum(event.device_type == DeviceType.CUDA for event in seen.events() or ()) or None
+        count = sum(event.device_type == DeviceType.CUDA for event in seen.events() or ())
+        return count / len(steps) or None
 
     def time(self, steps: Sequence[Step], *, eagerly: bool = False) -> dict[str, Any]:
         """Return the microseconds of one of `steps`, which alternate, and do the same.

@@ -260,6 +260,7 @@ def test_copies_next_to_kernels_race_with_nothing():
 def test_two_layers_take_the_memory_of_two():
     """However far Python is ahead of the device."""
     layers, tokens = 8, 40_000
+    one = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
     gc.collect()
     before = torch.cuda.memory_allocated()  # what other tests keep
     cache = filled(layers, 1, tokens, dtype="fp8_e4m3", offloading=True)
@@ -267,7 +268,6 @@ def test_two_layers_take_the_memory_of_two():
         pass
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    one = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
     held = torch.cuda.memory_allocated() - before
     assert held < 2.2 * one
     for _ in deep_steps(cache, layers, 3):
