@@ -49,7 +49,7 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.ops.triton import decode, extend, plan, tuning
-from hf_fp8kv.ops.triton.target import Target, assuming, compiling, target_of
+from hf_fp8kv.ops.triton.target import Target, assuming, compiling, launch, target_of
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
@@ -561,6 +561,36 @@ def test_the_length_of_a_chunk_is_no_constant():
     assert {name: len(found) for name, found in launched.items() if name != "_plan"} == {
         "_decode": 1, "_combine": 1, "_extend": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("e4m3", lengths=(300, 129), tokens=90, page_size=64, heads=2, q_heads=8, k_dim=64,
+             v_dim=64, dtype=torch.bfloat16),
+        Case("static", lengths=(300, 129), tokens=90, page_size=48, heads=1, q_heads=6, k_dim=80,
+             v_dim=40, dtype=torch.bfloat16, key="fp8_e3m4", value="int8", dynamic=False,
+             padding=20),
+        Case("rotated K", lengths=(300, 129), tokens=90, page_size=16, heads=1, q_heads=6,
+             rotated=True, k_dim=32, v_dim=64, dtype=torch.float16, key="int8", value=AUTO),
+    ],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_widened_codes_give_the_same_bits(case, monkeypatch):
+    pages, query, kwargs, expected = prepared(case)
+    monkeypatch.setattr(extend, "WIDENED_FROM", 0)
+    monkeypatch.setattr(extend, "WIDENED_BLOCKS", 2)
+    started = []
+    monkeypatch.setattr(extend, "launch", lambda kernel, *args, **more: (
+        started.append(kernel.__name__), launch(kernel, *args, **more)))  # fmt: skip
+    wide = run("extend", case, pages, query, **kwargs)
+    assert started == ["_widen_codes", "_extend"]
+    assert errors(wide, expected).max() <= 2 * errors(
+        torch_attention(case, pages, query, kwargs), expected
+    ).max()  # fmt: skip
+    monkeypatch.setattr(extend, "WIDENED_BYTES", 0)
+    assert_same(run("extend", case, pages, query, **kwargs), wide)
+    assert started[2:] == ["_extend"]
 
 
 def test_grids_of_a_million_tokens():

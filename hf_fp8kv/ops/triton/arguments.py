@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
+from ...formats import AUTO
 from ...formats.rotation import rotation_factor
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
 from . import softmax
-from .codec import MOVED, Codec, codec_for
+from .codec import MOVED, Codec, codec_for, widened
 from .rotation import block_of
 from .target import Target, next_power_of_2, target_of
 from .tuning import Workload
@@ -216,7 +217,8 @@ def _pad(size: int) -> int:
 def _codec(side: StoredSide, held: torch.dtype, target: Target, exact: bool) -> Codec:
     stored = _TYPES.get(held, tl.float16)
     exact = exact or held == torch.float32
-    return codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
+    codec = codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
+    return widened(codec) if side.format != AUTO and held.is_floating_point else codec
 
 
 def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:

@@ -97,6 +97,12 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     )
 
 
+@functools.cache
+def widened(codec: Codec) -> Codec:
+    """Return how to read codes that `decode_for_dot` has already converted."""
+    return Codec(AS_IS.value, codec.operand, codec.factor)
+
+
 @triton.jit
 def decode_for_dot(codes, CODEC: tl.constexpr):
     """Return codes of any shape as CODEC.operand; moved ones still lack CODEC.factor."""

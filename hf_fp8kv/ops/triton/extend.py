@@ -3,22 +3,36 @@
 A program takes a block of query rows of one KV head (its query heads times some query tokens), and
 reads all that these may see. Where that makes fewer programs than the GPU has processors (a short
 chunk after a long prefix), sequences are split as for decoding.
+
+Many blocks of rows read the same codes. From `WIDENED_BLOCKS` on, a kernel first converts the codes
+of a layer to 16 bits, once. The products have the same operands, so the result has the same bits.
+2,048 tokens over 8,192 take 0.85 of the time on an H100, and 0.74 with a third stage.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from ...formats import AUTO
+from ..page_layout import page_layout
 from ..pages import AttentionSpec, Pages
-from .arguments import prepare
+from .arguments import AttentionArgs, pointers_to, prepare
 from .attention import attend_rows, finish
+from .codec import decode_for_dot
 from .decode import split_kv_decode
+from .places import codes_of, find_place, scales_of
 from .softmax import of_others, of_rows
-from .target import cdiv, launch
+from .target import cdiv, launch, next_power_of_2
 from .tuning import extend_config
 
 # Tokens: fewer are not split.
 SPLIT_FROM = 256
+# Blocks of query rows and positions from which codes are widened first. On an H100, widening takes
+# as long as converting the codes for 8 blocks.
+WIDENED_BLOCKS, WIDENED_FROM = 8, 1024
+# Most bytes of the widened pages of a layer: 65,536 tokens of 8 heads of 128.
+WIDENED_BYTES = 1 << 28
+_TORCH_TYPES = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
 
 def attend(
@@ -32,6 +46,13 @@ def attend(
     """Return what `backend.attend` does, of any number of query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     config = extend_config(args.target, args.workload)
+    blocks = cdiv(args.rows, config.rows)
+    # A window limits what each block reads, and few blocks read the same.
+    if blocks >= WIDENED_BLOCKS and stop >= WIDENED_FROM and start == 0 and spec.window == 0:
+        wide = _widen(args, pages, stop)
+        if wide is not None:
+            args = prepare(query, wide, lengths, start, stop, spec)
+            config = extend_config(args.target, args.workload, widened=True)
     batch, q_heads, tokens, _ = query.shape
     programs = args.shape.heads * batch * cdiv(args.rows, config.rows)
     if programs < args.target.processors and stop > SPLIT_FROM:
@@ -42,6 +63,86 @@ def attend(
         args.factors, args.query_strides, *args.strides, **args.constants, **config.constants(),
     )  # fmt: skip
     return out
+
+
+def _widen(args: AttentionArgs, pages: Pages, stop: int) -> Pages | None:
+    """Return copies of the pages of positions below `stop`, with the operands of products as codes.
+
+    Return None for latents, for products of float32, without 8-bit codes, and if the copies exceed
+    `WIDENED_BYTES`.
+    """
+    if pages.k.format == pages.v.format == AUTO or args.workload.exact or args.workload.latent:
+        return None
+    dtypes = [_TORCH_TYPES[codec.operand] for codec in (args.k_codec, args.v_codec)]
+    heads, slots, dims = pages.heads, pages.page_size, (pages.k.head_dim, pages.v.head_dim)
+    layout = page_layout(heads, slots, *dims, dtypes[0], dtypes[1], pages.has_scales)
+    batch, count = len(args.tensors.lengths), cdiv(stop, slots)
+    if batch * count * layout.size > WIDENED_BYTES:
+        return None
+    block = pages.block.new_empty((batch * count, layout.size))
+    table = pages.table.new_empty((batch, count))
+    offsets = pages.offsets.new_empty(batch * count)
+    wide = Pages(
+        pages.k, pages.v, block, table, offsets, heads, slots, dtypes[0], dtypes[1],
+        pages.has_scales,
+    )  # fmt: skip
+    launch(
+        _widen_codes, (heads, count, batch), pointers_to(pages, "k"), pointers_to(pages, "v"),
+        pages.token_scales, pages.table, args.tensors.lengths, pointers_to(wide, "k"),
+        pointers_to(wide, "v"), wide.token_scales, table, layout.size, pages.table.stride(0),
+        SLOTS=slots,
+        K_SIZE=slots * dims[0], V_SIZE=slots * dims[1], K_CODEC=args.k_codec, V_CODEC=args.v_codec,
+        WORDS=next_power_of_2(slots), num_warps=4,
+    )  # fmt: skip
+    return wide
+
+
+@triton.jit(do_not_specialize=["page_bytes", "table_b"])
+def _widen_codes(
+    k, v, scales_ptr, table_ptr, lengths_ptr, wide_k, wide_v, wide_scales_ptr, wide_table_ptr,
+    page_bytes, table_b,
+    SLOTS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_CODEC: tl.constexpr,
+    V_CODEC: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Convert the codes of one head of one page of a sequence, and write the table and offsets.
+
+    Args:
+        k, v, wide_k, wide_v: `SidePointers`.
+        scales_ptr, wide_scales_ptr: `Pages.token_scales`.
+        table_ptr: `[B, M]`, int32. wide_table_ptr: `[B, count]`.
+        lengths_ptr: `[B]`, int32.
+        page_bytes: bytes of a widened page.
+        table_b: stride of the batch of the table.
+    """
+    h, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wide_page = b * tl.num_programs(1) + i
+    wide_place = wide_page.to(tl.int64) * page_bytes
+    if h == 0:
+        tl.store(wide_table_ptr + wide_page, wide_page)
+        tl.store(wide_k.offsets + wide_page, wide_place)
+    if i * SLOTS >= tl.load(lengths_ptr + b):
+        return
+    page = tl.maximum(tl.load(table_ptr + b.to(tl.int64) * table_b + i), 0)
+    place = find_place(k, page)
+    _widen_side(k, wide_k, place, wide_place, h, K_SIZE, K_CODEC)
+    _widen_side(v, wide_v, place, wide_place, h, V_SIZE, V_CODEC)
+    if scales_ptr is not None:
+        n = tl.arange(0, WORDS)
+        words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        wide_words_ptr = wide_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        words = tl.load(scales_of(words_ptr, place, h, SLOTS) + n, mask=n < SLOTS)
+        tl.store(scales_of(wide_words_ptr, wide_place, h, SLOTS) + n, words, mask=n < SLOTS)
+
+
+@triton.jit
+def _widen_side(side, wide, place, wide_place, h, SIZE: tl.constexpr, CODEC: tl.constexpr):
+    PART: tl.constexpr = 2048
+    codes_ptr = codes_of(side, place, h, SIZE)
+    wide_ptr = codes_of(wide, wide_place, h, SIZE)
+    for first in tl.range(0, SIZE, PART, num_stages=1):
+        n = first + tl.arange(0, PART)
+        codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)
+        tl.store(wide_ptr + n, decode_for_dot(codes, CODEC), mask=n < SIZE)
 
 
 @triton.jit(

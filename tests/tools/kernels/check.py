@@ -21,6 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from hf_fp8kv.ops.triton.codec import AS_IS
 from hf_fp8kv.ops.triton.target import Target, assuming, compiling
 
 from .assembly import read_assembly
@@ -129,7 +130,11 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     programs = target.fit(found.registers, warps, shared)
     tile = constants.get("TILE", 0)
     reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32
-    broken = find_violations(target, variant, found, shared, warps, tile if reads else 0)
+    codec = constants.get("K_CODEC")
+    broken = find_violations(
+        target, variant, found, shared, warps, tile if reads else 0,
+        converts=codec is not None and codec.how != AS_IS.value and (reads or not tile),
+    )  # fmt: skip
     tile = tile if found.loop else 0
     size = variant.bytes_per_token * tile
     per_tile = found.loop * warps if tile else 0

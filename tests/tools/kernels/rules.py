@@ -18,14 +18,16 @@ SPILLS_OUTSIDE = 8
 
 
 def find_violations(
-    target: Target, variant: Variant, assembly: Assembly, shared: int, warps: int, tile: int
-) -> Iterator[str]:
+    target: Target, variant: Variant, assembly: Assembly, shared: int, warps: int, tile: int,
+    *, converts: bool,
+) -> Iterator[str]:  # fmt: skip
     """Yield each rule that a kernel breaks.
 
     Args:
         shared: Bytes of shared memory.
         warps: Warps of a program.
         tile: Tokens that a round of the main loop reads. 0 if the kernel need not read pages fast.
+        converts: Whether it reads codes of K in 8 bits, and no others converted them before.
     """
     if assembly.loop_spills:
         yield f"{assembly.loop_spills} spills in the main loop"
@@ -38,6 +40,11 @@ def find_violations(
     if assembly.fused and "bias" in variant.extras:
         # The lowest number, less itself, would not be 0.
         yield f"{assembly.fused} products with log2(e) fused with sums"
+    # Codes of E5M2 may also become float16 by placing their bytes.
+    stored = FORMATS.get(variant.k)
+    is_native = stored is not None and stored.exponent_bits < 5 and target.converts(stored)
+    if converts and is_native and not assembly.conversions:
+        yield "no native conversion"
     if not tile:
         return
     if not assembly.loop:
@@ -51,11 +58,6 @@ def find_violations(
         yield f"{wide} of {needed:.0f} bytes in 16-byte loads"
     if assembly.byte_loads and not narrow_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
-    # Codes of E5M2 may also become float16 by placing their bytes.
-    stored = [FORMATS[name] for name in (variant.k, variant.v) if name in FORMATS]
-    converted = any(fmt.exponent_bits < 5 and target.converts(fmt) for fmt in stored)
-    if converted and not assembly.conversions:
-        yield "no native conversion"
     programs = target.fit(assembly.registers, warps, shared)
     expected = expected_programs(target, variant.groups * variant.tokens)
     if variant.main and variant.operation == "decode" and programs < expected:

@@ -120,6 +120,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *(Variant("decode", **main, main=True) for main in mains),
         *(Variant("decode", **other) for other in others),
         *(Variant("extend", **extend, tokens=1024) for extend in (*extends, *latents)),
+        # Codes are read as they are within a window.
+        *(Variant("extend", **fmt, tokens=1024, extras=("window",)) for fmt in formats),
         # Too few programs to fill a GPU: split as decoding is.
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
