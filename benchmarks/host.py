@@ -1,10 +1,13 @@
-"""Time of the CPU for a decode step on a GPU, measured without a GPU.
+"""Time of the CPU for a decode step on a GPU, measured on a GPU or without one.
 
 A step of the growing cache, as `generate()` runs it eagerly: `update`, then the attention function
-"fp8_paged" with the backend "triton", at shapes of an 8B model. Triton compiles the kernels for a
-GPU, and a driver that starts nothing launches them: its launcher takes the arguments and returns.
-The numbers exclude Triton's launcher in C, the driver's call, and torch's queries of the current
-device and stream. Tensors and torch's allocator are those of the CPU.
+"fp8_paged" with the backend "triton", at shapes of an 8B model. Two rows leave out a mechanism that
+saves host time: replayed launches, and calls past the dispatcher of torch.
+
+Without a GPU, Triton compiles the kernels for one, and a driver that starts nothing launches them:
+its launcher takes the arguments and returns. The numbers then exclude Triton's launcher in C, the
+driver's call, and torch's queries of the current device and stream. Tensors and torch's allocator
+are those of the CPU.
 
 A separate process measures, because Triton keeps the driver from then on.
 """
@@ -13,8 +16,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import Cache, DynamicCache
@@ -32,7 +37,12 @@ TOKENS = 1000
 # DynamicCache really computes: its tensors are so small that little but the calls is left.
 TINY: Heads = (4, 2, 16)
 TINY_TOKENS = 64
-PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa, tiny"
+PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
+# Rows that leave out a mechanism: what is replaced, and by what.
+WITHOUT: dict[str, tuple[str, object]] = {
+    f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._REPLAYS", False),
+    f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.direct.is_unobserved", lambda _: False),
+}
 # Steps of all layers in a turn: few, because the result is an undisturbed turn.
 _CALLS = 32
 
@@ -46,10 +56,12 @@ def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result
         RuntimeError: Triton is not installed, or does not compile here.
     """
     run = describe_run("host")
-    progress(f"decode steps, kernels compiled for {GPU}")
+    has_gpu = torch.cuda.is_available()
+    progress(f"decode steps, {'on a GPU' if has_gpu else f'kernels compiled for {GPU}'}")
     rows = run_process("benchmarks.host:_measure", {"turns": turns}, make_environment())
     settings = {
-        "gpu": GPU, "heads": list(HEADS), "tokens": TOKENS, "batch": 1, "turns": turns,
+        "gpu": torch.cuda.get_device_name() if has_gpu else GPU, "heads": list(HEADS),
+        "tokens": TOKENS, "batch": 1, "turns": turns,
     }  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
 
@@ -116,10 +128,11 @@ class Stack:
 
 
 def make_stack(layers: int) -> Stack:
-    """Return layers of the paged cache that behave as if their pages were on the GPU."""
+    """Return layers of the paged cache on a GPU, or layers that behave as if they were."""
     from hf_fp8kv.cache.cache import FP8PagedCache
 
-    cache = FP8PagedCache(make_config(HEADS, layers), backend="torch")
+    has_gpu = torch.cuda.is_available()
+    cache = FP8PagedCache(make_config(HEADS, layers), backend="triton" if has_gpu else "torch")
     # The stored tokens leave room in a page: growing is not measured.
     stack = Stack(cache, "fp8_paged", HEADS, TOKENS, layers)
     for layer in cache.paged_layers:
@@ -135,19 +148,34 @@ def _measure(task: dict[str, Any]) -> None:
     from hf_fp8kv.ops.triton.target import Target, assuming
 
     torch.set_num_threads(1)
-    triton.runtime.driver.set_active(make_driver())
-    dynamic = DynamicCache(config=make_config(TINY, max(LAYERS)))
-    stock = Stack(dynamic, "sdpa", TINY, TINY_TOKENS, max(LAYERS))
-    found = []
-    with assuming(Target.parse(GPU)):
+    rows, most = [], max(LAYERS)
+
+    def add(cache: str, layers: int, stack: Stack) -> None:
+        stack.step()  # compiles the kernels
+        stack.cache.crop(-1)
+        least = min(stack.measure() for _ in range(task["turns"]))
+        rows.append({"cache": cache, "layers": layers, "value": least, "unit": "µs per layer"})
+
+    with ExitStack() as stack:
+        heads, tokens = HEADS, TOKENS
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            # DynamicCache computes on the CPU.
+            heads, tokens = TINY, TINY_TOKENS
+            triton.runtime.driver.set_active(make_driver())
+            stack.enter_context(assuming(Target.parse(GPU)))
+        # A default device would slow every call of torch down.
+        with torch.device(device):
+            paged = {layers: make_stack(layers) for layers in LAYERS}
+            dynamic = DynamicCache(config=make_config(heads, most))
+            stock = Stack(dynamic, "sdpa", heads, tokens, most)
         for layers in LAYERS:
-            stack = make_stack(layers)
-            stack.step()  # compiles the kernels
-            stack.cache.crop(-1)
-            found.append((PAGED, layers, min(stack.measure() for _ in range(task["turns"]))))
-    found.append((STOCK, max(LAYERS), min(stock.measure() for _ in range(task["turns"]))))
-    rows = [dict(zip(("cache", "layers", "value"), row, strict=True)) for row in found]
-    sys.stdout.write(json.dumps([{**row, "unit": "µs per layer"} for row in rows]) + "\n")
+            add(PAGED, layers, paged[layers])
+        for name, (target, value) in WITHOUT.items():
+            with mock.patch(target, value):
+                add(name, most, paged[most])
+        add(STOCK if device == "cuda" else f"{STOCK}, tiny", most, stock)
+    sys.stdout.write(json.dumps(rows) + "\n")
 
 
 if __name__ == "__main__":

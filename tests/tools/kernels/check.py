@@ -133,7 +133,7 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     codec = constants.get("K_CODEC")
     broken = find_violations(
         target, variant, found, shared, warps, tile if reads else 0,
-        converts=codec is not None and codec.how != AS_IS.value and (reads or not tile),
+        converts=(reads or kernel == "_widen_codes") and getattr(codec, "how", None) != AS_IS.value,
     )  # fmt: skip
     tile = tile if found.loop else 0
     size = variant.bytes_per_token * tile
