@@ -213,3 +213,73 @@ def test_the_tables_of_the_docs_are_those_of_the_runs(runs, replaced):
                 top1.append(f"{100 * row['top1']:.1f} %" if row else "refused")
         assert f"\n| {title} | {' | '.join(kl)} |\n" in text
         assert f"\n| {title} | {' | '.join(top1)} |\n" in text
+
+
+def test_the_tables_of_a_gpu_are_those_of_the_run():
+    """README.md and docs/performance.md. Empty cells were not measured."""
+    root = Path(__file__).parents[2]
+    result = json.loads((root / "docs/benchmarks/2026-11-26-gpu-h100.json").read_text())
+    rows = {(row["section"], row["case"], row["name"]): row for row in result["rows"]}
+
+    def cell(section, case, names, field="us", shares=False):
+        found = [rows[key] for name in names.split(",")
+                 if field in rows.get(key := (section, case, name), {})]  # fmt: skip
+        if not found:
+            return ""
+        row = sorted(found, key=lambda row: row[field])[-1 if field == "tokens_per_s" else 0]
+        value = row[field] / 1e9 if field == "peak_bytes" else row[field]
+        text = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+        return f"{text} ({row['of_read']:.2f})" if shares else text
+
+    readme = (root / "README.md").read_text()
+    flash, cudnn = "sdpa flash,sdpa flash folded", "sdpa cudnn,sdpa cudnn folded"
+    paged, pages, dynamic = "FP8PagedCache", "FP8PagedCache auto", "DynamicCache flash eager"
+    for title, section, case, *columns, field in (
+        ("decode attention, 8 x 32k tokens, µs", "decode", "8 x 32k",
+         "e4m3", "bf16 pages", f"{flash},{cudnn}", "us"),
+        ("decode attention, 64 x 32k tokens, µs", "decode", "64 x 32k",
+         "e4m3", "bf16 pages", f"{flash},{cudnn}", "us"),
+        ("attention, 2,048 tokens over 8,192 stored, µs", "extend", "2048 over 8192",
+         "e4m3", "bf16 pages", f"{flash},{cudnn}", "us"),
+        ("attention, a prompt of 8,192 tokens, µs", "extend", "8192 over 0",
+         "e4m3", "bf16 pages", f"{flash},{cudnn}", "us"),
+        ("`generate()`, 8 x 32k, compiled if possible, tokens/s", "end to end", "8 x 32k",
+         f"{paged} compiled", f"{pages} compiled", dynamic, "tokens_per_s"),
+        ("`generate()`, 8 x 32k, eager, tokens/s", "end to end", "8 x 32k",
+         f"{paged} eager", f"{pages} eager", dynamic, "tokens_per_s"),
+        ("`generate()`, 8 x 1k, eager, tokens/s", "end to end", "8 x 1k",
+         f"{paged} eager", f"{pages} eager", dynamic, "tokens_per_s"),
+        ("decode step of MLA, 128 heads, 16 x 16k tokens, µs", "latent", "128 heads, 16 x 16k",
+         "e3m4", "bf16 pages", "absorbed in torch,DynamicCache", "us"),
+    ):  # fmt: skip
+        cells = [cell(section, case, names, field) for names in columns]
+        assert f"\n| {title} | {' | '.join(cells)} |\n" in readme
+    page = (root / "docs" / "performance.md").read_text()
+    for case in ("8 x 32k", "64 x 32k", "1 x 256k", "2 x 128k", "98 x 4k", "1 x 32k", "1 x 1k"):
+        contenders = ("e4m3", "e3m4", "int8", "bf16 pages", flash, cudnn)
+        cells = [cell("decode", case, names, shares=True) for names in contenders]
+        assert f"\n| {case} | {' | '.join(cells)} |\n" in page
+    for stored, new in product((8192, 0, 32768), (64, 512, 2048, 8192)):
+        contenders = ("e4m3", "bf16 pages", "sdpa flash", "sdpa cudnn")
+        cells = [cell("extend", f"{new} over {stored}", names) for names in contenders]
+        assert f"\n| {new:,} over {stored:,} | {' | '.join(cells)} | " in page
+    for title, name in (
+        ("`FP8PagedCache`, compiled", f"{paged} compiled"),
+        ("16-bit pages, compiled", f"{pages} compiled"),
+        ("`StaticCache` and SDPA, compiled", "StaticCache (repeats K and V) compiled"),
+        ("`FP8PagedCache`, eager", f"{paged} eager"),
+        ("16-bit pages, eager", f"{pages} eager"),
+        ("`DynamicCache` and flash attention, eager", dynamic),
+    ):
+        cells = [cell("end to end", case, name, "tokens_per_s")
+                 for case in ("8 x 32k", "1 x 32k", "8 x 1k", "1 x 1k")]  # fmt: skip
+        cells.insert(1, cell("end to end", "8 x 32k", name, "peak_bytes"))
+        assert f"\n| {title} | {' | '.join(cells)} |\n" in page
+    for heads, tokens in product((16, 128), ("1 x 16k", "16 x 16k", "16 x 32k")):
+        case = f"{heads} heads, {tokens}"
+        contenders = ("e3m4", "e3m4 kernel", "absorbed in torch", "DynamicCache")
+        cells = [cell("latent", case, name) for name in contenders]
+        assert any(
+            line.startswith(f"| {case} | ") and f" | {' | '.join(cells)} | " in line
+            for line in page.splitlines()
+        )
