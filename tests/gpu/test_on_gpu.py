@@ -99,7 +99,7 @@ LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 
 class Forced(LogitsProcessor):
-    """The next token is that of a known answer."""
+    """The next token is the one of a given answer."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens

@@ -144,7 +144,7 @@ def test_a_later_prompt_is_two_launches_a_layer(keywords):
 def test_layers_take_the_plan_of_their_query_rows(cache, count):
     """16 rows: fewer programs fit on a processor; a plan for more would be made anew by layers.
 
-    In 16 bits: of a kernel with float32 operands a GPU is asked how many fit.
+    The model has 16 bits. With float32 operands, a GPU reports how many programs fit.
     """
     sizes = {"num_attention_heads": 16 // count, "num_key_value_heads": 1}
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", **sizes)
