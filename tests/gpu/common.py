@@ -22,8 +22,8 @@ only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds n
 def random_llama(dtype: torch.dtype = torch.float32) -> Any:
     """Return a random model of middling size, tiny without a GPU.
 
-    Its weights are small enough for attention to many tokens. With attention to a few tokens, another
-    code of one key would change the logits by percents.
+    Its weights are small enough for attention to many tokens. With attention to a few tokens,
+    another code of one key would change the logits by percents.
     """
     torch.manual_seed(0)
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
