@@ -289,9 +289,8 @@ _GATHER_SCHEMA = (
     "(Tensor lengths, str side, SymInt start, SymInt stop, ScalarType dtype, bool ragged, "
     f"str backend, {_PAGES}) -> Tensor"
 )
-# In the plan it counts which parts are done; backends that work by host have none.
 _ATTEND_SCHEMA = (
-    "(Tensor query, Tensor lengths, SymInt start, SymInt stop, Tensor(plan!)? plan, str backend, "
+    "(Tensor query, Tensor lengths, SymInt start, SymInt stop, Tensor? plan, str backend, "
     f"{schema_of(AttentionSpec)}, {_PAGES}) -> Tensor"
 )
 _PLAN_SCHEMA = (
@@ -310,6 +309,6 @@ _GATHER_BY_HOST = _register(
 )
 _ATTEND = _register("attend", run_attend, _ATTEND_SCHEMA, _attend_shape)
 _ATTEND_BY_HOST = _register(
-    "attend_by_host", run_attend, _ATTEND_SCHEMA.replace("(plan!)", ""), _attend_shape, by_host=True
+    "attend_by_host", run_attend, _ATTEND_SCHEMA, _attend_shape, by_host=True
 )
 _PLAN = _register("plan", run_plan, _PLAN_SCHEMA, _nothing)
