@@ -1,7 +1,9 @@
 """Operations go by torch's dispatcher where something of torch has to see them, and else not."""
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv import ConfigError, ops
+from hf_fp8kv.errors import BackendError
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.blocks import pack_pages
+from hf_fp8kv.ops.triton.target import launch
 from tests.helpers.assertions import assert_same
 
 
@@ -153,3 +157,22 @@ def test_operations_of_the_dispatcher_keep_nothing_with_a_plan(gradients: bool) 
     with torch.set_grad_enabled(gradients):
         ops.attend(x, pages, lengths, 0, 1, AttentionSpec(1.0, True), plan=plan, backend="triton")
     assert bool(vars(plan)) is not gradients
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (RuntimeError("Failed to find C compiler. Please specify"), BackendError),
+        (subprocess.CalledProcessError(1, ["gcc", "main.c"]), BackendError),
+        (RuntimeError("CUDA error: an illegal memory access"), RuntimeError),
+    ],
+    ids=["no compiler", "no headers", "another error"],
+)  # fmt: skip
+def test_a_compiler_that_fails_is_named(raised, expected):
+    """Triton builds a launcher in C at the first call of a kernel."""
+    kernel = mock.MagicMock()
+    kernel.__getitem__.return_value = mock.Mock(side_effect=raised)
+    with pytest.raises(expected) as found:
+        launch(kernel, (1,), torch.zeros(1))
+    assert found.type is expected
+    assert ("backend='torch'" in str(found.value)) == (expected is BackendError)

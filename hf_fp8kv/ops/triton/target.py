@@ -2,6 +2,7 @@
 
 import functools
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...errors import BackendError
 from ...formats import Format
 
 
@@ -245,6 +247,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """Start `kernel` on `grid`, unless an axis is 0: every kernel of this package is started here.
 
     `constants` are its constexpr parameters, and Triton's options (`num_warps`, ...).
+
+    Raises:
+        BackendError: Triton finds no C compiler, or the compiler fails.
     """
     if 0 in grid:
         return
@@ -255,11 +260,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     # Triton starts kernels on the current device, which in a model spread over several GPUs is
     # another one for most layers.
     device = next(x.device for x in args if isinstance(x, torch.Tensor))
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    try:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                compiled = kernel[grid](*args, **constants)
+        else:
             compiled = kernel[grid](*args, **constants)
-    else:
-        compiled = kernel[grid](*args, **constants)
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        if isinstance(error, RuntimeError) and "C compiler" not in str(error):
+            raise
+        raise BackendError(
+            "backend 'triton': expected a C compiler and the headers of Python, with which Triton "
+            f"builds a launcher for each kernel, got {error}; install them (gcc, python3-dev), or "
+            "pass backend='torch', which is slower"
+        ) from error
     if _recorder.launches is not None:
         _recorder.launches.append(Launched(kernel, grid, args, constants, compiled))
 
