@@ -77,14 +77,17 @@ def compiled() -> dict[str, dict[str, list[dict]]]:
 def check_rows(rows: list[dict]) -> None:
     """Check that the kernels keep all rules, and that the rows are of every kernel."""
     assert [row for row in rows if row["violations"]] == []
-    kernels = {"plan", "decode", "combine", "extend", "widen_codes", "write", "gather"}
-    assert {row["kernel"] for row in rows} == kernels
+    kernels = {row["kernel"] for row in rows} - {"widen_codes"}
+    assert kernels == {"plan", "decode", "combine", "extend", "write", "gather"}
 
 
 # `make oldest` runs this with an older Triton.
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_what_a_step_runs_keeps_the_rules(compiled, target):
     check_rows(compiled["steps"][target])
+    # Products of gfx942 read no codes from shared memory.
+    widened = any(row["kernel"] == "widen_codes" for row in compiled["steps"][target])
+    assert widened == (target == "sm_90")
     assert {row["variant"] for row in compiled["steps"][target]} == set(STEPS)
 
 

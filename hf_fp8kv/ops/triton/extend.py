@@ -68,10 +68,14 @@ def attend(
 def _widen(args: AttentionArgs, pages: Pages, stop: int) -> Pages | None:
     """Return copies of the pages of positions below `stop`, with the operands of products as codes.
 
-    Return None for latents, for products of float32, without 8-bit codes, and if the copies exceed
-    `WIDENED_BYTES`.
+    Return None where that gains nothing or is not known to: for latents, products of float32, and
+    complete masks, whose sums would spill, without 8-bit codes, on GPUs whose products do not read
+    K and V from shared memory, and if the copies exceed `WIDENED_BYTES`.
     """
-    if pages.k.format == pages.v.format == AUTO or args.workload.exact or args.workload.latent:
+    workload = args.workload
+    if workload.exact or workload.latent or workload.complete or args.target.family not in (9, 10):
+        return None
+    if pages.k.format == pages.v.format == AUTO:
         return None
     dtypes = [_TORCH_TYPES[codec.operand] for codec in (args.k_codec, args.v_codec)]
     heads, slots, dims = pages.heads, pages.page_size, (pages.k.head_dim, pages.v.head_dim)

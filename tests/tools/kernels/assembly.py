@@ -27,7 +27,8 @@ class Assembly:
             is the one with the most 16-byte loads, and then the shortest.
         wide_bytes: Bytes that a thread loads in the loop with 16-byte loads from global memory.
         byte_loads: Loads of single bytes from shared memory in the loop.
-        conversions: Instructions in the loop that convert 8-bit floating-point values.
+        conversions: Instructions in the loop, or anywhere without a loop, that convert 8-bit
+            floating-point values.
         ahead: Share of a round's 16-byte loads that is in flight during a product, at most.
         fused: Products with log2(e) that are not rounded before a sum. NVIDIA only.
     """
@@ -86,7 +87,7 @@ def read_nvidia(text: str, usage: str) -> Assembly:
         loop=len(loop),
         wide_bytes=16 * _count(_SASS_WIDE, loop),
         byte_loads=_count(r"LDS\.[US]8\b", loop),
-        conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop),
+        conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop or lines),
         ahead=_count_copies(loop),
         fused=_count(_SASS_FUSED, lines),
     )
@@ -124,7 +125,7 @@ def read_amd(text: str) -> Assembly:
         loop=len(loop),
         wide_bytes=16 * _count(_GCN_WIDE, loop),
         byte_loads=_count(r"ds_read_[ui]8", loop),
-        conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop),
+        conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop or lines),
         ahead=_count_loads_ahead(loop),
     )
 
