@@ -75,7 +75,7 @@ def _probe(
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _call: Any) -> None:
         if isinstance(key, PagedKV) and isinstance(value, PagedKV):
             ready = [x for x in cache.paged_layers if x.is_initialized]
-            owners = [x for x in ready if x.store.pool.block is key.block]
+            owners = [x for x in ready if x.store.pool.blocks.tensors[0] is key.block]
             if len(owners) == 1 and value.block is key.block:
                 found[module] = owners[0].index, key, value
 

@@ -5,13 +5,18 @@ import copy
 import torch
 
 from .. import ops
+from ..formats import AUTO, SidePlan
 from ..modeling.tensor_parallel import check_split
-from ..ops import Pages
+from ..ops import Pages, StoredSide
 from ..paging.blocks import zeros
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .options import CacheOptions
 from .turns import Turns
+
+# How values without channels are stored, whatever a plan says: some layers of latents have no
+# positions.
+_NOTHING = SidePlan(AUTO)
 
 
 class Encoding:
@@ -104,8 +109,31 @@ class Encoding:
                 self.k_center = selected
 
     def record(self, pool: PagePool, table: torch.Tensor) -> Pages:
-        """Return the pages of a pool as operations take them."""
-        return pool.record(self.plan, table, self.k_scale, self.v_scale, self.k_center)
+        """Return the pages of a pool as operations take them.
+
+        The same record until a tensor is another one. `table`: of the sequences.
+        """
+        blocks, plan, is_compiling = pool.blocks, self.plan, torch.compiler.is_compiling()
+        if not is_compiling and blocks.record is not None:
+            known_plan, known = blocks.record
+            if (
+                plan is known_plan
+                and table is known.table
+                and known.k.static_scale is self.k_scale
+                and known.k.center is self.k_center
+                and known.v.static_scale is self.v_scale
+            ):
+                return known
+        v_plan = plan.v if pool.v_dim else _NOTHING
+        pages = Pages(
+            StoredSide(self.k_scale, self.k_center, plan.k.format, pool.k_dim, plan.k.rotated),
+            StoredSide(self.v_scale, None, v_plan.format, pool.v_dim, v_plan.rotated),
+            blocks.tensors[0], table, blocks.offsets, pool.heads, pool.page_size, pool.key_dtype,
+            pool.value_dtype, pool.has_scales,
+        )  # fmt: skip
+        if not is_compiling:
+            blocks.record = plan, pages
+        return pages
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the static scales and the center."""

@@ -130,7 +130,7 @@ class FP8PagedLayer(CacheLayerMixin):
         if is_new:
             store.allocate(key, value)
         if not is_compiling:
-            store.pool.grow(store.group.table.allocator.capacity)
+            store.pool.memory.grow(store.group.table.allocator.capacity)
             store.bring_pages()
         encoding.find_center(key, is_first=is_first)
         reads = not is_first or self.options.prefill == "stored"
@@ -281,7 +281,7 @@ class FP8PagedLayer(CacheLayerMixin):
         length.set(0)
         length.reserve(tokens, batch)
         encoding.k_center = center
-        store.pool.grow(group.table.allocator.capacity)
+        store.pool.memory.grow(group.table.allocator.capacity)
         store.bring_pages()
         store.write(without_grad(key), without_grad(value), reads=False)
 

@@ -10,7 +10,7 @@ from ..ops import Pages
 from ..ops.blocks import locate_pages
 from ..paging.layer_group import LayerGroup
 from ..paging.lengths import Call, DeviceLength, HostLength, LongWrite
-from ..paging.offloading import OffloadedPool
+from ..paging.offloading import Tiers
 from ..paging.page_pool import PagePool
 from .encoding import Encoding
 from .indexers import Indexer, held_by
@@ -86,8 +86,8 @@ class LayerStore:
         else:
             if long is not None:
                 key, value = key[:, :, long.skipped :], value[:, :, long.skipped :]
-            if room is None:
-                self.pool.written(self.group.table, call.stop - key.shape[2], call.stop)
+            if isinstance(memory := self.pool.memory, Tiers):
+                memory.written(self.group.table.pages_of(call.stop - key.shape[2], call.stop))
             ops.write(pages, key, value, call.lengths, encoding.backend, room)
         self.length.end(call)
         return pages, call
@@ -103,8 +103,7 @@ class LayerStore:
         room = old + -(-call.tokens // pages.page_size)
         block = pages.block.new_zeros((batch, room, pages.block.shape[1]))
         if old:
-            assert self.pool.memory is not None
-            rows = self.pool.memory.take(long.old.reshape(-1))
+            rows = self.pool.blocks.take(long.old.reshape(-1))
             block[:, :old] = rows.unflatten(0, (batch, old))
         device = block.device
         # Other positions have no page here; no query sees them.
@@ -115,7 +114,7 @@ class LayerStore:
         pages = pages._replace(block=scratch, table=table, offsets=locate_pages([scratch]))
         ops.write(pages, key, value, call.lengths, self.encoding.backend, self.length.room)
         column = torch.arange(kept, device=device) + _as_column(long.kept - long.first)
-        self.pool.put_rows(long.own.reshape(-1), block[sequence, column].flatten(0, 1))
+        self.pool.memory.put(long.own.reshape(-1), block[sequence, column].flatten(0, 1))
         return pages
 
     def handles(self, pages: Pages, call: Call) -> tuple[PagedKV, PagedKV]:
@@ -165,33 +164,34 @@ class LayerStore:
     def follow_table(self) -> None:
         """Follow a change of a preallocated group's block table, in place if it can be."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:
-            block = self.pool.block
-            self.pool.grow(self.group.table.allocator.capacity)
-            if self.length.follow_table() or self.pool.block is not block:
+            offsets = self.pool.blocks.offsets
+            self.pool.memory.grow(self.group.table.allocator.capacity)
+            if self.length.follow_table() or self.pool.blocks.offsets is not offsets:
                 self.keep_addresses()
 
     def bring_pages(self) -> None:
         """Move stored tokens to where the layer computes, and start to move the next layer's."""
-        pool = self.pool
-        if isinstance(pool, OffloadedPool):
+        memory = self.pool.memory
+        if isinstance(memory, Tiers):
             following = self.following() or self
-            assert isinstance(following.pool, OffloadedPool)
-            held, next_held = (x.group.held_pages(x.length.member) for x in (self, following))
-            pool.budget.use(pool, held, following.pool, next_held)
-        elif pool.is_allocated and pool.block.device != self.encoding.device:
+            its_memory = following.pool.memory
+            assert isinstance(its_memory, Tiers)
+            held, its_held = (x.group.held_pages(x.length.member) for x in (self, following))
+            memory.budget.use(memory, held, its_memory, its_held)
+        elif memory.is_allocated and memory.tensors[0].device != self.encoding.device:
             self.prefetch()
 
     def offload(self) -> None:
         """Move the bytes to the CPU's memory."""
         if self.pool.is_allocated:
-            self.pool.move(torch.device("cpu"))
+            self.pool.memory.move(torch.device("cpu"))
         if self.indexer is not None:
             self.indexer.move(torch.device("cpu"))
 
     def prefetch(self) -> None:
         """Move the bytes back to the layer's device."""
         if self.pool.is_allocated:
-            self.pool.move(self.encoding.device)
+            self.pool.memory.move(self.encoding.device)
             if self.indexer is not None:
                 self.indexer.move(self.encoding.device)
 
@@ -201,6 +201,8 @@ class LayerStore:
         A cache from a file is on one device, and the model's layers may be on several.
         """
         self.pool.device = device
+        if isinstance(self.pool.memory, Tiers):
+            self.pool.memory.device = device
         # Written in place later, in inference mode and outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.encoding.move(device)
@@ -211,7 +213,7 @@ class LayerStore:
 
     def release_memory(self) -> None:
         """Free the pool's bytes; only for a layer without tokens and forks."""
-        self.pool.free()
+        self.pool.memory.free()
         self._ready = False
         self.encoding.clear()
 
@@ -260,8 +262,8 @@ class LayerStore:
         first = max(table.first, table.count - (fixed.ring or table.count))
         fixed.lost[length.member] = first * table.page_size
         own = length.table[:, first : table.count].long().reshape(-1)
-        rows = pool.take_rows(table.rows[:, first : table.count].reshape(-1))
-        self.pool.put_rows(own, rows.to(self.pool.block.device))
+        rows = pool.memory.take(table.rows[:, first : table.count].reshape(-1))
+        self.pool.memory.put(own, rows.to(own.device))
         if snapshot.k_center is not None:
             self.encoding.set_center(snapshot.k_center)
 
@@ -275,7 +277,7 @@ class LayerStore:
         sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.tensors())
         used = len(np.unique(self.group.table.used()))
         if isinstance(self.length, DeviceLength):
-            used = self.pool.pages  # each has its place in a sequence
+            used = len(self.pool.memory)  # each has its place in a sequence
             sizes["tables"] += self.length.lengths.nbytes
         return {**sizes, "used": used * self.pool.layout.size}
 

@@ -20,7 +20,7 @@ from ..formats import (
     parse_dtype,
 )
 from ..modeling.tensor_parallel import TensorParallel
-from ..paging.offloading import OffloadBudget, OffloadedPool
+from ..paging.offloading import OffloadBudget, Tiers
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
@@ -236,9 +236,8 @@ class CacheOptions:
 
         `budget`: that of its cache; None: scratch, which is in one place.
         """
-        if isinstance(budget, OffloadBudget):
-            return OffloadedPool(self.page_size, plan, self.dynamic_scales, budget, index)
-        return PagePool(self.page_size, plan, self.dynamic_scales)
+        tiers = Tiers(budget, index) if isinstance(budget, OffloadBudget) else None
+        return PagePool(self.page_size, plan, self.dynamic_scales, tiers)
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int

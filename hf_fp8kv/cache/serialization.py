@@ -72,8 +72,8 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
             if (pool := layer.pool) is not None:
                 facts |= {"length": layer.length, **describe(pool)}
                 # A layer of fewer tokens may not have grown yet, with pages that only others use.
-                pool.grow(group.table.allocator.capacity)
-                tensors[f"layers.{i}.pages"] = pool.take_rows(pages)
+                pool.memory.grow(group.table.allocator.capacity)
+                tensors[f"layers.{i}.pages"] = pool.memory.take(pages)
                 if layer.k_center is not None:
                     tensors[f"layers.{i}.k_center"] = layer.k_center.clone()
         record_past = group.record_past
@@ -183,8 +183,8 @@ def unpack(
     _check_same("layers and tensors that are too many", [], [*states, *tensors])
     while pages:
         pool, held = pages.pop()
-        pool.grow(len(held))
-        pool.fill(held)
+        pool.memory.grow(len(held))
+        pool.memory.fill(held)
     open_ended = facts["open_ended"]
     return CacheSnapshot(options, [*groups.values()], layers, stock_layers, open_ended, budget)
 

@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..formats import LayerPlan
+from ..ops import Pages
 from ..ops.blocks import locate_pages, put_pages, take_pages
 
 # Bytes of a block, at most, if a page is not larger: what a pool asks memory for at a time.
@@ -19,33 +21,54 @@ class Blocks:
 
     Attributes:
         size: bytes of a page.
-        tensors: the blocks; one without pages if there are none.
+        tensors: the blocks, one without pages if there are none; empty before `allocate`.
         offsets: `[P]`, int64, see `locate_pages`.
         in_one: whether all pages stay in one block, as compiled code needs them.
         pinned: whether blocks are in pinned memory of the host.
+        record: a plan, and the pages as operations take them under it, or None. It keeps blocks
+            alive, and is dropped when they are replaced.
     """
 
+    size: int
     tensors: list[torch.Tensor]
     offsets: torch.Tensor
-    _count: int
+    record: tuple[LayerPlan, Pages] | None
 
-    def __init__(
-        self, size: int, pages: int, device: torch.device, *, in_one: bool = False,
-        pinned: bool = False,
-    ) -> None:  # fmt: skip
-        self.size, self.in_one, self.pinned = size, in_one, pinned
-        self._use(self._new(pages, device))
+    def __init__(self) -> None:
+        self.in_one = self.pinned = False
+        self.free()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "record": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._use(self.tensors)  # copied blocks lie elsewhere
+        if self.is_allocated:
+            self._use(self.tensors)  # copied blocks lie elsewhere
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.offsets)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there are pages, which may be 0."""
+        return bool(self.tensors)
+
+    def allocate(
+        self, size: int, pages: int, device: torch.device, *, in_one: bool = False,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
+        """Make `pages` zeroed pages of `size` bytes."""
+        self.size, self.in_one, self.pinned = size, in_one, pinned
+        self._use(self._new(pages, device))
+
+    def free(self) -> None:
+        """Free the bytes; `allocate` brings new ones."""
+        self.tensors, self.record = [], None
+        self.offsets = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _use(self, tensors: list[torch.Tensor]) -> None:
-        count = sum(map(len, tensors))
-        state = {"tensors": tensors, "offsets": locate_pages(tensors), "_count": count}
+        state = {"tensors": tensors, "offsets": locate_pages(tensors), "record": None}
         vars(self).update(state)  # at once
 
     def _new(self, pages: int, device: torch.device) -> list[torch.Tensor]:

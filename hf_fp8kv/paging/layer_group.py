@@ -231,7 +231,7 @@ class LayerGroup:
         try:
             if (pages := self.table.compact()) is not None:
                 for pool in filter(lambda pool: pool.is_allocated, self.pools):
-                    pool.keep(pages)
+                    pool.memory.keep(pages)
         except BaseException:  # out of memory, Ctrl-C: some layers have the old numbers
             for group in filter(None, (ref() for ref in self.siblings)):
                 group.clear()
@@ -241,8 +241,8 @@ class LayerGroup:
         """Copy pages in every pool, and give each pool room for every page that exists."""
         for pool in self.pools:
             if pool.is_allocated and len(copies[0]):
-                pool.grow(self.table.allocator.capacity)
-                pool.copy(copies)
+                pool.memory.grow(self.table.allocator.capacity)
+                pool.memory.copy(*copies)
 
     def _first_needed(self, *, keep_recorded: bool = False) -> int:
         """Return the first token of the pages that are kept, or 0 if all are."""

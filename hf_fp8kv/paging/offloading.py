@@ -12,11 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from ..formats import LayerPlan
-from .block_table import BlockTable, Copies
 from .blocks import Blocks, Numbers
 from .page_allocator import PageBudget
-from .page_pool import PagePool
 
 _HOST = torch.device("cpu")
 
@@ -27,7 +24,7 @@ class OffloadBudget(PageBudget):
     Attributes:
         max_device_pages: how many pages of every layer the device has room for; None: those of
             two layers, the one that computes and the next one.
-        indices: the numbers of the model's layers that have a pool.
+        layers: the pages of each layer, in forks that do not share them, too.
     """
 
     def __init__(
@@ -35,14 +32,11 @@ class OffloadBudget(PageBudget):
     ) -> None:
         super().__init__(page_size, max_pages)
         self.max_device_pages = max_device_pages
-        self.indices: set[int] = set()
-        self._here: weakref.WeakSet[OffloadedPool] = weakref.WeakSet()
+        self.layers: weakref.WeakSet[Tiers] = weakref.WeakSet()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._uses = 0
 
-    def use(
-        self, pool: "OffloadedPool", pages: Numbers, following: "OffloadedPool", its_pages: Numbers
-    ) -> None:
+    def use(self, layer: "Tiers", pages: Numbers, following: "Tiers", its_pages: Numbers) -> None:
         """Bring `pages` of a layer to the device, and start to bring those of the following one.
 
         Layers compute in a circle, so what leaves first is what is needed last, which is the layer
@@ -50,35 +44,36 @@ class OffloadBudget(PageBudget):
         for all layers but one, every layer would move at every step.)
         """
         self._uses += 1
-        pool.used_at = self._uses
-        self._make_room(pool, pool)
+        layer.used_at = self._uses
+        self._make_room(layer, layer)
         if self.max_device_pages is None:
-            for other in self._here:
-                if other is not pool:
+            for other in self._here():
+                if other is not layer:
                     other.store()  # it leaves soon, and the copies pass while this one computes
-        pool.fetch(pages)
-        pool.wait()
+        layer.fetch(pages)
+        layer.wait()
         # Whoever computes is on the device in any case, what comes next only where both fit.
-        if len(following.missing(its_pages)) and self._fits({pool, following}):
-            self._make_room(pool, following)
+        if len(following.missing(its_pages)) and self._fits({layer, following}):
+            self._make_room(layer, following)
             following.fetch(its_pages)
 
-    def _make_room(self, current: "OffloadedPool", wanted: "OffloadedPool") -> None:
+    def _here(self) -> "set[Tiers]":
+        """Return the layers that have memory on the device."""
+        return {layer for layer in self.layers if layer.here.is_allocated}
+
+    def _make_room(self, current: "Tiers", wanted: "Tiers") -> None:
         """Send pages of other layers to the host until those of `wanted` fit."""
-        size = max(self.indices) + 1
-        others = [pool for pool in self._here if pool is not current and pool is not wanted]
-        others.sort(key=lambda p: ((p.index - current.index) % size or size, -p.used_at))
-        while others and not self._fits({*self._here, wanted}):
+        size = max(layer.index for layer in self.layers) + 1
+        others = list(self._here() - {current, wanted})
+        others.sort(key=lambda x: ((x.index - current.index) % size or size, -x.used_at))
+        while others and not self._fits(self._here() | {wanted}):
             others.pop().evict()
 
-    def _fits(self, pools: "set[OffloadedPool]") -> bool:
+    def _fits(self, layers: "set[Tiers]") -> bool:
         if self.max_device_pages is None:
-            return len(pools) <= 2
-        return sum(pool.pages for pool in pools) <= self.max_device_pages * len(self.indices)
-
-    def note_place(self, pool: "OffloadedPool") -> None:
-        """Note whether a pool has memory on the device."""
-        (self._here.add if pool.memory is not None else self._here.discard)(pool)
+            return len(layers) <= 2
+        count = len({layer.index for layer in self.layers})
+        return sum(map(len, layers)) <= self.max_device_pages * count
 
     @contextmanager
     def copying(self, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
@@ -94,62 +89,58 @@ class OffloadBudget(PageBudget):
             yield stream
 
 
-class OffloadedPool(PagePool):
+class Tiers:
     """One layer's pages in host memory, and those of them that are on the device.
+
+    They stand in the place of the `Blocks` of a pool, and do the same, wherever the pages are.
 
     Attributes:
         index: the layer's number in the model.
-        memory: the pages on the device; None while the layer is away.
-        home: the pages in host memory, as far as any was stored there.
+        here: the pages on the device; not allocated while the layer is away.
+        home: the pages in host memory; not allocated before any is stored there.
+        is_allocated: whether there are pages, which may be 0.
         used_at: when the layer last computed, in calls of `OffloadBudget.use`.
     """
 
-    def __init__(
-        self, page_size: int, plan: LayerPlan, dynamic: bool, budget: OffloadBudget, index: int
-    ) -> None:
-        super().__init__(page_size, plan, dynamic)
-        self.budget, self.index, self.used_at = budget, index, 0
-        budget.indices.add(index)
-        self._is_allocated = False
-        self._reset()
+    size: int
+    device: torch.device
 
-    def _reset(self) -> None:
-        self.memory = None
-        self.home: Blocks | None = None
-        # Of each page, whether the copy there is what was written last.
-        self._on_device = np.zeros(0, bool)
-        self._on_host = np.zeros(0, bool)
+    def __init__(self, budget: OffloadBudget, index: int) -> None:
+        self.budget, self.index, self.used_at = budget, index, 0
+        self.here, self.home = Blocks(), Blocks()
         # The last copy of these pages, in either direction, if it may still be under way.
         self._copied: torch.cuda.Event | None = None
+        self.free()
+        budget.layers.add(self)
 
-    @property
-    def is_allocated(self) -> bool:
-        """Whether shapes are known."""
-        return self._is_allocated
+    def __len__(self) -> int:
+        return len(self._on_device)
 
     def allocate(
-        self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_one: bool = False
+        self, size: int, pages: int, device: torch.device, *, in_one: bool = False
     ) -> None:
-        """Make `pages` pages of these shapes; memory for them is taken when they are used."""
-        self._describe(key, value)
-        self._is_allocated = True
+        """Have `pages` pages of `size` bytes; memory for them is taken when they are used."""
+        self.size, self.device, self.is_allocated = size, device, True
         self.grow(pages)
 
-    @property
-    def pages(self) -> int:
-        """Pages that there are, wherever they lie."""
-        return len(self._on_device)
+    def free(self) -> None:
+        """Free the bytes; `allocate` brings new ones."""
+        self._finish_copies()
+        self.is_allocated = False
+        self.here.free()
+        self.home.free()
+        # Of each page, whether the copy there is what was written last.
+        self._on_device = self._on_host = np.zeros(0, bool)
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages; the content stays."""
-        if pages <= self.pages:
+        if pages <= len(self):
             return
-        if self.memory is not None:
+        if self.here.is_allocated:
             self.wait()
-            self.memory.grow(pages)
-            self._record = None
+            self.here.grow(pages)
         # Last, since the lines above may fail, and at once.
-        flags, more = (self._on_device, self._on_host), np.zeros(pages - self.pages, bool)
+        flags, more = (self._on_device, self._on_host), np.zeros(pages - len(self), bool)
         self._on_device, self._on_host = (np.concatenate([old, more]) for old in flags)
 
     # -- between the tiers -------------------------------------------------------------------
@@ -159,47 +150,37 @@ class OffloadedPool(PagePool):
         missing: Numbers = pages[self._on_host[pages] & ~self._on_device[pages]]
         return missing
 
-    def fetch(self, pages: Numbers) -> Blocks:
+    def fetch(self, pages: Numbers) -> None:
         """Start to bring those of `pages` (ascending) to the device that are not there."""
-        if (here := self.memory) is None:
-            here = self.memory = Blocks(self.layout.size, self.pages, self.device)
-            self.budget.note_place(self)
+        if not self.here.is_allocated:
+            self.here.allocate(self.size, len(self), self.device)
         missing = self.missing(pages)
         if len(missing):
-            assert self.home is not None
-            self._copy_over(self.home, here, missing)
-            self.budget.fetched += len(missing) * self.layout.size
+            self._copy_over(self.home, self.here, missing)
+            self.budget.fetched += len(missing) * self.size
         self._on_device[pages] = True
-        return here
 
-    def store(self) -> Blocks:
-        """Start to bring home what was written on the device; return the pages there."""
-        if (home := self.home) is None:
-            pinned = self.device.type == "cuda"
-            home = self.home = Blocks(self.layout.size, self.pages, _HOST, pinned=pinned)
-        home.grow(self.pages)
+    def store(self) -> None:
+        """Start to bring home what was written on the device."""
+        if not self.home.is_allocated:
+            self.home.allocate(self.size, len(self), _HOST, pinned=self.device.type == "cuda")
+        self.home.grow(len(self))
         written = np.flatnonzero(self._on_device & ~self._on_host)
         if len(written):
-            assert self.memory is not None
-            self._copy_over(self.memory, home, written)
-            self.budget.returned += len(written) * self.layout.size
+            self._copy_over(self.here, self.home, written)
+            self.budget.returned += len(written) * self.size
             self._on_host[written] = True
-        return home
 
     def evict(self) -> None:
         """Bring home what was written, and free the memory on the device."""
-        if self.memory is not None:
+        if self.here.is_allocated:
             self.store()
             self.wait()
             self._on_device[:] = False
-            self.memory = self._record = None
-            self.budget.note_place(self)
+            self.here.free()
 
-    def written(self, table: BlockTable, start: int, stop: int) -> None:
-        """Note that the pages of these tokens, which are on the device, are written there."""
-        self._note_written(table.pages_of(start, stop))
-
-    def _note_written(self, pages: Numbers) -> None:
+    def written(self, pages: Numbers) -> None:
+        """Note that these pages are written on the device, where they are."""
         self._on_device[pages] = True
         self._on_host[pages] = False
 
@@ -209,21 +190,23 @@ class OffloadedPool(PagePool):
             torch.cuda.current_stream(self._copied.device).wait_event(self._copied)
 
     def _copy_over(self, source: Blocks, target: Blocks, pages: Numbers) -> None:
-        away = target if source is self.home else source
-        with self.budget.copying(away.tensors[0].device) as stream:
+        with self.budget.copying(self.here.tensors[0].device) as stream:
             target.receive(source, pages, waits=stream is None)
             if stream is not None:
                 self._copied = stream.record_event()
 
-    def _at_home(self) -> Blocks:
-        """Return the pages in host memory, with what was written, once they may be touched."""
-        home = self.store()
+    def _finish_copies(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-        return home
 
-    # -- what other pools do -----------------------------------------------------------------
+    def _at_home(self) -> Blocks:
+        """Return the pages in host memory, with what was written, once they may be touched."""
+        self.store()
+        self._finish_copies()
+        return self.home
+
+    # -- what blocks do ----------------------------------------------------------------------
 
     def fill(self, rows: torch.Tensor) -> None:
         """Write all pages, `[P, bytes]`, in host memory."""
@@ -231,26 +214,26 @@ class OffloadedPool(PagePool):
         self._at_home().fill(rows)
         self._on_host[:] = True
 
-    def take_rows(self, pages: Numbers | torch.Tensor) -> torch.Tensor:
+    def take(self, pages: Numbers | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""
         return self._at_home().take(pages)
 
-    def put_rows(self, pages: Numbers | torch.Tensor, rows: torch.Tensor) -> None:
+    def put(self, pages: Numbers | torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows to pages on the device, where the layer computes."""
         assert not isinstance(pages, torch.Tensor)
-        self.fetch(pages[:0]).put(pages, rows)
-        self._note_written(pages)
+        self.fetch(pages[:0])
+        self.here.put(pages, rows)
+        self.written(pages)
 
-    def copy(self, copies: Copies) -> None:
-        """Copy pages `(sources, destinations)` where they are."""
-        sources, destinations = copies
-        if self.memory is not None:
+    def copy(self, sources: Numbers, destinations: Numbers) -> None:
+        """Copy pages where they are; none is both a source and a destination."""
+        if self.here.is_allocated:
             self.fetch(np.unique(sources))
             self.wait()
-            self.memory.copy(*copies)
-            self._note_written(destinations)
+            self.here.copy(sources, destinations)
+            self.written(destinations)
         else:
-            self._at_home().copy(*copies)
+            self._at_home().copy(sources, destinations)
             self._on_host[destinations] = self._on_host[sources]
 
     def keep(self, pages: Numbers) -> None:
@@ -259,23 +242,9 @@ class OffloadedPool(PagePool):
         self._at_home().keep(pages)
         self._on_host, self._on_device = np.ones(len(pages), bool), np.zeros(len(pages), bool)
 
-    def free(self) -> None:
-        """Free the bytes; `allocate` brings new ones."""
-        self.wait()
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._reset()
-        self._record, self._is_allocated = None, False
-        self.budget.note_place(self)
-
     def move(self, device: torch.device) -> None:
         """Bring all pages home, whatever `device`: they come back when the layer computes."""
         self.evict()
         home = self._at_home()
         if self.device.type == "cuda":
             home.pin()
-
-    def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind: those on the device as `PagePool` does, and `host`."""
-        home = 0 if self.home is None else len(self.home)
-        return {**super().memory_footprint(), "host": home * self.layout.size}

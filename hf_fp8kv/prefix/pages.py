@@ -219,6 +219,6 @@ def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:
     rows = []
     for layer in layers:
         numbers = layer.store.group.table.rows[row, np.array(places)]
-        rows.append(layer.store.pool.take_rows(numbers).cpu())
+        rows.append(layer.store.pool.memory.take(numbers).cpu())
     facts = [serialization.describe(layer.store.pool) for layer in layers]
     return [Page([*of_layers], facts) for of_layers in zip(*rows, strict=True)]

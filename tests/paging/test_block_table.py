@@ -55,10 +55,10 @@ def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
     """Token `[b, t]` of the list is then in position `start + t` of sequence `b`."""
     pages, slots = places(rows, start, tokens.shape[1], pool.page_size)
-    held = pool.take_rows(np.arange(pool.pages))
+    held = pool.memory.take(np.arange(len(pool.memory)))
     for _, by_slot, stored in compared(pool.layout.split(held), tokens):
         by_slot[pages, slots] = stored
-    pool.fill(held)
+    pool.memory.fill(held)
 
 
 def compared(
@@ -335,17 +335,17 @@ class Pages(RuleBasedStateMachine):
             pool.allocate(*like, capacity, in_one=member > 0)
         length = HostLength(group, member)
         call = length.begin(stop - start, CPU, "torch")
-        pool.grow(capacity)
+        pool.memory.grow(capacity)
         if call.long is None:
             write(pool, call.table.numpy(), start, ids)
         else:
             # As a layer does, with a pool in place of the scratch pages.
             old, own = call.long.old, call.long.own
             room = old.shape[1] + -(-ids.shape[1] // self.page_size)
-            scratch = copy.copy(pool)
+            scratch = copy.deepcopy(pool)
             scratch.allocate(*like, len(ids) * room)
             rows = np.arange(len(ids) * room, dtype=np.int32).reshape(len(ids), room)
-            scratch.put_rows(rows[:, : old.shape[1]].ravel(), pool.take_rows(old.ravel()))
+            scratch.memory.put(rows[:, : old.shape[1]].ravel(), pool.memory.take(old.ravel()))
             table = np.full((len(ids), call.table.shape[1]), -1, np.int32)
             columns = table[:, call.long.first :]
             columns[:] = rows[:, : columns.shape[1]]
@@ -353,7 +353,7 @@ class Pages(RuleBasedStateMachine):
             past = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, call.start :]
             assert_holds(scratch, table, call.start, np.concatenate([past, ids], axis=1))
             kept = table[:, call.long.kept :]
-            pool.put_rows(own.ravel(), scratch.take_rows(kept.ravel()))
+            pool.memory.put(own.ravel(), scratch.memory.take(kept.ravel()))
         group.lengths[member] = stop
 
     @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_fp8kv import ops
+from hf_fp8kv import FP8PagedCache, ops
+from hf_fp8kv.cache.centers import FirstTokens
+from hf_fp8kv.cache.encoding import Encoding
 from hf_fp8kv.formats import LayerPlan, SidePlan
-from hf_fp8kv.ops.blocks import blocks_of
 from hf_fp8kv.paging import blocks
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
@@ -54,22 +55,20 @@ layouts = pytest.mark.parametrize("in_one", [True, False], ids=["one block", "bl
 
 def whole(pool: PagePool) -> dict[str, torch.Tensor]:
     """Copies of all pages."""
-    return pool.layout.split(pool.take_rows(np.arange(pool.pages)))
+    return pool.layout.split(pool.memory.take(np.arange(len(pool.memory))))
 
 
 def fill(pool: PagePool) -> dict[str, torch.Tensor]:
     """Every number of every tensor is then random; returns copies."""
-    rows = pool.take_rows(np.arange(pool.pages))
+    rows = pool.memory.take(np.arange(len(pool.memory)))
     for tensor in pool.layout.split(rows).values():
         tensor.copy_(torch.randint(1, 250, tensor.shape))
-    pool.fill(rows)
+    pool.memory.fill(rows)
     return whole(pool)
 
 
 def addresses(pool: PagePool) -> list[int]:
-    table = torch.zeros((1, 1), dtype=torch.int32)
-    pages = pool.record(LayerPlan.parse("int8", "int8"), table, None, None, None)
-    return [block.data_ptr() for block in blocks_of(pages)]
+    return [block.data_ptr() for block in pool.blocks.tensors]
 
 
 def assert_holds(pool: PagePool, expected: dict[str, torch.Tensor]) -> None:
@@ -113,7 +112,7 @@ def test_shapes_dtypes_and_bytes(case, dtype, device, in_one):
         assert found["token_scales"].dtype == torch.bfloat16
     assert all(tensor.device.type == device.type for tensor in found.values())
     assert not any(tensor.any() for tensor in found.values()), "new pages are zero"
-    assert (pool.pages, pool.is_allocated) == (7, True)
+    assert (len(pool.memory), pool.is_allocated) == (7, True)
     size = sum(x[:1].nbytes for x in found.values())
     assert size <= pool.layout.size < size + 48
     footprint = pool.memory_footprint()
@@ -126,16 +125,16 @@ def test_growing_keeps_every_page_and_zeroes_the_new_ones(
     key, value, dynamic, names, device, in_one
 ):
     pool = PagePool(S, LayerPlan(SidePlan("auto"), SidePlan("auto")), True)
-    assert (pool.pages, pool.is_allocated) == (0, False)
+    assert (len(pool.memory), pool.is_allocated) == (0, False)
     pool = new_pool(key, value, 0, dynamic=dynamic, device=device, in_one=in_one)
-    pool.grow(3)
+    pool.memory.grow(3)
     before, places = fill(pool), addresses(pool)
     for pages in (0, 2, 3):  # a pool never shrinks, and stays in place
-        pool.grow(pages)
-        assert pool.pages == 3
+        pool.memory.grow(pages)
+        assert len(pool.memory) == 3
         assert addresses(pool) == places
-    pool.grow(8)
-    assert pool.pages == 8
+    pool.memory.grow(8)
+    assert len(pool.memory) == 8
     assert in_one or addresses(pool)[: len(places)] == places, "a block was moved"
     assert_holds(pool, before)
 
@@ -150,12 +149,12 @@ def test_copying_a_page_copies_every_tensor_of_it_and_touches_no_other(
         for pages in (6, 9)
     )
     before, theirs = fill(pool), fill(other)
-    pool.copy((np.zeros(0, np.int32), np.zeros(0, np.int32)))
+    pool.memory.copy(np.zeros(0, np.int32), np.zeros(0, np.int32))
     assert_holds(pool, before)
-    pool.copy((np.array([4, 0, 4], np.int32), np.array([1, 5, 2], np.int32)))
+    pool.memory.copy(np.array([4, 0, 4], np.int32), np.array([1, 5, 2], np.int32))
     expected = {name: tensor[[0, 4, 4, 3, 4, 0]] for name, tensor in before.items()}
     assert_holds(pool, expected)
-    pool.put_rows(np.array([1, 4, 0, 3]), other.take_rows(np.array([8, 2, 5, 0])))
+    pool.memory.put(np.array([1, 4, 0, 3]), other.memory.take(np.array([8, 2, 5, 0])))
     for name, tensor in expected.items():
         tensor[[1, 4, 0, 3]] = theirs[name][[8, 2, 5, 0]]
     assert_holds(pool, expected)
@@ -192,18 +191,18 @@ def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
         pool = new_pool(pages=0)
         for _ in range(300):
             allocator.take(1)
-            pool.grow(allocator.capacity)
+            pool.memory.grow(allocator.capacity)
             # An address takes 8 bytes of each page, each time.
-            assert seen.held == pool.pages * page
+            assert seen.held == len(pool.memory) * page
     assert seen.largest <= 8 * page
-    assert seen.most == pool.pages * page
-    assert pool.pages <= 300 * 33 // 32 + 4
-    growths = 8 * pool.pages * 300
-    assert written.total <= pool.pages * page + growths, "bytes were moved"
+    assert seen.most == len(pool.memory) * page
+    assert len(pool.memory) <= 300 * 33 // 32 + 4
+    growths = 8 * len(pool.memory) * 300
+    assert written.total <= len(pool.memory) * page + growths, "bytes were moved"
     # All that is held is known: compaction takes a block after the other, and gives all back.
     with seen:
         seen.largest = 0
-        pool.keep(np.arange(0, 300, 5, dtype=np.int32))
+        pool.memory.keep(np.arange(0, 300, 5, dtype=np.int32))
     assert seen.largest <= 8 * page
     assert seen.held == 60 * page
 
@@ -212,10 +211,10 @@ def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
 def test_there_and_back_the_bytes_are_the_same(device, in_one):
     pool = new_pool(device=device, in_one=in_one)
     before, places = fill(pool), addresses(pool)
-    pool.move(device)
+    pool.memory.move(device)
     assert addresses(pool) == places, "they were there"
     for place in (torch.device("cpu"), pool.device):
-        pool.move(place)
+        pool.memory.move(place)
         assert_holds(pool, before)
 
 
@@ -229,17 +228,17 @@ def test_bytes_moved_to_the_cpu_are_there_when_move_returns():
     # The copy waits behind this work; a reader on the CPU does not.
     for _ in range(20):
         busy = busy @ busy.clamp(-1, 1)
-    pool.block.fill_(7)
-    pool.move(torch.device("cpu"))
-    assert int(pool.block.min()) == 7
+    pool.blocks.tensors[0].fill_(7)
+    pool.memory.move(torch.device("cpu"))
+    assert int(pool.blocks.tensors[0].min()) == 7
 
 
 @layouts
 def test_freed_bytes_are_gone_and_can_be_taken_again(in_one):
     pool = new_pool(in_one=in_one)
     fill(pool)
-    pool.free()
-    assert (pool.pages, pool.is_allocated) == (0, False)
+    pool.memory.free()
+    assert (len(pool.memory), pool.is_allocated) == (0, False)
     # Another model may come now.
     pool.allocate(*tokens(heads=3, k_dim=7, v_dim=9, dtype=torch.float16), 2)
     assert whole(pool)["k"].shape == (2, 3, S, 7)
@@ -250,10 +249,16 @@ def test_freed_bytes_are_gone_and_can_be_taken_again(in_one):
 
 CHANGES: dict[str, Callable[[PagePool], None]] = {
     "nothing": lambda pool: None,
-    "grow": lambda pool: pool.grow(40),
-    "keep": lambda pool: pool.keep(np.array([1, 3])),
-    "free": lambda pool: pool.free(),
+    "grow": lambda pool: pool.memory.grow(40),
+    "keep": lambda pool: pool.memory.keep(np.array([1, 3])),
+    "free": lambda pool: pool.memory.free(),
 }
+
+
+def encoded(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: Any) -> Encoding:
+    encoding = Encoding(0, FP8PagedCache(plan=plan).options, FirstTokens())
+    encoding.k_scale, encoding.v_scale, encoding.k_center = k_scale, v_scale, k_center
+    return encoding
 
 
 @layouts
@@ -261,11 +266,11 @@ CHANGES: dict[str, Callable[[PagePool], None]] = {
 def test_a_record_has_the_pages_and_tensors_of_now(change, in_one):
     """It finds the bytes wherever they went, and keeps none that a pool gives back."""
     pool = new_pool("auto", "auto", in_one=in_one, dtype=torch.float32)
-    plan, table = LayerPlan.parse("auto", "auto"), torch.tensor([[1, 0]], dtype=torch.int32)
+    table = torch.tensor([[1, 0]], dtype=torch.int32)
     scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
-    center = torch.zeros(1, HEADS, K_DIM)
-    first = pool.record(plan, table, *scales, center)
-    before, gone = fill(pool), weakref.ref(pool.block.untyped_storage())
+    encoding = encoded(("auto", "auto"), *scales, torch.zeros(1, HEADS, K_DIM))
+    first = encoding.record(pool, table)
+    before, gone = fill(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
     del first
     CHANGES[change](pool)
     stays = change == "nothing" or (change == "grow" and not in_one)
@@ -275,15 +280,16 @@ def test_a_record_has_the_pages_and_tensors_of_now(change, in_one):
     columns = before["k"][[3, 1] if change == "keep" else [1, 0]]
     lengths = torch.tensor([2 * S], dtype=torch.int32)
     for _ in range(2):
-        pages = pool.record(plan, table, *scales, center)
+        pages = encoding.record(pool, table)
         dense = ops.gather(pages, lengths, "k", 0, 2 * S, torch.float32, False, "reference")
         assert_same(dense[0], columns.transpose(0, 1).flatten(1, 2))
     # Other tensors make another record.
-    others = table.flip(1), *(x + 1 for x in scales), center + 1
-    found = pool.record(plan, *others)
+    others = tuple(x + 1 for x in (*scales, encoding.k_center))
+    encoding.k_scale, encoding.v_scale, encoding.k_center = others
+    found = encoding.record(pool, other_table := table.flip(1))
     tensors = found.table, found.k.static_scale, found.v.static_scale, found.k.center
-    assert all(x is y for x, y in zip(tensors, others, strict=True))
-    other_plan = pool.record(LayerPlan.parse("fp8_e4m3", "int8"), *others)
+    assert all(x is y for x, y in zip(tensors, (other_table, *others), strict=True))
+    other_plan = encoded(("fp8_e4m3", "int8"), *others).record(pool, other_table)
     assert (other_plan.k.format, other_plan.v.format) == ("fp8_e4m3", "int8")
 
 
@@ -295,11 +301,11 @@ def test_pages_come_from_a_pool_elsewhere(in_one):
     """The blocks of the two begin at other pages, after growing in other steps."""
     pool, other = (new_pool(pages=n, in_one=in_one) for n in (2, 7))
     for pages in (3, 8, 11):
-        pool.grow(pages)
-    other.grow(11)
+        pool.memory.grow(pages)
+    other.memory.grow(11)
     expected, theirs = fill(pool), fill(other)
     wanted = np.array([0, 1, 2, 5, 6, 9, 10])
-    pool.memory.receive(other.memory, wanted, waits=True)
+    pool.blocks.receive(other.blocks, wanted, waits=True)
     for name, tensor in expected.items():
         tensor[wanted] = theirs[name][wanted]
         assert_same(whole(pool)[name], tensor, name)
