@@ -1,7 +1,5 @@
 """How the numbers of one layer are stored: its plan, static scales and center."""
 
-import copy
-
 import torch
 
 from .. import ops
@@ -139,17 +137,3 @@ class Encoding:
         """Return the static scales and the center."""
         held = (self.k_scale, self.v_scale, self.k_center)
         return [tensor for tensor in held if tensor is not None]
-
-    def move(self, device: torch.device) -> None:
-        """Move all tensors to `device`, where the model computes the layer."""
-        self.backend = ops.choose_backend(self.options.backend, device)
-        self.device = device
-        for name in ("k_scale", "v_scale", "k_center", "_given_center"):
-            tensor = getattr(self, name)
-            setattr(self, name, None if tensor is None else tensor.to(device))
-
-    def copy_for(self, first_tokens: FirstTokens) -> "Encoding":
-        """Return a copy for a fork; its tensors are shared."""
-        fork = copy.copy(self)
-        fork.first_tokens = first_tokens
-        return fork

@@ -200,12 +200,14 @@ class LayerStore:
 
         A cache from a file is on one device, and the model's layers may be on several.
         """
-        self.pool.device = device
+        self.pool.device, encoding = device, self.encoding
         if isinstance(self.pool.memory, Tiers):
             self.pool.memory.device = device
         # Written in place later, in inference mode and outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            self.encoding.move(device)
+            encoding.prepare(*self.pool.empty_tokens(1))
+            if encoding.k_center is not None:
+                encoding.k_center = encoding.k_center.to(device)
             self.prefetch()
             if isinstance(self.length, DeviceLength):
                 self.length.move(device)
@@ -230,7 +232,6 @@ class LayerStore:
         snapshot = LayerSnapshot(group, length, turns=encoding.turns, indexer=indexer)
         if self.is_initialized:
             snapshot.pool, snapshot.k_center = self.pool, encoding.k_center
-            snapshot.encoding = encoding
         return snapshot
 
     def restore(self, snapshot: LayerSnapshot) -> None:
@@ -247,10 +248,7 @@ class LayerStore:
         if pool is None:
             return
         if isinstance(length, HostLength):
-            if snapshot.encoding is None:
-                self.encoding.prepare(*pool.empty_tokens(1))
-            else:
-                self.encoding = snapshot.encoding.copy_for(self.encoding.first_tokens)
+            self.encoding.prepare(*pool.empty_tokens(1))
             self.encoding.k_center = snapshot.k_center
             self._ready = True
             return

@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
-from .encoding import Encoding
 from .options import CacheOptions
 from .turns import Turns
 
@@ -28,7 +27,6 @@ class LayerSnapshot:
         k_center: `[B, Hkv, Dk]`, float32, or None.
         turns: how its keys turn, which is read from the config; None: not known.
         indexer: the tensors of its indexer, by name; None: it has none.
-        encoding: how its numbers are stored; None: to be looked up.
     """
 
     group: LayerGroup
@@ -37,7 +35,6 @@ class LayerSnapshot:
     k_center: torch.Tensor | None = None
     turns: Turns | None = None
     indexer: dict[str, torch.Tensor] | None = None
-    encoding: Encoding | None = None
 
 
 @dataclass(frozen=True, eq=False)
