@@ -31,7 +31,7 @@ from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
 from .plans import Plan
-from .snapshot import CacheSnapshot
+from .snapshot import CacheSnapshot, LayerSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +298,8 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         transformers' own layers are copied.)
         """
         snapshot = self._snapshot()
-        twin = self._restore(replace(snapshot, stock_layers=copy.deepcopy(snapshot.stock_layers)))
+        layers = [x if isinstance(x, LayerSnapshot) else copy.deepcopy(x) for x in snapshot.layers]
+        twin = self._restore(replace(snapshot, layers=layers))
         # Attributes of a subclass, too, what a user has set, and the text.
         vars(twin).update({**vars(self), **vars(twin)})
         return twin

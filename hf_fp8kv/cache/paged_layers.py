@@ -155,17 +155,15 @@ class PagedLayers:
             }
             fixed = self.fixed.get(window)
             groups[window] = group.fork() if fixed is None else fixed.fork(own)
-        states: list[LayerSnapshot | None] = []
-        stock = []
         paged = iter(lengths)
-        for layer in layers:
-            if isinstance(layer, FP8PagedLayer):
-                states.append(layer.store.snapshot(groups[layer.sliding_window], next(paged)))
-            else:
-                states.append(None)
-                stock.append(layer)
+        states = [
+            layer.store.snapshot(groups[layer.sliding_window], next(paged))
+            if isinstance(layer, FP8PagedLayer)
+            else layer
+            for layer in layers
+        ]
         return CacheSnapshot(
-            self.options, list(groups.values()), states, stock, open_ended, self.budget, self.config
+            self.options, list(groups.values()), states, open_ended, self.budget, self.config
         )
 
     def restore_layers(self, snapshot: CacheSnapshot) -> list[Any]:
@@ -180,23 +178,21 @@ class PagedLayers:
                 self.groups[group.window] = group
             self._group(group.window).record_past = group.record_past
         self._link_groups()
-        stock = iter(snapshot.stock_layers)
         layers: list[Any] = [
-            next(stock) if x is None
-            else self.new_layer(
+            self.new_layer(
                 i, x.group.window, x.pool if shares else None, x.turns,
                 indexed=x.indexer is not None,
             )
+            if isinstance(x, LayerSnapshot) else x
             for i, x in enumerate(snapshot.layers)
         ]  # fmt: skip
+        states = [x for x in snapshot.layers if isinstance(x, LayerSnapshot)]
         if shares or copies:
             # Not before all exist: a preallocated layer takes pages in every group, and the layers
             # of a group say that it takes no more than it needs.
-            for layer, state in zip(layers, snapshot.layers, strict=True):
-                if state is not None:
-                    layer.store.restore(state)
+            for store, state in zip(self.stores, states, strict=True):
+                store.restore(state)
         if copies:
-            states = [state for state in snapshot.layers if state is not None]
             for store, state in zip(self.stores, states, strict=True):
                 store.length.set(state.length)
                 if isinstance(store.length, DeviceLength):

@@ -53,8 +53,9 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
     """
     tensors: Tensors = {}
     groups = []
+    states = {i: x for i, x in enumerate(snapshot.layers) if isinstance(x, LayerSnapshot)}
     for g, group in enumerate(snapshot.groups):
-        own = [(i, x) for i, x in enumerate(snapshot.layers) if x is not None and x.group is group]
+        own = [(i, x) for i, x in states.items() if x.group is group]
         # The preallocated form lists pages that hold nothing yet.
         stop = -(-max((layer.length for _, layer in own), default=0) // group.table.page_size)
         listed = group.table.rows[:, min(group.table.first, stop) : stop]
@@ -179,14 +180,16 @@ def unpack(
                 state.pool = pool
                 pages.append((pool, held))
     _check_count("numbers of sequences", len(batches), 0, 1)
-    layers = [states.pop(i, None) for i in range(len(states) + len(stock_layers))]
+    stock = iter(stock_layers)
+    count = len(states) + len(stock_layers)
+    layers = [states.pop(i) if i in states else next(stock, None) for i in range(count)]
     _check_same("layers and tensors that are too many", [], [*states, *tensors])
     while pages:
         pool, held = pages.pop()
         pool.memory.grow(len(held))
         pool.memory.fill(held)
     open_ended = facts["open_ended"]
-    return CacheSnapshot(options, [*groups.values()], layers, stock_layers, open_ended, budget)
+    return CacheSnapshot(options, [*groups.values()], layers, open_ended, budget)
 
 
 def _read_turns(layer: Facts) -> Turns | None:
@@ -227,9 +230,8 @@ def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> Path:
     """
     target = Path(path)
     meta, tensors = pack(snapshot)
-    meta["stock"] = [
-        _pack_stock(layer, f"stock.{n}", tensors) for n, layer in enumerate(snapshot.stock_layers)
-    ]
+    stock = [layer for layer in snapshot.layers if not isinstance(layer, LayerSnapshot)]
+    meta["stock"] = [_pack_stock(layer, f"stock.{n}", tensors) for n, layer in enumerate(stock)]
     meta["options"] = _pack_options(snapshot.options, tensors)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(meta)}

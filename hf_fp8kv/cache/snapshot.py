@@ -43,15 +43,14 @@ class CacheSnapshot:
 
     Attributes:
         groups: forks without layers, one for each block table.
-        layers: the paged layers; None: the next of `stock_layers`, transformers' own.
+        layers: what paged layers hold, and transformers' own layers as they are.
         open_ended: whether layers are added as the model asks.
         config: the decoder's config; None in pickles and files.
     """
 
     options: CacheOptions
     groups: list[LayerGroup]
-    layers: list[LayerSnapshot | None]
-    stock_layers: list[Any]
+    layers: list[LayerSnapshot | Any]
     open_ended: bool
     budget: PageBudget
     config: PreTrainedConfig | None = None
