@@ -322,8 +322,8 @@ class PagedLayers:
                 group.taken = 0
             return
         # Sequences that came from one beam: each gets pages of its own again.
-        for fixed in self.fixed.values():
-            fixed.clear()
+        for group in self.groups.values():
+            group.table.truncate(0)
         self._unshare(0)
 
     def select(self, sequences: torch.Tensor) -> None:
@@ -383,7 +383,7 @@ class PagedLayers:
                 store.release_memory()
         for group in self.groups.values():
             if not group.table.allocator.held:
-                group.table.allocator.reset()
+                group.table.compact()
 
 
 def _match_widths(layers: list[Any]) -> None:

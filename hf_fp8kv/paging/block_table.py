@@ -9,6 +9,7 @@ share an allocator.
     sequence 1       7   3   4   -1  -1         two of them shared with sequence 0
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from .page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
 
 Copies = tuple[Ints, Ints]
 """Pages to copy, `(sources, destinations)`, before the destinations are listed."""
+_VERSIONS = itertools.count()
 
 
 class BlockTable:
@@ -33,18 +35,25 @@ class BlockTable:
         rows: `[B, columns]`, int32; only columns `first` to `count - 1` are in use.
         first: logical pages before this one have fallen out of the window.
         count: one past the last logical page in use.
-        version: changes whenever `rows` changes.
+        version: changes whenever `rows` changes; no two tables have the same.
+        page_size: slots per page, in tokens.
     """
 
-    def __init__(self, allocator: PageAllocator) -> None:
-        self.allocator = allocator
-        self.first = self.count = self.version = 0
-        # What `pages_of` found in the rows of a version, by columns.
-        self._found_in = -1
+    def __init__(self, allocator: PageAllocator, first: int = 0) -> None:
+        """Make a table without pages, whose first `reserve` is to begin in logical page `first`."""
+        self.allocator, self.page_size = allocator, allocator.page_size
+        self.first = self.count = first
+        # What `pages_of` found in the rows, by columns, and copies of the rows on devices.
         self._found: dict[tuple[int, int], Ints] = {}
-        # Copies of the rows of a version on devices.
-        self._copies: dict[torch.device, tuple[int, torch.Tensor]] = {}
+        self._copies: dict[torch.device, torch.Tensor] = {}
         self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
+        self._change()
+
+    def _change(self) -> None:
+        """Forget what was made of the rows, which are about to change."""
+        self.version = next(_VERSIONS)
+        self._found.clear()
+        self._copies.clear()
 
     def __del__(self) -> None:
         # A fork that is gone holds nothing. At exit the modules that `clear` needs may be gone too.
@@ -56,16 +65,6 @@ class BlockTable:
         """Sequences; 0 before the first `reserve`."""
         return len(self.rows)
 
-    @property
-    def page_size(self) -> int:
-        """Slots per page, in tokens."""
-        return self.allocator.page_size
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether a page of this table has another holder, here or in a fork."""
-        return bool((self.allocator.references[self.used()] > 1).any())
-
     def used(self) -> Ints:
         """Return the part of `rows` that is in use, a view: `[B, count - first]`."""
         return self.rows[:, self.first : self.count]
@@ -76,9 +75,6 @@ class BlockTable:
         Each once; found once per change.
         """
         span = max(start // self.page_size, self.first), self._pages(stop)
-        if self._found_in != self.version:
-            self._found_in = self.version
-            self._found.clear()
         if span not in self._found:
             self._found[span] = np.unique(self.rows[:, span[0] : span[1]])
         return self._found[span]
@@ -88,18 +84,16 @@ class BlockTable:
 
         `columns`: which ones, the same at every call; None: those up to `count`.
         """
-        version, copy = self._copies.get(device, (-1, None))
-        if copy is None or version != self.version:
+        if device not in self._copies:
             # np.take, since indexing would lay the copy out by columns, and kernels want rows.
             rows = self.rows[:, : self.count] if columns is None else self.rows.take(columns, 1)
-            copy = upload(rows.copy(), device)
-            self._copies[device] = self.version, copy
-        return copy
+            self._copies[device] = upload(rows.copy(), device)
+        return self._copies[device]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and of their copies."""
-        return self.rows.nbytes + sum(copy.nbytes for _, copy in self._copies.values())
+        return self.rows.nbytes + sum(copy.nbytes for copy in self._copies.values())
 
     def pages_needed(self, start: int, stop: int, batch: int) -> int:
         """Return how many free pages `reserve` would take; change nothing."""
@@ -138,7 +132,7 @@ class BlockTable:
             except BaseException:
                 self.allocator.drop(numbers)
                 raise
-            self.version += 1
+            self._change()
             if self.batch == 0:
                 self.rows = np.full((batch, 0), NO_PAGE, np.int32)
             self._widen(self.count + new)
@@ -154,7 +148,7 @@ class BlockTable:
     def _unlist(self, start: int, stop: int, first: int, count: int) -> None:
         """Drop the pages of columns `start` to `stop - 1`; `first` to `count - 1` stay in use."""
         dropped = self.rows[:, start:stop].flatten()
-        self.version += 1
+        self._change()
         self.first, self.count = first, count
         self.rows[:, start:stop] = NO_PAGE
         self.allocator.drop(dropped)
@@ -173,14 +167,6 @@ class BlockTable:
         numbers, listed = np.unique(self.rows[:, self.first : first], return_counts=True)
         return int((self.allocator.references[numbers] == listed).sum())
 
-    def skip(self, token: int) -> None:
-        """Leave out the pages that would hold only tokens before `token`, in a table without pages.
-
-        `reserve` then goes on from there: `start` of its first call is in page `first`.
-        """
-        assert self.first == self.count, f"pages {self.first} to {self.count} are in use"
-        self.first = self.count = token // self.page_size
-
     def compact(self) -> Ints | None:
         """Renumber the pages from 0; return the old number of each.
 
@@ -192,7 +178,7 @@ class BlockTable:
             if int(allocator.references.sum()) != used.size:
                 return None
             pages, places = np.unique(used, return_inverse=True)
-            self.version += 1
+            self._change()
             used[:] = places.reshape(used.shape)
             allocator.renumber(pages)
             return pages
@@ -217,7 +203,7 @@ class BlockTable:
         """List the pages of `rows`, whose columns `first` to `count - 1` are in use, instead."""
         old = self.used()
         self.allocator.share(rows[:, first:count])
-        self.version += 1
+        self._change()
         self.rows, self.first, self.count = rows, first, count
         self.allocator.drop(old)
 
@@ -241,10 +227,9 @@ class BlockTable:
         table.allocator.exact = True
         pages = table.allocator.take(int(rows.max(initial=-1)) + 1)
         table.allocator.exact = False
-        table.rows = np.concatenate([np.full((len(rows), first), NO_PAGE, np.int32), rows], axis=1)
-        table.first, table.count = first, first + rows.shape[1]
+        blank = np.full((len(rows), first), NO_PAGE, np.int32)
+        table._list(np.concatenate([blank, rows], axis=1), first, first + rows.shape[1])
         # `take` counted each page once, the rows may list it more often.
-        table.allocator.share(rows.ravel())
         table.allocator.drop(pages)
         return table
 

@@ -89,7 +89,7 @@ class Blocks:
         """
         more = pages - len(self)
         if more > 0 and self.in_one:
-            self._keep(pages, np.arange(len(self)))
+            self.keep(np.arange(pages))
         elif more > 0:
             old = [block for block in self.tensors if len(block)]
             self._use([*old, *self._new(more, self.tensors[0].device)])
@@ -131,23 +131,20 @@ class Blocks:
             block.copy_(part)
 
     def keep(self, pages: Numbers) -> None:
-        """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
-        self._keep(len(pages), pages[pages < len(self)])
-
-    def _keep(self, pages: int, kept: Numbers) -> None:
-        """Have `pages` pages, of which the first are those that `kept` names.
+        """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero.
 
         The old blocks stay until new ones are filled, so an exception changes nothing.
         """
+        kept = pages[pages < len(self)]
         ends = np.cumsum([len(block) for block in self.tensors])
         whole = [
             block for block, end in zip(self.tensors, ends, strict=True)
             if np.isin(np.arange(end - len(block), end), kept).all()
         ]  # fmt: skip
-        if not self.in_one and sum(map(len, whole)) == len(kept) == pages:
+        if not self.in_one and sum(map(len, whole)) == len(kept) == len(pages):
             self._use(whole)  # no byte moves
             return
-        new, start = self._new(pages, self.tensors[0].device), 0
+        new, start = self._new(len(pages), self.tensors[0].device), 0
         for count in self._cut(len(kept)):
             some = np.arange(start, start + count)
             put_pages(new, some, self.take(kept[some]))

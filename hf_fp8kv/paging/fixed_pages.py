@@ -44,6 +44,10 @@ class FixedPages:
         assert self.group.window is not None
         return (self.ring - 1) * self.group.page_size - self.group.window + 2
 
+    @torch.compiler.disable(
+        reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or "
+        "make the first call, or early_initialization(), outside of compiled code"
+    )  # type: ignore[untyped-decorator]
     def take(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """Take all pages; return the table `[B, columns]` on `device`, and the number of pages.
 
@@ -141,13 +145,6 @@ class FixedPages:
             lost = max(lost, (max(length - 1, 0) // size - ring + 1) * size)
         self.lost[member] = lost
         return lost
-
-    def clear(self) -> None:
-        """Forget all tokens; pages that sequences share become each one's own."""
-        self.lost.clear()
-        if self.group.table.is_shared:
-            self.group.table.truncate(0)
-            self.unshare(0)
 
     def fork(self, lengths: dict[int, int]) -> LayerGroup:
         """Return a growing group with a table of the logical pages of these members' tokens."""

@@ -41,6 +41,7 @@ class LayerGroup:
 
     Attributes:
         table: the block table.
+        budget: how many pages may be held.
         window: tokens that a query sees, its own among them; None: all.
         window_pages: the most pages of a sequence that hold a window and the next token.
         page_size: slots per page, in tokens.
@@ -60,7 +61,7 @@ class LayerGroup:
         self, budget: PageBudget, window: int | None = None, table: BlockTable | None = None
     ) -> None:
         self._table = table or BlockTable(PageAllocator(budget))
-        self.window, self.page_size = window, budget.page_size
+        self.budget, self.page_size, self.window = budget, budget.page_size, window
         self.pools: list[PagePool] = []
         self.lengths: list[int] = []
         self.record_past = False
@@ -85,10 +86,6 @@ class LayerGroup:
             batch, self.deferred = self.deferred, 0
             self.take_all(batch)
         return self._table
-
-    @table.setter
-    def table(self, table: BlockTable) -> None:
-        self._table = table
 
     @property
     def length(self) -> int:
@@ -125,7 +122,7 @@ class LayerGroup:
             group._check_held(start)
         demands = [group._demand(start, stop, batch) for group in groups]
         if needed := sum(pages for pages, _ in demands):
-            self.table.allocator.budget.require(needed - sum(freed for _, freed in demands))
+            self.budget.require(needed - sum(freed for _, freed in demands))
         for group in groups:
             group._make_room(start, stop, batch)
             group.step = Step(start, stop, batch, group.table.version)
@@ -162,12 +159,9 @@ class LayerGroup:
     def _make_room(self, start: int, stop: int, batch: int) -> None:
         if self._is_long(start, stop):
             before, kept = self.table, self.first_kept(stop)
-            table = BlockTable(before.allocator)
-            # Versions count on, since copies of the old table must not pass for the new one.
-            table.version = before.version + 1
-            table.skip(kept)
+            table = BlockTable(before.allocator, kept // self.page_size)
             table.reserve(kept, stop, batch, granted=True)
-            self.table = table
+            self._table = table
             self.long_call = LongCall(before, start, stop) if start else None
         else:
             self.table.release(self._first_needed(keep_recorded=True))
@@ -208,10 +202,8 @@ class LayerGroup:
             if not self.length:
                 self.clear()
             return
-        version = self.table.version + 1
         self.table.clear()
-        self.table, self.long_call = call.table, None
-        self.table.version = version
+        self._table, self.long_call = call.table, None
         self.shrink(at_once=True)
 
     def held_pages(self, member: int) -> Ints:
@@ -270,7 +262,7 @@ class LayerGroup:
         groups = [group for ref in self.siblings if (group := ref())]
         rooms = [(group, group.fixed_pages * group.page_size) for group in groups]
         needed = sum(group._table.pages_needed(0, room, batch) for group, room in rooms)
-        self._table.allocator.budget.require(needed)
+        self.budget.require(needed)
         for group, room in rooms:
             group._table.reserve(0, room, batch, group.copy_pages)
             group.taken = group.fixed_pages
@@ -324,6 +316,6 @@ class LayerGroup:
         self.settle()
         # Whoever writes next must look again at which pages are shared.
         self.step = None
-        fork = LayerGroup(self.table.allocator.budget, self.window, self.table.fork())
+        fork = LayerGroup(self.budget, self.window, self.table.fork())
         fork.record_past = self.record_past
         return fork

@@ -180,11 +180,10 @@ class DeviceLength:
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
-        budget = self.group._table.allocator.budget
-        if torch.compiler.is_compiling() and budget.max_pages is None:
+        if torch.compiler.is_compiling() and self.group.budget.max_pages is None:
             self.table, pages = self.fixed.defer(batch, device)
         else:
-            self.table, pages = _take(self.fixed, batch, device)
+            self.table, pages = self.fixed.take(batch, device)
         self.lengths = zeros((batch,), torch.int32, device)
         return pages
 
@@ -299,11 +298,3 @@ class DeviceLength:
         """Move the table and the lengths to `device`, to new addresses."""
         self.table = self.fixed.table_on(device)
         self.lengths = zeros(tuple(self.lengths.shape), torch.int32, device).copy_(self.lengths)
-
-
-@torch.compiler.disable(
-    reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or make "
-    "the first call, or early_initialization(), outside of compiled code"
-)  # type: ignore[untyped-decorator]
-def _take(fixed: FixedPages, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    return fixed.take(batch, device)

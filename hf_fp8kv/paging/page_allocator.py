@@ -60,7 +60,7 @@ class PageAllocator:
     """The page numbers that exist, and how many places of block tables hold each."""
 
     def __init__(self, budget: PageBudget) -> None:
-        self.budget = budget
+        self.budget, self.page_size = budget, budget.page_size
         budget.allocators.add(self)
         self.references: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
@@ -68,11 +68,6 @@ class PageAllocator:
         self._counting = False
         # Whether pages are made as needed and no more: for a table that does not grow for long.
         self.exact = False
-
-    @property
-    def page_size(self) -> int:
-        """Slots per page, in tokens."""
-        return self.budget.page_size
 
     @property
     def capacity(self) -> int:
@@ -115,11 +110,6 @@ class PageAllocator:
         numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
         self.references[numbers] = 1
         return numbers
-
-    def reset(self) -> None:
-        """Remove every page; only while none is held."""
-        assert self.held == 0, f"{self.held} pages are held"
-        self._free, self.references = [], np.zeros(0, np.int32)
 
     def renumber(self, pages: Ints) -> None:
         """Make `pages`, all that are held, pages 0, 1, ...; the free ones are gone."""
