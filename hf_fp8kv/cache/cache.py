@@ -258,10 +258,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
 
         `beam_idx` is `[B]`, integers on any device. Raise ConfigError for others than there are.
         """
-        with self.changing_text(lambda text: text.select(beam_idx)):
-            for layer in self.stock_layers:
-                layer.reorder_cache(beam_idx)
-            self._paged.select(beam_idx)
+        self._select(beam_idx, "reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times, side by side; no bytes are copied.
@@ -271,10 +268,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         if repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
         rows = torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats)
-        with self.changing_text(lambda text: text.select(rows)):
-            for layer in self.stock_layers:
-                layer.batch_repeat_interleave(repeats)
-            self._paged.select(rows)
+        self._select(rows, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`, in that order; no bytes are copied.
@@ -283,9 +277,13 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         """
         kept = torch.as_tensor(indices, device="cpu")
         rows = torch.arange(batch, device="cpu")[kept] if (batch := self._paged.batch) else kept
+        self._select(rows, "batch_select_indices", indices)
+
+    def _select(self, rows: torch.Tensor, method: str, argument: Any) -> None:
+        """Select sequences `rows`, as this method of transformers' own layers does."""
         with self.changing_text(lambda text: text.select(rows)):
             for layer in self.stock_layers:
-                layer.batch_select_indices(indices)
+                getattr(layer, method)(argument)
             self._paged.select(rows)
 
     # -- forks, files, sizes -----------------------------------------------------------------

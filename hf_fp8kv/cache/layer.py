@@ -16,6 +16,27 @@ from .options import CacheOptions
 from .paged_tensor import PagedKV, densify
 
 
+def _stored(name: str) -> Any:
+    """Return the property `keys` or `values` of a layer."""
+
+    def read(layer: "FP8PagedLayer") -> PagedKV | None:
+        both = layer.store.stored()
+        return None if both is None else both[name == "values"]
+
+    def assign(layer: "FP8PagedLayer", tokens: torch.Tensor | None) -> None:
+        """Replace what is stored once both were assigned, as code for dense layers does."""
+        if tokens is None:
+            raise ConfigError(
+                "expected keys or values [B, Hkv, T, D], got None; call cache.reset()"
+            )
+        layer.assigned[name] = tokens
+        if len(layer.assigned) == 2:
+            key, value = (densify(layer.assigned.pop(name)) for name in ("keys", "values"))
+            layer.replace(key, value)
+
+    return property(read, assign)
+
+
 class FP8PagedLayer(CacheLayerMixin):
     """A layer stored in pages.
 
@@ -25,6 +46,8 @@ class FP8PagedLayer(CacheLayerMixin):
 
     Attributes:
         index: the layer's number in the model.
+        keys: the stored keys, as `update` returns them; None before the first token.
+        values: the stored values, likewise.
         store: the pages.
         config: the model's config, which says which attention is used; or None.
         assigned: what was assigned to `keys` or `values`, until the other one is.
@@ -32,6 +55,7 @@ class FP8PagedLayer(CacheLayerMixin):
 
     is_croppable = True
     supports_early_init = True
+    keys, values = _stored("keys"), _stored("values")
 
     def __init__(
         self, options: CacheOptions, store: LayerStore, config: PreTrainedConfig | None = None
@@ -54,11 +78,6 @@ class FP8PagedLayer(CacheLayerMixin):
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether shapes are known and there is a pool; a fork may have freed it."""
         return self.store.is_initialized
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no token was stored."""
-        return self.store.length.is_empty
 
     @property
     def record_past(self) -> bool:
@@ -202,42 +221,11 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Move the bytes to the CPU's memory."""
-        self.store.offload()
+        self.store.move_bytes(torch.device("cpu"))
 
     def prefetch(self) -> None:
         """Move the bytes back to the layer's device."""
         self.store.prefetch()
-
-    @property
-    def keys(self) -> PagedKV | None:
-        """The stored keys, as `update` returns them; None before the first token."""
-        both = self.store.stored()
-        return None if both is None else both[0]
-
-    @keys.setter
-    def keys(self, tokens: torch.Tensor | None) -> None:
-        self._assign("k", tokens)
-
-    @property
-    def values(self) -> PagedKV | None:
-        """The stored values, as `update` returns them; None before the first token."""
-        both = self.store.stored()
-        return None if both is None else both[1]
-
-    @values.setter
-    def values(self, tokens: torch.Tensor | None) -> None:
-        self._assign("v", tokens)
-
-    def _assign(self, side: str, tokens: torch.Tensor | None) -> None:
-        """Replace what is stored once both sides were assigned, as code for dense layers does."""
-        if tokens is None:
-            raise ConfigError(
-                "expected keys or values [B, Hkv, T, D], got None; call cache.reset()"
-            )
-        self.assigned[side] = tokens
-        if len(self.assigned) == 2:
-            key, value = (densify(self.assigned.pop(side)) for side in ("k", "v"))
-            self.replace(key, value)
 
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store these tokens instead of all that are stored: at most as many, encoded again.
@@ -264,7 +252,7 @@ class FP8PagedLayer(CacheLayerMixin):
                 f"expected at most {stored} keys and values for a layer without a window, got "
                 f"{tokens} for {self}; leave layers with a window as they are"
             )
-        old, encoding = store.stored(), store.encoding
+        old = store.stored()
         assert old is not None
         first = [x.dense()[:, :, :tokens] for x in old]
         if all(torch.equal(one, new) for one, new in zip(first, (key, value), strict=True)):
@@ -277,17 +265,33 @@ class FP8PagedLayer(CacheLayerMixin):
                 "use crop"
             )
         group.prepare(0, tokens, batch)
-        center = encoding.k_center
         length.set(0)
         length.reserve(tokens, batch)
-        encoding.k_center = center
         store.pool.memory.grow(group.table.allocator.capacity)
         store.bring_pages()
         store.write(without_grad(key), without_grad(value), reads=False)
 
 
+def _of_indexer(name: str) -> Any:
+    """Return a property of a layer that is this attribute of its indexer."""
+    return property(
+        lambda layer: getattr(layer.store.indexer, name),
+        lambda layer, value: setattr(layer.store.indexer, name, value),
+    )
+
+
 class FP8PagedIndexedLayer(FP8PagedLayer):
-    """A paged layer with an indexer, whose keys transformers' own layer holds (indexers.py)."""
+    """A paged layer with an indexer, whose keys transformers' own layer holds (indexers.py).
+
+    Attributes:
+        indexer_keys: the indexer's keys, `[B, N, D]`; None before the first token.
+        is_indexer_initialized: whether the indexer has stored keys.
+        indexer_position_ids: the positions that an indexer stored, `[dims, B, N]`, or None.
+    """
+
+    indexer_keys = _of_indexer("indexer_keys")
+    is_indexer_initialized = _of_indexer("is_indexer_initialized")
+    indexer_position_ids = _of_indexer("indexer_position_ids")
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Store an indexer's keys of new tokens, `[B, T, D]`; return one for each mask column."""
@@ -302,32 +306,13 @@ class FP8PagedIndexedLayer(FP8PagedLayer):
             return keys[:, : indexer_key_states.shape[1]]
         return keys
 
-    @property
-    def indexer_keys(self) -> torch.Tensor | None:
-        """The indexer's keys, `[B, N, D]`; None before the first token."""
-        return self.store.indexer.indexer_keys  # type: ignore[union-attr]
-
-    @property
-    def is_indexer_initialized(self) -> bool:
-        """Whether the indexer has stored keys."""
-        return bool(self.store.indexer.is_indexer_initialized)  # type: ignore[union-attr]
-
-    @property
-    def indexer_position_ids(self) -> torch.Tensor | None:
-        """The positions that an indexer stored, `[dims, B, N]`, or None."""
-        return self.store.indexer.indexer_position_ids  # type: ignore[union-attr]
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, positions: torch.Tensor | None) -> None:
-        self.store.indexer.indexer_position_ids = positions  # type: ignore[union-attr]
-
 
 def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raise ConfigError for tokens that a layer cannot take; change nothing."""
     if layer.assigned:
         raise ConfigError(
             "expected both layer.keys and layer.values to be assigned, got "
-            f"{'keys' if 'k' in layer.assigned else 'values'} alone; assign the other, too"
+            f"{next(iter(layer.assigned))} alone; assign the other, too"
         )
     shape, v_shape = key.shape, value.shape
     size, heads, tokens, k_dim = shape if len(shape) == 4 else (0, 0, 0, 0)

@@ -178,22 +178,20 @@ class LayerStore:
             assert isinstance(its_memory, Tiers)
             held, its_held = (x.group.held_pages(x.length.member) for x in (self, following))
             memory.budget.use(memory, held, its_memory, its_held)
-        elif memory.is_allocated and memory.tensors[0].device != self.encoding.device:
+        elif memory.tensors[0].device != self.encoding.device:
             self.prefetch()
 
-    def offload(self) -> None:
-        """Move the bytes to the CPU's memory."""
+    def move_bytes(self, device: torch.device) -> None:
+        """Move the bytes to the CPU's memory, or back to the layer's device."""
         if self.pool.is_allocated:
-            self.pool.memory.move(torch.device("cpu"))
+            self.pool.memory.move(device)
         if self.indexer is not None:
-            self.indexer.move(torch.device("cpu"))
+            self.indexer.move(device)
 
     def prefetch(self) -> None:
         """Move the bytes back to the layer's device."""
         if self.pool.is_allocated:
-            self.pool.memory.move(self.encoding.device)
-            if self.indexer is not None:
-                self.indexer.move(self.encoding.device)
+            self.move_bytes(self.encoding.device)
 
     def move_to(self, device: torch.device) -> None:
         """Move what the layer holds to `device`, where the model computes this layer.

@@ -227,7 +227,7 @@ class PagedLayers:
 
     def mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
         """Return what the mask function needs from this cache besides these sizes."""
-        options, is_empty = self.options, not self.layers or self.layers[0].is_empty
+        options, is_empty = self.options, not self.stores or self.stores[0].length.is_empty
         observes = options.first_call_centers and self.first_tokens.observes(tokens, is_empty)
         # Transformers' own layers with a window keep fewer columns, and shift them.
         is_stored = not is_empty or options.prefill == "stored"
@@ -238,12 +238,8 @@ class PagedLayers:
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if a window no longer holds what `crop` would go back to."""
-        if not self.fixed:
-            for group in self.groups.values():
-                group.check_crop(tokens)
-            return
-        if any(fixed.ring or fixed.lost for fixed in self.fixed.values()):
-            # Reading lengths waits for the device.
+        # Reading lengths of the preallocated form waits for the device.
+        if not self.fixed or any(fixed.ring or fixed.lost for fixed in self.fixed.values()):
             for store, length in zip(self.stores, self.host_lengths(), strict=True):
                 store.length.check_crop(tokens, length)
 

@@ -269,15 +269,11 @@ class LayerGroup:
 
     # -- all tokens --------------------------------------------------------------------------
 
-    def check_crop(self, tokens: int, length: int | None = None, lost: int | None = None) -> None:
-        """Raise ConfigError if `tokens` cannot be removed; change nothing.
+    def check_crop(self, tokens: int, stored: int, lost: int) -> None:
+        """Raise ConfigError if `tokens` of `stored` cannot be removed; change nothing.
 
-        `length`: stored tokens. None means the length of the furthest layer. `lost`: the first
-        token that is left. None means the first token of the table's first page.
+        `lost`: the first token that is left.
         """
-        self.settle()
-        stored = self.length if length is None else length
-        lost = self.table.first * self.page_size if lost is None else lost
         left = max(stored - tokens, 0)
         if tokens and left and self.visible_from(left) < lost:
             raise ConfigError(

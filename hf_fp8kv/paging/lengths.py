@@ -119,7 +119,8 @@ class HostLength:
 
     def check_crop(self, tokens: int, stored: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed; change nothing."""
-        self.group.check_crop(tokens, stored)
+        self.group.settle()
+        self.group.check_crop(tokens, stored, self.group.table.first * self.group.page_size)
 
     def set(self, length: int) -> None:
         """Hold the first `length` tokens, and free pages behind the window."""

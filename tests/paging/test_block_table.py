@@ -198,6 +198,10 @@ def fork_group(group: LayerGroup) -> LayerGroup:
     return fork
 
 
+def check_crop(group: LayerGroup, tokens: int) -> None:
+    HostLength(group, 0).check_crop(tokens, group.length)
+
+
 class Cache:
     """What a cache is to its block tables: groups that share a budget, layers that write in turn.
 
@@ -401,7 +405,7 @@ class Pages(RuleBasedStateMachine):
         refused = bool(tokens and length and sliding.visible_from(length) < kept_from)
         before = cache.state()
         errors = [
-            refusal(lambda group=group: group.check_crop(tokens), ConfigError)
+            refusal(lambda group=group: check_crop(group, tokens), ConfigError)
             for group in cache.groups.values()
         ]
         assert errors[0] is None
@@ -686,7 +690,7 @@ def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to(max_pages, 
     with pytest.raises(OutOfPagesError):
         sliding.prepare(8, stop, 1)
     assert (sliding.table.first, sliding.table.count, full.table.count) == (0, 2, 2)
-    sliding.check_crop(1)
+    check_crop(sliding, 1)
     # What the step gives back counts: the page of the first four tokens.
     budget.max_pages = 5
     sliding.prepare(8, 12, 1)

@@ -268,7 +268,7 @@ MUTANTS = (
     ),
     Mutant(
         "beams: the order is ignored", "cache/cache.py",
-        "self._paged.select(beam_idx)", "self._paged.select(torch.arange(len(beam_idx)))",
+        "self._paged.select(rows)", "self._paged.select(torch.arange(len(rows)))",
         "tests/cache/test_cache.py tests/cache/test_generate.py",
     ),
     Mutant(
