@@ -7,7 +7,6 @@ its queries read, and copies the last window from there to its own pages.
 """
 
 import weakref
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +17,6 @@ from .block_table import BlockTable, Copies
 from .page_allocator import Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
 from .step import Step
-
-
-class LongCall(NamedTuple):
-    """A running call that the pages of a window have no room for.
-
-    Attributes:
-        table: the block table from before the call.
-        start: tokens stored before the call.
-        stop: tokens stored after it.
-    """
-
-    table: BlockTable
-    start: int
-    stop: int
 
 
 class LayerGroup:
@@ -54,7 +39,8 @@ class LayerGroup:
             growing form.
         taken: pages of a sequence of the preallocated form; 0: none are taken yet.
         deferred: the number of sequences for which `take_all` waits until the table is used.
-        long_call: the running call, if it is longer than a window's pages have room for.
+        before: the block table from before `step`, if this is longer than a window's pages have
+            room for, and some layer has not stored it.
     """
 
     def __init__(
@@ -70,7 +56,7 @@ class LayerGroup:
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
         self.step: Step | None = None
         self.columns = self.taken = self.deferred = 0
-        self.long_call: LongCall | None = None
+        self.before: BlockTable | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
 
     def add(self, pool: PagePool) -> int:
@@ -125,7 +111,6 @@ class LayerGroup:
             self.budget.require(needed - sum(freed for _, freed in demands))
         for group in groups:
             group._make_room(start, stop, batch)
-            group.step = Step(start, stop, batch, group.table.version)
 
     def _check_held(self, start: int) -> None:
         """Raise ConfigError if what a token at `start` sees was given back."""
@@ -161,18 +146,20 @@ class LayerGroup:
             before, kept = self.table, self.first_kept(stop)
             table = BlockTable(before.allocator, kept // self.page_size)
             table.reserve(kept, stop, batch, granted=True)
-            self._table = table
-            self.long_call = LongCall(before, start, stop) if start else None
+            step = Step(start, stop, batch, table.version)
+            self._table, self.before, self.step = table, before if start else None, step  # at once
         else:
             self.table.release(self._first_needed(keep_recorded=True))
             self.shrink()
             self.table.reserve(start, stop, batch, self.copy_pages, granted=True)
+            self.step = Step(start, stop, batch, self.table.version)
 
     def finish(self) -> None:
         """Free the pages from before a long call that every layer has stored."""
-        if (call := self.long_call) and all(n in (0, call.stop) for n in self.lengths):
-            self.long_call = None
-            call.table.clear()
+        step, before = self.step, self.before
+        if step and before and all(n in (0, step.stop) for n in self.lengths):
+            self.before = None
+            before.clear()
             self.shrink(at_once=True)
 
     def settle(self) -> None:
@@ -182,14 +169,14 @@ class LayerGroup:
             ConfigError: some layers have stored it, and others have not.
         """
         self.finish()
-        if (call := self.long_call) is None:
+        if (step := self.step) is None or self.before is None:
             return
-        if call.stop not in self.lengths:
-            self.undo(call.start, 0, [])
+        if step.stop not in self.lengths:
+            self.undo(step.start, 0, [])
         else:
             raise ConfigError(
-                f"expected every layer to store the tokens {call.start} to {call.stop - 1}, got "
-                f"some layers at {call.stop} and others at {call.start} tokens, and a window of "
+                f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
+                f"some layers at {step.stop} and others at {step.start} tokens, and a window of "
                 f"{self.window} that a call as long moves on; reset the cache"
             )
 
@@ -197,20 +184,21 @@ class LayerGroup:
         """Take back a step of `tokens` from `start` that `members` have stored."""
         for member in members:
             self.lengths[member] -= tokens
-        if (call := self.long_call) is None or call.start != start:
+        step, before = self.step, self.before
+        if step is None or before is None or step.start != start:
             self.table.truncate(self.length)
             if not self.length:
                 self.clear()
             return
         self.table.clear()
-        self._table, self.long_call = call.table, None
+        self._table, self.before = before, None
         self.shrink(at_once=True)
 
     def held_pages(self, member: int) -> Ints:
         """Return the pages of the member's pool that the next call reads, ascending, each once."""
-        call, length = self.long_call, self.lengths[member]
-        table = call.table if call is not None and call.start == length else self.table
-        return table.pages_of(self.first_kept(length), length)
+        step, length = self.step, self.lengths[member]
+        table = self.before if step and step.start == length else None
+        return (table or self.table).pages_of(self.first_kept(length), length)
 
     def shrink(self, *, at_once: bool = False) -> None:
         """Renumber the pages, unless forks hold some: if few are held, or `at_once` if any is free.
@@ -301,11 +289,11 @@ class LayerGroup:
 
     def clear(self) -> None:
         """Drop all tokens; the batch size is free again."""
-        if self.long_call is not None:
-            self.long_call.table.clear()
+        if self.before is not None:
+            self.before.clear()
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
-        self.step = self.long_call = None
+        self.step = self.before = None
 
     def fork(self) -> "LayerGroup":
         """Return a group without layers over the same pages: O(pages), no bytes are copied."""

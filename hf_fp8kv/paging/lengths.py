@@ -102,7 +102,7 @@ class HostLength:
         seen, size = group.visible_from(start), group.page_size
         long = None
         if table.first * size > seen:
-            first, before = seen // size, group.long_call and group.long_call.table
+            first, before = seen // size, group.before
             old = before.rows[:, first : before.count] if before else table.rows[:, :0]
             long = LongWrite(first, old, table.first, table.used(), table.first * size)
         lengths = step.lengths(device)
