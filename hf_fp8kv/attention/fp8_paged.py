@@ -328,7 +328,7 @@ def _dense_attention(
         if spec.bias is not None:
             extras["position_bias"] = spec.bias
         if mask is None and spec.causal and query.shape[2] > 1:
-            mask = causal_mask(query, key, 0)
+            mask = causal_mask(query, key)
         kwargs = {**kwargs, **extras}
         return attend_eagerly(  # type: ignore[no-any-return]
             module, query, key, value, additive_mask(mask, query.dtype), scaling=spec.scaling,

@@ -139,16 +139,17 @@ def complete_mask(
     narrow = bool(window) and length > window
     if filled is None and not (causal and (narrow or 1 < tokens != length)):
         return None
+    return causal_mask(query, key, window, causal, filled)
+
+
+def causal_mask(
+    query: Tensor, key: Tensor, window: int = 0, causal: bool = True, filled: Tensor | None = None
+) -> Tensor:
+    """Return `[1 or B, 1, T, N]`, bool; the arguments are those of `complete_mask`."""
+    tokens, length = query.shape[2], key.shape[2]
     if filled is None:
         filled = torch.tensor([length], device=query.device)
     return visible(filled, tokens, 0, length, causal, window)[:, None]
-
-
-def causal_mask(query: Tensor, key: Tensor, window: int) -> Tensor:
-    """Return `[1, 1, T, N]`, bool, for queries that are the last T of N keys."""
-    tokens, length = query.shape[2], key.shape[2]
-    ends = torch.tensor([length], device=query.device)
-    return visible(ends, tokens, 0, length, True, window)[:, None]
 
 
 def keep_chosen_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -167,7 +168,7 @@ def keep_chosen_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: T
     chosen.scatter_(-1, columns.where(columns >= 0, key.shape[2]), True)
     chosen = chosen[:, None, :, :-1]
     if mask is None:
-        return chosen & causal_mask(query, key, 0)
+        return chosen & causal_mask(query, key)
     if mask.dtype == torch.bool:
         return mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)

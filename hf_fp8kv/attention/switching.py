@@ -35,16 +35,14 @@ def watched_attention(
             on_attention(module, query, key, value, kwargs)
         return fp8_paged_attention(module, query, key, value, *args, **kwargs)
 
-    before = get_implementations(model)
     AttentionInterface.register(name, watch)
     AttentionMaskInterface.register(name, fp8_paged_mask)
     try:
-        model.set_attn_implementation(name)
-        yield
+        with paged_attention(model, name):
+            yield
     finally:
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(name, None)
-        set_implementations(model, before)
 
 
 def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
@@ -94,13 +92,14 @@ def remove_rounding(model: torch.nn.Module) -> Roundings:
 
 
 @contextmanager
-def paged_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model use "fp8_paged" for a while, if its attention can be set."""
+def paged_attention(model: PreTrainedModel, name: str = ATTENTION) -> Iterator[None]:
+    """Let a model use "fp8_paged", or another attention, for a while, if it can be set."""
+    if not model._can_set_attn_implementation():
+        yield
+        return
     before = get_implementations(model)
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(ATTENTION)
     try:
+        model.set_attn_implementation(name)
         yield
     finally:
-        if model._can_set_attn_implementation():
-            set_implementations(model, before)
+        set_implementations(model, before)

@@ -63,10 +63,6 @@ class Text:
         mask = None if self.mask is None else self.mask[rows]
         return Text(self.ids[rows], mask, positions)
 
-    def extend(self, ids: Tensor) -> "Text":
-        """Return the text of which `ids`, `[B, N']`, are all tokens, the old ones among them."""
-        return Text(ids, self.mask, self.positions)
-
     def columns(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids and mask, `[B, width]`, and positions, `[X, B, width]`; X may be 0."""
         ids = self.ids[:, :width].to(device)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from .. import ops
-from ..errors import ConfigError, ScaleError
+from ..errors import ConfigError, FP8KVError, ScaleError
 from ..formats import (
     ADAPTIVE,
     AUTO,
@@ -187,14 +187,17 @@ class CacheOptions:
             return LayerPlan(k, v)
         if index in self.plan:
             return self.plan[index]
+        raise self._misfit(f"a plan for every paged layer, got none for layer {index}")
+
+    def _misfit(self, what: str) -> FP8KVError:
+        """Return the error that scales, or a plan by hand, are not what was expected."""
         if isinstance(self.scales, KVScales):
-            raise ScaleError(
-                f"scales ({self.scales.origin}): expected a plan for every paged layer, got none "
-                f"for layer {index}; use the scales of this very model, or {KEEP_OUT}"
+            return ScaleError(
+                f"scales ({self.scales.origin}): expected {what}; use the scales of this very "
+                f"model, or {KEEP_OUT}"
             )
-        raise ConfigError(
-            f"plan: expected one for every paged layer, got none for layer {index}; add it, or "
-            f"{KEEP_OUT}"
+        return ConfigError(
+            f"plan: expected {what}; take the plan of a cache for this very model, or {KEEP_OUT}"
         )
 
     def check_layers(self, paged: Collection[int], count: int) -> None:
@@ -205,22 +208,11 @@ class CacheOptions:
         """
         layers = () if isinstance(self.plan, LayerPlan) else self.plan
         more = sorted(index for index in layers if index >= count)
-        if isinstance(self.scales, KVScales):
-            if missing := sorted(set(paged).difference(self.scales.layers)):
-                raise ScaleError(
-                    f"scales ({self.scales.origin}): expected scales for every paged layer, got "
-                    f"none for layers {missing}; use the scales of this very model, or {KEEP_OUT}"
-                )
-            if more:
-                raise ScaleError(
-                    f"scales ({self.scales.origin}): expected a plan for {count} layers, which the "
-                    f"model has, got one for layers {more}, too; use the scales of this very model"
-                )
-        elif more:
-            raise ConfigError(
-                f"plan: expected layers from 0 to {count - 1}, which the model has, got {more}, "
-                "too; leave these out, or take the plan of a cache for this very model"
-            )
+        have = self.scales.layers if isinstance(self.scales, KVScales) else paged
+        if missing := sorted(set(paged).difference(have)):
+            raise self._misfit(f"scales for every paged layer, got none for layers {missing}")
+        if more:
+            raise self._misfit(f"a plan for {count} layers, which the model has, got {more}, too")
 
     def new_budget(self) -> PageBudget:
         """Return what a cache and its forks may hold."""

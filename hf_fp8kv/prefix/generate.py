@@ -5,6 +5,7 @@ methods of an enabled model are given the tokens of each step, and tell the cach
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,5 +134,5 @@ class PrepareInputs(ModelMethod):
             # Assisted decoding has no prefill, and its first tokens may be new tokens alone.
             is_new = cache.text is UNKNOWN or kwargs.get("is_first_iteration", False)
             cache.last_step = 0 if is_new else input_ids.shape[1] - cache.text.length
-            cache.text = UNKNOWN if is_new else cache.text.extend(input_ids)
+            cache.text = UNKNOWN if is_new else replace(cache.text, ids=input_ids)
         return self.stock(input_ids, *args, **kwargs)
