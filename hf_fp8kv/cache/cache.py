@@ -231,7 +231,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
 
     def host_length(self) -> int:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
-        return self._paged.host_length()
+        return max(self._paged.host_lengths(), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and give pages behind the window back.
@@ -280,10 +280,13 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         self._select(rows, "batch_select_indices", indices)
 
     def _select(self, rows: torch.Tensor, method: str, argument: Any) -> None:
-        """Select sequences `rows`, as this method of transformers' own layers does."""
+        """Select sequences `rows`; `method` is how transformers' own layers do it, if they can."""
         with self.changing_text(lambda text: text.select(rows)):
             for layer in self.stock_layers:
-                getattr(layer, method)(argument)
+                if hasattr(layer, method):
+                    getattr(layer, method)(argument)
+                else:
+                    layer.reorder_cache(rows)
             self._paged.select(rows)
 
     # -- forks, files, sizes -----------------------------------------------------------------

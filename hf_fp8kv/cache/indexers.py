@@ -129,18 +129,6 @@ class FixedIndexer(StaticIndexedLayer):
         if (positions := self.indexer_position_ids) is not None:
             self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence `repeats` times, side by side."""
-        if self.indexer_keys is not None:
-            rows = torch.arange(len(self.indexer_keys), device="cpu")
-            self.reorder_cache(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences `indices`, in that order."""
-        if self.indexer_keys is not None:
-            rows = torch.arange(len(self.indexer_keys), device="cpu")
-            self.reorder_cache(rows[torch.as_tensor(indices, device="cpu")])
-
 
 Indexer = GrowingIndexer | FixedIndexer
 

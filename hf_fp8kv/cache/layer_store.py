@@ -155,12 +155,6 @@ class LayerStore:
         if self.indexer is not None:
             self.indexer.trim(length)
 
-    def select_rows(self, sequences: torch.Tensor) -> None:
-        """Select sequences `[B']` of what this layer alone holds."""
-        self.encoding.select(sequences)
-        if self.indexer is not None:
-            self.indexer.reorder_cache(sequences.long())  # type: ignore[arg-type]
-
     def follow_table(self) -> None:
         """Follow a change of a preallocated group's block table, in place if it can be."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:

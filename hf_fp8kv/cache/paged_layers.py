@@ -221,10 +221,6 @@ class PagedLayers:
             return [0 if store.length.is_empty else next(ends) for store in self.stores]
         return [store.length.on_host() for store in self.stores]
 
-    def host_length(self) -> int:
-        """Return the tokens stored as a number; waits for the device in the preallocated form."""
-        return max(self.host_lengths(), default=0)
-
     def mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
         """Return what the mask function needs from this cache besides these sizes."""
         options, is_empty = self.options, not self.stores or self.stores[0].length.is_empty
@@ -337,7 +333,7 @@ class PagedLayers:
             raise ConfigError(
                 f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = self.host_length() if self.fixed else 0
+        length = max(self.host_lengths(), default=0) if self.fixed else 0
         if self.fixed:
             more = [fixed.count_for(rows, length) for fixed in self.fixed.values()]
             self.budget.require(max(sum(more), 0))
@@ -347,7 +343,9 @@ class PagedLayers:
                 group.table.truncate(length)
             group.select(rows)
         for store in self.stores:
-            store.select_rows(sequences)
+            store.encoding.select(sequences)
+            if store.indexer is not None:
+                store.indexer.reorder_cache(sequences.long())  # type: ignore[arg-type]
         if self.fixed:
             self._unshare(length)
         else:

@@ -18,7 +18,7 @@ from ..formats import LayerPlan
 from ..modeling.tensor_parallel import TensorParallel
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
-from ..paging.page_allocator import PageBudget
+from ..paging.page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import wrap_scales
@@ -152,8 +152,7 @@ def unpack(
         found = int(rows.min(initial=0)), len(np.unique(rows))
         count = int(rows.max(initial=-1)) + 1
         _check_same(f"{name}: pages", (0, count), found)
-        table = BlockTable.from_rows(budget, rows, first)
-        group = groups[window] = LayerGroup(budget, window, table)
+        group = groups[window] = LayerGroup(budget, window, _make_table(budget, rows, first))
         group.record_past = told["record_past"]
         if stored:
             batches.add(_check_count("sequences", batch, 1))
@@ -190,6 +189,23 @@ def unpack(
         pool.memory.fill(held)
     open_ended = facts["open_ended"]
     return CacheSnapshot(options, [*groups.values()], layers, open_ended, budget)
+
+
+def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
+    """Return a table with an allocator of its own, and no pages but those of `rows`, `[B, n]`.
+
+    These are logical pages `first` to `first + n - 1`, numbered from 0 without gaps. Raise
+    OutOfPagesError if the budget would be passed.
+    """
+    table = BlockTable(PageAllocator(budget))
+    table.allocator.exact = True
+    pages = table.allocator.take(int(rows.max(initial=-1)) + 1)
+    table.allocator.exact = False
+    blank = np.full((len(rows), first), NO_PAGE, np.int32)
+    table.list_instead(np.concatenate([blank, rows], axis=1), first, first + rows.shape[1])
+    # `take` counted each page once, the rows may list it more often.
+    table.allocator.drop(pages)
+    return table
 
 
 def _read_turns(layer: Facts) -> Turns | None:

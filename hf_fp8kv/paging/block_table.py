@@ -14,11 +14,10 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..ops.blocks import upload
-from .page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
+from .page_allocator import NO_PAGE, Ints, PageAllocator
 
 Copies = tuple[Ints, Ints]
 """Pages to copy, `(sources, destinations)`, before the destinations are listed."""
@@ -135,7 +134,11 @@ class BlockTable:
             self._change()
             if self.batch == 0:
                 self.rows = np.full((batch, 0), NO_PAGE, np.int32)
-            self._widen(self.count + new)
+            if (columns := self.count + new) > self.rows.shape[1]:
+                # A quarter more, so that a growing sequence seldom moves the table.
+                extra = max(columns + columns // 4, 8) - self.rows.shape[1]
+                blank = np.full((batch, extra), NO_PAGE, np.int32)
+                self.rows = np.concatenate([self.rows, blank], axis=1)
             self.rows[index] = own
             # No page becomes free here: of its holders at least one stays.
             np.subtract.at(self.allocator.references, sources, 1)
@@ -189,18 +192,11 @@ class BlockTable:
         if first > self.first:
             self._unlist(self.first, first, first, self.count)
 
-    def select(self, sequences: npt.NDArray[np.integer]) -> None:
-        """Make sequence `i` what sequence `sequences[i]` was; pages are shared, not copied."""
-        self._list(self.rows[sequences], self.first, self.count)
+    def list_instead(self, rows: Ints, first: int, count: int) -> None:
+        """List the pages of `rows`, whose columns `first` to `count - 1` are in use, instead.
 
-    def unroll(self, first: int, count: int) -> None:
-        """Make a table whose column `i % columns` is logical page `i` one of pages `first` on."""
-        rows = np.full((self.batch, count), NO_PAGE, np.int32)
-        rows[:, first:] = self.rows[:, np.arange(first, count) % max(self.count, 1)]
-        self._list(rows, first, count)
-
-    def _list(self, rows: Ints, first: int, count: int) -> None:
-        """List the pages of `rows`, whose columns `first` to `count - 1` are in use, instead."""
+        Pages that were listed, too, are shared, not copied.
+        """
         old = self.used()
         self.allocator.share(rows[:, first:count])
         self._change()
@@ -210,32 +206,12 @@ class BlockTable:
     def fork(self) -> "BlockTable":
         """Return a table with the same pages, each held once more."""
         fork = BlockTable(self.allocator)
-        fork._list(self.rows.copy(), self.first, self.count)
+        fork.list_instead(self.rows.copy(), self.first, self.count)
         return fork
-
-    @classmethod
-    def from_rows(cls, budget: PageBudget, rows: Ints, first: int) -> "BlockTable":
-        """Return a table with an allocator of its own.
-
-        `rows`, `[B, n]`, are the pages of logical pages `first` to `first + n - 1`, numbered from 0
-        without gaps.
-
-        Raises:
-            OutOfPagesError: the budget would be passed.
-        """
-        table = cls(PageAllocator(budget))
-        table.allocator.exact = True
-        pages = table.allocator.take(int(rows.max(initial=-1)) + 1)
-        table.allocator.exact = False
-        blank = np.full((len(rows), first), NO_PAGE, np.int32)
-        table._list(np.concatenate([blank, rows], axis=1), first, first + rows.shape[1])
-        # `take` counted each page once, the rows may list it more often.
-        table.allocator.drop(pages)
-        return table
 
     def clear(self) -> None:
         """Drop every page; the batch size is free again."""
-        self._list(np.full((0, 0), NO_PAGE, np.int32), 0, 0)
+        self.list_instead(np.full((0, 0), NO_PAGE, np.int32), 0, 0)
 
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)
@@ -259,11 +235,3 @@ class BlockTable:
                     places.append((row, column))
                 left[page] = holders - 1
         return places
-
-    def _widen(self, columns: int) -> None:
-        have = self.rows.shape[1]
-        if columns > have:
-            # A quarter more, so that a growing sequence seldom moves the table.
-            extra = max(columns + columns // 4, 8) - have
-            blank = np.full((self.batch, extra), NO_PAGE, np.int32)
-            self.rows = np.concatenate([self.rows, blank], axis=1)

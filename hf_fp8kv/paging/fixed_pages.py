@@ -8,6 +8,7 @@ from .. import ops
 from ..errors import ConfigError
 from .blocks import zeros
 from .layer_group import LayerGroup
+from .page_allocator import NO_PAGE
 
 
 class FixedPages:
@@ -152,7 +153,10 @@ class FixedPages:
         lost = max((self.note_stored(member, n) for member, n in lengths.items()), default=0)
         length = max(lengths.values(), default=0)
         if self.ring:
-            fork.table.unroll(lost // size, -(-length // size))
+            table, first, count = fork.table, lost // size, -(-length // size)
+            rows = np.full((table.batch, count), NO_PAGE, np.int32)
+            rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
+            table.list_instead(rows, first, count)
         else:
             fork.table.truncate(length)
             fork.table.release(lost)

@@ -284,8 +284,9 @@ class LayerGroup:
     def select(self, sequences: npt.NDArray[np.int64]) -> None:
         """Make sequence `i` what sequence `sequences[i]` was."""
         self.settle()
-        if self.table.batch:
-            self.table.select(sequences)
+        table = self.table
+        if table.batch:
+            table.list_instead(table.rows[sequences], table.first, table.count)
 
     def clear(self) -> None:
         """Drop all tokens; the batch size is free again."""

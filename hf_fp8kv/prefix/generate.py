@@ -73,7 +73,7 @@ class Prefill(ModelMethod):
                 # Embeddings or images follow a known text.
                 cache.beginning, cache.text, cache.last_step = told or cache.beginning, None, 0
             # Wrappers of a model may add tokens to a prompt.
-            elif text is not None and cache._paged.host_length() in (0, text.length):
+            elif text is not None and {*cache._paged.host_lengths()} <= {0, text.length}:
                 cache.beginning, cache.text, cache.last_step = None, text, 0
         except BaseException as error:
             cache.hold_what_is_left(text, error)

@@ -567,7 +567,7 @@ OPERATIONS = {
     "reserve": lambda table: table.reserve(6, 11, 2),
     "truncate": lambda table: table.truncate(2),
     "release": lambda table: table.release(4),
-    "select": lambda table: table.select(np.array([1, 1, 0])),
+    "select": lambda table: table.list_instead(table.rows[[1, 1, 0]], table.first, table.count),
     "clear": lambda table: table.clear(),
     "fork": lambda table: table.fork(),
 }
