@@ -30,13 +30,9 @@ class Encoding:
         turns: how K turns with the position, or None.
         first_tokens: what the layers of the cache know of padding.
         device: where the layer computes.
-        dtype: the dtype of K.
-        v_dtype: the dtype of V.
     """
 
     device: torch.device
-    dtype: torch.dtype
-    v_dtype: torch.dtype
     backend: str
 
     def __init__(
@@ -72,7 +68,7 @@ class Encoding:
         k, v, center = (None if t is None else t.to(key.device) for t in scales)
         self.k_scale, self.v_scale, self._given_center = k, v, center
         self.backend = ops.choose_backend(self.options.backend, key.device)
-        self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
+        self.device = key.device
 
     def fix_center(self, batch: int, heads: int, dim: int) -> None:
         """Have the center, if there will be one, at an address that stays."""

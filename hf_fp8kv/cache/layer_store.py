@@ -124,7 +124,7 @@ class LayerStore:
         plan = self.length.plan(call, self.pool.heads, rows, backend)
         window = self.group.window or 0
         span = (call.start, call.stop, window, is_fixed, backend)
-        dtypes = encoding.dtype, encoding.v_dtype
+        dtypes = self.pool.dtype, self.pool.v_dtype
         return make_handles(pages, call.lengths, plan, dtypes, *span)
 
     def _query_rows(self, tokens: int) -> int:

@@ -186,7 +186,7 @@ def unpack(
     while pages:
         pool, held = pages.pop()
         pool.memory.grow(len(held))
-        pool.memory.fill(held)
+        pool.memory.put(np.arange(len(held)), held)
     open_ended = facts["open_ended"]
     return CacheSnapshot(options, [*groups.values()], layers, open_ended, budget)
 

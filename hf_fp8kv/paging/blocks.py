@@ -124,12 +124,6 @@ class Blocks:
             new, old = self.tensors[i][to : to + len(run)], source.tensors[j][of : of + len(run)]
             new.copy_(old, non_blocking=not waits)
 
-    def fill(self, rows: torch.Tensor) -> None:
-        """Write all pages, `[P, bytes]`."""
-        parts = rows.split([*map(len, self.tensors)])
-        for block, part in zip(self.tensors, parts, strict=True):
-            block.copy_(part)
-
     def keep(self, pages: Numbers) -> None:
         """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero.
 

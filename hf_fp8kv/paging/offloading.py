@@ -208,22 +208,19 @@ class Tiers:
 
     # -- what blocks do ----------------------------------------------------------------------
 
-    def fill(self, rows: torch.Tensor) -> None:
-        """Write all pages, `[P, bytes]`, in host memory."""
-        self.evict()
-        self._at_home().fill(rows)
-        self._on_host[:] = True
-
     def take(self, pages: Numbers | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""
         return self._at_home().take(pages)
 
     def put(self, pages: Numbers | torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows to pages on the device, where the layer computes."""
+        """Write rows to pages where they are."""
         assert not isinstance(pages, torch.Tensor)
-        self.fetch(pages[:0])
-        self.here.put(pages, rows)
-        self.written(pages)
+        if self.here.is_allocated:
+            self.here.put(pages, rows)
+            self.written(pages)
+        else:
+            self._at_home().put(pages, rows.to(_HOST))
+            self._on_host[pages] = True
 
     def copy(self, sources: Numbers, destinations: Numbers) -> None:
         """Copy pages where they are; none is both a source and a destination."""

@@ -58,7 +58,7 @@ def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> N
     held = pool.memory.take(np.arange(len(pool.memory)))
     for _, by_slot, stored in compared(pool.layout.split(held), tokens):
         by_slot[pages, slots] = stored
-    pool.memory.fill(held)
+    pool.memory.put(np.arange(len(held)), held)
 
 
 def compared(

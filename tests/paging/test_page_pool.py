@@ -63,7 +63,7 @@ def fill(pool: PagePool) -> dict[str, torch.Tensor]:
     rows = pool.memory.take(np.arange(len(pool.memory)))
     for tensor in pool.layout.split(rows).values():
         tensor.copy_(torch.randint(1, 250, tensor.shape))
-    pool.memory.fill(rows)
+    pool.memory.put(np.arange(len(rows)), rows)
     return whole(pool)
 
 
