@@ -206,9 +206,11 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         except FP8KVError:
             self._paged.undo_step(layer_idx, key_states.shape[-2])
             raise
-        if not torch.compiler.is_compiling():
-            self._paged.end_layer(layer_idx, key_states.shape[2])
-        if self._paged.is_under_flex(layer_idx):
+        if torch.compiler.is_compiling():
+            under_flex = self._paged.is_under_flex()
+        else:
+            under_flex = self._paged.end_layer(layer_idx, key_states.shape[2])
+        if under_flex:
             # Flex attention is an operator of the compiler, which takes no tensor subclasses.
             return densify(keys), densify(values)
         return keys, values

@@ -187,18 +187,19 @@ class CacheOptions:
             return LayerPlan(k, v)
         if index in self.plan:
             return self.plan[index]
-        raise self._misfit(f"a plan for every paged layer, got none for layer {index}")
+        raise self._misfit(f"a plan for every paged layer, got none for layer {index}", "add it")
 
-    def _misfit(self, what: str) -> FP8KVError:
-        """Return the error that scales, or a plan by hand, are not what was expected."""
+    def _misfit(self, what: str, advice: str = "") -> FP8KVError:
+        """Return the error that scales, or a plan by hand, are another model's.
+
+        `advice`: what to do with a plan.
+        """
         if isinstance(self.scales, KVScales):
             return ScaleError(
                 f"scales ({self.scales.origin}): expected {what}; use the scales of this very "
                 f"model, or {KEEP_OUT}"
             )
-        return ConfigError(
-            f"plan: expected {what}; take the plan of a cache for this very model, or {KEEP_OUT}"
-        )
+        return ConfigError(f"plan: expected {what}; {advice}, or {KEEP_OUT}")
 
     def check_layers(self, paged: Collection[int], count: int) -> None:
         """Raise unless scales have all `paged` layers, and a plan none past the model's `count`.
@@ -212,7 +213,8 @@ class CacheOptions:
         if missing := sorted(set(paged).difference(have)):
             raise self._misfit(f"scales for every paged layer, got none for layers {missing}")
         if more:
-            raise self._misfit(f"a plan for {count} layers, which the model has, got {more}, too")
+            what = f"layers from 0 to {count - 1}, which the model has, got {more}, too"
+            raise self._misfit(what, "leave these out")
 
     def new_budget(self) -> PageBudget:
         """Return what a cache and its forks may hold."""

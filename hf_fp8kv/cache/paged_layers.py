@@ -1,6 +1,5 @@
 """The paged layers of a cache: how they are made, and what is done to all of them at once."""
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Collection
@@ -62,8 +61,7 @@ class PagedLayers:
         self.first_tokens = FirstTokens()
         # The layers that the running step has written, and the tokens of each.
         self._step: list[tuple[int, int]] = []
-        # The layer that `is_under_flex` was asked for last, and what it said.
-        self._under_flex = (sys.maxsize, False)
+        self._under_flex = False  # in the running step
         pass_exact_states()
 
     # -- making layers -----------------------------------------------------------------------
@@ -252,31 +250,24 @@ class PagedLayers:
                 store.crop_to(length)
             self._unshare(max(kept, default=0))
 
-    def end_layer(self, index: int, tokens: int) -> None:
-        """Note that layer `index` has stored `tokens`.
+    def end_layer(self, index: int, tokens: int) -> bool:
+        """Note that layer `index` has stored `tokens`; return what `is_under_flex` does.
 
         After the last one give back what others kept in case that the step is refused.
         """
-        if self._step and index <= self._step[-1][0]:
+        if not self._step or index <= self._step[-1][0]:
             self._step.clear()
+            self._under_flex = self.is_under_flex()  # once per step, since it takes 2 us
         self._step.append((index, tokens))
         if self.layers and index == self.layers[-1].index:
             self.first_tokens.end_call()
             for group in self.groups.values():
                 group.finish()
+        return self._under_flex
 
-    def is_under_flex(self, index: int) -> bool:
-        """Return whether the attention of layer `index` is flex attention.
-
-        Outside of compiled code the config is asked once per step: its attributes take 2 us.
-        """
-        last, is_flex = self._under_flex
-        is_compiling = torch.compiler.is_compiling()
-        if is_compiling or index <= last:
-            is_flex = getattr(self.config, "_attn_implementation", None) == "flex_attention"
-        if not is_compiling:
-            self._under_flex = index, is_flex
-        return is_flex
+    def is_under_flex(self) -> bool:
+        """Return whether the model's attention is flex attention."""
+        return getattr(self.config, "_attn_implementation", None) == "flex_attention"
 
     def undo_step(self, index: int, tokens: int) -> None:
         """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
