@@ -5,7 +5,6 @@ methods of an enabled model are given the tokens of each step, and tell the cach
 """
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,9 +129,9 @@ class PrepareInputs(ModelMethod):
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
         # During a prefill the text is None or `UNKNOWN`, and stays so.
-        if isinstance(cache, TextHolder) and cache.text is not None:
+        if isinstance(cache, TextHolder) and (text := cache.text) is not None:
             # Assisted decoding has no prefill, and its first tokens may be new tokens alone.
-            is_new = cache.text is UNKNOWN or kwargs.get("is_first_iteration", False)
-            cache.last_step = 0 if is_new else input_ids.shape[1] - cache.text.length
-            cache.text = UNKNOWN if is_new else replace(cache.text, ids=input_ids)
+            is_new = text is UNKNOWN or kwargs.get("is_first_iteration", False)
+            cache.last_step = 0 if is_new else input_ids.shape[1] - text.length
+            cache.text = UNKNOWN if is_new else Text(input_ids, text.mask, text.positions)
         return self.stock(input_ids, *args, **kwargs)
