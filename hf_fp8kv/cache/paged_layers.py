@@ -274,14 +274,11 @@ class PagedLayers:
         if self.options.is_preallocated:
             return
         written = self._step if self._step and self._step[-1][0] < index else []
-        by_index = {store.encoding.index: store for store in self.stores}
-        undone = [by_index[i] for i, n in written if i in by_index and n == tokens]
         self._step = []
-        for group in self.groups.values():
-            own = [store.length for store in undone if store.group is group]
-            if own:
-                members = [length.member for length in own]
-                group.undo(own[0].on_host() - tokens, tokens, members)
+        for store in self.stores:
+            if (store.encoding.index, tokens) in written:
+                length = store.length
+                store.group.undo(length.on_host() - tokens, tokens, length.member)
         self._free_empty()
 
     def reset(self) -> None:
@@ -329,10 +326,13 @@ class PagedLayers:
             more = [fixed.count_for(rows, length) for fixed in self.fixed.values()]
             self.budget.require(max(sum(more), 0))
         for group in self.groups.values():
+            group.settle()
+            table = group.table
             if self.fixed:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.
-                group.table.truncate(length)
-            group.select(rows)
+                table.truncate(length)
+            if table.batch:
+                table.list_instead(table.rows[rows], table.first, table.count)
         for store in self.stores:
             store.encoding.select(sequences)
             if store.indexer is not None:

@@ -8,9 +8,6 @@ its queries read, and copies the last window from there to its own pages.
 
 import weakref
 
-import numpy as np
-import numpy.typing as npt
-
 from ..errors import ConfigError
 from ..ops.visibility import first_visible
 from .block_table import BlockTable, Copies
@@ -172,7 +169,7 @@ class LayerGroup:
         if (step := self.step) is None or self.before is None:
             return
         if step.stop not in self.lengths:
-            self.undo(step.start, 0, [])
+            self.undo(step.start, 0, 0)
         else:
             raise ConfigError(
                 f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
@@ -180,10 +177,9 @@ class LayerGroup:
                 f"{self.window} that a call as long moves on; reset the cache"
             )
 
-    def undo(self, start: int, tokens: int, members: list[int]) -> None:
-        """Take back a step of `tokens` from `start` that `members` have stored."""
-        for member in members:
-            self.lengths[member] -= tokens
+    def undo(self, start: int, tokens: int, member: int) -> None:
+        """Take back a step of `tokens` from `start` that a member has stored, for this member."""
+        self.lengths[member] -= tokens
         step, before = self.step, self.before
         if step is None or before is None or step.start != start:
             self.table.truncate(self.length)
@@ -280,13 +276,6 @@ class LayerGroup:
             self.clear()
         self.table.release(self._first_needed())
         self.shrink()
-
-    def select(self, sequences: npt.NDArray[np.int64]) -> None:
-        """Make sequence `i` what sequence `sequences[i]` was."""
-        self.settle()
-        table = self.table
-        if table.batch:
-            table.list_instead(table.rows[sequences], table.first, table.count)
 
     def clear(self) -> None:
         """Drop all tokens; the batch size is free again."""

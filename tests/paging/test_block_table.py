@@ -198,6 +198,10 @@ def fork_group(group: LayerGroup) -> LayerGroup:
     return fork
 
 
+def select(table: BlockTable, sequences: list[int]) -> None:
+    table.list_instead(table.rows[sequences], table.first, table.count)
+
+
 def check_crop(group: LayerGroup, tokens: int) -> None:
     HostLength(group, 0).check_crop(tokens, group.length)
 
@@ -372,8 +376,10 @@ class Pages(RuleBasedStateMachine):
         after, _ = self.predicted(cache, tokens, batch)
         for group, member in written:
             self.write_layer(cache, group, member, np.zeros((batch, tokens), np.int64))
+        for group, member in written:
+            group.undo(cache.length, tokens, member)
         for group in cache.groups.values():
-            group.undo(cache.length, tokens, [m for g, m in written if g is group])
+            group.undo(cache.length, 0, 0)  # of groups with a call that no layer has stored
         for name, model in cache.models.items():
             if not model.passes(cache.length, cache.length + tokens):
                 # A page that was copied, since a fork has it, too, stays a copy.
@@ -440,7 +446,7 @@ class Pages(RuleBasedStateMachine):
         some = st.integers(0, len(cache.sequences) - 1)
         chosen = data.draw(st.lists(some, min_size=1, max_size=4), label="sequences")
         for name, group in cache.groups.items():
-            group.select(np.array(chosen, np.int64))
+            select(group.table, chosen)
             cache.models[name].pages = [dict(cache.models[name].pages[i]) for i in chosen]
         cache.sequences = [list(cache.sequences[i]) for i in chosen]
 
@@ -567,7 +573,7 @@ OPERATIONS = {
     "reserve": lambda table: table.reserve(6, 11, 2),
     "truncate": lambda table: table.truncate(2),
     "release": lambda table: table.release(4),
-    "select": lambda table: table.list_instead(table.rows[[1, 1, 0]], table.first, table.count),
+    "select": lambda table: select(table, [1, 1, 0]),
     "clear": lambda table: table.clear(),
     "fork": lambda table: table.fork(),
 }
@@ -717,5 +723,5 @@ def test_copies_for_a_device_are_made_once_per_change():
     assert third.table is not first.table
     assert third.lengths.tolist() == [9, 9]
     assert first.table.tolist() == [[0, 1], [2, 3]], "a handle on the old copy reads the same"
-    group.select(np.array([0, 1, 1]))
+    select(group.table, [0, 1, 1])
     assert length.written(CPU).lengths.tolist() == [9, 9, 9]
