@@ -56,6 +56,7 @@ class PagedLayers:
         self.options, self.config, self.budget = options, config, budget
         self.groups: dict[int | None, LayerGroup] = {}
         self.fixed: dict[int | None, FixedPages] = {}
+        self._all_fixed: list[weakref.ref[FixedPages]] = []
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.first_tokens = FirstTokens()
@@ -101,7 +102,8 @@ class PagedLayers:
         if window not in self.groups:
             self.groups[window] = group = LayerGroup(self.budget, window)
             if self.options.max_cache_len is not None:
-                self.fixed[window] = FixedPages(group, self.options.max_cache_len)
+                room = self.options.max_cache_len
+                self.fixed[window] = FixedPages(group, room, self._all_fixed)
             self._link_groups()
         return self.groups[window]
 
@@ -297,9 +299,9 @@ class PagedLayers:
             # An interrupted call has changed some of them: all memory is taken anew.
             for store in self.stores:
                 store.release_memory()
-            for group in self.groups.values():
-                group.clear()
-                group.taken = 0
+            for fixed in self.fixed.values():
+                fixed.group.clear()
+                fixed.taken = 0
             return
         # Sequences that came from one beam: each gets pages of its own again.
         for group in self.groups.values():

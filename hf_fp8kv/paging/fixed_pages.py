@@ -1,5 +1,7 @@
 """Pages of the preallocated form: all are taken at once, and the pages of a window are a ring."""
 
+import weakref
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,24 +22,36 @@ class FixedPages:
     Attributes:
         group: the group.
         room: tokens of a sequence that there is room for.
+        columns: logical pages of a sequence.
+        taken: pages of a sequence; 0: none are taken yet.
+        siblings: those of all groups of the cache, weak.
         lengths: `[B]`, int32, of each member that was called, at addresses that stay.
         lost: for each member, tokens before this one may be overwritten.
     """
 
-    def __init__(self, group: LayerGroup, room: int) -> None:
-        self.group, self.room = group, room
+    def __init__(
+        self, group: LayerGroup, room: int, siblings: "list[weakref.ref[FixedPages]]"
+    ) -> None:
+        self.group, self.room, self.siblings = group, room, siblings
+        self.columns, self.taken = -(-room // group.page_size), 0
+        siblings.append(weakref.ref(self))
         self.lengths: dict[int, torch.Tensor] = {}
         self.lost: dict[int, int] = {}
         # A plan, the batch it is for, and the member that fills it.
         self._plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
-        group.columns = -(-room // group.page_size)
         group.table.allocator.exact = True
+
+    @property
+    def count(self) -> int:
+        """Pages of a sequence: for all tokens, or for a window."""
+        if self.taken or self.group.window is None or self.group.record_past:
+            return self.taken or self.columns
+        return min(self.columns, self.group.window_pages)
 
     @property
     def ring(self) -> int:
         """Pages of a sequence, if they are fewer than logical pages; 0: all tokens are kept."""
-        count = self.group.fixed_pages
-        return count if count < self.group.columns else 0
+        return self.count if self.count < self.columns else 0
 
     @property
     def tokens_at_once(self) -> int:
@@ -52,10 +66,17 @@ class FixedPages:
     def take(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """Take all pages; return the table `[B, columns]` on `device`, and the number of pages.
 
+        The pages of every other group are taken, too.
+
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
-        self.group.take_all(batch)
+        rooms = [(x, x.count * x.group.page_size) for ref in self.siblings if (x := ref())]
+        needed = sum(x.group.table.pages_needed(0, room, batch) for x, room in rooms)
+        self.group.budget.require(needed)
+        for x, room in rooms:
+            x.group.table.reserve(0, room, batch, x.group.copy_pages)
+            x.taken = x.count
         return self.table_on(device), self.group.table.allocator.capacity
 
     def defer(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -63,15 +84,15 @@ class FixedPages:
 
         For a compiled region: there pages cannot be counted, and nothing but tensors stays.
         """
-        count = self.group.taken = self.group.fixed_pages
-        self.group.deferred = batch
+        count = self.taken = self.count
+        self.group.deferred = count * self.group.page_size, batch
         first = torch.arange(0, batch * count, count, dtype=torch.int32, device=device)
-        column = torch.arange(self.group.columns, dtype=torch.int32, device=device) % count
+        column = torch.arange(self.columns, dtype=torch.int32, device=device) % count
         return first[:, None] + column, batch * count
 
     def table_on(self, device: torch.device) -> torch.Tensor:
         """Return the page of each logical page, `[B, columns]`, int32, on `device`."""
-        columns = np.arange(self.group.columns, dtype=np.int32)
+        columns = np.arange(self.columns, dtype=np.int32)
         return self.group.table.on_device(device, columns % (self.ring or len(columns)))
 
     def plan(
@@ -98,12 +119,12 @@ class FixedPages:
         """Give each sequence pages of its own for what is written from `length` on."""
         table, start = self.group.table, 0 if self.ring else length
         if table.batch:  # an interrupt may have left the group without pages
-            slots = self.group.fixed_pages * self.group.page_size
+            slots = self.count * self.group.page_size
             table.reserve(start, slots, table.batch, self.group.copy_pages)
 
     def count_for(self, rows: npt.NDArray[np.integer], length: int) -> int:
         """Return how many more pages are held after `select` of these rows and `unshare`."""
-        table, columns = self.group.table, self.group.fixed_pages
+        table, columns = self.group.table, self.count
         filled = columns if self.ring else -(-length // table.page_size)
         pages = table.rows[:, :filled]
         written = pages[rows][:, 0 if self.ring else length // table.page_size :]
@@ -129,14 +150,14 @@ class FixedPages:
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
                 f"{sorted(lengths)} under a window of {self.group.window}; call it earlier"
             )
-        table.reserve(ring * size, self.group.columns * size, table.batch)
+        table.reserve(ring * size, self.columns * size, table.batch)
         for member, number in stored.items():
             self.note_stored(member, number)
         last = -(-length // size)
         for column in range(max(last - ring, ring), last):
             swapped = [column, column % ring]
             table.rows[:, swapped] = table.rows[:, swapped[::-1]]
-        self.group.taken = self.group.columns
+        self.taken = self.columns
 
     def note_stored(self, member: int, length: int) -> int:
         """Return the first token that a ring has not lost when a member has stored `length`."""

@@ -32,10 +32,8 @@ class LayerGroup:
         record_past: pages that fell out of the window stay until the next crop.
         siblings: all groups of the cache; weak, so that a dropped fork goes at once, and its pages.
         step: the step that `prepare` was called for last, or None.
-        columns: logical pages of a sequence of the preallocated form, see `FixedPages`; 0: the
-            growing form.
-        taken: pages of a sequence of the preallocated form; 0: none are taken yet.
-        deferred: the number of sequences for which `take_all` waits until the table is used.
+        deferred: the slots, and the number of sequences, for which pages are taken when the table
+            is used, or None; see `FixedPages.defer`.
         before: the block table from before `step`, if this is longer than a window's pages have
             room for, and some layer has not stored it.
     """
@@ -52,7 +50,7 @@ class LayerGroup:
             self._table.allocator.exact = True
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
         self.step: Step | None = None
-        self.columns = self.taken = self.deferred = 0
+        self.deferred: tuple[int, int] | None = None
         self.before: BlockTable | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
 
@@ -65,9 +63,9 @@ class LayerGroup:
     @property
     def table(self) -> BlockTable:
         """The block table, with the pages that compiled code has already used."""
-        if self.deferred:
-            batch, self.deferred = self.deferred, 0
-            self.take_all(batch)
+        if self.deferred is not None:
+            (slots, batch), self.deferred = self.deferred, None
+            self._table.reserve(0, slots, batch)
         return self._table
 
     @property
@@ -94,6 +92,7 @@ class LayerGroup:
 
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
+            ConfigError: what a token at `start` sees was given back.
         """
         step, version = self.step, self.table.version
         if step and (step.start, step.stop, step.version) == (start, stop, version):
@@ -102,24 +101,21 @@ class LayerGroup:
         groups = [self, *(group for group in others if group.length == start)]
         for group in groups:
             group.settle()
-            group._check_held(start)
+            if not group.length:
+                # Pages of a first call that was interrupted before a layer stored its tokens.
+                group.table.clear()
+            elif (first := group.table.first * group.page_size) > group.visible_from(start):
+                raise ConfigError(
+                    f"expected the layers with a window of {group.window} to get each call one "
+                    f"after the other, got one at {start} tokens with another at {group.length}, "
+                    f"whose window begins at token {first}; give a call to all layers before the "
+                    "next one"
+                )
         demands = [group._demand(start, stop, batch) for group in groups]
         if needed := sum(pages for pages, _ in demands):
             self.budget.require(needed - sum(freed for _, freed in demands))
         for group in groups:
             group._make_room(start, stop, batch)
-
-    def _check_held(self, start: int) -> None:
-        """Raise ConfigError if what a token at `start` sees was given back."""
-        if not self.length:
-            # Pages of a first call that was interrupted before a layer stored its tokens.
-            self.table.clear()
-        elif (first := self.table.first * self.page_size) > self.visible_from(start):
-            raise ConfigError(
-                f"expected the layers with a window of {self.window} to get each call one after "
-                f"the other, got one at {start} tokens with another at {self.length}, whose window "
-                f"begins at token {first}; give a call to all layers before the next one"
-            )
 
     def _is_long(self, start: int, stop: int) -> bool:
         """Return whether a call is longer than the pages that a window is in have room for."""
@@ -228,43 +224,7 @@ class LayerGroup:
             return 0
         return self.first_kept(min(written))
 
-    # -- the preallocated form ---------------------------------------------------------------
-
-    @property
-    def fixed_pages(self) -> int:
-        """Pages of a sequence of the preallocated form: for all tokens, or for a window."""
-        if self.taken or self.window is None or self.record_past:
-            return self.taken or self.columns
-        return min(self.columns, self.window_pages)
-
-    def take_all(self, batch: int) -> None:
-        """Take the fixed pages of `batch` sequences, in this and in every other group.
-
-        Raises:
-            OutOfPagesError: the budget would be passed; nothing was changed.
-        """
-        groups = [group for ref in self.siblings if (group := ref())]
-        rooms = [(group, group.fixed_pages * group.page_size) for group in groups]
-        needed = sum(group._table.pages_needed(0, room, batch) for group, room in rooms)
-        self.budget.require(needed)
-        for group, room in rooms:
-            group._table.reserve(0, room, batch, group.copy_pages)
-            group.taken = group.fixed_pages
-
     # -- all tokens --------------------------------------------------------------------------
-
-    def check_crop(self, tokens: int, stored: int, lost: int) -> None:
-        """Raise ConfigError if `tokens` of `stored` cannot be removed; change nothing.
-
-        `lost`: the first token that is left.
-        """
-        left = max(stored - tokens, 0)
-        if tokens and left and self.visible_from(left) < lost:
-            raise ConfigError(
-                f"crop: expected to go back at most to what the window still holds (token {lost} "
-                f"on), got {tokens} tokens to remove from {stored} under a window of "
-                f"{self.window}; call activate_past_recording() before these tokens are written"
-            )
 
     def crop(self, tokens: int, members: list[int] | None = None) -> None:
         """Remove the last `tokens` tokens, in every layer or in `members`."""

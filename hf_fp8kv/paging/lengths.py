@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
-from ..errors import OutOfPagesError
+from ..errors import ConfigError, OutOfPagesError
 from .blocks import zeros
 from .fixed_pages import FixedPages
 from .layer_group import LayerGroup
@@ -120,7 +120,7 @@ class HostLength:
     def check_crop(self, tokens: int, stored: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed; change nothing."""
         self.group.settle()
-        self.group.check_crop(tokens, stored, self.group.table.first * self.group.page_size)
+        _check_crop(self.group, tokens, stored, self.group.table.first * self.group.page_size)
 
     def set(self, length: int) -> None:
         """Hold the first `length` tokens, and free pages behind the window."""
@@ -273,7 +273,7 @@ class DeviceLength:
     def check_crop(self, tokens: int, stored: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed from `stored`; change nothing."""
         lost = self.fixed.note_stored(self.member, stored)
-        self.group.check_crop(tokens, stored, lost)
+        _check_crop(self.group, tokens, stored, lost)
 
     def set(self, length: int) -> None:
         """Hold the first `length` tokens."""
@@ -299,3 +299,14 @@ class DeviceLength:
         """Move the table and the lengths to `device`, to new addresses."""
         self.table = self.fixed.table_on(device)
         self.lengths = zeros(tuple(self.lengths.shape), torch.int32, device).copy_(self.lengths)
+
+
+def _check_crop(group: LayerGroup, tokens: int, stored: int, lost: int) -> None:
+    """Raise ConfigError if `tokens` of `stored` cannot be removed; `lost`: the first one left."""
+    left = max(stored - tokens, 0)
+    if tokens and left and group.visible_from(left) < lost:
+        raise ConfigError(
+            f"crop: expected to go back at most to what the window still holds (token {lost} on), "
+            f"got {tokens} tokens to remove from {stored} under a window of {group.window}; call "
+            "activate_past_recording() before these tokens are written"
+        )
