@@ -4,7 +4,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -51,6 +51,22 @@ _NO_GRADIENT = (
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
 # What attention over pages does not do.
 _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
+
+
+class _Call(NamedTuple):
+    """The arguments of `fp8_paged_attention`.
+
+    Attributes:
+        kwargs: those that are not in `spec`.
+    """
+
+    module: torch.nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    spec: AttentionSpec
+    dropout: float
+    kwargs: dict[str, Any]
 
 
 def register() -> None:
@@ -115,13 +131,14 @@ def fp8_paged_attention(
         float(query.shape[-1] ** -0.5 if scaling is None else scaling), bool(causal),
         int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias,
     )  # fmt: skip
+    call = _Call(module, query, key, value, spec, dropout, kwargs)
     engine = getattr(key, ENGINE, kwargs.get(_ENGINE_ARGUMENT))
     if engine is not None:
-        return _engine_attention(module, query, key, value, spec, kwargs, engine), None
+        return _engine_attention(call, engine), None
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         if latent.passes_latents(module, key, value):
-            return _latent_attention(module, query, key, value, spec, dropout, kwargs)
+            return _latent_attention(call)
         needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
         if not needs_dense and _belong_together(key, value):
             if query.requires_grad and module.training:
@@ -129,8 +146,8 @@ def fp8_paged_attention(
             return _stored_attention(query, key, spec), None
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
-        return _rounded_attention(module, query, key, value, spec, dropout, kwargs, rounding)
-    return _dense_attention(module, query, key, value, spec, dropout, kwargs)
+        return _rounded_attention(call, rounding)
+    return _dense_attention(call)
 
 
 def _asks_dense(kwargs: dict[str, Any]) -> bool:
@@ -145,44 +162,30 @@ def _belong_together(key: PagedKV, value: PagedKV) -> bool:
     return sides and key.block is value.block and key.stop == value.stop
 
 
-def _rounded_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: AttentionSpec,
-    dropout: float,
-    kwargs: dict[str, Any],
-    rounding: StoredRounding,
-) -> tuple[Tensor, Tensor | None]:
+def _rounded_attention(call: _Call, rounding: StoredRounding) -> tuple[Tensor, Tensor | None]:
     """Attend over pages to K and V of a whole text, with the gradient of dense attention.
 
     The result is what a cache's pages give, to the bit: from dense K and V it would differ in the
     last one, and so would what the next layer stores, where that decides between two codes.
     """
+    _, query, key, value, spec, dropout, kwargs = call
     stored = rounding.store(key, value)
     if dropout or _asks_dense(kwargs):
         key, value = rounding.read(stored, key, value)
-        return _dense_attention(module, query, key, value, spec, dropout, kwargs)
+        return _dense_attention(call._replace(key=key, value=value))
     attended = _stored_attention(query, stored[0], spec)
     inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         return attended, None
     key, value = rounding.read(stored, key, value)
-    dense, _ = _dense_attention(module, query, key, value, spec, dropout, kwargs)
+    dense, _ = _dense_attention(call._replace(key=key, value=value))
     return straight_through(dense, attended.to(dense.dtype)), None
 
 
-def _latent_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: PagedKV,
-    value: PagedKV,
-    spec: AttentionSpec,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def _latent_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
     """Attend to stored latents and their positions, or to what they are expanded to."""
+    module, query, key, _, spec, dropout, kwargs = call
+    assert isinstance(key, PagedKV)
     indices = kwargs.get("indices")
     others = {name: x for name, x in kwargs.items() if name != "indices"}
     tokens, length = query.shape[2], key.shape[2]
@@ -200,7 +203,7 @@ def _latent_attention(
         warning = _EXPANDS_WARNING if why else _DENSE_WARNING
         warn_once(logger, warning.format(type(module).__name__, why))
     if projections is None or not projections.pays(tokens, length):
-        return _dense_attention(module, query, key, value, spec, dropout, kwargs)
+        return _dense_attention(call)
     if indices is not None:
         span = (query, key, spec.window or key.window, spec.causal, key.start)
         mask = complete_mask(spec.mask, *span, key.lengths if key.ragged else None)
@@ -263,16 +266,9 @@ def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
     return mask[..., : key.shape[2]]
 
 
-def _engine_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: AttentionSpec,
-    kwargs: dict[str, Any],
-    cache: Any,
-) -> Tensor:
+def _engine_attention(call: _Call, cache: Any) -> Tensor:
     """Attend over the pages of a continuous-batching engine."""
+    module, query, key, value, spec, _, kwargs = call
     if not hasattr(cache, "attend_stored"):
         raise ConfigError(
             "expected an engine with FP8 pages, got transformers' own cache; call "
@@ -296,16 +292,9 @@ def _engine_attention(
     return attended
 
 
-def _dense_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: AttentionSpec,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def _dense_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
     """Attend over dense K and V with transformers' own code."""
+    module, query, key, value, spec, dropout, kwargs = call
     window, start, filled = spec.window, None, None
     if isinstance(key, PagedKV):
         start = key.start
