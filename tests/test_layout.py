@@ -27,9 +27,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1543, "bench": 974, "cache": 3355, "calibration": 3134, "cli": 2331,
+    "attention": 1532, "bench": 974, "cache": 3318, "calibration": 3134, "cli": 2331,
     "enabling": 242, "errors": 63, "formats": 485, "__init__": 62, "modeling": 668, "ops": 7704,
-    "paging": 1912, "prefix": 1059, "scales": 3868, "serving": 6808, "utils": 776, "vllm": 1022,
+    "paging": 1687, "prefix": 1059, "scales": 3868, "serving": 6808, "utils": 776, "vllm": 1022,
 }  # fmt: skip
 
 

@@ -195,7 +195,7 @@ class BlockTable:
     def list_instead(self, rows: Ints, first: int, count: int) -> None:
         """List the pages of `rows`, whose columns `first` to `count - 1` are in use, instead.
 
-        Pages that were listed, too, are shared, not copied.
+        Pages that were listed before are shared, not copied.
         """
         old = self.used()
         self.allocator.share(rows[:, first:count])

@@ -66,7 +66,7 @@ class FixedPages:
     def take(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """Take all pages; return the table `[B, columns]` on `device`, and the number of pages.
 
-        The pages of every other group are taken, too.
+        The pages of every other group are taken with them.
 
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.

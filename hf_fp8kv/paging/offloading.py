@@ -24,7 +24,7 @@ class OffloadBudget(PageBudget):
     Attributes:
         max_device_pages: how many pages of every layer the device has room for; None: those of
             two layers, the one that computes and the next one.
-        layers: the pages of each layer, in forks that do not share them, too.
+        layers: the pages of each layer, of a cache and its forks.
     """
 
     def __init__(
