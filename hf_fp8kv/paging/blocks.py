@@ -14,6 +14,7 @@ from ..ops.blocks import locate_pages, put_pages, take_pages
 BLOCK_BYTES = 16 << 20
 
 Numbers = npt.NDArray[np.integer]
+_NO_OFFSETS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Blocks:
@@ -65,7 +66,7 @@ class Blocks:
     def free(self) -> None:
         """Free the bytes; `allocate` brings new ones."""
         self.tensors, self.record = [], None
-        self.offsets = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.offsets = _NO_OFFSETS
 
     def _use(self, tensors: list[torch.Tensor]) -> None:
         state = {"tensors": tensors, "offsets": locate_pages(tensors), "record": None}
