@@ -145,7 +145,7 @@ def complete_mask(
 def causal_mask(
     query: Tensor, key: Tensor, window: int = 0, causal: bool = True, filled: Tensor | None = None
 ) -> Tensor:
-    """Return `[1 or B, 1, T, N]`, bool; the arguments are those of `complete_mask`."""
+    """Return `[1 or B, 1, T, N]`, bool; with the arguments of `complete_mask`."""
     tokens, length = query.shape[2], key.shape[2]
     if filled is None:
         filled = torch.tensor([length], device=query.device)

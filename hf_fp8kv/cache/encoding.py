@@ -105,7 +105,7 @@ class Encoding:
     def record(self, pool: PagePool, table: torch.Tensor) -> Pages:
         """Return the pages of a pool as operations take them.
 
-        The same record until a tensor is another one. `table`: of the sequences.
+        It is the same object until one of its tensors is replaced. `table` is the block table.
         """
         blocks, plan, is_compiling = pool.blocks, self.plan, torch.compiler.is_compiling()
         if not is_compiling and blocks.record is not None:

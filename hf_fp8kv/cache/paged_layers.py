@@ -253,7 +253,7 @@ class PagedLayers:
             self._unshare(max(kept, default=0))
 
     def end_layer(self, index: int, tokens: int) -> bool:
-        """Note that layer `index` has stored `tokens`; return what `is_under_flex` does.
+        """Note that layer `index` has stored `tokens`; return `is_under_flex()`.
 
         After the last one give back what others kept in case that the step is refused.
         """

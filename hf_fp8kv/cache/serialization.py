@@ -192,7 +192,7 @@ def unpack(
 
 
 def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
-    """Return a table with an allocator of its own, and no pages but those of `rows`, `[B, n]`.
+    """Return a table with a new allocator, which holds exactly the pages of `rows`, `[B, n]`.
 
     These are logical pages `first` to `first + n - 1`, numbered from 0 without gaps. Raise
     OutOfPagesError if the budget would be passed.

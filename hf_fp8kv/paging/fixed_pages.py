@@ -24,7 +24,7 @@ class FixedPages:
         room: tokens of a sequence that there is room for.
         columns: logical pages of a sequence.
         taken: pages of a sequence; 0: none are taken yet.
-        siblings: those of all groups of the cache, weak.
+        siblings: weak references to the fixed pages of all groups of the cache.
         lengths: `[B]`, int32, of each member that was called, at addresses that stay.
         lost: for each member, tokens before this one may be overwritten.
     """

@@ -129,7 +129,7 @@ class Tiers:
         self.is_allocated = False
         self.here.free()
         self.home.free()
-        # Of each page, whether the copy there is what was written last.
+        # Whether the copy of each page there holds the last write.
         self._on_device = self._on_host = np.zeros(0, bool)
 
     def grow(self, pages: int) -> None:

@@ -21,7 +21,7 @@ class PagePool:
         layout: where the bytes of a page are.
         device: where the layer computes, after `allocate`.
         memory: the pages.
-        blocks: the pages that operations read: all of them, or those of `Tiers` on the device.
+        blocks: the pages that operations read: all pages, or the device's pages of `Tiers`.
     """
 
     layout: PageLayout

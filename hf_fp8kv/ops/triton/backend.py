@@ -119,8 +119,8 @@ def _describe_plan(
     """Return room for a call's partial sums, and what recordings have to know of it and the plan.
 
     All calls by a plan get the same room, because they run one after the other. It stays where it
-    is as long as the plan does: a CUDA graph knows the addresses of both. None: there are many
-    rows, for which a plan is hardly ever used.
+    is as long as the plan does: a CUDA graph holds the addresses of both. The room is None for many
+    rows, which hardly ever use a plan.
     """
     known: _OfPlan = vars(plan).setdefault("described", _OfPlan())
     key = query.shape, heads, dim

@@ -66,8 +66,8 @@ def _load_added(ptrs, within):
     """Return what is added to logits, in powers of two.
 
     The lowest number of bfloat16 stays one, so that a row of it is a plain mean. It must come from
-    a maximum: a GPU makes a product and the subtraction of the row's maximum one operation, which
-    does not round the product. Of such numbers that is far more than any logit.
+    a maximum: a GPU fuses a product with the subtraction of the row's maximum, and then does not
+    round the product. The rounding error of such a number is far larger than any logit.
     """
     x = tl.load(ptrs, mask=within, other=0.0).to(tl.float32)
     return tl.where(x == float("-inf"), x, tl.maximum(x * LOG2E, -2e38))
