@@ -53,7 +53,8 @@ class Blocks:
     @property
     def is_allocated(self) -> bool:
         """Whether there are pages, which may be 0."""
-        return bool(self.tensors)
+        # `bool` of a list would break the graph of a compiled step with torch 2.11.
+        return len(self.tensors) > 0
 
     def allocate(
         self, size: int, pages: int, device: torch.device, *, in_one: bool = False,
@@ -69,8 +70,9 @@ class Blocks:
         self.offsets = _NO_OFFSETS
 
     def _use(self, tensors: list[torch.Tensor]) -> None:
-        state = {"tensors": tensors, "offsets": locate_pages(tensors), "record": None}
-        vars(self).update(state)  # at once
+        offsets = locate_pages(tensors)
+        # No call between the three: an interrupt comes before or after all of them.
+        self.tensors, self.offsets, self.record = tensors, offsets, None
 
     def _new(self, pages: int, device: torch.device) -> list[torch.Tensor]:
         sizes = [pages] if self.in_one or not pages else self._cut(pages)

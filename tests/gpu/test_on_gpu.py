@@ -321,7 +321,10 @@ def test_a_decode_step_does_not_wait_for_the_device(static, keywords):
 @only_gpu
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_no_step_compiles_a_kernel_again(static, monkeypatch):
-    """By default, Triton compiles a kernel again for a length of 1 or a multiple of 16."""
+    """By default, Triton compiles a kernel again for a length of 1 or a multiple of 16.
+
+    The sequences have more than one page, so that kernels of split sequences are in the first step.
+    """
     from triton import knobs
 
     compiled: list[Any] = []
@@ -329,7 +332,7 @@ def test_no_step_compiles_a_kernel_again(static, monkeypatch):
     # No other test has compiled kernels for pages of this size.
     page_size = 32 if static else 128
     room = {"max_cache_len": 500} if static else {}
-    step = layer_step(filled(1, 2, 70, page_size=page_size, **room))
+    step = layer_step(filled(1, 2, 150, page_size=page_size, **room))
     for _ in range(3):
         step()
     before = len(compiled)
