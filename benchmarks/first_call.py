@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, choose_plan
 from hf_fp8kv.modeling.model_support import with_cache
-from hf_fp8kv.ops import registration
+from hf_fp8kv.ops import api
 from hf_fp8kv.utils.environment import describe_run
 
 from .shared import MODEL, TURNS, Result, main, with_model
@@ -34,9 +34,8 @@ class Operations(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if function.namespace == "hf_fp8kv":
-            name = function._opname.removesuffix("_by_host")
             with self:
-                return getattr(registration, f"run_{name}")(*args, **(kwargs or {}))
+                return api.RUN[function._opname](*args, **(kwargs or {}))
         self.count += not function.is_view
         return function(*args, **(kwargs or {}))
 

@@ -41,7 +41,7 @@ PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
 # Rows that leave out a mechanism: what is replaced, and by what.
 WITHOUT: dict[str, tuple[str, object]] = {
     f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._REPLAYS", False),
-    f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.direct.is_unobserved", lambda _: False),
+    f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_unobserved", lambda _: False),
 }
 # Steps of all layers in a turn: few, because the result is an undisturbed turn.
 _CALLS = 32

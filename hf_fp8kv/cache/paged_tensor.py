@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from .. import ops
 from ..errors import ConfigError
 from ..ops import Pages
-from ..ops.flattening import PAGE_FIELDS, flatten, unflatten
+from ..ops.pages import PAGE_FIELDS, flatten, unflatten
 from ..utils.warn_once import warn_once
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def pages_of(handle: PagedKV) -> Pages:
     """Return the pages behind a handle; both handles of a layer have the same."""
     if not torch.compiler.is_compiling() and handle.pages is not None:
         return handle.pages
-    return unflatten(tuple([getattr(handle, name) for name in PAGE_FIELDS]))
+    return unflatten([getattr(handle, name) for name in PAGE_FIELDS])
 
 
 _MADE_DENSE = (

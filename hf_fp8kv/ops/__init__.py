@@ -18,9 +18,9 @@ What a stored code stands for (reference.py is the specification):
 """
 
 # Only names in here: the folders `torch`, `numba` and `triton` become attributes of this package.
+from .api import advance, attend, gather, make_plan, plan_rows, write
 from .backends import BACKENDS, CHOICES, available_backends, choose_backend, prepare_backend
 from .pages import AttentionSpec, Pages, StoredSide
-from .registration import advance, attend, gather, make_plan, plan_rows, write
 
 __all__ = [
     "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance",

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """The functions of a backend's module. Arguments and errors are those of registration.py."""
+    """The functions of a backend's module. Arguments and errors are those of api.py."""
 
     def write(self, pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
         """Store `key`, `[B, Hkv, T, Dk]`, and `value`, `[B, Hkv, T, Dv]`, up to `lengths`."""
@@ -117,12 +117,15 @@ CHOICES = ("auto", "torch", "numba", "triton")
 
 def available_backends() -> dict[str, str | None]:
     """Return for each backend None if it runs here, otherwise why it does not."""
-    numba = "numba is not installed: pip install 'hf-fp8kv[cpu]'"
-    return {
-        "torch": None,
-        "numba": None if _is_installed("numba") else numba,
-        "triton": _why_not_triton(),
-    }
+    return {name: _why_not(name) for name in CHOICES if name != AUTO}
+
+
+def _why_not(name: str) -> str | None:
+    if name == "triton":
+        return _why_not_triton()
+    if name == "numba" and not _is_installed("numba"):
+        return "numba is not installed: pip install 'hf-fp8kv[cpu]'"
+    return None
 
 
 # Not `functools.cache`, which Dynamo warns of.
@@ -158,7 +161,7 @@ def choose_backend(name: str, device: torch.device) -> str:
     if name not in CHOICES:
         raise BackendError(f"backend: expected one of {', '.join(CHOICES)}, got {name!r}")
     best = name if name != AUTO else "numba" if device.type == "cpu" else "triton"
-    why = available_backends()[best] or _why_not_on(best, device)
+    why = _why_not(best) or _why_not_on(best, device)
     if why is None:
         return best
     if name != AUTO:

@@ -1,5 +1,6 @@
 """Arguments of the operations: one layer's stored keys and values, and how to attend to them."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..formats import AUTO
 from .page_layout import PageLayout, page_layout
 
-# Marks a tensor that `write` changes. The schemas of flattening.py are made of these types.
+# Marks a tensor that `write` changes. The schemas of api.py follow from the types of the records.
 WRITTEN = "written"
 
 
@@ -143,3 +144,22 @@ class AttentionSpec(NamedTuple):
     bias: Tensor | None = None
     bounds: Tensor | None = None
     latent: bool = False
+
+
+# Names of what `flatten` returns.
+PAGE_FIELDS = (
+    *[f"{side}_{name}" for side in "kv" for name in StoredSide._fields], *Pages._fields[2:],
+)  # fmt: skip
+_SIDE = len(StoredSide._fields)
+
+
+def flatten(pages: Pages) -> tuple[Any, ...]:
+    """Return the fields of `pages.k`, then those of `pages.v`, then the others."""
+    others: tuple[Any, ...] = pages[2:]
+    return (*pages.k, *pages.v, *others)
+
+
+def unflatten(leaves: Sequence[Any]) -> Pages:
+    """Return the pages that `flatten` took apart."""
+    k, v = leaves[:_SIDE], leaves[_SIDE : 2 * _SIDE]
+    return Pages(StoredSide(*k), StoredSide(*v), *leaves[2 * _SIDE :])

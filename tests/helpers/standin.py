@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.ops import AttentionSpec, Pages, direct, reference, registration
+from hf_fp8kv.ops import AttentionSpec, Pages, api, reference
 
 __all__ = ["Made", "triton_standin"]
 
@@ -69,11 +69,10 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
         write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
         plan_rows=plan_rows,
     )  # fmt: skip
-    others = registration.load_backend
-    for caller in (registration, direct):
-        monkeypatch.setattr(caller, "load_triton", lambda: module)
-        monkeypatch.setattr(
-            caller, "load_backend", lambda name: module if name == "triton" else others(name)
-        )
+    others = api.load_backend
+    monkeypatch.setattr(api, "load_triton", lambda: module)
+    monkeypatch.setattr(
+        api, "load_backend", lambda name: module if name == "triton" else others(name)
+    )
     monkeypatch.setattr(ops, "choose_backend", lambda name, _device: name)
     return made

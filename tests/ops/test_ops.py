@@ -20,9 +20,9 @@ from hf_fp8kv import ops
 from hf_fp8kv.errors import BackendError, FP8KVError, OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import code_table
-from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
+from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import pack_pages
-from hf_fp8kv.ops.flattening import PAGE_FIELDS, flatten, unflatten
+from hf_fp8kv.ops.pages import PAGE_FIELDS, flatten, unflatten
 from hf_fp8kv.ops.triton.target import Target, assuming
 from hf_fp8kv.ops.visibility import mask_bounds
 from hf_fp8kv.utils import warn_once
@@ -135,7 +135,7 @@ def poisoned(case: Case) -> Pages:
 def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
     """The same pages, in one block, with another tensor for each."""
     leaves = flatten(in_one_block(pages))
-    return unflatten(tuple([function(x) if isinstance(x, Tensor) else x for x in leaves]))
+    return unflatten([function(x) if isinstance(x, Tensor) else x for x in leaves])
 
 
 def copy(pages: Pages) -> Pages:
@@ -732,7 +732,7 @@ GPUS = {
 )
 def test_gpus_that_the_kernels_are_for(expected, name, monkeypatch, caplog):
     monkeypatch.setattr(warn_once, "_WARNED", set())
-    monkeypatch.setattr(backends, "available_backends", lambda: dict.fromkeys(ops.CHOICES))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device = torch.device(name if name in ("mps", "xpu") else "cuda")
     with assuming(Target.parse(name if device.type == "cuda" else "sm_90")):
         for _ in range(2):
@@ -807,7 +807,7 @@ def spoil(rng: random.Random, x: Any) -> Any:
 
 def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None, Pages]:
     """Return the result of an operation or the kind of its error, and the pages after it."""
-    pages = copy(unflatten(tuple(x[name] for name in PAGE_FIELDS)))
+    pages = copy(unflatten([x[name] for name in PAGE_FIELDS]))
     spec = AttentionSpec(**{name: x[name] for name in AttentionSpec._fields if name in x})
     try:
         return OPERATIONS[operation](x, pages, spec, backend), pages

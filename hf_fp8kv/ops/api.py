@@ -1,0 +1,352 @@
+"""The operations on stored pages, for callers and for torch's dispatcher.
+
+The dispatcher takes longer than all that a decode step needs besides. It is used only where
+something observes operations: compilers, modes, transforms and profilers of torch, tensors without
+values, subclasses, and gradients.
+"""
+
+import itertools
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OutOfPagesError
+from .backends import load_backend, load_triton
+from .pages import PAGE_FIELDS, WRITTEN, AttentionSpec, Pages, flatten, unflatten
+from .sizes import check_sizes
+
+
+def write(
+    pages: Pages,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    backend: str,
+    limit: int | None = None,
+) -> None:
+    """Store new tokens: token `t` of sequence `b` at position `lengths[b] - T + t`.
+
+    Args:
+        pages: Where to. Codes and dynamic scales are overwritten.
+        key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
+        value: `[B, Hkv, T, Dv]`, the same.
+        lengths: `[B]`, int32, tokens stored, with those of this call.
+        backend: A key of `BACKENDS`, as `choose_backend` returns it.
+        limit: Most tokens of a sequence. None means as many as it has pages for.
+
+    Raises:
+        OutOfPagesError: On a CPU, a token has no page or would pass the limit. Nothing is stored.
+            On other devices, such tokens are not stored, and nothing is raised.
+    """
+    run = _write if is_unobserved(key) else _choose(_WRITE, backend)
+    run(key, value, lengths, limit, backend, pages)
+
+
+def gather(
+    pages: Pages,
+    lengths: Tensor,
+    side: str,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    ragged: bool,
+    backend: str,
+) -> Tensor:
+    """Return the dense keys or values of positions `start` to `stop - 1`.
+
+    Args:
+        pages: Where from.
+        lengths: `[B]`, int32, tokens stored.
+        side: "k" or "v".
+        start: First position.
+        stop: One past the last position.
+        dtype: Dtype of the result.
+        ragged: Whether positions from `lengths[b]` on occur. They are zero in the result.
+        backend: A key of `BACKENDS`.
+
+    Returns:
+        `[B, Hkv, stop - start, D]`, contiguous. Positions of released pages hold anything.
+    """
+    run = _gather if is_unobserved(lengths) else _choose(_GATHER, backend)
+    dense: Tensor = run(lengths, side, start, stop, dtype, ragged, backend, pages)
+    return dense
+
+
+def attend(
+    query: Tensor,
+    pages: Pages,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
+    *,
+    plan: Tensor | None = None,
+    backend: str,
+) -> Tensor:
+    """Return softmax attention over stored positions `start` to `stop - 1`.
+
+    Args:
+        query: `[B, Hq, T, Dk]`, floating. `Hq` is a multiple of `Hkv`. Query `t` is the token at
+            position `lengths[b] - T + t`.
+        pages: The stored keys and values.
+        lengths: `[B]`, int32, tokens stored, with those of this call.
+        start: Position of the first column of `spec.mask` and `spec.bias`.
+        stop: One past the last position.
+        spec: Scaling, causality, window, softcap, sinks, mask and bias.
+        plan: What `make_plan` wrote for these lengths, number of query tokens, window and start.
+            Without one, a backend that needs it makes it.
+        backend: A key of `BACKENDS`.
+
+    Returns:
+        `[B, T, Hq, Dv]`, of the query's dtype. `AttentionSpec` describes the result for latents.
+        A query that sees nothing gives zero.
+    """
+    run = _attend if is_unobserved(query) else _choose(_ATTEND, backend)
+    attended: Tensor = run(query, lengths, start, stop, plan, backend, spec, pages)
+    return attended
+
+
+def advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
+    """Return `lengths + tokens`, the lengths of a `write` of `tokens`.
+
+    Compiled code raises here what `write` raises, because it may compute from the result before
+    the write.
+    """
+    if backend == "triton" or not torch.compiler.is_compiling():
+        return lengths + tokens
+    after: Tensor = _ADVANCE(lengths, tokens, limit, backend)
+    return after
+
+
+def plan_rows(
+    backend: str,
+    device: torch.device,
+    batch: int,
+    heads: int,
+    length: int | None = None,
+    rows: int = 1,
+) -> int | None:
+    """Return the rows of a plan for `batch` sequences and `heads` KV heads.
+
+    Args:
+        backend: A key of `BACKENDS`.
+        device: Device of the pages.
+        batch: Number of sequences.
+        heads: KV heads.
+        length: Tokens that each sequence has to read, if all read the same. Where splitting would
+            not pay, the plan has no room for it, and no kernel merges parts.
+        rows: Query heads per KV head, times query tokens. With more rows a GPU holds fewer
+            programs at once, and `attend` does not use a plan with too many parts.
+
+    Returns:
+        None for a backend without plans.
+    """
+    if backend != "triton":
+        return None
+    return load_triton().plan_rows(device, batch, heads, length, rows)
+
+
+def make_plan(
+    plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str
+) -> None:
+    """Decide on the device which program reads which tokens, for all layers of a step.
+
+    Args:
+        plan: int32, `[plan_rows(...), 4]`, overwritten.
+        lengths: `[B]`, int32, tokens stored, with those of this step.
+        tokens: Query tokens of this step, T.
+        window: As in `AttentionSpec`.
+        start: As in `attend`.
+        heads: KV heads, as in `plan_rows`.
+        backend: "triton", the only one with plans.
+    """
+    run = _plan if is_unobserved(lengths) else _PLAN
+    run(plan, lengths, tokens, window, start, heads, backend)
+
+
+def is_unobserved(x: Tensor) -> bool:
+    """Return whether an operation on `x` may call its backend without the dispatcher."""
+    return not (
+        torch.compiler.is_dynamo_compiling()
+        or torch.is_grad_enabled()
+        or type(x) is not Tensor
+        or x.is_meta
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+
+
+# -- operations: the backend comes last, but for records ------------------------------------------
+
+# Stands for a backend where tensors have no values: sizes are compared, and results are empty.
+_FAKE = "fake"
+
+
+def _write(
+    key: Tensor, value: Tensor, lengths: Tensor, limit: int | None, backend: str, pages: Pages
+) -> None:
+    check_sizes(pages, lengths, new=(key, value))
+    if backend == _FAKE:
+        return
+    _check_limit(lengths, key.shape[2], limit)
+    if backend == "triton":
+        load_triton().write(pages, key, value, lengths, limit)
+    else:
+        load_backend(backend).write(pages, key, value, lengths)
+
+
+def _gather(
+    lengths: Tensor, side: str, start: int, stop: int, dtype: torch.dtype, ragged: bool,
+    backend: str, pages: Pages,
+) -> Tensor:  # fmt: skip
+    check_sizes(pages, lengths, start, stop)
+    if backend == _FAKE:
+        dim = (pages.k if side == "k" else pages.v).head_dim
+        return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
+    return load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
+
+
+def _attend(
+    query: Tensor, lengths: Tensor, start: int, stop: int, plan: Tensor | None, backend: str,
+    spec: AttentionSpec, pages: Pages,
+) -> Tensor:  # fmt: skip
+    check_sizes(pages, lengths, start, stop, query, spec)
+    if backend == _FAKE:
+        batch, heads, tokens, _ = query.shape
+        dim = (pages.k if spec.latent else pages.v).head_dim
+        return query.new_empty((batch, tokens, heads, dim))
+    if backend == "triton":
+        return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
+    return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
+
+
+def _attend_once(
+    query: Tensor, lengths: Tensor, start: int, stop: int, plan: Tensor | None, backend: str,
+    spec: AttentionSpec, pages: Pages,
+) -> Tensor:  # fmt: skip
+    """Attend, and keep nothing with the plan.
+
+    The CUDA graphs of torch.compile refuse memory that outlives a call and is no result of it.
+    """
+    alias = None if plan is None else plan.detach()
+    return _attend(query, lengths, start, stop, alias, backend, spec, pages)
+
+
+def _plan(
+    plan: Annotated[Tensor, WRITTEN], lengths: Tensor, tokens: int, window: int, start: int,
+    heads: int, backend: str,
+) -> None:  # fmt: skip
+    if backend != _FAKE:
+        load_triton().make_plan(plan, lengths, tokens, window, start, heads)
+
+
+def _advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
+    after = lengths + tokens
+    if backend != _FAKE:
+        _check_limit(after, tokens, limit)
+    return after
+
+
+def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
+    """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
+    if limit is not None and lengths.is_cpu and (most := int(lengths.max())) > limit:
+        raise OutOfPagesError.of_tokens(limit, most - tokens, tokens)
+
+
+# -- registration --------------------------------------------------------------------------------
+
+# A library rather than `torch.library.custom_op`, whose dispatch takes six times as long.
+_LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
+_BY_HOST = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+_TYPES = {
+    Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool",
+    torch.dtype: "ScalarType",
+}  # fmt: skip
+# The function of each operation, by its name in the dispatcher.
+RUN: dict[str, Callable[..., Any]] = {}
+
+
+def _register(name: str, function: Callable[..., Any], *, by_host: bool) -> Callable[..., Any]:
+    """Return a call of `function` by the dispatcher.
+
+    `by_host`: Whether the operation reads values on the host, as all backends but "triton" do. A
+    CUDA graph cannot hold that, and torch wants such an operation to have a tag.
+    """
+    *hints, (_, result) = typing.get_type_hints(function, include_extras=True).items()
+    count = sum(not _is_record(kind) for _, kind in hints)
+    # An operation that returns nothing writes.
+    writes = result is type(None)
+    leaves = [leaf for hint in hints for leaf in _leaves(*hint)]
+    schema = ", ".join(f"{_schema_type(kind, writes)} {leaf}" for leaf, kind in leaves)
+
+    def run(*args: Any) -> Any:
+        return function(*args[:count], *_join(args[count:]))
+
+    def fake(*args: Any) -> Any:
+        return function(*args[: count - 1], _FAKE, *_join(args[count:]))
+
+    def call(*args: Any) -> Any:
+        fields = [flatten(x) if isinstance(x, Pages) else x for x in args[count:]]
+        return operation(*args[:count], *itertools.chain(*fields))
+
+    _LIBRARY.define(f"{name}({schema}) -> {'()' if writes else 'Tensor'}", tags=_BY_HOST * by_host)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hf_fp8kv::{name}", fake, lib=_LIBRARY)
+    operation = getattr(torch.ops.hf_fp8kv, name).default
+    RUN[name] = run
+    return call
+
+
+def _join(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the records that end the arguments: none, pages, or a spec and pages."""
+    count = len(leaves) - len(PAGE_FIELDS)
+    spec = [AttentionSpec(*leaves[:count])] if count > 0 else []
+    return (*spec, unflatten(leaves[count:])) if leaves else ()
+
+
+def _is_record(kind: Any) -> bool:
+    return hasattr(kind, "_fields")
+
+
+def _leaves(name: str, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield name and type of each argument of a schema: `k_format` for `format` of `k`."""
+    if not _is_record(kind):
+        yield prefix + name, kind
+        return
+    hints = typing.get_type_hints(kind, include_extras=True)
+    inner = "" if kind in (Pages, AttentionSpec) else f"{prefix}{name}_"
+    for field in kind._fields:
+        yield from _leaves(field, hints[field], inner)
+
+
+def _schema_type(kind: Any, writes: bool) -> str:
+    mark, optional = "", ""
+    if typing.get_origin(kind) is Annotated:
+        kind, *marks = typing.get_args(kind)
+        mark = "(a!)" if writes and WRITTEN in marks else ""
+    if isinstance(kind, types.UnionType):
+        kind, _none = typing.get_args(kind)
+        optional = "?"
+    return f"{_TYPES[kind]}{mark}{optional}"
+
+
+def _choose(operations: tuple[Callable[..., Any], ...], backend: str) -> Callable[..., Any]:
+    return operations[backend != "triton"]
+
+
+def _register_both(name: str, function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    by_host = _register(f"{name}_by_host", function, by_host=True)
+    return _register(name, function, by_host=False), by_host
+
+
+_WRITE = _register_both("write", _write)
+_GATHER = _register_both("gather", _gather)
+_ATTEND = _register_both("attend", _attend_once)
+_PLAN = _register("plan", _plan, by_host=False)
+_ADVANCE = _register("advance_by_host", _advance, by_host=True)
