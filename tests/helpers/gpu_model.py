@@ -3,8 +3,8 @@
 The model covers the properties of an H200 (132 processors, 4.3 TB/s of usable bandwidth) that the
 plan depends on. Programs start in order, each where a place is free. A processor with one to six
 programs reads a fixed number of bytes per clock, and all processors together cannot read more than
-the memory delivers. The last program of a sequence merges its parts. A program reads nothing at its
-beginning and end. Nothing else is modeled, so only ratios are meaningful.
+the memory delivers. A program reads nothing at its beginning and end. A second kernel merges parts
+after all of them. Nothing else is modeled, so only ratios are meaningful.
 
 Six programs of two warps read 40 bytes per clock, by a cycle model of one processor that runs the
 machine code of the main loop. One program alone reads 10, an estimate: its warps have as many
@@ -34,9 +34,9 @@ BANDWIDTH = 4.3e6  # of the memory, in bytes per microsecond
 # Microseconds before a program's first bytes (its launch, its row of the plan, the page table, the
 # query) and after its last bytes (sums over warps, and the stores).
 START, END = 1.5, 0.5
-# Microseconds of merging a sequence (atomics and latencies), and of each part (4 rows of 128
-# float32 at 40 bytes per clock, and their sums).
-MERGE, MERGE_STEP = 1.2, 0.033
+# Microseconds of the second kernel, an estimate: its start, and what each part of the sequence with
+# the most parts adds.
+MERGE, MERGE_STEP = 1.9, 0.033
 
 
 class Part(NamedTuple):
@@ -58,16 +58,13 @@ class _Processor:
     version: int = 0
 
 
-def run_parts(sizes: Iterable[int], merged: Sequence[int | None]) -> float:
+def run_parts(sizes: Iterable[int]) -> float:
     """Return the microseconds until programs that read so many bytes are done.
 
-    `merged` has the number of the sequence that each program's part is merged into, or None. `flow`
-    is the time that would have passed if the memory were fast enough, so that all processors read
-    at their own rates.
+    `flow` is the time that would have passed if the memory were fast enough, so that all processors
+    read at their own rates.
     """
     waiting = enumerate(sizes)
-    left = Counter(merged)
-    counts = dict(left)
     processors = [_Processor() for _ in range(PROCESSORS)]
     # When, order, processor, program, bytes to read.
     timers: list[tuple[float, int, int, int, float | None]] = []
@@ -83,13 +80,6 @@ def run_parts(sizes: Iterable[int], merged: Sequence[int | None]) -> float:
             return 0
         heapq.heappush(timers, (now + START, next(order), p, program, float(size)))
         return 1
-
-    def merge(program: int) -> float:
-        whose = merged[program]
-        left[whose] -= 1
-        if whose is None or left[whose]:
-            return 0.0
-        return MERGE + MERGE_STEP * counts[whose]
 
     def rate(count: int) -> float:
         return RATES[count - 1] if count else 0.0
@@ -132,7 +122,7 @@ def run_parts(sizes: Iterable[int], merged: Sequence[int | None]) -> float:
             one = settle(p)
             demand -= rate(len(one.ends))
             _, program = heapq.heappop(one.ends)
-            until = now + END + merge(program)
+            until = now + END
             heapq.heappush(timers, (until, next(order), p, program, None))
         demand += rate(len(one.ends))
         expect(p)
@@ -142,8 +132,9 @@ def run_parts(sizes: Iterable[int], merged: Sequence[int | None]) -> float:
 def time_of(parts: Sequence[Part], lengths: Sequence[int], heads: int) -> float:
     """Return the microseconds of a plan."""
     sizes = [(min(p.end * UNIT, lengths[p.sequence]) - p.begin * UNIT) for p in parts]
-    merged = [None if p.whole else p.sequence * heads + h for p in parts for h in range(heads)]
-    return run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)], merged)
+    read = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)])
+    split = Counter(part.sequence for part in parts if not part.whole)
+    return read + (MERGE + MERGE_STEP * max(split.values()) if split else 0.0)
 
 
 def bound(lengths: Sequence[int], heads: int) -> float:

@@ -15,7 +15,7 @@ from . import softmax
 from .codec import MOVED, Codec, codec_for, widened
 from .rotation import block_of
 from .target import Target, next_power_of_2, target_of
-from .tuning import Workload
+from .tuning import LaunchConfig, Workload
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -87,8 +87,8 @@ class Factors(NamedTuple):
     out: float
 
 
-# Compared by identity, since a launch looks its kernel up by its constants: `shape_of` and
-# `features_of` make one for each set of values.
+# Compared by identity, since a launch looks its kernel up by its constants: `shape_of` and the
+# others below make one for each set of values.
 @dataclass(frozen=True, eq=False)
 class Shape:
     """Sizes that kernels are compiled for; widths are dims padded to what a dot product takes.
@@ -135,8 +135,28 @@ class Features:
     precision: str
 
 
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """What an attention kernel is compiled for: its only constexpr parameter, `CALL`.
+
+    Attributes:
+        shape: Sizes.
+        features: What is computed.
+        k_codec: How codes of K become operands of a product.
+        v_codec: The same for V.
+        config: Launch parameters.
+    """
+
+    shape: Shape
+    features: Features
+    k_codec: Codec
+    v_codec: Codec
+    config: LaunchConfig
+
+
 shape_of = functools.cache(Shape)
 features_of = functools.cache(Features)
+_constants_of = functools.cache(Constants)
 
 
 @dataclass(frozen=True)
@@ -200,13 +220,11 @@ class AttentionArgs:
         """Strides that kernels are not specialized for, in the kernels' order."""
         return (self.tensors.table.stride(0), *self.mask_strides, *self.bias_strides)
 
-    @property
-    def constants(self) -> dict[str, object]:
-        """Constexpr parameters that do not depend on the launch's configuration."""
-        return {
-            "SHAPE": self.shape, "FEATURES": self.features,
-            "K_CODEC": self.k_codec, "V_CODEC": self.v_codec,
-        }  # fmt: skip
+    def options(self, config: LaunchConfig) -> dict[str, object]:
+        """Return the constexpr parameter of a kernel, and the options of Triton."""
+        codecs = self.k_codec, self.v_codec
+        call = _constants_of(self.shape, self.features, *codecs, config)
+        return {"CALL": call, **config.options()}
 
 
 def _pad(size: int) -> int:

@@ -15,11 +15,13 @@ row to just under float16's largest number: it does not underflow where the resu
 What happens between the two products is in softmax.py; latents, which are both, in latent.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .codec import decode_for_dot, keep
-from .latent import attend_latents, join_chunks, split_chunks
+from .latent import add_latents, join_chunks, multiply_latents, split_chunks
 from .places import find_place, load_codes, load_scales
 from .rotation import mix
 from .softmax import (
@@ -37,55 +39,134 @@ from .softmax import (
     weigh,
 )
 
+# Records of device code. Triton specializes kernels for integers within a tuple, so that those that
+# differ from step to step are single parameters of kernels, and join a record inside of them.
+
+
+class Strides(NamedTuple):
+    """Strides of batch, head and token; `table` of the batch alone."""
+
+    query: Any
+    table: Any
+    mask: Any
+    bias: Any
+
+
+class Span(NamedTuple):
+    """The positions `low` to `high - 1`, and `start` and `window` of `ops.attend`."""
+
+    low: Any
+    high: Any
+    start: Any
+    window: Any
+
+
+class Rows(NamedTuple):
+    """Query rows of a program. Those past the last also have an existing head and token.
+
+    Attributes:
+        b, h: The sequence and the KV head.
+        row, head, t, position: `[ROWS]`, the number, query head, token and position of each.
+        exists: `[ROWS]`, whether it is one.
+        first_q, last_q: The least and the greatest position of those that exist.
+    """
+
+    b: Any
+    h: Any
+    row: Any
+    head: Any
+    t: Any
+    position: Any
+    exists: Any
+    first_q: Any
+    last_q: Any
+
+
+class View(NamedTuple):
+    """What the rows of a program look at.
+
+    Attributes:
+        h: The KV head.
+        begin, end: The first position that a row may see, and one past the last.
+        start, window: As in `Span`.
+        table_ptr: The pages of the sequence.
+        mask_ptr: Of the sequence, or `[ROWS]`, of each row, as its kind says.
+        bias_ptr: `[ROWS]`, of each row, or None.
+    """
+
+    h: Any
+    begin: Any
+    end: Any
+    start: Any
+    window: Any
+    table_ptr: Any
+    mask_ptr: Any
+    bias_ptr: Any
+
 
 @triton.jit
-def attend_rows(
-    tensors, factors, b, h, head, t, exists, length, tokens, low, high, first_t, last_t,
-    start, window, query_strides, table_b, mask_strides, bias_strides,
-    SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Return the attention of some query rows over positions `low` to `high - 1`, unfinished.
+def find_rows(b, h, block, tokens, length, CALL: tl.constexpr):
+    """Return the `Rows` of block number `block` of a sequence of `length` tokens."""
+    GROUPS: tl.constexpr = CALL.shape.groups
+    ROWS: tl.constexpr = CALL.config.rows
+    count = GROUPS * tokens
+    first = block * ROWS
+    rows = first + tl.arange(0, ROWS)
+    row = tl.minimum(rows, count - 1)
+    t = row // GROUPS
+    before = length - tokens
+    last = (tl.minimum(first + ROWS, count) - 1) // GROUPS
+    return Rows(
+        b, h, row, h * GROUPS + row % GROUPS, t, before + t, rows < count,
+        before + first // GROUPS, before + last,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
+    """Return the attention of query rows over the positions of `span`, unfinished.
 
     That is acc `[ROWS, out_width]`, the sum of weights times codes of values; m_i `[ROWS]`, the
     power of two that weights are relative to; and l_i `[ROWS]`, the sum of weights; all float32.
-    SWAPPED: products have their operands, and acc its axes, the other way round. CHUNKS: see
-    latent.py. `head`, `t` and `exists`, `[ROWS]`, are the query head and token of each row, and
-    whether it is one: rows past the last stand for an existing head and token too. `first_t` and
-    `last_t` are the least and the greatest `t` that exist.
+    With `config.swapped`, products have their operands, and acc its axes, the other way round. With
+    `config.chunks`, see latent.py.
     """
-    q_position = length - tokens + t
-    first_q = length - tokens + first_t
-    last_q = length - tokens + last_t
-    end = high
+    SHAPE: tl.constexpr = CALL.shape
+    FEATURES: tl.constexpr = CALL.features
+    ROWS: tl.constexpr = CALL.config.rows
+    TILE: tl.constexpr = CALL.config.tile
+    MASKED_TILE: tl.constexpr = CALL.config.masked_tile
+    SWAPPED: tl.constexpr = CALL.config.swapped
+    CHUNKS: tl.constexpr = CALL.config.chunks
+    b, h = rows.b, rows.h
+    end = span.high
     if FEATURES.causal:
-        end = tl.minimum(end, last_q + 1)
-    begin = tl.maximum(low, start)
+        end = tl.minimum(end, rows.last_q + 1)
+    begin = tl.maximum(span.low, span.start)
     if FEATURES.windowed:
-        begin = tl.maximum(begin, last_before_window(first_q, window) + 1)
+        begin = tl.maximum(begin, last_before_window(rows.first_q, span.window) + 1)
     begin = tl.maximum(begin, 0)
 
     # Positions that every row sees: `full` to `full_end - 1`.
     full = begin
     full_end = end
     if FEATURES.causal:
-        full_end = tl.minimum(full_end, first_q + 1)
+        full_end = tl.minimum(full_end, rows.first_q + 1)
     if FEATURES.windowed:
-        full = tl.maximum(full, last_before_window(last_q, window) + 1)
+        full = tl.maximum(full, last_before_window(rows.last_q, span.window) + 1)
     mask_ptr = tensors.mask
     if FEATURES.mask == COMPACT:
-        mask_ptr += b.to(tl.int64) * mask_strides[0]
-        bounds_ptr = tensors.bounds + b.to(tl.int64) * mask_strides[1]
+        mask_ptr += b.to(tl.int64) * strides.mask[0]
+        bounds_ptr = tensors.bounds + b.to(tl.int64) * strides.mask[1]
         begin = tl.maximum(begin, tl.load(bounds_ptr))
         full = tl.maximum(full, tl.load(bounds_ptr + 1))
     elif FEATURES.mask != NO_MASK:
-        mask_ptr += _row_offset(mask_strides, b, head, t)
+        mask_ptr += _row_offset(strides.mask, rows)
     if FEATURES.mask == COMPLETE:
         full_end = 0
     bias_ptr = tensors.bias
     if bias_ptr is not None:
-        bias_ptr += _row_offset(bias_strides, b, head, t)
+        bias_ptr += _row_offset(strides.bias, rows)
 
     # Tiles [main, main_end) need no mask; what is before and after them does, and is read in tiles
     # of another size: a program waits for these, and they take the most registers.
@@ -99,27 +180,7 @@ def attend_rows(
     after = tl.minimum(main_end * PER_TILE, last)
     masked = before + last - after
 
-    query_ptrs = tensors.query + _row_offset(query_strides, b, head, t)
-    q, factor, offset = _load_query(
-        query_ptrs, tensors.k, factors.k_scaling, factors.scaling, b, h, exists, SHAPE.heads,
-        SHAPE.k_dim, SHAPE.k_width, SHAPE.k_block, FEATURES.centered, K_CODEC,
-    )  # fmt: skip
-    factor *= LOG2E
-    offset *= LOG2E
-    if FEATURES.latent:
-        positions, v_factor, _ = _load_query(
-            query_ptrs + SHAPE.k_dim, tensors.v, factors.v_scaling, factors.scaling, b, h, exists,
-            SHAPE.heads, SHAPE.v_dim, SHAPE.v_width, SHAPE.v_block, False, V_CODEC,
-        )  # fmt: skip
-        v_factor *= LOG2E
-        # Else their layout would be made for what rotation computes with.
-        q = keep(q, K_CODEC)
-        positions = keep(positions, V_CODEC)
-        if CHUNKS > 1:
-            q = split_chunks(q, CHUNKS)
-        query = (q, factor, positions, v_factor)
-    else:
-        query = (q, factor, offset, None)
+    query = _load_rows(tensors, factors, rows, strides.query, CALL)
     WIDTH: tl.constexpr = SHAPE.out_width
     if CHUNKS > 1:
         acc = tl.zeros([CHUNKS, ROWS, WIDTH // CHUNKS], tl.float32)
@@ -131,23 +192,23 @@ def attend_rows(
         l_i = tl.zeros([ROWS], tl.float32)
     else:
         l_i = tl.zeros([TILE, ROWS] if SWAPPED else [ROWS, TILE], tl.float32)
-    table_ptr = tensors.table + b.to(tl.int64) * table_b
+    table_ptr = tensors.table + b.to(tl.int64) * strides.table
+    view = View(h, begin, end, span.start, span.window, table_ptr, mask_ptr, bias_ptr)
 
     # The number of a tile's page is loaded two tiles ahead, and its offset one: the tile's own
-    # loads can then be started as far ahead as `STAGES` says.
+    # loads can then be started as far ahead as there are stages.
     page = tl.load(table_ptr + main * TILE // SHAPE.page_size, mask=main < main_end, other=0)
     next_place = find_place(tensors.k, tl.maximum(page, 0))
     later = tl.minimum(main + 1, main_end - 1)
     page = tl.load(table_ptr + later * TILE // SHAPE.page_size, mask=main < main_end, other=0)
-    for j in tl.range(main, main_end, num_stages=STAGES):
+    for j in tl.range(main, main_end, num_stages=CALL.config.stages):
         place = next_place
         next_place = find_place(tensors.k, tl.maximum(page, 0))
         later = tl.minimum(j + 2, main_end - 1)
         page = tl.load(table_ptr + later * TILE // SHAPE.page_size)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, query, j, place, table_ptr, h, q_position, exists, begin, end, start,
-            window, tensors, mask_ptr, bias_ptr, factors.softcap, SHAPE, FEATURES, K_CODEC,
-            V_CODEC, TILE, SWAPPED, CHUNKS, MASKED=False,
+            acc, m_i, l_i, query, j, place, tensors, factors.softcap, rows, view, CALL,
+            MASKED=False,
         )  # fmt: skip
     if ROWS <= SUMMED_LATE:
         l_i = tl.sum(l_i, 0 if SWAPPED else 1)
@@ -156,9 +217,7 @@ def attend_rows(
         page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // SHAPE.page_size), 0)
         place = find_place(tensors.k, page)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, query, j, place, table_ptr, h, q_position, exists, begin, end, start,
-            window, tensors, mask_ptr, bias_ptr, factors.softcap, SHAPE, FEATURES, K_CODEC,
-            V_CODEC, MASKED_TILE, SWAPPED, CHUNKS, MASKED=True,
+            acc, m_i, l_i, query, j, place, tensors, factors.softcap, rows, view, CALL, MASKED=True
         )  # fmt: skip
     if CHUNKS > 1:
         acc = join_chunks(acc)
@@ -166,15 +225,49 @@ def attend_rows(
 
 
 @triton.jit
-def _row_offset(strides, b, head, t):
+def _row_offset(strides, rows):
     return (
-        b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + t.to(tl.int64) * strides[2]
+        rows.b.to(tl.int64) * strides[0]
+        + rows.head.to(tl.int64) * strides[1]
+        + rows.t.to(tl.int64) * strides[2]
     )
 
 
 @triton.jit
+def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
+    """Return the rows as products take them, and what logits then lack: a factor, and q c.
+
+    Of latents: their part of the rows and its factor, and the same two of positions.
+    """
+    SHAPE: tl.constexpr = CALL.shape
+    K_CODEC: tl.constexpr = CALL.k_codec
+    V_CODEC: tl.constexpr = CALL.v_codec
+    CHUNKS: tl.constexpr = CALL.config.chunks
+    ptrs = tensors.query + _row_offset(strides, rows)
+    q, factor, offset = _load_query(
+        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, SHAPE.heads, SHAPE.k_dim,
+        SHAPE.k_width, SHAPE.k_block, CALL.features.centered, K_CODEC,
+    )  # fmt: skip
+    factor *= LOG2E
+    # (Triton takes no return before the last statement where other returns differ.)
+    if CALL.features.latent:
+        positions, v_factor, _ = _load_query(
+            ptrs + SHAPE.k_dim, tensors.v, factors.v_scaling, factors.scaling, rows, SHAPE.heads,
+            SHAPE.v_dim, SHAPE.v_width, SHAPE.v_block, False, V_CODEC,
+        )  # fmt: skip
+        # Else their layout would be made for what rotation computes with.
+        q = keep(q, K_CODEC)
+        positions = keep(positions, V_CODEC)
+        if CHUNKS > 1:
+            q = split_chunks(q, CHUNKS)
+        return q, factor, positions, v_factor * LOG2E
+    else:
+        return q, factor, offset * LOG2E
+
+
+@triton.jit
 def _load_query(
-    ptrs, side, code_scaling, scaling, b, h, exists, HEADS: tl.constexpr, DIM: tl.constexpr,
+    ptrs, side, code_scaling, scaling, rows, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
     """Return the query rows as the product with codes takes them, what logits lack, and q c.
@@ -185,16 +278,16 @@ def _load_query(
         code_scaling, scaling: of products with codes, and with keys; see `Factors`.
     """
     d = tl.arange(0, WIDTH)
-    real = exists[:, None] & (d < DIM)[None, :]
+    real = rows.exists[:, None] & (d < DIM)[None, :]
     q = tl.load(ptrs[:, None] + d[None, :], mask=real, other=0.0).to(tl.float32)
     offset = tl.zeros([q.shape[0]], tl.float32)
     if CENTERED:
-        center_ptr = side.center + (b * HEADS + h).to(tl.int64) * DIM
+        center_ptr = side.center + (rows.b * HEADS + rows.h).to(tl.int64) * DIM
         center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
         offset = tl.sum(q * center[None, :], 1) * scaling
     q = mix(q, BLOCK)
     if side.static_scale is not None:
-        scale_ptr = side.static_scale + h * DIM
+        scale_ptr = side.static_scale + rows.h * DIM
         q *= tl.load(scale_ptr + d, mask=d < DIM, other=0.0)[None, :]
     # A power of two that brings the largest of a row to between 2^13 and 2^14.
     exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) & 0xFF
@@ -206,72 +299,75 @@ def _load_query(
 
 @triton.jit
 def _attend_tile(
-    acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start, window,
-    tensors, mask_ptr, bias_ptr, softcap, SHAPE: tl.constexpr, FEATURES: tl.constexpr,
-    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, TILE: tl.constexpr, SWAPPED: tl.constexpr,
-    CHUNKS: tl.constexpr, MASKED: tl.constexpr,
+    acc, m_i, l_i, query, j, place, tensors, softcap, rows, view, CALL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return acc, m_i and l_i with tile `j` taken in. MASKED: some row does not see all of it."""
+    FEATURES: tl.constexpr = CALL.features
+    K_CODEC: tl.constexpr = CALL.k_codec
+    V_CODEC: tl.constexpr = CALL.v_codec
+    SWAPPED: tl.constexpr = CALL.config.swapped
+    TILE: tl.constexpr = CALL.config.masked_tile if MASKED else CALL.config.tile
+    SHAPE: tl.constexpr = CALL.shape
+    position = j * TILE + tl.arange(0, TILE)
+    k_codes, v_codes, word_ptrs = load_codes(tensors, j, position, place, view, SHAPE, TILE)
+    seen = None
+    if MASKED:
+        visible = find_visible(position, rows, view, FEATURES, SWAPPED)
+        # Tokens that some row sees.
+        seen = tl.max(visible.to(tl.int32), 1 if SWAPPED else 0) != 0
     if FEATURES.latent:
-        acc, m_i, l_i = attend_latents(
-            acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start,
-            window, tensors, mask_ptr, bias_ptr, softcap, SHAPE, FEATURES, K_CODEC, V_CODEC, TILE,
-            SWAPPED, CHUNKS, MASKED,
-        )  # fmt: skip
+        if MASKED:
+            k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))
+        x, latents, value_scale = multiply_latents(query, k_codes, v_codes, word_ptrs, CALL)
     else:
-        acc, m_i, l_i = _attend_keys(
-            acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start,
-            window, tensors, mask_ptr, bias_ptr, softcap, SHAPE, FEATURES, K_CODEC, V_CODEC, TILE,
-            SWAPPED, MASKED,
-        )  # fmt: skip
+        q, factor, offset = query
+        k = decode_for_dot(k_codes, K_CODEC)
+        if SWAPPED:
+            x = tl.dot(k, tl.trans(q), input_precision=FEATURES.precision)
+        else:
+            x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
+        value_scale = None
+        if FEATURES.k_dynamic or FEATURES.v_dynamic:
+            k_scale, value_scale = load_scales(word_ptrs)
+        if FEATURES.k_dynamic:
+            x *= of_others(k_scale, SWAPPED)
+        x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
+    x = change_logits(x, softcap, view, position, FEATURES, SWAPPED)
+    if MASKED:
+        x = tl.where(visible, x, float("-inf"))
+    DYNAMIC: tl.constexpr = FEATURES.k_dynamic if FEATURES.latent else FEATURES.v_dynamic
+    weights, alpha, m_i, l_i = weigh(x, m_i, l_i, value_scale, seen, DYNAMIC, SWAPPED)
+    if FEATURES.latent:
+        acc = add_latents(acc, alpha, weights, latents, CALL)
+    else:
+        if MASKED:
+            v_codes = tl.where(tl.expand_dims(seen, 0), v_codes, tl.zeros_like(v_codes))
+        v = decode_for_dot(v_codes, V_CODEC)
+        acc = acc * of_rows(alpha, SWAPPED)
+        weights = weights.to(V_CODEC.operand)
+        if SWAPPED:
+            acc = tl.dot(v, weights, acc, input_precision=FEATURES.precision)
+        else:
+            acc = tl.dot(weights, tl.trans(v), acc, input_precision=FEATURES.precision)
     return acc, m_i, l_i
 
 
 @triton.jit
-def _attend_keys(
-    acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start, window,
-    tensors, mask_ptr, bias_ptr, softcap, SHAPE: tl.constexpr, FEATURES: tl.constexpr,
-    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, TILE: tl.constexpr, SWAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Do what `_attend_tile` does, of keys and values."""
-    ROW_AXIS: tl.constexpr = 1 if SWAPPED else 0
-    position = j * TILE + tl.arange(0, TILE)
-    k_codes, v_codes, word_ptrs = load_codes(
-        tensors, j, position, page, table_ptr, h, end, SHAPE, TILE
+def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.constexpr):
+    """Write finished rows to the output, `[B, T, Hq, out_dim]`."""
+    SHAPE: tl.constexpr = CALL.shape
+    SWAPPED: tl.constexpr = CALL.config.swapped
+    scale = tensors.k.static_scale if CALL.features.latent else tensors.v.static_scale
+    out = finish(
+        acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, factors.out, SHAPE, SWAPPED
     )
-    q, factor, offset, _ = query
-    k = decode_for_dot(k_codes, K_CODEC)
-    if SWAPPED:
-        x = tl.dot(k, tl.trans(q), input_precision=FEATURES.precision)
-    else:
-        x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
-    k_scale, v_scale = None, None
-    if FEATURES.k_dynamic or FEATURES.v_dynamic:
-        k_scale, v_scale = load_scales(word_ptrs)
-    if FEATURES.k_dynamic:
-        x *= of_others(k_scale, SWAPPED)
-    x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
-    x = change_logits(x, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES, SWAPPED)
-    seen = None
-    if MASKED:
-        visible = find_visible(
-            position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES, SWAPPED
-        )
-        x = tl.where(visible, x, float("-inf"))
-        # Tokens that some row sees.
-        seen = tl.max(visible.to(tl.int32), ROW_AXIS) != 0
-    weights, alpha, m_i, l_i = weigh(x, m_i, l_i, v_scale, seen, FEATURES.v_dynamic, SWAPPED)
-    if MASKED:
-        v_codes = tl.where(tl.expand_dims(seen, 0), v_codes, tl.zeros_like(v_codes))
-    v = decode_for_dot(v_codes, V_CODEC)
-    acc = acc * of_rows(alpha, SWAPPED)
-    weights = weights.to(V_CODEC.operand)
-    if SWAPPED:
-        acc = tl.dot(v, weights, acc, input_precision=FEATURES.precision)
-    else:
-        acc = tl.dot(weights, tl.trans(v), acc, input_precision=FEATURES.precision)
-    return acc, m_i, l_i
+    d = tl.arange(0, SHAPE.out_width)
+    real = of_rows(rows.exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
+    place = (rows.b * tokens + rows.t) * (SHAPE.heads * SHAPE.groups) + rows.head
+    offset = place.to(tl.int64) * SHAPE.out_dim
+    out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(d, SWAPPED)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit

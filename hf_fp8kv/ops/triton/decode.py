@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
-from .attention import attend_rows, finish
+from .attention import Span, Strides, attend_rows, find_rows, finish, write_rows
 from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
 from .softmax import of_others, of_rows
 from .target import cdiv, compiled_size, launch
@@ -104,7 +104,7 @@ def _arguments(
         args.tensors, *tensors, args.tensors.query.shape[2], args.start, args.stop, args.window,
         args.factors, args.query_strides, *args.strides,
     )  # fmt: skip
-    return positional, {**args.constants, **config.constants()}
+    return positional, args.options(config)
 
 
 def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
@@ -141,25 +141,27 @@ _programs: dict[Any, int] = {}
 )  # fmt: skip
 def _decode(
     tensors, plan_ptr, out_ptr, partial_ptr, stats_ptr, tokens, start, stop, window, factors,
-    query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
-    SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr, CHUNKS: tl.constexpr,
+    query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in one split, and the partial sums of the others.
 
     The grid is KV heads, splits, and blocks of query rows.
 
     Args:
-        tensors: pointers, see `AttentionTensors`.
+        tensors: Pointers, see `AttentionTensors`.
         plan_ptr: `[max_parts + B, 4]`, int32, see plan.py.
         out_ptr: `[B, T, Hq, out_dim]`, of the query's dtype.
         partial_ptr: `[max_parts, Hkv, rows, out_dim]`, float32, the sums in each slot.
         stats_ptr: `[max_parts, Hkv, rows, 2]`, float32, their m_i and l_i.
-        start, stop, window: as in `ops.attend`; tokens: T.
-        factors: floats, see `Factors`.
-        query_strides, mask_b, ..., bias_t: of batch, head and token; table_b: of the batch.
+        tokens: T.
+        start, stop, window: As in `ops.attend`.
+        factors: Floats, see `Factors`.
+        query_strides, mask_b, ..., bias_t: Strides of batch, head and token.
+        table_b: Stride of the batch.
+        CALL: See `Constants`.
     """
+    SHAPE: tl.constexpr = CALL.shape
+    SWAPPED: tl.constexpr = CALL.config.swapped
     h = tl.program_id(0)
     part_ptr = plan_ptr + tl.program_id(1) * 4
     b = tl.load(part_ptr)
@@ -169,36 +171,22 @@ def _decode(
     slot = tl.load(part_ptr + 3)
     length = tl.load(tensors.lengths + b)
     high = tl.minimum(tl.load(part_ptr + 2), tl.minimum(length, stop))
-    count = SHAPE.groups * tokens
-    first_row = tl.program_id(2) * ROWS
-    end_row = tl.minimum(first_row + ROWS, count)
-    rows = first_row + tl.arange(0, ROWS)
-    exists = rows < count
-    row = tl.minimum(rows, count - 1)
-    t = row // SHAPE.groups
-    head = h * SHAPE.groups + row % SHAPE.groups
+    rows = find_rows(b, h, tl.program_id(2), tokens, length, CALL)
+    strides = Strides(query_strides, table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t))
     acc, m_i, l_i = attend_rows(
-        tensors, factors, b, h, head, t, exists, length, tokens, low, high,
-        first_row // SHAPE.groups, (end_row - 1) // SHAPE.groups, start, window, query_strides,
-        table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t),
-        SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, MASKED_TILE, STAGES, SWAPPED,
-        CHUNKS,
+        tensors, factors, rows, Span(low, high, start, window), strides, CALL
     )  # fmt: skip
-    d = tl.arange(0, SHAPE.out_width)
-    real = of_rows(exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
     if slot < 0:
-        scale = tensors.k.static_scale if FEATURES.latent else tensors.v.static_scale
-        out = finish(acc, m_i, l_i, tensors.sinks, scale, h, head, factors.out, SHAPE, SWAPPED)
-        place = (b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head
-        offset = place.to(tl.int64) * SHAPE.out_dim
-        out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(d, SWAPPED)
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
+        write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)
     else:
-        saved = ((slot * SHAPE.heads + h) * count + row).to(tl.int64)
+        d = tl.arange(0, SHAPE.out_width)
+        real = of_rows(rows.exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
+        count = SHAPE.groups * tokens
+        saved = ((slot * SHAPE.heads + h) * count + rows.row).to(tl.int64)
         sum_ptrs = partial_ptr + of_rows(saved * SHAPE.out_dim, SWAPPED) + of_others(d, SWAPPED)
         tl.store(sum_ptrs, acc, mask=real)
-        tl.store(stats_ptr + saved * 2, m_i, mask=exists)
-        tl.store(stats_ptr + saved * 2 + 1, l_i, mask=exists)
+        tl.store(stats_ptr + saved * 2, m_i, mask=rows.exists)
+        tl.store(stats_ptr + saved * 2 + 1, l_i, mask=rows.exists)
 
 
 @triton.jit(do_not_specialize=["tokens", "max_parts"])

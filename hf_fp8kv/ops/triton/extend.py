@@ -17,11 +17,10 @@ from ...formats import AUTO
 from ..page_layout import page_layout
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, pointers_to, prepare
-from .attention import attend_rows, finish
+from .attention import Span, Strides, attend_rows, find_rows, write_rows
 from .codec import decode_for_dot
 from .decode import split_kv_decode
 from .places import codes_of, find_place, scales_of
-from .softmax import of_others, of_rows
 from .target import cdiv, launch, next_power_of_2
 from .tuning import extend_config
 
@@ -46,13 +45,10 @@ def attend(
     """Return what `backend.attend` does, of any number of query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     config = extend_config(args.target, args.workload)
-    blocks = cdiv(args.rows, config.rows)
-    # A window limits what each block reads, and few blocks read the same.
-    if blocks >= WIDENED_BLOCKS and stop >= WIDENED_FROM and start == 0 and spec.window == 0:
-        wide = _widen(args, pages, stop)
-        if wide is not None:
-            args = prepare(query, wide, lengths, start, stop, spec)
-            config = extend_config(args.target, args.workload, widened=True)
+    wide = _widen(args, pages, cdiv(args.rows, config.rows))
+    if wide is not None:
+        args = prepare(query, wide, lengths, start, stop, spec)
+        config = extend_config(args.target, args.workload, widened=True)
     batch, q_heads, tokens, _ = query.shape
     programs = args.shape.heads * batch * cdiv(args.rows, config.rows)
     if programs < args.target.processors and stop > SPLIT_FROM:
@@ -60,20 +56,24 @@ def attend(
     out = query.new_empty((batch, tokens, q_heads, args.shape.out_dim))
     launch(
         _extend, (programs,), args.tensors, out, batch, tokens, start, stop, args.window,
-        args.factors, args.query_strides, *args.strides, **args.constants, **config.constants(),
+        args.factors, args.query_strides, *args.strides, **args.options(config),
     )  # fmt: skip
     return out
 
 
-def _widen(args: AttentionArgs, pages: Pages, stop: int) -> Pages | None:
-    """Return copies of the pages of positions below `stop`, with the operands of products as codes.
+def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
+    """Return copies of the pages below `args.stop`, with the operands of products as codes.
 
-    Return None where that gains nothing or is not known to: for latents, products of float32, and
-    complete masks, whose sums would spill, without 8-bit codes, on GPUs whose products do not read
-    K and V from shared memory, and if the copies exceed `WIDENED_BYTES`.
+    Return None where that is not known to pay: for few blocks of rows, in a window, which limits
+    what they share, for latents, products of float32, and complete masks, whose sums would spill,
+    without 8-bit codes, on GPUs whose products do not read K and V from shared memory, and if the
+    copies exceed `WIDENED_BYTES`.
     """
-    workload = args.workload
-    if workload.exact or workload.latent or workload.complete or args.target.family not in (9, 10):
+    workload, stop = args.workload, args.stop
+    is_shared = blocks >= WIDENED_BLOCKS and stop >= WIDENED_FROM
+    if not is_shared or args.start or args.window or args.target.family not in (9, 10):
+        return None
+    if workload.exact or workload.latent or workload.complete:
         return None
     if pages.k.format == pages.v.format == AUTO:
         return None
@@ -157,10 +157,7 @@ def _widen_side(side, wide, place, wide_place, h, SIZE: tl.constexpr, CODEC: tl.
 )  # fmt: skip
 def _extend(
     tensors, out_ptr, batch, tokens, start, stop, window, factors, query_strides,
-    table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
-    SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr, CHUNKS: tl.constexpr,
+    table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of all query rows.
 
@@ -172,29 +169,15 @@ def _extend(
 
     The others are those of `_decode`.
     """
-    count = SHAPE.groups * tokens
-    h = tl.program_id(0) % SHAPE.heads
-    b = tl.program_id(0) // SHAPE.heads % batch
+    HEADS: tl.constexpr = CALL.shape.heads
+    h = tl.program_id(0) % HEADS
+    b = tl.program_id(0) // HEADS % batch
     # The last rows see the most: they start first.
-    block = tl.cdiv(count, ROWS) - 1 - tl.program_id(0) // SHAPE.heads // batch
+    blocks = tl.cdiv(CALL.shape.groups * tokens, CALL.config.rows)
+    block = blocks - 1 - tl.program_id(0) // HEADS // batch
     length = tl.load(tensors.lengths + b)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    exists = rows < count
-    row = tl.minimum(rows, count - 1)
-    t = row // SHAPE.groups
-    head = h * SHAPE.groups + row % SHAPE.groups
-    first_t = block * ROWS // SHAPE.groups
-    last_t = (tl.minimum(block * ROWS + ROWS, count) - 1) // SHAPE.groups
-    acc, m_i, l_i = attend_rows(
-        tensors, factors, b, h, head, t, exists, length, tokens, 0, tl.minimum(length, stop),
-        first_t, last_t, start, window, query_strides, table_b, (mask_b, mask_h, mask_t),
-        (bias_b, bias_h, bias_t), SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, MASKED_TILE,
-        STAGES, SWAPPED, CHUNKS,
-    )  # fmt: skip
-    scale = tensors.k.static_scale if FEATURES.latent else tensors.v.static_scale
-    out = finish(acc, m_i, l_i, tensors.sinks, scale, h, head, factors.out, SHAPE, SWAPPED)
-    d = tl.arange(0, SHAPE.out_width)
-    offset = ((b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out_dim
-    real = of_rows(exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
-    out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(d, SWAPPED)
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
+    rows = find_rows(b, h, block, tokens, length, CALL)
+    strides = Strides(query_strides, table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t))
+    span = Span(0, tl.minimum(length, stop), start, window)
+    acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
+    write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)

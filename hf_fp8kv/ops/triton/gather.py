@@ -6,11 +6,11 @@ import triton.language as tl
 
 from ..pages import Pages
 from .arguments import pointers_to
-from .encoder import decode, encoder_for
+from .encoder import decode
 from .places import codes_of, find_place, scales_of
-from .rotation import block_of, rotate
-from .target import launch, next_power_of_2
-from .write import limit_registers, num_warps, tile_size
+from .rotation import rotate
+from .target import launch
+from .write import limit_registers, num_warps, side_for, tile_size
 
 
 def gather(
@@ -28,24 +28,23 @@ def gather(
     heads, dim = pages.heads, stored.head_dim
     batch = pages.table.shape[0]
     out = pages.block.new_empty((batch, heads, stop - start, dim), dtype=dtype)
-    tile, width = tile_size(pages.page_size), next_power_of_2(dim)
+    tile, constants = tile_size(pages.page_size), side_for(stored)
     # Tiles begin at multiples of their size, wherever `start` is.
     tiles = (stop - 1) // tile - start // tile + 1 if stop > start else 0
     launch(
         _gather, (tiles, heads, batch), pointers_to(pages, side), pages.token_scales, out, lengths,
-        pages.table, start, stop, pages.table.stride(0), HEADS=heads, PAGE=pages.page_size, DIM=dim,
-        WIDTH=width, BLOCK=block_of(stored), ENCODER=encoder_for(stored.format),
-        TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile, num_warps=num_warps(width),
-        enable_fp_fusion=False, **limit_registers(out.device, stored.rotated),
+        pages.table, start, stop, pages.table.stride(0), SIDE=constants, HEADS=heads,
+        PAGE=pages.page_size, TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile,
+        num_warps=num_warps(constants.width), enable_fp_fusion=False,
+        **limit_registers(out.device, stored.rotated),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["start", "stop", "table_b"])
 def _gather(
-    side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_b,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, ENCODER: tl.constexpr, TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr,
+    side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_b, SIDE: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Write dense K, or V (TRANSPOSED). The grid is tiles of positions, KV heads and sequences.
@@ -55,7 +54,12 @@ def _gather(
         out_ptr: `[B, Hkv, stop - start, D]`, floating.
         lengths_ptr: `[B]`, int32, read if RAGGED.
         table_ptr: `[B, M]`, int32; table_b: its batch stride.
+        SIDE: See `Side`.
     """
+    DIM: tl.constexpr = SIDE.dim
+    WIDTH: tl.constexpr = SIDE.width
+    BLOCK: tl.constexpr = SIDE.block
+    ENCODER: tl.constexpr = SIDE.encoder
     h = tl.program_id(1)
     b = tl.program_id(2)
     tile = start // TILE + tl.program_id(0)

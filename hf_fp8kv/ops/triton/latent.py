@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from .codec import decode_for_dot, keep
-from .places import load_codes, load_scales
-from .softmax import change_logits, find_visible, of_others, of_rows, weigh
+from .places import load_scales
+from .softmax import of_others, of_rows
 
 
 @triton.jit
@@ -37,31 +37,18 @@ def join_chunks(x):
 
 
 @triton.jit
-def attend_latents(
-    acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start, window,
-    tensors, mask_ptr, bias_ptr, softcap, SHAPE: tl.constexpr, FEATURES: tl.constexpr,
-    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, TILE: tl.constexpr, SWAPPED: tl.constexpr,
-    CHUNKS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return acc, m_i and l_i with tile `j` taken in. MASKED: some row does not see all of it.
+def multiply_latents(query, codes, position_codes, word_ptrs, CALL: tl.constexpr):
+    """Return the logits of a tile, its latents (split into chunks), and their scales or None.
 
-    `query` is its latent part (split into CHUNKS), what products of that lack, and the same two of
-    its positions. acc is `[ROWS, W]`, swapped `[W, ROWS]`, or split into CHUNKS.
+    `query`: The latent part of the rows (split into chunks), what its products lack, and the same
+    two of positions.
     """
-    ROWS: tl.constexpr = exists.shape[0]
+    FEATURES: tl.constexpr = CALL.features
+    K_CODEC: tl.constexpr = CALL.k_codec
+    V_CODEC: tl.constexpr = CALL.v_codec
+    SWAPPED: tl.constexpr = CALL.config.swapped
+    CHUNKS: tl.constexpr = CALL.config.chunks
     q, factor, q_positions, v_factor = query
-    position = j * TILE + tl.arange(0, TILE)
-    codes, position_codes, word_ptrs = load_codes(
-        tensors, j, position, page, table_ptr, h, end, SHAPE, TILE
-    )
-    seen = None
-    if MASKED:
-        visible = find_visible(
-            position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES, SWAPPED
-        )
-        # Tokens that some row sees.
-        seen = tl.max(visible.to(tl.int32), 1 if SWAPPED else 0) != 0
-        codes = tl.where(tl.expand_dims(seen, 1), codes, tl.zeros_like(codes))
     latents = keep(decode_for_dot(codes, K_CODEC), K_CODEC)
     positions = keep(decode_for_dot(position_codes, V_CODEC), V_CODEC)
     if CHUNKS > 1:
@@ -84,20 +71,25 @@ def attend_latents(
         x *= of_others(scale, SWAPPED)
     if FEATURES.v_dynamic:
         y *= of_others(position_scale, SWAPPED)
-    x = x * of_rows(factor, SWAPPED) + y * of_rows(v_factor, SWAPPED)
-    x = change_logits(x, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES, SWAPPED)
-    if MASKED:
-        x = tl.where(visible, x, float("-inf"))
-    weights, alpha, m_i, l_i = weigh(x, m_i, l_i, scale, seen, FEATURES.k_dynamic, SWAPPED)
+    return x * of_rows(factor, SWAPPED) + y * of_rows(v_factor, SWAPPED), latents, scale
+
+
+@triton.jit
+def add_latents(acc, alpha, weights, latents, CALL: tl.constexpr):
+    """Return acc, faded by `alpha`, with the weighted latents of a tile added."""
+    PRECISION: tl.constexpr = CALL.features.precision
+    SWAPPED: tl.constexpr = CALL.config.swapped
+    CHUNKS: tl.constexpr = CALL.config.chunks
+    K_CODEC: tl.constexpr = CALL.k_codec
     weights = weights.to(K_CODEC.operand)
     if CHUNKS > 1:
         acc = acc * alpha[None, :, None]
-        weights = tl.broadcast_to(weights[None], [CHUNKS, ROWS, TILE])
-        acc = tl.dot(weights, latents, acc, input_precision=FEATURES.precision)
+        weights = tl.broadcast_to(weights[None], [CHUNKS, weights.shape[0], weights.shape[1]])
+        acc = tl.dot(weights, latents, acc, input_precision=PRECISION)
     elif SWAPPED:
         acc = acc * of_rows(alpha, SWAPPED)
-        acc = tl.dot(tl.trans(latents), weights, acc, input_precision=FEATURES.precision)
+        acc = tl.dot(tl.trans(latents), weights, acc, input_precision=PRECISION)
     else:
         acc = acc * of_rows(alpha, SWAPPED)
-        acc = tl.dot(weights, latents, acc, input_precision=FEATURES.precision)
-    return acc, m_i, l_i
+        acc = tl.dot(weights, latents, acc, input_precision=PRECISION)
+    return acc

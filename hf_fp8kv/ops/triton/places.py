@@ -39,13 +39,19 @@ def _in_page(pointer, place, h, SIZE: tl.constexpr, ALIKE: tl.constexpr):
 
 @triton.jit
 def load_codes(
-    tensors, j, position, page, table_ptr, h, end, SHAPE: tl.constexpr, TILE: tl.constexpr
-):
+    tensors, j, position, place, view, SHAPE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """Return the codes of a tile: K `[TILE, k_width]`, V `[v_width, TILE]`.
 
-    And `[TILE]`, where the dynamic scales of its tokens are, if there are any. `page` is what
-    `find_place` returns.
+    And `[TILE]`, where the dynamic scales of its tokens are, if there are any.
+
+    Args:
+        j: The number of the tile.
+        position: `[TILE]`, of its tokens.
+        place: What `find_place` returns for the page of a tile within one page.
+        view: See `View`.
     """
+    h = view.h
     PAGE: tl.constexpr = SHAPE.page_size
     DK: tl.constexpr = SHAPE.k_dim
     DV: tl.constexpr = SHAPE.v_dim
@@ -55,23 +61,23 @@ def load_codes(
     if PAGE % TILE == 0:
         # One page, known by one number: the addresses of a tile are one base and constants.
         slot = (j % (PAGE // TILE)) * TILE
-        k_ptr = codes_of(tensors.k, page, h, PAGE * DK) + slot * DK
-        v_ptr = codes_of(tensors.v, page, h, DV * PAGE) + slot
+        k_ptr = codes_of(tensors.k, place, h, PAGE * DK) + slot * DK
+        v_ptr = codes_of(tensors.v, place, h, DV * PAGE) + slot
         k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
         v_ptrs = v_ptr + (dv[:, None] * PAGE + n[None, :])
         slots = slot + n
     else:
         # Past the end the last page is read again: with a mask loads would be of single bytes.
-        last = tl.maximum(end - 1, 0) // PAGE
-        pages = tl.load(table_ptr + tl.minimum(position // PAGE, last))
+        last = tl.maximum(view.end - 1, 0) // PAGE
+        pages = tl.load(view.table_ptr + tl.minimum(position // PAGE, last))
         pages = tl.maximum(pages, 0)
         if PAGE % 16 == 0:
             # Triton 3.6 loses sight of it on AMD: 16 tokens are in one page.
             pages = tl.max_constancy(pages, 16)
-        page = find_place(tensors.k, pages)
+        place = find_place(tensors.k, pages)
         slots = position % PAGE
-        k_ptr = codes_of(tensors.k, page, h, PAGE * DK)
-        v_ptr = codes_of(tensors.v, page, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
+        k_ptr = codes_of(tensors.k, place, h, PAGE * DK)
+        v_ptr = codes_of(tensors.v, place, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
         k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE
     if SHAPE.k_width == DK:
@@ -85,7 +91,7 @@ def load_codes(
     word_ptrs = n
     if tensors.token_scales is not None:
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        word_ptrs = scales_of(words_ptr, page, h, PAGE) + slots
+        word_ptrs = scales_of(words_ptr, place, h, PAGE) + slots
     return k_codes, v_codes, word_ptrs
 
 

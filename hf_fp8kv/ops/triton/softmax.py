@@ -44,20 +44,19 @@ def last_before_window(q_position, window):
 
 @triton.jit
 def change_logits(
-    x, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    x, softcap, view, position, FEATURES: tl.constexpr, SWAPPED: tl.constexpr
 ):  # fmt: skip
     """Return logits with softcap, bias and mask; both are in powers of two."""
     if FEATURES.softcapped:
         # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
         cap = softcap * LOG2E
         x = cap - 2 * cap / (tl.exp2(x * (2 / softcap)) + 1)
-    column = of_others(position - start, SWAPPED)
-    within = of_others((position >= start) & (position < end), SWAPPED)
-    if bias_ptr is not None:
-        x += _load_added(of_rows(bias_ptr, SWAPPED) + column, within)
+    column = of_others(position - view.start, SWAPPED)
+    within = of_others((position >= view.start) & (position < view.end), SWAPPED)
+    if view.bias_ptr is not None:
+        x += _load_added(of_rows(view.bias_ptr, SWAPPED) + column, within)
     if FEATURES.mask == ADDITIVE:
-        x += _load_added(of_rows(mask_ptr, SWAPPED) + column, within)
+        x += _load_added(of_rows(view.mask_ptr, SWAPPED) + column, within)
     return x
 
 
@@ -74,22 +73,19 @@ def _load_added(ptrs, within):
 
 
 @triton.jit
-def find_visible(
-    position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES: tl.constexpr,
-    SWAPPED: tl.constexpr,
-):  # fmt: skip
+def find_visible(position, rows, view, FEATURES: tl.constexpr, SWAPPED: tl.constexpr):
     """Return whether each row sees each token of a tile: `[ROWS, TILE]`, or swapped."""
-    seen = (position >= begin) & (position < end)
+    seen = (position >= view.begin) & (position < view.end)
     if FEATURES.mask == COMPACT:
-        seen &= tl.load(mask_ptr + (position - start), mask=seen, other=0) != 0
-    visible = of_others(seen, SWAPPED) & of_rows(exists, SWAPPED)
+        seen &= tl.load(view.mask_ptr + (position - view.start), mask=seen, other=0) != 0
+    visible = of_others(seen, SWAPPED) & of_rows(rows.exists, SWAPPED)
     if FEATURES.causal:
-        visible &= of_others(position, SWAPPED) <= of_rows(q_position, SWAPPED)
+        visible &= of_others(position, SWAPPED) <= of_rows(rows.position, SWAPPED)
     if FEATURES.windowed:
-        too_old = last_before_window(q_position, window)
+        too_old = last_before_window(rows.position, view.window)
         visible &= of_others(position, SWAPPED) > of_rows(too_old, SWAPPED)
     if FEATURES.mask == COMPLETE:
-        mask_ptrs = of_rows(mask_ptr, SWAPPED) + of_others(position - start, SWAPPED)
+        mask_ptrs = of_rows(view.mask_ptr, SWAPPED) + of_others(position - view.start, SWAPPED)
         visible &= tl.load(mask_ptrs, mask=visible, other=0) != 0
     return visible
 

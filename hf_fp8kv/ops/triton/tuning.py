@@ -41,13 +41,9 @@ class LaunchConfig:
     swapped: bool = False
     chunks: int = 1
 
-    def constants(self) -> dict[str, int]:
-        """Return constexpr parameters of kernels, and what Triton is told about the launch."""
-        options = {
-            "ROWS": self.rows, "TILE": self.tile, "MASKED_TILE": self.masked_tile,
-            "STAGES": self.stages, "SWAPPED": self.swapped, "CHUNKS": self.chunks,
-            "num_warps": self.warps, "num_stages": self.stages,
-        }  # fmt: skip
+    def options(self) -> dict[str, int]:
+        """Return the options of Triton for a launch."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 

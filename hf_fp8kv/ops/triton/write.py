@@ -1,13 +1,17 @@
 """Storing new tokens: center, rotate, scale, encode and scatter K and V in one launch."""
 
+import functools
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from ..pages import Pages
+from ..pages import Pages, StoredSide
 from .arguments import pointers_to
 from .encoder import (
     SEARCH_STEPS,
+    Encoder,
     encode,
     encoder_for,
     search_scale,
@@ -31,6 +35,33 @@ WARPS = (4, 16)
 UNLIMITED = 2**31 - 1
 
 
+# Compared by identity, since a launch looks its kernel up by its constants.
+@dataclass(frozen=True, eq=False)
+class Side:
+    """How kernels write or gather one side of pages, a constexpr parameter.
+
+    Attributes:
+        dim: The head size.
+        width: The head size, padded to a power of two.
+        block: Channels that a rotation mixes, or 1.
+        encoder: The format, or None for numbers that are stored as they are.
+    """
+
+    dim: int
+    width: int
+    block: int
+    encoder: Encoder | None
+
+
+_new_side = functools.cache(Side)
+
+
+def side_for(stored: StoredSide) -> Side:
+    """Return the constexpr parameter for a side; equal ones are the same object."""
+    dim = stored.head_dim
+    return _new_side(dim, next_power_of_2(dim), block_of(stored), encoder_for(stored.format))
+
+
 def write(
     pages: Pages,
     key: torch.Tensor,
@@ -43,9 +74,8 @@ def write(
     A token without a page, or at a position from
     `limit` on, is not stored.
     """
-    batch, heads, tokens, k_dim = key.shape
-    v_dim = value.shape[3]
-    k_width, v_width = next_power_of_2(k_dim), next_power_of_2(v_dim)
+    batch, heads, tokens, _ = key.shape
+    k_side, v_side = side_for(pages.k), side_for(pages.v)
     tile = 1 if tokens <= SINGLE_TOKENS else tile_size(pages.page_size)
     # Tiles begin at multiples of their size, wherever a sequence ends.
     tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
@@ -55,10 +85,8 @@ def write(
         pointers_to(pages, "k"), pointers_to(pages, "v"), pages.token_scales, tokens,
         UNLIMITED if limit is None else limit, pages.table.shape[1], pages.table.stride(0),
         key.stride(), value.stride(),
-        HEADS=heads, PAGE=pages.page_size, K_DIM=k_dim, V_DIM=v_dim, K_WIDTH=k_width,
-        V_WIDTH=v_width, K_BLOCK=block_of(pages.k), V_BLOCK=block_of(pages.v),
-        K_ENCODER=encoder_for(pages.k.format), V_ENCODER=encoder_for(pages.v.format), TILE=tile,
-        num_warps=num_warps(max(k_width, v_width)), enable_fp_fusion=False, **options,
+        K=k_side, V=v_side, HEADS=heads, PAGE=pages.page_size, TILE=tile,
+        num_warps=num_warps(max(k_side.width, v_side.width)), enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 
@@ -85,10 +113,8 @@ def num_warps(width: int) -> int:
 @triton.jit(do_not_specialize=["tokens", "limit", "columns", "table_b"])
 def _write(
     key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, scales_ptr, tokens, limit, columns, table_b,
-    key_strides, value_strides,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr, TILE: tl.constexpr,
+    key_strides, value_strides, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens. The grid is tiles of positions, KV heads (K's, then V's), and sequences.
 
@@ -98,6 +124,7 @@ def _write(
         table_ptr: `[B, columns]`, int32; table_b: its batch stride.
         k, v: pointers, see `SidePointers`; scales_ptr: see `Pages.token_scales`.
         tokens, limit: T, and the most tokens that a sequence may hold.
+        K, V: See `Side`.
     """
     h = tl.program_id(1) % HEADS
     b = tl.program_id(2)
@@ -108,29 +135,29 @@ def _write(
         x_ptr = key_ptr + b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
         center_ptr = k.center
         if center_ptr is not None:
-            center_ptr += (b.to(tl.int64) * HEADS + h) * K_DIM
+            center_ptr += (b.to(tl.int64) * HEADS + h) * K.dim
         write_side(
-            x_ptr, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
-            key_strides[2], key_strides[3],
-            PAGE, K_DIM, K_WIDTH, K_BLOCK, K_ENCODER, TILE, TRANSPOSED=False,
+            x_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens,
+            limit, columns, K, PAGE, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         x_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         write_side(
-            x_ptr, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit, columns,
-            value_strides[2], value_strides[3],
-            PAGE, V_DIM, V_WIDTH, V_BLOCK, V_ENCODER, TILE, TRANSPOSED=True,
+            x_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit,
+            columns, V, PAGE, TILE, TRANSPOSED=True,
         )  # fmt: skip
 
 
 @triton.jit
 def write_side(
-    x_ptr, side, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
-    x_t, x_d,
-    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, ENCODER: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    x_ptr, strides, side, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit,
+    columns, SIDE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of one head's K, or V (TRANSPOSED)."""
+    DIM: tl.constexpr = SIDE.dim
+    WIDTH: tl.constexpr = SIDE.width
+    BLOCK: tl.constexpr = SIDE.block
+    ENCODER: tl.constexpr = SIDE.encoder
     start = tile * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
@@ -138,7 +165,8 @@ def write_side(
     t = position - length
     inside = (t >= 0) & (t < tokens)
     real = (d < DIM)[None, :]
-    x_ptrs = x_ptr + (t.to(tl.int64) * x_t)[:, None] + (d.to(tl.int64) * x_d)[None, :]
+    x_ptrs = x_ptr + (t.to(tl.int64) * strides[2])[:, None]
+    x_ptrs += (d.to(tl.int64) * strides[3])[None, :]
     given = inside[:, None] & real
     inside &= position < limit
 

@@ -128,9 +128,10 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     found = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     programs = target.fit(found.registers, warps, shared)
-    tile = constants.get("TILE", 0)
+    call = constants.get("CALL")
+    tile = call.config.tile if call else constants.get("TILE", 0)
     reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32
-    codec = constants.get("K_CODEC")
+    codec = call.k_codec if call else constants.get("K_CODEC")
     broken = find_violations(
         target, variant, found, shared, warps, tile if reads else 0,
         converts=(reads or kernel == "_widen_codes") and getattr(codec, "how", None) != AS_IS.value,
@@ -140,7 +141,8 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     per_tile = found.loop * warps if tile else 0
     return {
         "target": target.name, "variant": variant.name, "kernel": kernel.strip("_"), "warps": warps,
-        **asdict(found), "shared": shared, "programs": programs, "rows": constants.get("ROWS", 0),
+        **asdict(found), "shared": shared, "programs": programs,
+        "rows": call.config.rows if call else constants.get("ROWS", 0),
         "tile": tile, "per_kib": round(per_tile * 1024 / size, 1) if tile else 0.0,
         "per_tile": per_tile, "in_flight": round(found.ahead * size) * programs,
         "violations": list(broken),
