@@ -337,7 +337,8 @@ def _schema_type(kind: Any, writes: bool) -> str:
 
 
 def _choose(operations: tuple[Callable[..., Any], ...], backend: str) -> Callable[..., Any]:
-    return operations[backend != "triton"]
+    by_device, by_host = operations
+    return by_device if backend == "triton" else by_host
 
 
 def _register_both(name: str, function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
