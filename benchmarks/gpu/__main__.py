@@ -28,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seconds", type=float, default=210.0, help="time limit (210)")
     add("--dry", action="store_true", help="run everything on tiny shapes, on any machine")
     add("--experiments", action="store_true", help="search launch parameters instead")
+    add("--sections", nargs="+", choices=SECTIONS, metavar="NAME",
+        help=f"sections besides the ceilings, by default all: {', '.join(SECTIONS)}")  # fmt: skip
     add("--from", dest="stored", type=Path, metavar="JSON", help="show a result of --json")
     add("--json", type=Path, metavar="JSON", help="write every row, as soon as it is measured")
     options = parser.parse_args(arguments)
@@ -40,9 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
     elif not options.dry and not (has_gpu and torch.device(device).type == "cuda"):
         parser.error("expected a CUDA or ROCm device. Pass --dry to run everything without one.")
     else:
+        chosen = ["experiments"] if options.experiments else options.sections
         result = run_suite(
             device=device, backend=_choose_backend(device), dry=options.dry,
-            sections=("ceilings", "experiments") if options.experiments else tuple(SECTIONS),
+            sections=tuple(dict.fromkeys(["ceilings", *chosen])) if chosen else tuple(SECTIONS),
             seconds=options.seconds, save=options.json, progress=_report,
             processes=0 if options.dry or options.experiments else _processes(),
         )  # fmt: skip
@@ -69,4 +72,7 @@ def _report(message: str) -> None:
 if __name__ == "__main__":
     # The name in the result's `command`.
     sys.argv[0] = "python -m benchmarks.gpu"
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    # At the end of Python, torch waits minutes for its processes that compile.
+    os._exit(code)

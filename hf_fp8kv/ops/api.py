@@ -34,7 +34,7 @@ def write(
         pages: Where to. Codes and dynamic scales are overwritten.
         key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
         value: `[B, Hkv, T, Dv]`, the same.
-        lengths: `[B]`, int32, tokens stored, with those of this call.
+        lengths: `[B]`, int32, tokens stored, this call's included.
         backend: A key of `BACKENDS`, as `choose_backend` returns it.
         limit: Most tokens of a sequence. None means as many as it has pages for.
 
@@ -93,7 +93,7 @@ def attend(
         query: `[B, Hq, T, Dk]`, floating. `Hq` is a multiple of `Hkv`. Query `t` is the token at
             position `lengths[b] - T + t`.
         pages: The stored keys and values.
-        lengths: `[B]`, int32, tokens stored, with those of this call.
+        lengths: `[B]`, int32, tokens stored, this call's included.
         start: Position of the first column of `spec.mask` and `spec.bias`.
         stop: One past the last position.
         spec: Scaling, causality, window, softcap, sinks, mask and bias.
@@ -157,7 +157,7 @@ def make_plan(
 
     Args:
         plan: int32, `[plan_rows(...), 4]`, overwritten.
-        lengths: `[B]`, int32, tokens stored, with those of this step.
+        lengths: `[B]`, int32, tokens stored, this step's included.
         tokens: Query tokens of this step, T.
         window: As in `AttentionSpec`.
         start: As in `attend`.
@@ -182,7 +182,7 @@ def is_unobserved(x: Tensor) -> bool:
     )
 
 
-# -- operations: the backend comes last, but for records ------------------------------------------
+# -- operations: the backend and then records come last -------------------------------------------
 
 # Stands for a backend where tensors have no values: sizes are compared, and results are empty.
 _FAKE = "fake"

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """The functions of a backend's module. Arguments and errors are those of api.py."""
+    """The functions of a backend's module, with the arguments and errors of api.py."""
 
     def write(self, pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
         """Store `key`, `[B, Hkv, T, Dk]`, and `value`, `[B, Hkv, T, Dv]`, up to `lengths`."""

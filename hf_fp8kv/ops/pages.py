@@ -146,7 +146,7 @@ class AttentionSpec(NamedTuple):
     latent: bool = False
 
 
-# Names of what `flatten` returns.
+# Names of the fields that `flatten` returns.
 PAGE_FIELDS = (
     *[f"{side}_{name}" for side in "kv" for name in StoredSide._fields], *Pages._fields[2:],
 )  # fmt: skip
@@ -154,7 +154,7 @@ _SIDE = len(StoredSide._fields)
 
 
 def flatten(pages: Pages) -> tuple[Any, ...]:
-    """Return the fields of `pages.k`, then those of `pages.v`, then the others."""
+    """Return the fields of `pages.k`, of `pages.v`, and then the others."""
     others: tuple[Any, ...] = pages[2:]
     return (*pages.k, *pages.v, *others)
 

@@ -34,8 +34,8 @@ BANDWIDTH = 4.3e6  # of the memory, in bytes per microsecond
 # Microseconds before a program's first bytes (its launch, its row of the plan, the page table, the
 # query) and after its last bytes (sums over warps, and the stores).
 START, END = 1.5, 0.5
-# Microseconds of the second kernel, an estimate: its start, and what each part of the sequence with
-# the most parts adds.
+# Microseconds of the second kernel, estimates: its start, and each part of the sequence with the
+# most parts.
 MERGE, MERGE_STEP = 1.9, 0.033
 
 

@@ -340,7 +340,8 @@ def test_a_plan_for_one_length_has_no_room_for_parts_that_do_not_pay():
 def test_nothing_is_merged_where_no_sequence_is_split():
     started = []
     pages = poisoned(Case("one", lengths=(64, 64), page_size=64))
-    query, ends = torch.zeros(2, 4, 1, 32), torch.tensor([64, 64], dtype=torch.int32)
+    query = torch.zeros(2, 4, 1, 32, dtype=torch.bfloat16)
+    ends = torch.tensor([64, 64], dtype=torch.int32)
     for length in (64, None):
         rows = plan.plan_rows(DEVICE, 2, 2, length)
         table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)

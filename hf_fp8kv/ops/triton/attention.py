@@ -235,7 +235,7 @@ def _row_offset(strides, rows):
 
 @triton.jit
 def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
-    """Return the rows as products take them, and what logits then lack: a factor, and q c.
+    """Return the rows as operands of products, a factor for the logits, and q c.
 
     Of latents: their part of the rows and its factor, and the same two of positions.
     """
@@ -255,7 +255,7 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
             ptrs + SHAPE.k_dim, tensors.v, factors.v_scaling, factors.scaling, rows, SHAPE.heads,
             SHAPE.v_dim, SHAPE.v_width, SHAPE.v_block, False, V_CODEC,
         )  # fmt: skip
-        # Else their layout would be made for what rotation computes with.
+        # Else their layout would be made for the sums of rotation.
         q = keep(q, K_CODEC)
         positions = keep(positions, V_CODEC)
         if CHUNKS > 1:
@@ -316,10 +316,13 @@ def _attend_tile(
         visible = find_visible(position, rows, view, FEATURES, SWAPPED)
         # Tokens that some row sees.
         seen = tl.max(visible.to(tl.int32), 1 if SWAPPED else 0) != 0
+    k_scale, v_scale = None, None
+    if FEATURES.k_dynamic or FEATURES.v_dynamic:
+        k_scale, v_scale = load_scales(word_ptrs)
     if FEATURES.latent:
         if MASKED:
             k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))
-        x, latents, value_scale = multiply_latents(query, k_codes, v_codes, word_ptrs, CALL)
+        x, latents = multiply_latents(query, k_codes, v_codes, k_scale, v_scale, CALL)
     else:
         q, factor, offset = query
         k = decode_for_dot(k_codes, K_CODEC)
@@ -327,20 +330,17 @@ def _attend_tile(
             x = tl.dot(k, tl.trans(q), input_precision=FEATURES.precision)
         else:
             x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
-        value_scale = None
-        if FEATURES.k_dynamic or FEATURES.v_dynamic:
-            k_scale, value_scale = load_scales(word_ptrs)
         if FEATURES.k_dynamic:
             x *= of_others(k_scale, SWAPPED)
         x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
     x = change_logits(x, softcap, view, position, FEATURES, SWAPPED)
     if MASKED:
         x = tl.where(visible, x, float("-inf"))
-    DYNAMIC: tl.constexpr = FEATURES.k_dynamic if FEATURES.latent else FEATURES.v_dynamic
-    weights, alpha, m_i, l_i = weigh(x, m_i, l_i, value_scale, seen, DYNAMIC, SWAPPED)
     if FEATURES.latent:
+        weights, alpha, m_i, l_i = weigh(x, m_i, l_i, k_scale, seen, FEATURES.k_dynamic, SWAPPED)
         acc = add_latents(acc, alpha, weights, latents, CALL)
     else:
+        weights, alpha, m_i, l_i = weigh(x, m_i, l_i, v_scale, seen, FEATURES.v_dynamic, SWAPPED)
         if MASKED:
             v_codes = tl.where(tl.expand_dims(seen, 0), v_codes, tl.zeros_like(v_codes))
         v = decode_for_dot(v_codes, V_CODEC)

@@ -5,8 +5,6 @@ of one sequence, as the plan says (plan.py). A sequence in several splits leaves
 a second kernel merges.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +14,15 @@ from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish, write_rows
 from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
 from .softmax import of_others, of_rows
-from .target import cdiv, compiled_size, launch
-from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
+from .target import cdiv, launch
+from .tuning import (
+    DECODE_ROWS,
+    FEW_ROWS,
+    LaunchConfig,
+    decode_config,
+    expected_programs,
+    guessed_programs,
+)
 
 # Splits that a program of `_combine` merges at a time, and the channels of a warp. An H100 took the
 # least time with this pair, out of five, in three of four decode cases.
@@ -85,8 +90,11 @@ def split_kv_decode(
 
     out = query.new_empty((batch, tokens, q_heads, dim))
     sums, stats = partial or make_partial(plan, query, dim)
-    tensors, constants = _arguments(args, config, plan, out, sums, stats)
-    launch(_decode, (heads, splits, blocks), *tensors, **constants)
+    launch(
+        _decode, (heads, splits, blocks), args.tensors, plan, out, sums, stats, tokens, args.start,
+        args.stop, args.window, args.factors, args.query_strides, *args.strides,
+        **args.options(config),
+    )  # fmt: skip
     if splits > batch:
         launch(
             _combine, (args.rows, heads, batch), plan, sums, stats, args.tensors.sinks,
@@ -96,41 +104,12 @@ def split_kv_decode(
     return out
 
 
-def _arguments(
-    args: AttentionArgs, config: LaunchConfig, *tensors: torch.Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return those of `_decode`; `tensors` are plan, output, partial sums and their statistics."""
-    positional = (
-        args.tensors, *tensors, args.tensors.query.shape[2], args.start, args.stop, args.window,
-        args.factors, args.query_strides, *args.strides,
-    )  # fmt: skip
-    return positional, args.options(config)
-
-
 def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
-    """Return how many programs of `_decode` a processor holds at once.
-
-    Of a kernel with few rows that is what plans are made for; others are compiled and asked.
-    """
-    asked = args.workload.exact or args.workload.width > 256 or args.workload.latent
-    if config.rows <= FEW_ROWS and not asked:
+    """Return how many programs of `_decode` a processor holds at once, as plans assume."""
+    workload = args.workload
+    if config.rows <= FEW_ROWS and not (workload.exact or workload.latent or workload.width > 256):
         return expected_programs(args.target, config.rows)
-    device = args.tensors.query.device
-    key = (device, args.shape, args.features, args.k_codec, args.v_codec, config)
-    if key not in _programs:
-        x = torch.empty(4, dtype=torch.float32, device=device)
-        plan, out = x.to(torch.int32), x.to(args.tensors.query.dtype)
-        positional, constants = _arguments(args, config, plan, out, x, x)
-        size = compiled_size(_decode, *positional, **constants)
-        if size is None:
-            return expected_programs(args.target, config.rows)
-        registers, shared = size
-        _programs[key] = max(1, args.target.fit(registers, config.warps, shared))
-    return _programs[key]
-
-
-# What `programs_of` found, by device, constants of the kernel and its launch parameters.
-_programs: dict[Any, int] = {}
+    return guessed_programs(args.target, config, latent=workload.latent)
 
 
 @triton.jit(

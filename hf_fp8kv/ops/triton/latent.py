@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from .codec import decode_for_dot, keep
-from .places import load_scales
 from .softmax import of_others, of_rows
 
 
@@ -37,11 +36,13 @@ def join_chunks(x):
 
 
 @triton.jit
-def multiply_latents(query, codes, position_codes, word_ptrs, CALL: tl.constexpr):
-    """Return the logits of a tile, its latents (split into chunks), and their scales or None.
+def multiply_latents(
+    query, codes, position_codes, scale, position_scale, CALL: tl.constexpr
+):  # fmt: skip
+    """Return the logits of a tile, and its latents (split into chunks).
 
-    `query`: The latent part of the rows (split into chunks), what its products lack, and the same
-    two of positions.
+    `query`: The latent part of the rows (split into chunks) and a factor of its products, and the
+    same two of positions. `scale` and `position_scale`: `[TILE]`, or None if both are static.
     """
     FEATURES: tl.constexpr = CALL.features
     K_CODEC: tl.constexpr = CALL.k_codec
@@ -64,14 +65,11 @@ def multiply_latents(query, codes, position_codes, word_ptrs, CALL: tl.constexpr
     else:
         x = tl.dot(q, tl.trans(latents), input_precision=FEATURES.precision)
         y = tl.dot(q_positions, positions, input_precision=FEATURES.precision)
-    scale, position_scale = None, None
-    if FEATURES.k_dynamic or FEATURES.v_dynamic:
-        scale, position_scale = load_scales(word_ptrs)
     if FEATURES.k_dynamic:
         x *= of_others(scale, SWAPPED)
     if FEATURES.v_dynamic:
         y *= of_others(position_scale, SWAPPED)
-    return x * of_rows(factor, SWAPPED) + y * of_rows(v_factor, SWAPPED), latents, scale
+    return x * of_rows(factor, SWAPPED) + y * of_rows(v_factor, SWAPPED), latents
 
 
 @triton.jit

@@ -276,19 +276,3 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         ) from error
     if _recorder.launches is not None:
         _recorder.launches.append(Launched(kernel, grid, args, constants, compiled))
-
-
-def compiled_size(kernel: Any, *args: Any, **constants: Any) -> tuple[int, int] | None:
-    """Return a compiled kernel's registers per thread, and its bytes of shared memory.
-
-    The arguments are those of a launch. None: nothing is compiled for the device that they are on.
-    """
-    constants = _OPTIONS | constants
-    device = next(x.device for x in args if isinstance(x, torch.Tensor))
-    if _compile is not None or device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        compiled = kernel.warmup(*args, grid=(1,), **constants)
-        # Triton knows the registers when it has loaded the kernel, to run it.
-        assert compiled.run is not None
-    return compiled.n_regs, compiled.metadata.shared

@@ -141,15 +141,23 @@ def expected_programs(target: Target, rows: int = 1) -> int:
     `rows`: query rows per KV head. Up to FEW_ROWS launch parameters are chosen for it, for any
     heads and format; with more it is a guess.
     """
-    if "programs" in _overrides:
-        return int(_overrides["programs"])
     takes = _DECODE_TAKES[target.vendor]
     known = [most for most in takes if rows <= most]
     if known:
-        return max(1, target.fit(*takes[min(known)]))
+        return _overridden_programs() or max(1, target.fit(*takes[min(known)]))
     config = decode_config(target, Workload(128, rows, False, False, False))
+    return guessed_programs(target, config)
+
+
+def guessed_programs(target: Target, config: LaunchConfig, *, latent: bool = False) -> int:
+    """Return how many programs with these launch parameters one processor holds, about."""
     registers = config.registers or _ALL_REGISTERS[target.vendor]
-    return max(1, target.fit(registers, config.warps, 40 << 10))
+    shared = 16 << 10 if not target.is_nvidia else 72 << 10 if latent else 48 << 10
+    return _overridden_programs() or max(1, target.fit(registers, config.warps, shared))
+
+
+def _overridden_programs() -> int:
+    return int(_overrides.get("programs", 0))
 
 
 def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:

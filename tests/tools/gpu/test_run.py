@@ -61,18 +61,28 @@ def test_the_exit_code_and_the_last_line(monkeypatch, capsys, tmp_path, failing,
     assert last["goals"]
 
 
-def test_the_log_names_failures_unfinished_tests_and_a_timeout(tmp_path):
+@pytest.mark.parametrize(("where", "code"), [("test", 2), ("plugin", 3)])
+def test_the_log_names_failures_and_unfinished_tests(tmp_path, where, code):
+    """An interrupt may come within a test, or break a plugin."""
     ended = tmp_path / "test_ended.py"
     ended.write_text(
         "def test_bad(): assert 1 == 2\n"
-        "def test_ends(): raise KeyboardInterrupt\n"
+        f"def test_ends(): {'raise KeyboardInterrupt' if where == 'test' else 'pass'}\n"
         "def test_late(): pass\n"
     )
+    if where == "plugin":
+        (tmp_path / "conftest.py").write_text(
+            "def pytest_runtest_protocol(item): assert item.name != 'test_ends'\n"
+        )
     options = ["-m", "pytest", "-p", "tests.tools.gpu.unfinished", "-p", "no:cacheprovider", "-q"]
-    assert run.run([*options, str(ended), "--rootdir", str(tmp_path)], tmp_path / "log", 600) == 2
+    options += [str(ended), "--rootdir", str(tmp_path)]
+    assert run.run(options, tmp_path / "log", 600) == code
     log = (tmp_path / "log").read_text()
     assert "failed: test_ended.py::test_bad" in log
     assert "not finished: 2 of test_ended.py" in log
+
+
+def test_a_timeout_is_in_the_log(tmp_path):
     assert run.run(["-c", "import time; time.sleep(600)"], tmp_path / "log", 0.5) == 124
     assert "ended after" in (tmp_path / "log").read_text()
 

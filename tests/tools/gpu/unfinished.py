@@ -32,6 +32,10 @@ class Unfinished:
         if report.failed:
             self.failed.append(f"failed: {report.nodeid}\n{report.longreprtext[-1500:]}")
 
+    def pytest_internalerror(self) -> None:
+        # An interrupt within a lock of pytest-xdist is an internal error.
+        self.pytest_keyboard_interrupt()
+
     def pytest_keyboard_interrupt(self) -> None:
         files = Counter(name.partition("::")[0] for name in self.collected - self.done)
         lines = [f"not finished: {n} of {file}" for file, n in sorted(files.items())]
