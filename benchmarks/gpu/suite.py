@@ -28,15 +28,15 @@ from .shapes import FULL, TINY, Sizes, shorten
 from .stage import Stage
 
 Section = Callable[[Record, Sizes, str], None]
-# The most important sections come first.
+# The most important sections come first, but latents precede compiled steps, which take long.
 SECTIONS: dict[str, Section] = {
     "ceilings": ceilings.measure,
     "decode": attention.measure_decode,
     "layer": cached.measure_layers,
     "write": write.measure,
     "extend": attention.measure_extend,
-    "end to end": end_to_end.measure,
     "latent": latent.measure,
+    "end to end": end_to_end.measure,
     "offloaded": end_to_end.measure_offloaded,
     "others": attention.measure_others,
     "other kernels": other_kernels.measure,

@@ -150,8 +150,7 @@ def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int
     options += ["-p", "tests.tools.gpu.unfinished"]
     if importlib.util.find_spec("xdist"):
         # Compiling on the CPU takes most of the time.
-        most = 14 if name == "kernels" else 8
-        options += ["-n", str(min(os.cpu_count() or 1, most))]
+        options += ["-n", str(min(os.cpu_count() or 1, 14))]
     # The versions on a GPU machine may differ from those that the tests were written with.
     for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
         options += ["-W", f"ignore::{warning}"]
