@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: the newest token is not read", ATTENTION,
-        "end = tl.minimum(end, last_q + 1)", "end = tl.minimum(end, last_q)",
+        "end = tl.minimum(end, rows.last_q + 1)", "end = tl.minimum(end, rows.last_q)",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(
