@@ -57,7 +57,7 @@ def plan_rows(
     """
     target, config = target_of(device), plan_config()
     places = target.processors * (programs or expected_programs(target, rows))
-    ranges = max(1, min(places * config.rounds // heads, MOST_PARTS + 1 - batch))
+    ranges = max(1, min(places // heads, MOST_PARTS + 1 - batch))
     if length is not None and not gains_if_even(length, batch, heads, places, config):
         ranges = 1
     return 2 * batch + ranges - 1
@@ -106,10 +106,10 @@ def make_plan(
     assert plan.is_contiguous()
     parts = max_parts(plan, batch)
     places = target.processors * (programs or expected_programs(target))
-    ranges, room = max(1, places * config.rounds // heads), parts - batch + 1
+    ranges, room = max(1, places // heads), parts - batch + 1
     if 1 < room < ranges:
         # It is for fewer places.
-        places = cdiv(room * heads, config.rounds)
+        places = room * heads
     ranges = min(ranges, room)
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, places,

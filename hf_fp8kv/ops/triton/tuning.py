@@ -73,7 +73,6 @@ class PlanConfig:
 
     Attributes:
         unit: tokens that parts are multiples of: of most tiles a multiple too.
-        rounds: ranges for each place on the GPU.
         split_cost: in tokens, what splitting takes longer: another part for each place and the
             start of the merging, about 4 us, in which a program reads 80 tokens of 260 bytes if
             all places are taken.
@@ -82,7 +81,6 @@ class PlanConfig:
     """
 
     unit: int = 64
-    rounds: int = 1
     split_cost: int = 80
     merge_cost: float = 4.0
 
