@@ -27,9 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", help="such as cuda:1, by default cuda, and in a dry run also cpu")
     add("--seconds", type=float, default=210.0, help="time limit (210)")
     add("--dry", action="store_true", help="run everything on tiny shapes, on any machine")
-    add("--experiments", action="store_true", help="search launch parameters instead")
-    add("--sections", nargs="+", choices=SECTIONS, metavar="NAME",
-        help=f"sections besides the ceilings, by default all: {', '.join(SECTIONS)}")  # fmt: skip
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--experiments", action="store_true", help="search launch parameters instead")
+    either("--sections", nargs="+", choices=SECTIONS, metavar="NAME",
+           help=f"sections besides the ceilings (all): {', '.join(SECTIONS)}")  # fmt: skip
     add("--from", dest="stored", type=Path, metavar="JSON", help="show a result of --json")
     add("--json", type=Path, metavar="JSON", help="write every row, as soon as it is measured")
     options = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
 from . import serialization
 from .from_checkpoint import FromCheckpoint
-from .held_text import TextHolder
+from .held_text import TextHolder, can_crop
 from .layer import FP8PagedLayer, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -204,7 +204,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             layer = self.layers[layer_idx]
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
         except FP8KVError:
-            self._paged.undo_step(layer_idx, key_states.shape[-2])
+            self._undo_step(layer_idx, key_states.shape[-2])
             raise
         if torch.compiler.is_compiling():
             under_flex = self._paged.is_under_flex()
@@ -242,10 +242,15 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         """
         tokens = parse_crop(tokens_to_remove)
         self._paged.check_crop(tokens)
+        if tokens and not all(can_crop(layer, tokens) for layer in self.stock_layers):
+            raise ConfigError(
+                "crop: expected layers of transformers that can be cropped, got a sliding window "
+                "that has lost tokens; keep such layers out of skip_layers"
+            )
         with self.changing_text(lambda text: text.crop(tokens)):
+            self._paged.crop(tokens)
             for layer in self.stock_layers:
                 layer.crop(tokens_to_remove)
-            self._paged.crop(tokens)
 
     def reset(self) -> None:
         """Remove all tokens; the layers stay, and so do addresses of the preallocated form."""
@@ -284,12 +289,21 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
     def _select(self, rows: torch.Tensor, method: str, argument: Any) -> None:
         """Select sequences `rows`; `method` is how transformers' own layers do it, if they can."""
         with self.changing_text(lambda text: text.select(rows)):
+            self._paged.select(rows)
             for layer in self.stock_layers:
                 if hasattr(layer, method):
                     getattr(layer, method)(argument)
                 else:
                     layer.reorder_cache(rows)
-            self._paged.select(rows)
+
+    def _undo_step(self, index: int, tokens: int) -> None:
+        """Remove what layers before `index` stored in a refused step, where that can be."""
+        self._paged.undo_step(index, tokens)
+        if not self.options.is_preallocated:
+            for layer in self.stock_layers:
+                is_ahead = layer.get_seq_length() == self.host_length() + tokens
+                if is_ahead and can_crop(layer, tokens):
+                    layer.crop(-tokens)
 
     # -- forks, files, sizes -----------------------------------------------------------------
 

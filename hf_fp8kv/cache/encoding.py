@@ -97,10 +97,9 @@ class Encoding:
         """Keep the centers of sequences `[B']`, in place if the batch size stays."""
         if self.k_center is not None:
             selected = self.k_center[sequences.to(self.k_center.device)]
-            if len(selected) == len(self.k_center):
-                self.set_center(selected)
-            else:
-                self.k_center = selected
+            if self._is_fixed and len(selected) != len(self.k_center):
+                self.k_center = zeros(tuple(selected.shape), torch.float32, selected.device)
+            self.set_center(selected)
 
     def record(self, pool: PagePool, table: torch.Tensor) -> Pages:
         """Return the pages of a pool as operations take them.

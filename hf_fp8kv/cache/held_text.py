@@ -230,10 +230,10 @@ class TextHolder(DynamicCache):
             self._paged.check_crop(tokens)
         except ConfigError:
             return False
-        return all(_can_crop(layer, tokens) for layer in self.stock_layers)
+        return all(can_crop(layer, tokens) for layer in self.stock_layers)
 
 
-def _can_crop(layer: Any, tokens: int) -> bool:
+def can_crop(layer: Any, tokens: int) -> bool:
     """Return whether one of transformers' own layers can remove its last `tokens` tokens."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return False  # its state is that of the last token

@@ -240,7 +240,11 @@ class PagedLayers:
                 store.length.check_crop(tokens, length)
 
     def crop(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, and free pages behind the window."""
+        """Remove the last `tokens` tokens, and free pages behind the window.
+
+        Raises:
+            OutOfPagesError: a preallocated cache would pass its budget. Nothing was changed.
+        """
         self.first_tokens.told = None
         if not self.fixed:
             for group in self.groups.values():
@@ -248,9 +252,11 @@ class PagedLayers:
             self._free_empty()
         elif tokens:
             kept = [max(length - tokens, 0) for length in self.host_lengths()]
+            most, fixed = max(kept, default=0), self.fixed.values()
+            self.budget.require(sum(x.count_copies(x.group.table.rows, most) for x in fixed))
             for store, length in zip(self.stores, kept, strict=True):
                 store.crop_to(length)
-            self._unshare(max(kept, default=0))
+            self._unshare(most)
 
     def end_layer(self, index: int, tokens: int) -> bool:
         """Note that layer `index` has stored `tokens`; return `is_under_flex()`.
@@ -281,6 +287,8 @@ class PagedLayers:
             if (store.encoding.index, tokens) in written:
                 length = store.length
                 store.group.undo(length.on_host() - tokens, tokens, length.member)
+        for group in self.groups.values():
+            group.undo(group.length, 0, 0)  # pages that no layer has written
         self._free_empty()
 
     def reset(self) -> None:
@@ -295,8 +303,11 @@ class PagedLayers:
             return
         for store in self.stores:
             store.crop_to(0)
-        if len({group.table.batch for group in self.groups.values()}) > 1:
-            # An interrupted call has changed some of them: all memory is taken anew.
+        needed, most = sum(x.count for x in self.fixed.values()) * self.batch, self.budget.max_pages
+        is_over = most is not None and needed > most
+        if is_over or len({group.table.batch for group in self.groups.values()}) > 1:
+            # Sequences share pages, and have no room for their own, or an interrupted call has
+            # changed some groups: all memory is taken anew.
             for store in self.stores:
                 store.release_memory()
             for fixed in self.fixed.values():

@@ -39,8 +39,8 @@ def write(
         limit: Most tokens of a sequence. None means as many as it has pages for.
 
     Raises:
-        OutOfPagesError: On a CPU, a token has no page or would pass the limit. Nothing is stored.
-            On other devices, such tokens are not stored, and nothing is raised.
+        OutOfPagesError: A token has no page or would pass the limit. Nothing is stored. "triton"
+            raises nothing, and does not store such tokens.
     """
     run = _write if is_unobserved(key) else _choose(_WRITE, backend)
     run(key, value, lengths, limit, backend, pages)

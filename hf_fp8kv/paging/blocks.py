@@ -148,6 +148,7 @@ class Blocks:
             start += count
         self._use(new)
 
+    @torch.inference_mode(False)
     def move(self, device: torch.device) -> None:
         """Move all pages to `device`."""
         if self.tensors[0].device != device:
@@ -155,11 +156,12 @@ class Blocks:
             waits = device.type == "cpu"
             self._use([block.to(device, non_blocking=not waits) for block in self.tensors])
 
+    @torch.inference_mode(False)
     def pin(self) -> None:
         """Move all pages to pinned memory."""
         if not self.pinned:
-            self.pinned = True
             self._use([block.pin_memory() for block in self.tensors])
+            self.pinned = True
 
 
 def zeros(

@@ -127,10 +127,14 @@ class FixedPages:
         table, columns = self.group.table, self.count
         filled = columns if self.ring else -(-length // table.page_size)
         pages = table.rows[:, :filled]
-        written = pages[rows][:, 0 if self.ring else length // table.page_size :]
-        copies = sum(len(rows) - len(np.unique(column)) for column in written.T)
+        copies = self.count_copies(pages[rows], length)
         held = len(np.unique(pages[rows])) - len(np.unique(table.used()))
         return copies + held + len(rows) * (columns - filled)
+
+    def count_copies(self, pages: npt.NDArray[np.integer], length: int) -> int:
+        """Return how many pages of these, `[B, n]`, `unshare` would copy."""
+        written = pages[:, 0 if self.ring else length // self.group.page_size :]
+        return sum(len(pages) - len(np.unique(column)) for column in written.T)
 
     def unroll(self) -> None:
         """Keep all tokens from now on.

@@ -188,9 +188,14 @@ class LayerGroup:
 
     def held_pages(self, member: int) -> Ints:
         """Return the pages of the member's pool that the next call reads, ascending, each once."""
-        step, length = self.step, self.lengths[member]
-        table = self.before if step and step.start == length else None
-        return (table or self.table).pages_of(self.first_kept(length), length)
+        length = self.lengths[member]
+        return self.table_of(member).pages_of(self.first_kept(length), length)
+
+    def table_of(self, member: int) -> BlockTable:
+        """Return the block table of a member's tokens, which a long call replaces."""
+        step, before = self.step, self.before
+        is_behind = step is not None and step.start == self.lengths[member]
+        return before if before is not None and is_behind else self.table
 
     def shrink(self, *, at_once: bool = False) -> None:
         """Renumber the pages, unless forks hold some: if few are held, or `at_once` if any is free.

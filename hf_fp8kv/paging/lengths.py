@@ -128,7 +128,7 @@ class HostLength:
 
     def written(self, device: torch.device) -> Call:
         """Return where all tokens are that are not behind the window of the next one."""
-        group, stop, table = self.group, self.stored, self.group.table
+        group, stop, table = self.group, self.stored, self.group.table_of(self.member)
         step, first = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
         return Call(1, table.on_device(device), step.lengths(device), first, stop, step)
 
@@ -304,7 +304,7 @@ class DeviceLength:
 def _check_crop(group: LayerGroup, tokens: int, stored: int, lost: int) -> None:
     """Raise ConfigError if `tokens` of `stored` cannot be removed; `lost`: the first one left."""
     left = max(stored - tokens, 0)
-    if tokens and left and group.visible_from(left) < lost:
+    if tokens and left and group.first_kept(left) < lost:
         raise ConfigError(
             f"crop: expected to go back at most to what the window still holds (token {lost} on), "
             f"got {tokens} tokens to remove from {stored} under a window of {group.window}; call "

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -620,3 +621,89 @@ def test_save_and_load(preallocated: bool, keywords: dict[str, Any], tmp_path: P
     assert_same(cache.layers[1].keys.dense(), twin.layers[1].keys.dense())
     assert path.stat().st_size < 60_000
     assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial file is left"
+
+
+@pytest.mark.parametrize("call", ["crop", "reset"])
+def test_no_room_for_pages_of_their_own(call: str) -> None:
+    """Two sequences of a preallocated cache share pages, and the budget has none for copies."""
+    cache = FP8PagedCache(
+        config(num_hidden_layers=1), dtype="auto", page_size=16, max_cache_len=160, max_pages=18
+    )
+    k = tokens(40, 1)
+    cache.update(k, -k, 0)
+    cache.batch_repeat_interleave(2)
+    if call == "crop":
+        with pytest.raises(OutOfPagesError):
+            cache.crop(-20)
+        assert_same(cache.layers[0].keys.dense()[:, :, :40], k.repeat(2, 1, 1, 1))
+        return
+    cache.reset()
+    new = tokens(3, 1, 1)
+    cache.update(new, -new, 0)
+    assert_same(cache.layers[0].keys.dense()[:, :, :3], new)
+
+
+def test_sequences_selected_in_inference_mode() -> None:
+    """The centers of a preallocated cache stay tensors that can be written outside of it."""
+    cache = FP8PagedCache(config(), max_cache_len=64)
+    with torch.inference_mode():
+        feed(cache, 12, batch=1)
+        cache.batch_repeat_interleave(2)
+    cache.reset()
+    feed(cache, 3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.host_length() == 3
+
+
+def held(cache: Any) -> list[Any]:
+    """Return the keys of each layer, with or without pages."""
+    return [x.keys.dense() if hasattr(x.keys, "dense") else x.keys for x in cache.layers]
+
+
+REFUSED: dict[str, Callable[[FP8PagedCache], Any]] = {
+    "step": lambda cache: feed(cache, 29),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([False, False])),
+    "crop": lambda cache: cache.crop(-2),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_refusal_changes_no_layer_of_transformers(call: str) -> None:
+    windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    fields = windows if call == "crop" else {}
+    cache = FP8PagedCache(
+        config("gemma3_text" if fields else "llama", **fields), dtype="auto", skip_layers=[0],
+        page_size=8, max_pages=6,
+    )  # fmt: skip
+    feed(cache, 20)
+    before = held(cache)
+    with pytest.raises(FP8KVError):
+        REFUSED[call](cache)
+    assert all(map(torch.equal, held(cache), before))
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
+
+
+def test_a_refused_long_call_gives_its_pages_back() -> None:
+    """No sliding layer has stored it; until it does, it still has its last window."""
+    fields = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
+    cache = FP8PagedCache(config("gemma3_text", **fields), dtype="auto", page_size=8, max_pages=30)
+    feed(cache, 12, batch=1)
+    pages, before = cache.budget.held, held(cache)
+    k = tokens(90, 1)
+    cache.update(k, k, 0)
+    assert torch.equal(held(cache)[1], before[1])
+    with pytest.raises(ConfigError, match="like the first call's"):
+        cache.update(k[..., :-1], k, 1)
+    assert all(map(torch.equal, held(cache), before))
+    assert cache.budget.held == pages
+
+
+def test_a_window_of_one_token_keeps_its_page() -> None:
+    fields = {"sliding_window": 1, "layer_types": ["full_attention", "sliding_attention"]}
+    cache = FP8PagedCache(config("gemma3_text", **fields), page_size=8)
+    feed(cache, 18)
+    with pytest.raises(ConfigError, match="crop"):
+        cache.crop(-2)
+    cache.crop(-1)
+    twin = pickle.loads(pickle.dumps(cache))
+    assert [layer.get_seq_length() for layer in twin.layers] == [17, 17]

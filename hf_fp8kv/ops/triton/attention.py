@@ -86,7 +86,6 @@ class View(NamedTuple):
     """What the rows of a program look at.
 
     Attributes:
-        h: The KV head.
         begin, end: The first position that a row may see, and one past the last.
         start, window: As in `Span`.
         table_ptr: The pages of the sequence.
@@ -94,7 +93,6 @@ class View(NamedTuple):
         bias_ptr: `[ROWS]`, of each row, or None.
     """
 
-    h: Any
     begin: Any
     end: Any
     start: Any
@@ -138,7 +136,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     MASKED_TILE: tl.constexpr = CALL.config.masked_tile
     SWAPPED: tl.constexpr = CALL.config.swapped
     CHUNKS: tl.constexpr = CALL.config.chunks
-    b, h = rows.b, rows.h
+    b = rows.b
     end = span.high
     if FEATURES.causal:
         end = tl.minimum(end, rows.last_q + 1)
@@ -193,7 +191,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     else:
         l_i = tl.zeros([TILE, ROWS] if SWAPPED else [ROWS, TILE], tl.float32)
     table_ptr = tensors.table + b.to(tl.int64) * strides.table
-    view = View(h, begin, end, span.start, span.window, table_ptr, mask_ptr, bias_ptr)
+    view = View(begin, end, span.start, span.window, table_ptr, mask_ptr, bias_ptr)
 
     # The number of a tile's page is loaded two tiles ahead, and its offset one: the tile's own
     # loads can then be started as far ahead as there are stages.
@@ -310,18 +308,16 @@ def _attend_tile(
     TILE: tl.constexpr = CALL.config.masked_tile if MASKED else CALL.config.tile
     SHAPE: tl.constexpr = CALL.shape
     position = j * TILE + tl.arange(0, TILE)
-    k_codes, v_codes, word_ptrs = load_codes(tensors, j, position, place, view, SHAPE, TILE)
+    k_codes, v_codes, word_ptrs = load_codes(tensors, j, position, place, rows.h, view, SHAPE, TILE)
     seen = None
-    if MASKED:
-        visible = find_visible(position, rows, view, FEATURES, SWAPPED)
-        # Tokens that some row sees.
-        seen = tl.max(visible.to(tl.int32), 1 if SWAPPED else 0) != 0
+    # Of keys this comes after the product: a value more through it makes Triton 3.5 spill.
+    if MASKED and FEATURES.latent:
+        visible, seen = find_visible(position, rows, view, FEATURES, SWAPPED)
+        k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))
     k_scale, v_scale = None, None
     if FEATURES.k_dynamic or FEATURES.v_dynamic:
         k_scale, v_scale = load_scales(word_ptrs)
     if FEATURES.latent:
-        if MASKED:
-            k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))
         x, latents = multiply_latents(query, k_codes, v_codes, k_scale, v_scale, CALL)
     else:
         q, factor, offset = query
@@ -334,6 +330,8 @@ def _attend_tile(
             x *= of_others(k_scale, SWAPPED)
         x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
     x = change_logits(x, softcap, view, position, FEATURES, SWAPPED)
+    if MASKED and not FEATURES.latent:
+        visible, seen = find_visible(position, rows, view, FEATURES, SWAPPED)
     if MASKED:
         x = tl.where(visible, x, float("-inf"))
     if FEATURES.latent:

@@ -20,7 +20,7 @@ from .arguments import AttentionArgs, pointers_to, prepare
 from .attention import Span, Strides, attend_rows, find_rows, write_rows
 from .codec import decode_for_dot
 from .decode import split_kv_decode
-from .places import codes_of, find_place, scales_of
+from .places import find_place, in_page
 from .target import cdiv, launch, next_power_of_2
 from .tuning import extend_config
 
@@ -134,15 +134,15 @@ def _widen_codes(
         n = tl.arange(0, WORDS)
         words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         wide_words_ptr = wide_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        words = tl.load(scales_of(words_ptr, place, h, SLOTS) + n, mask=n < SLOTS)
-        tl.store(scales_of(wide_words_ptr, wide_place, h, SLOTS) + n, words, mask=n < SLOTS)
+        words = tl.load(in_page(words_ptr, place, h, SLOTS) + n, mask=n < SLOTS)
+        tl.store(in_page(wide_words_ptr, wide_place, h, SLOTS) + n, words, mask=n < SLOTS)
 
 
 @triton.jit
 def _widen_side(side, wide, place, wide_place, h, SIZE: tl.constexpr, CODEC: tl.constexpr):
     PART: tl.constexpr = 2048
-    codes_ptr = codes_of(side, place, h, SIZE)
-    wide_ptr = codes_of(wide, wide_place, h, SIZE)
+    codes_ptr = in_page(side.codes, place, h, SIZE)
+    wide_ptr = in_page(wide.codes, wide_place, h, SIZE)
     for first in tl.range(0, SIZE, PART, num_stages=1):
         n = first + tl.arange(0, PART)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)

@@ -7,7 +7,7 @@ import triton.language as tl
 from ..pages import Pages
 from .arguments import pointers_to
 from .encoder import decode
-from .places import codes_of, find_place, scales_of
+from .places import find_place, in_page
 from .rotation import rotate
 from .target import launch
 from .write import limit_registers, num_warps, side_for, tile_size
@@ -78,7 +78,7 @@ def _gather(
     if PAGE % TILE == 0:
         # One page: the addresses of a tile are one base and constants, and all of it is there.
         place = find_place(side, tl.maximum(tl.load(table_ptr + first // PAGE), 0))
-        codes_ptr = codes_of(side, place, h, PAGE * DIM)
+        codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
         first_slot = (tile % (PAGE // TILE)) * TILE
         if TRANSPOSED:
             code_ptrs = codes_ptr + first_slot + (d * PAGE)[None, :] + i[:, None]
@@ -89,7 +89,7 @@ def _gather(
     else:
         page = tl.load(table_ptr + position // PAGE, mask=asked, other=0)
         place = find_place(side, tl.maximum(page, 0))
-        codes_ptr = codes_of(side, place, h, PAGE * DIM)
+        codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
         slot = position % PAGE
         if TRANSPOSED:
             code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
@@ -104,7 +104,7 @@ def _gather(
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = scales_of(scales_ptr, place, h, PAGE * 2)
+            scale_ptrs = in_page(scales_ptr, place, h, PAGE * 2)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         x = rotate(x, BLOCK)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from .codec import decode_for_dot, keep
-from .softmax import of_others, of_rows
 
 
 @triton.jit
@@ -47,7 +46,6 @@ def multiply_latents(
     FEATURES: tl.constexpr = CALL.features
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
-    SWAPPED: tl.constexpr = CALL.config.swapped
     CHUNKS: tl.constexpr = CALL.config.chunks
     q, factor, q_positions, v_factor = query
     latents = keep(decode_for_dot(codes, K_CODEC), K_CODEC)
@@ -56,38 +54,25 @@ def multiply_latents(
         latents = split_chunks(latents, CHUNKS)
         products = tl.dot(q, tl.permute(latents, [0, 2, 1]), input_precision=FEATURES.precision)
         x = tl.sum(products, 0)
-        y = tl.dot(q_positions, positions, input_precision=FEATURES.precision)
-    elif SWAPPED:
-        x = tl.dot(latents, tl.trans(q), input_precision=FEATURES.precision)
-        y = tl.dot(
-            tl.trans(positions), tl.trans(q_positions), input_precision=FEATURES.precision
-        )  # fmt: skip
     else:
         x = tl.dot(q, tl.trans(latents), input_precision=FEATURES.precision)
-        y = tl.dot(q_positions, positions, input_precision=FEATURES.precision)
+    y = tl.dot(q_positions, positions, input_precision=FEATURES.precision)
     if FEATURES.k_dynamic:
-        x *= of_others(scale, SWAPPED)
+        x *= scale[None, :]
     if FEATURES.v_dynamic:
-        y *= of_others(position_scale, SWAPPED)
-    return x * of_rows(factor, SWAPPED) + y * of_rows(v_factor, SWAPPED), latents
+        y *= position_scale[None, :]
+    return x * factor[:, None] + y * v_factor[:, None], latents
 
 
 @triton.jit
 def add_latents(acc, alpha, weights, latents, CALL: tl.constexpr):
     """Return acc, faded by `alpha`, with the weighted latents of a tile added."""
-    PRECISION: tl.constexpr = CALL.features.precision
-    SWAPPED: tl.constexpr = CALL.config.swapped
     CHUNKS: tl.constexpr = CALL.config.chunks
     K_CODEC: tl.constexpr = CALL.k_codec
     weights = weights.to(K_CODEC.operand)
     if CHUNKS > 1:
         acc = acc * alpha[None, :, None]
         weights = tl.broadcast_to(weights[None], [CHUNKS, weights.shape[0], weights.shape[1]])
-        acc = tl.dot(weights, latents, acc, input_precision=PRECISION)
-    elif SWAPPED:
-        acc = acc * of_rows(alpha, SWAPPED)
-        acc = tl.dot(tl.trans(latents), weights, acc, input_precision=PRECISION)
     else:
-        acc = acc * of_rows(alpha, SWAPPED)
-        acc = tl.dot(weights, latents, acc, input_precision=PRECISION)
-    return acc
+        acc = acc * alpha[:, None]
+    return tl.dot(weights, latents, acc, input_precision=CALL.features.precision)

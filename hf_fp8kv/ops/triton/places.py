@@ -11,24 +11,12 @@ def find_place(side, page):
 
 
 @triton.jit
-def codes_of(
-    side, place, h, SIZE: tl.constexpr, ALIKE: tl.constexpr = 1
-):  # fmt: skip
-    """Return a pointer to the SIZE codes that a page has of head `h`; of the shape of `place`.
+def in_page(pointer, place, h, SIZE: tl.constexpr, ALIKE: tl.constexpr = 1):
+    """Return a pointer to the SIZE numbers that a page has of head `h`; of the shape of `place`.
 
-    ALIKE: how many places that follow each other are one.
+    `pointer`: To these numbers in the first page. ALIKE: how many places that follow each other are
+    one.
     """
-    return _in_page(side.codes, place, h, SIZE, ALIKE)
-
-
-@triton.jit
-def scales_of(scales_ptr, place, h, SIZE: tl.constexpr):
-    """Return a pointer to the SIZE numbers that a page has of a head, of those at `scales_ptr`."""
-    return _in_page(scales_ptr, place, h, SIZE, 1)
-
-
-@triton.jit
-def _in_page(pointer, place, h, SIZE: tl.constexpr, ALIKE: tl.constexpr):
     # Parts of a page begin at multiples of 16 bytes, which Triton cannot see in an offset. From a
     # pointer and an offset, compilers load bytes one by one all the same.
     part = tl.multiple_of((pointer.to(tl.int64) + place).to(pointer.dtype), 16)
@@ -39,7 +27,7 @@ def _in_page(pointer, place, h, SIZE: tl.constexpr, ALIKE: tl.constexpr):
 
 @triton.jit
 def load_codes(
-    tensors, j, position, place, view, SHAPE: tl.constexpr, TILE: tl.constexpr
+    tensors, j, position, place, h, view, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Return the codes of a tile: K `[TILE, k_width]`, V `[v_width, TILE]`.
 
@@ -49,9 +37,9 @@ def load_codes(
         j: The number of the tile.
         position: `[TILE]`, of its tokens.
         place: What `find_place` returns for the page of a tile within one page.
+        h: The KV head.
         view: See `View`.
     """
-    h = view.h
     PAGE: tl.constexpr = SHAPE.page_size
     DK: tl.constexpr = SHAPE.k_dim
     DV: tl.constexpr = SHAPE.v_dim
@@ -61,8 +49,8 @@ def load_codes(
     if PAGE % TILE == 0:
         # One page, known by one number: the addresses of a tile are one base and constants.
         slot = (j % (PAGE // TILE)) * TILE
-        k_ptr = codes_of(tensors.k, place, h, PAGE * DK) + slot * DK
-        v_ptr = codes_of(tensors.v, place, h, DV * PAGE) + slot
+        k_ptr = in_page(tensors.k.codes, place, h, PAGE * DK) + slot * DK
+        v_ptr = in_page(tensors.v.codes, place, h, DV * PAGE) + slot
         k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
         v_ptrs = v_ptr + (dv[:, None] * PAGE + n[None, :])
         slots = slot + n
@@ -76,8 +64,8 @@ def load_codes(
             pages = tl.max_constancy(pages, 16)
         place = find_place(tensors.k, pages)
         slots = position % PAGE
-        k_ptr = codes_of(tensors.k, place, h, PAGE * DK)
-        v_ptr = codes_of(tensors.v, place, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
+        k_ptr = in_page(tensors.k.codes, place, h, PAGE * DK)
+        v_ptr = in_page(tensors.v.codes, place, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
         k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE
     if SHAPE.k_width == DK:
@@ -91,7 +79,7 @@ def load_codes(
     word_ptrs = n
     if tensors.token_scales is not None:
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        word_ptrs = scales_of(words_ptr, place, h, PAGE) + slots
+        word_ptrs = in_page(words_ptr, place, h, PAGE) + slots
     return k_codes, v_codes, word_ptrs
 
 

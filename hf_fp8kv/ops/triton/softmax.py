@@ -74,7 +74,10 @@ def _load_added(ptrs, within):
 
 @triton.jit
 def find_visible(position, rows, view, FEATURES: tl.constexpr, SWAPPED: tl.constexpr):
-    """Return whether each row sees each token of a tile: `[ROWS, TILE]`, or swapped."""
+    """Return whether each row sees each token of a tile, and whether any row does.
+
+    The first is `[ROWS, TILE]`, or swapped, the second `[TILE]`.
+    """
     seen = (position >= view.begin) & (position < view.end)
     if FEATURES.mask == COMPACT:
         seen &= tl.load(view.mask_ptr + (position - view.start), mask=seen, other=0) != 0
@@ -87,7 +90,7 @@ def find_visible(position, rows, view, FEATURES: tl.constexpr, SWAPPED: tl.const
     if FEATURES.mask == COMPLETE:
         mask_ptrs = of_rows(view.mask_ptr, SWAPPED) + of_others(position - view.start, SWAPPED)
         visible &= tl.load(mask_ptrs, mask=visible, other=0) != 0
-    return visible
+    return visible, tl.max(visible.to(tl.int32), 1 if SWAPPED else 0) != 0
 
 
 @triton.jit
@@ -109,15 +112,6 @@ def weigh(x, m_i, l_i, v_scale, seen, DYNAMIC: tl.constexpr, SWAPPED: tl.constex
         m_new = tl.maximum(m_i, tl.max(x + of_others(log2_scale, SWAPPED), 1 - ROW_AXIS))
     else:
         m_new = tl.maximum(m_i, tl.max(x, 1 - ROW_AXIS))
-    weights, alpha, l_i = _online_softmax(x, m_i, l_i, m_new, SWAPPED)
-    if DYNAMIC:
-        weights *= of_others(v_scale, SWAPPED)
-    return weights, alpha, m_new, l_i
-
-
-@triton.jit
-def _online_softmax(x, m_i, l_i, m_new, SWAPPED: tl.constexpr):
-    """Return a tile's weights relative to `m_new`, what older sums fade by, and the new l_i."""
     # A row that has seen nothing yet: -inf - -inf would be NaN.
     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     weights = tl.exp2(x - of_rows(m_finite - HEADROOM, SWAPPED))
@@ -125,5 +119,7 @@ def _online_softmax(x, m_i, l_i, m_new, SWAPPED: tl.constexpr):
     if len(l_i.shape) > 1:
         l_i = l_i * of_rows(alpha, SWAPPED) + weights
     else:
-        l_i = l_i * alpha + tl.sum(weights, 0 if SWAPPED else 1)
-    return weights, alpha, l_i
+        l_i = l_i * alpha + tl.sum(weights, 1 - ROW_AXIS)
+    if DYNAMIC:
+        weights *= of_others(v_scale, SWAPPED)
+    return weights, alpha, m_new, l_i

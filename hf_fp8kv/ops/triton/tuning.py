@@ -63,8 +63,6 @@ _DECODE_TAKES = {
 }
 # A limit that is said, since without one compilers may spill before they take what there is.
 _MANY_REGISTERS = 240
-# With more rows, and without a limit, a thread takes all registers that there are.
-_ALL_REGISTERS = {"cuda": 255, "hip": 256}
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,10 @@ def expected_programs(target: Target, rows: int = 1) -> int:
 
 def guessed_programs(target: Target, config: LaunchConfig, *, latent: bool = False) -> int:
     """Return how many programs with these launch parameters one processor holds, about."""
-    registers = config.registers or _ALL_REGISTERS[target.vendor]
-    shared = 16 << 10 if not target.is_nvidia else 72 << 10 if latent else 48 << 10
+    # Compiled for each target: registers of AMD's are 220 to 370.
+    is_large = latent or config.rows > 32
+    shared = 16 << 10 if not target.is_nvidia else 72 << 10 if is_large else 48 << 10
+    registers = config.registers or (255 if target.is_nvidia else 512 if is_large else 256)
     return _overridden_programs() or max(1, target.fit(registers, config.warps, shared))
 
 
@@ -271,7 +271,8 @@ def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
         # With the sums of rotation, whole rows of the query would be too many registers.
         warps, in_chunks = 4, True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
-    return _apply_overrides(LaunchConfig(rows, tile, warps, stages, chunks=chunks))
+    config = _apply_overrides(LaunchConfig(rows, tile, warps, stages, chunks=chunks))
+    return replace(config, swapped=False)
 
 
 def overrides() -> Mapping[str, Any]:
@@ -288,7 +289,8 @@ def _apply_overrides(config: _Config) -> _Config:
 def override(**parameters: Any) -> Iterator[None]:
     """Replace attributes of `LaunchConfig` and `PlanConfig` inside the `with` block.
 
-    For experiments. `programs` replaces what `expected_programs` returns.
+    For experiments. `programs` replaces the results of `expected_programs` and
+    `guessed_programs`.
     """
     global _overrides
     fields = {*LaunchConfig.__dataclass_fields__, *PlanConfig.__dataclass_fields__}

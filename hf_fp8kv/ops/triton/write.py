@@ -19,7 +19,7 @@ from .encoder import (
     smallest_scale,
     to_bfloat16,
 )
-from .places import codes_of, find_place, scales_of
+from .places import find_place, in_page
 from .rotation import block_of, lay_out_like, rotate
 from .target import launch, next_power_of_2, target_of
 from .tuning import SINGLE_TOKENS
@@ -181,7 +181,7 @@ def write_side(
         slot = position % PAGE
     exists = inside & (page >= 0)
     place = find_place(side, tl.maximum(page, 0))
-    codes_ptr = codes_of(side, place, h, PAGE * DIM)
+    codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
 
     if ENCODER is None:
         codes = tl.load(x_ptrs, mask=given, other=0.0).to(side.codes.dtype.element_ty)
@@ -202,7 +202,7 @@ def write_side(
             scale = search_scale_at_once(copies, ENCODER)
         else:
             scale = search_scale(x, ENCODER)
-        scale_ptrs = scales_of(scales_ptr, place, h, PAGE * 2)
+        scale_ptrs = in_page(scales_ptr, place, h, PAGE * 2)
         scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], ENCODER)
