@@ -242,10 +242,12 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         """
         tokens = parse_crop(tokens_to_remove)
         self._paged.check_crop(tokens)
-        if tokens and not all(can_crop(layer, tokens) for layer in self.stock_layers):
+        # Convolution layers that record the past can be cropped, unlike `can_crop` knows.
+        forgetful = (x for x in self.stock_layers if not getattr(x, "record_past", True))
+        if tokens and not all(can_crop(layer, tokens) for layer in forgetful):
             raise ConfigError(
-                "crop: expected layers of transformers that can be cropped, got a sliding window "
-                "that has lost tokens; keep such layers out of skip_layers"
+                "crop: expected layers of transformers that hold the past, got a sliding window or "
+                "a state without it; call activate_past_recording() before these tokens are written"
             )
         with self.changing_text(lambda text: text.crop(tokens)):
             self._paged.crop(tokens)
@@ -300,9 +302,9 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         """Remove what layers before `index` stored in a refused step, where that can be."""
         self._paged.undo_step(index, tokens)
         if not self.options.is_preallocated:
+            length = self.host_length() + tokens
             for layer in self.stock_layers:
-                is_ahead = layer.get_seq_length() == self.host_length() + tokens
-                if is_ahead and can_crop(layer, tokens):
+                if can_crop(layer, tokens) and layer.get_seq_length() == length:
                     layer.crop(-tokens)
 
     # -- forks, files, sizes -----------------------------------------------------------------

@@ -683,6 +683,24 @@ def test_a_refusal_changes_no_layer_of_transformers(call: str) -> None:
     assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
 
 
+def test_layers_of_convolutions_beside_pages() -> None:
+    """They have no length, and can be cropped if they record the past."""
+    types = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
+    cache = FP8PagedCache(config("lfm2", **types), dtype="auto", page_size=8, max_pages=6)
+    state = tokens(20, dim=1).flatten(1, 1)[..., 0]
+    cache.activate_past_recording()
+    cache.layers[0].lazy_initialization(conv_states=state[..., :3])
+    cache.layers[0].update_conv_state(state)
+    k = tokens(20)
+    cache.update(k, -k, 1)
+    with pytest.raises(OutOfPagesError):
+        cache.update(tokens(29), tokens(29), 1)
+    assert cache.host_length() == 20
+    cache.crop(-2)
+    assert cache.host_length() == 18
+    assert_same(cache.layers[0].conv_states[0][..., -1], state[..., 17])
+
+
 def test_a_refused_long_call_gives_its_pages_back() -> None:
     """No sliding layer has stored it; until it does, it still has its last window."""
     fields = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
