@@ -36,7 +36,7 @@ def write(
         value: `[B, Hkv, T, Dv]`, the same.
         lengths: `[B]`, int32, tokens stored, this call's included.
         backend: A key of `BACKENDS`, as `choose_backend` returns it.
-        limit: Most tokens of a sequence. None means as many as it has pages for.
+        limit: Most tokens of a sequence, by default as many as its pages hold.
 
     Raises:
         OutOfPagesError: A token has no page or would pass the limit. Nothing is stored. "triton"
@@ -232,7 +232,7 @@ def _attend_once(
 ) -> Tensor:  # fmt: skip
     """Attend, and keep nothing with the plan.
 
-    The CUDA graphs of torch.compile refuse memory that outlives a call and is no result of it.
+    The CUDA graphs of torch.compile refuse memory that outlives a call without being its result.
     """
     alias = None if plan is None else plan.detach()
     return _attend(query, lengths, start, stop, alias, backend, spec, pages)

@@ -89,8 +89,8 @@ class View(NamedTuple):
         begin, end: The first position that a row may see, and one past the last.
         start, window: As in `Span`.
         table_ptr: The pages of the sequence.
-        mask_ptr: Of the sequence, or `[ROWS]`, of each row, as its kind says.
-        bias_ptr: `[ROWS]`, of each row, or None.
+        mask_ptr: The mask of the sequence, or `[ROWS]`, of each row, as its kind says.
+        bias_ptr: `[ROWS]`, the bias of each row, or None.
     """
 
     begin: Any
@@ -310,7 +310,7 @@ def _attend_tile(
     position = j * TILE + tl.arange(0, TILE)
     k_codes, v_codes, word_ptrs = load_codes(tensors, j, position, place, rows.h, view, SHAPE, TILE)
     seen = None
-    # Of keys this comes after the product: a value more through it makes Triton 3.5 spill.
+    # Keys do this after the product: one more value through it makes Triton 3.5 spill.
     if MASKED and FEATURES.latent:
         visible, seen = find_visible(position, rows, view, FEATURES, SWAPPED)
         k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))

@@ -152,9 +152,8 @@ def _decode(
     high = tl.minimum(tl.load(part_ptr + 2), tl.minimum(length, stop))
     rows = find_rows(b, h, tl.program_id(2), tokens, length, CALL)
     strides = Strides(query_strides, table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t))
-    acc, m_i, l_i = attend_rows(
-        tensors, factors, rows, Span(low, high, start, window), strides, CALL
-    )  # fmt: skip
+    span = Span(low, high, start, window)
+    acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
     if slot < 0:
         write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)
     else:

@@ -35,9 +35,7 @@ def join_chunks(x):
 
 
 @triton.jit
-def multiply_latents(
-    query, codes, position_codes, scale, position_scale, CALL: tl.constexpr
-):  # fmt: skip
+def multiply_latents(query, codes, position_codes, scale, position_scale, CALL: tl.constexpr):
     """Return the logits of a tile, and its latents (split into chunks).
 
     `query`: The latent part of the rows (split into chunks) and a factor of its products, and the

@@ -43,9 +43,7 @@ def last_before_window(q_position, window):
 
 
 @triton.jit
-def change_logits(
-    x, softcap, view, position, FEATURES: tl.constexpr, SWAPPED: tl.constexpr
-):  # fmt: skip
+def change_logits(x, softcap, view, position, FEATURES: tl.constexpr, SWAPPED: tl.constexpr):
     """Return logits with softcap, bias and mask; both are in powers of two."""
     if FEATURES.softcapped:
         # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
