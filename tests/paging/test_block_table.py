@@ -408,7 +408,7 @@ class Pages(RuleBasedStateMachine):
         length = max(cache.length - tokens, 0)
         sliding = cache.models["sliding"]
         kept_from = sliding.first * self.page_size
-        refused = bool(tokens and length and sliding.visible_from(length) < kept_from)
+        refused = bool(tokens and length and sliding.kept_from(length) < sliding.first)
         before = cache.state()
         errors = [
             refusal(lambda group=group: check_crop(group, tokens), ConfigError)
