@@ -1,6 +1,6 @@
 """The Python in docs/quickstart.md and docs/serving.md runs, block by block.
 
-The fast tier runs it with the first layers of the demo model, `make test-all` with the whole model.
+They run with the first layers of the demo model. The examples of `make test-all` run the whole one.
 """
 
 import re
@@ -12,7 +12,9 @@ import pytest
 import hf_fp8kv
 from tests.helpers.shallow import layers, shallow_model_path  # noqa: F401
 
-pytestmark = pytest.mark.text
+pytestmark = [
+    pytest.mark.text, pytest.mark.parametrize("layers", ["first layers"], indirect=True)
+]  # fmt: skip
 
 DOCS = Path(__file__).parent.parent / "docs"
 PROMPT = "London is the capital of"
