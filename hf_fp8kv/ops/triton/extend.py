@@ -22,7 +22,7 @@ from .codec import decode_for_dot
 from .decode import split_kv_decode
 from .places import find_place, in_page
 from .target import cdiv, launch, next_power_of_2
-from .tuning import extend_config
+from .tuning import extend_config, family_of
 
 # Tokens: fewer are not split.
 SPLIT_FROM = 256
@@ -71,7 +71,7 @@ def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
     """
     workload, stop = args.workload, args.stop
     is_shared = blocks >= WIDENED_BLOCKS and stop >= WIDENED_FROM
-    if not is_shared or args.start or args.window or args.target.family not in (9, 10):
+    if not is_shared or args.start or args.window or family_of(args.target).widened is None:
         return None
     if workload.exact or workload.latent or workload.complete:
         return None

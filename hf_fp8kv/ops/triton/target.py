@@ -66,11 +66,6 @@ class Target:
         return self.vendor == "cuda"
 
     @property
-    def family(self) -> int:
-        """9 for sm_90, 10 for sm_100 and sm_103; 0 for AMD's."""
-        return int(self.arch) // 10 if self.is_nvidia else 0
-
-    @property
     def is_supported(self) -> bool:
         """Return whether the kernels are for this GPU.
 

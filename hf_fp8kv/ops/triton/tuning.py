@@ -1,4 +1,4 @@
-"""Launch parameters of the attention kernels, by architecture, head size and format.
+"""Launch parameters of the attention kernels: a table for each family of GPUs.
 
 Those of decoding on sm_90 were searched on an H100 (docs/performance.md). All others follow from
 compiling for each target (`make kernels`): no spills, and registers and shared memory that leave
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from .target import Target
 
-_Table: TypeAlias = Mapping[int, tuple[int, int, int, int | None]]
-_Entry = TypeVar("_Entry")
+_Row: TypeAlias = tuple[int, int, int, int | None]
+_Table: TypeAlias = Mapping[int, _Row]
 _Config = TypeVar("_Config", "LaunchConfig", "PlanConfig")
 
 
@@ -54,13 +54,6 @@ DECODE_ROWS = 64
 # Query rows up to which it is known, before a kernel is compiled, how many programs fit.
 FEW_ROWS = 16
 
-# What a program of the decode kernel takes: registers of a thread, warps and shared memory, for so
-# many query rows. A plan is made before a kernel is compiled, for all layers; that at least as many
-# programs fit as this says is checked (`make kernels`).
-_DECODE_TAKES = {
-    "cuda": {8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
-    "hip": {16: (256, 1, 16 << 10)},
-}
 # A limit that is said, since without one compilers may spill before they take what there is.
 _MANY_REGISTERS = 240
 
@@ -83,45 +76,105 @@ class PlanConfig:
     merge_cost: float = 4.0
 
 
-# The decode kernel by rows and head size, padded to a power of two: (tile, warps, stages,
-# registers), with swapped operands: the product's shape then has room for 8 rows where it had 16
-# before, and a warp has half as many instructions for a byte. Codes of K and V of one tile are
-# 16 KB from 128 on; with 168 registers six programs of two warps fit.
-_DECODE: dict[int, _Table] = {
-    8: {
-        64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
-        1024: (16, 4, 2, None),
-    },
-    16: {
-        64: (64, 2, 4, 240), 128: (64, 2, 3, 240), 256: (32, 2, 3, 240), 512: (32, 4, 2, None),
-        1024: (16, 4, 2, None),
-    },
-    32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
-}  # fmt: skip
-# Without: with as many rows as tokens there is nothing to be saved, and float32 operands, whose
-# rounding is to be that of float32, take many registers.
-_DECODE_ROWS_FIRST: _Table = {
-    64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
-    1024: (16, 8, 2, None),
-}  # fmt: skip
-_NONE: _Table = {}
-_DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
-# AMD: products have 16 rows; 512 registers for each lane of a processor's four parts.
-_DECODE_HIP: _Table = {128: (32, 1, 2, None), 256: (32, 2, 2, None)}
-_DECODE_HIP_ROWS_FIRST: _Table = {
-    128: (32, 2, 2, None), 256: (32, 4, 2, None), 512: (32, 8, 1, None), 1024: (16, 8, 1, None),
-}  # fmt: skip
+@dataclass(frozen=True)
+class Family:
+    """Launch parameters for GPUs that are alike. Tables have a row for each largest head size.
 
-# The extend kernel: (rows, tile, warps, stages). Two programs of four warps on one processor: one's
-# softmax runs beside the other's products.
-_EXTEND = {128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)}
-# Tensor memory holds the sums there: room for twice the rows.
-_EXTEND_SM_100 = {**_EXTEND, 256: (64, 32, 8, 2)}
-# Without products of whole warp groups each warp reads all of K and V, and registers are short.
-_EXTEND_MMA = {**_EXTEND, 128: (64, 64, 8, 2)}
-_EXTEND_SM_80 = {**_EXTEND, 64: (64, 64, 8, 2), 128: (64, 32, 8, 2)}
-_EXTEND_FLOAT32 = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
-_EXTEND_HIP = {**_EXTEND, 64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1)}
+    Attributes:
+        takes: for a number of query rows, what a program of the decode kernel takes: registers of a
+            thread, warps, bytes of shared memory. A plan is made before a kernel is compiled, for
+            all layers; that as many programs fit is checked (`make kernels`).
+        guess: the same without warps, of programs that are compiled first.
+        guess_large: of latents, and of more than 32 rows.
+        decode: for a number of rows, (tile, warps, stages, registers) with swapped operands.
+        decode_rows_first: without.
+        extend: (rows, tile, warps, stages).
+        wide: the head size up to which tiles of 16 bits have as many stages as tiles of 8.
+        widened: stages that the extend kernel has more if codes were converted before; None: they
+            never are, since products do not read K and V from shared memory.
+        limits: whether the extend kernel has a limit of registers under complete masks.
+        latent: warps of latents.
+        latent_masked: with a mask or a bias for each query and token.
+        latent_rotated: where the query is rotated, and in chunks.
+        latent_moved: whether codes that become numbers by moving bits are read in chunks.
+    """
+
+    takes: Mapping[int, tuple[int, int, int]]
+    guess: tuple[int, int]
+    guess_large: tuple[int, int]
+    decode: Mapping[int, _Table]
+    decode_rows_first: _Table
+    extend: _Table
+    wide: int = 0
+    widened: int | None = None
+    limits: bool = False
+    latent: int = 8
+    latent_masked: int = 8
+    latent_rotated: int | None = None
+    latent_moved: bool = False
+
+
+# With swapped operands the product's shape has room for 8 rows where it had 16 before, and a warp
+# has half as many instructions for a byte. Codes of K and V of one tile are 16 KB from 128 on; with
+# 168 registers six programs of two warps fit.
+_FEW: _Table = {
+    64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
+    1024: (16, 4, 2, None),
+}  # fmt: skip
+# Without processors that multiply whole warp groups each warp reads all of K and V, and registers
+# are short.
+_CUDA = Family(
+    takes={8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
+    guess=(255, 48 << 10),
+    guess_large=(255, 72 << 10),
+    decode={
+        8: _FEW,
+        16: {width: (*row[:3], row[3] and 240) for width, row in _FEW.items()},
+        32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
+    },
+    # With as many rows as tokens there is nothing to be saved by swapping.
+    decode_rows_first={
+        64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
+        1024: (16, 8, 2, None),
+    },
+    extend={128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)},
+    limits=True,
+)  # fmt: skip
+# Two programs of four warps on one processor: one's softmax runs beside the other's products.
+_SM_90 = replace(
+    _CUDA, extend={**_CUDA.extend, 128: (64, 64, 4, 2)}, wide=256, widened=1, limits=False, latent=4
+)
+_FAMILIES = {
+    "sm_80": replace(
+        _CUDA, extend={**_CUDA.extend, 64: (64, 64, 8, 2), 128: (64, 32, 8, 2)}, latent_rotated=4
+    ),
+    "sm_90": _SM_90,
+    # Tensor memory holds the sums: room for twice the rows.
+    "sm_10": replace(
+        _SM_90, extend={**_SM_90.extend, 256: (64, 32, 8, 2)}, wide=128, widened=0, latent=8
+    ),
+    "sm_": _CUDA,
+    # Products have 16 rows; 512 registers for each lane of a processor's four parts.
+    "gfx": Family(
+        takes={16: (256, 1, 16 << 10)},
+        guess=(256, 16 << 10),
+        guess_large=(512, 16 << 10),
+        decode={16: {128: (32, 1, 2, None), 256: (32, 2, 2, None)}},
+        decode_rows_first={
+            128: (32, 2, 2, None), 256: (32, 4, 2, None), 512: (32, 8, 1, None),
+            1024: (16, 8, 1, None),
+        },
+        extend={
+            64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1),
+            1024: (16, 16, 8, 1),
+        },
+        latent=4, latent_masked=4, latent_moved=True,
+    ),
+}  # fmt: skip
+# Of float32 operands, whose rounding is to be that of float32, and which take many registers.
+_DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
+_EXTEND_FLOAT32: _Table = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
+_NONE: _Table = {}
 
 _overrides: dict[str, Any] = {}
 
@@ -131,13 +184,18 @@ def plan_config() -> PlanConfig:
     return _apply_overrides(PlanConfig())
 
 
+def family_of(target: Target) -> Family:
+    """Return the launch parameters for GPUs like this one."""
+    return next(x for name, x in _FAMILIES.items() if target.name.startswith(name))
+
+
 def expected_programs(target: Target, rows: int = 1) -> int:
     """Return how many programs of the decode kernel one processor should hold.
 
     `rows`: query rows per KV head. Up to FEW_ROWS launch parameters are chosen for it, for any
     heads and format; with more it is a guess.
     """
-    takes = _DECODE_TAKES[target.vendor]
+    takes = family_of(target).takes
     known = [most for most in takes if rows <= most]
     if known:
         return _overridden_programs() or max(1, target.fit(*takes[min(known)]))
@@ -147,18 +205,17 @@ def expected_programs(target: Target, rows: int = 1) -> int:
 
 def guessed_programs(target: Target, config: LaunchConfig, *, latent: bool = False) -> int:
     """Return how many programs with these launch parameters one processor holds, about."""
-    # Compiled for each target: registers of AMD's are 220 to 370.
-    is_large = latent or config.rows > 32
-    shared = 16 << 10 if not target.is_nvidia else 72 << 10 if is_large else 48 << 10
-    registers = config.registers or (255 if target.is_nvidia else 512 if is_large else 256)
-    return _overridden_programs() or max(1, target.fit(registers, config.warps, shared))
+    family = family_of(target)
+    most, shared = family.guess_large if latent or config.rows > 32 else family.guess
+    fit = target.fit(config.registers or most, config.warps, shared)
+    return _overridden_programs() or max(1, fit)
 
 
 def _overridden_programs() -> int:
     return int(_overrides.get("programs", 0))
 
 
-def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
+def _look_up(table: _Table, width: int) -> _Row:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 
@@ -188,32 +245,19 @@ class Workload(NamedTuple):
     moved: bool = False
 
 
-def _has_room(target: Target, width: int, widest: int) -> bool:
-    """Return whether tiles of 16 bits leave room for as many programs as codes of 8 do.
-
-    They do where a processor has 228 KB: two of the extend kernel with two stages, up to the head
-    size `widest` (`make kernels`).
-    """
-    return target.shares.shared >= 200 << 10 and width <= widest
-
-
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
+    family = family_of(target)
     if workload.latent:
-        return _latent_config(target, workload)
+        return _latent_config(family, workload)
     width, rows, exact, wide, biased, complete, *_ = workload
-    few = min((most for most in (*_DECODE_TAKES[target.vendor], 32) if rows <= most), default=64)
+    few = min((most for most in (*family.takes, 32) if rows <= most), default=64)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
-    if target.is_nvidia:
-        swapped, others = _DECODE.get(rows, _NONE), _DECODE_ROWS_FIRST
-    else:
-        swapped, others = _DECODE_HIP if rows <= FEW_ROWS else _NONE, _DECODE_HIP_ROWS_FIRST
+    swapped = family.decode.get(rows, _NONE)
     is_swapped = not exact and width <= max(swapped, default=0)
-    table = others
-    if exact or is_swapped:
-        table = _DECODE_FLOAT32 if exact else swapped
-    tile, warps, stages, registers = _look_up(table, width)
+    table = swapped if is_swapped else family.decode_rows_first
+    tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
     if wide and not exact:
         tile = max(16, tile // 2)  # as many bytes
     if biased:
@@ -233,43 +277,34 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
 
     `widened`: codes were converted before, so their tiles go from memory to products as they are.
     """
+    family = family_of(target)
     if workload.latent:
-        return _latent_config(target, workload)
-    if workload.exact:
-        table = _EXTEND_FLOAT32
-    elif not target.is_nvidia:
-        table = _EXTEND_HIP
-    else:
-        families = {9: _EXTEND, 10: _EXTEND_SM_100}
-        table = _EXTEND_SM_80 if target.arch == 80 else families.get(target.family, _EXTEND_MMA)
+        return _latent_config(family, workload)
+    table = _EXTEND_FLOAT32 if workload.exact else family.extend
     rows, tile, warps, stages = _look_up(table, workload.width)
-    widest = 256 if target.family == 9 else 128
-    if workload.wide and not workload.exact and not _has_room(target, workload.width, widest):
+    assert stages is not None
+    if workload.wide and not workload.exact and workload.width > family.wide:
         stages = max(1, stages - 1)
-    if widened and target.family == 9:
-        stages += 1  # two programs with three stages fit
+    if widened:
+        stages += family.widened or 0
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
-    # Where it costs no room: of eight warps one program fits, with any registers. With rotation it
-    # is the limit that makes sm_120 spill, of 183 registers that it takes without.
-    limited = (warps == 8 and not workload.rotated) or workload.complete
-    if table in (_EXTEND_MMA, _EXTEND_SM_80) and limited:
+    if family.limits and workload.complete and not workload.exact:
         config = replace(config, registers=_MANY_REGISTERS)
     return _apply_overrides(config)
 
 
-def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
+def _latent_config(family: Family, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of either kernel, of latents."""
-    rows, tile, warps, stages = 16, 32, 4, 2
+    rows, tile, warps, stages = 16, 32, family.latent, 2
+    in_chunks = family.latent_moved and workload.moved
     if workload.exact or workload.width > 512:
         tile, warps, stages = 16, 8, 1
-    elif target.is_nvidia and (target.family != 9 or workload.complete or workload.biased):
-        # Of 100 KB one program fits; elsewhere registers of four warps are short.
-        warps = 8
-    # Where codes are converted by an instruction AMD's compiler does so after they are moved.
-    in_chunks = workload.moved and not target.is_nvidia
-    if target.arch == 80 and workload.rotated and warps == 8 and stages > 1:
-        # With the sums of rotation, whole rows of the query would be too many registers.
-        warps, in_chunks = 4, True
+    else:
+        if workload.complete or workload.biased:
+            warps = family.latent_masked
+        if workload.rotated and family.latent_rotated:
+            # With the sums of rotation, whole rows of the query would be too many registers.
+            warps, in_chunks = family.latent_rotated, True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
     config = _apply_overrides(LaunchConfig(rows, tile, warps, stages, chunks=chunks))
     return replace(config, swapped=False)
