@@ -179,9 +179,8 @@ def _check_planned(options: dict[str, Any], format: str) -> None:
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """Check that the scales can be written to the folder, before minutes are spent."""
     from ..scales import SCALE_FORMATS, KVScales
-    from ..scales.copy_checkpoint import open_source
+    from ..scales.existing import check_folder, find_weights, open_source
     from ..scales.formats.tensor_format import SCALES_FILE
-    from ..scales.save import check_folder, find_weights
 
     if folder.exists() and not folder.is_dir():
         raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")
@@ -202,16 +201,12 @@ def _check_out(folder: Path, format: str, overwrite: bool) -> None:
 def _check_checkpoint(checkpoint: str | None, format: str, copy: Path, overwrite: bool) -> None:
     """Check that a copy of the checkpoint can be written, as far as possible without the scales."""
     from ..scales import SCALE_FORMATS
-    from ..scales.copy_checkpoint import open_source
+    from ..scales.existing import open_source
 
     if checkpoint is None:
         return
     if not (Path(checkpoint) / "config.json").is_file():
         message = f"expected a folder with a config.json, got {checkpoint!r}"
-        raise typer.BadParameter(message, param_hint="--checkpoint")
-    reason = SCALE_FORMATS[format].no_checkpoint
-    if reason is not None:
-        message = f"{reason}: omit it with --format {format}"
         raise typer.BadParameter(message, param_hint="--checkpoint")
     if copy.exists() and (not copy.is_dir() or any(copy.iterdir())):
         raise ScaleError(

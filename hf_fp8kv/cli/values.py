@@ -28,9 +28,9 @@ def cache_dtypes() -> Iterable[str]:
 
 
 def formats() -> Iterable[str]:
-    from ..scales import CHECKPOINT_FORMATS
+    from ..scales import WRITTEN_FORMATS
 
-    return CHECKPOINT_FORMATS
+    return WRITTEN_FORMATS
 
 
 def granularities() -> Iterable[str]:
@@ -48,7 +48,7 @@ def model_dtypes() -> Iterable[str]:
 
 
 def weights() -> Iterable[str]:
-    from ..scales.copy_checkpoint import Weights
+    from ..scales.save import Weights
 
     return get_args(Weights)
 

@@ -8,7 +8,6 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Unpack
 
 import torch
@@ -18,16 +17,13 @@ from ..formats import summarize_plan
 from ..utils.digests import fingerprint_weights
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
-from .card import make_card
 from .checkpoint.folder import HubOptions
-from .copy_checkpoint import Weights, add_to_checkpoint, copy_checkpoint
-from .formats import CHECKPOINT_FORMATS, SCALE_FORMATS, ScaleFormat
+from .formats import SCALE_FORMATS, WRITTEN_FORMATS, ScaleFormat
 from .layer_scales import LayerScales, ScaleData
 from .load import read_checkpoint, read_file
-from .reduce import reduce_scales
 from .report import CalibrationReport
 from .request import Request
-from .save import check_folder, find_weights, keep_config, upload_files, write_files
+from .save import Weights, push_scales, save_scales
 from .validation import KEEP_OUT, check_constant, check_ranks, scalar
 
 logger = logging.getLogger(__name__)
@@ -47,7 +43,7 @@ class KVScales(ScaleData):
 
     Attributes:
         layers: the scales of each layer, in the order of the layers.
-        format: what they were read from, one of `CHECKPOINT_FORMATS`.
+        format: what they were read from, one of `SCALE_FORMATS`.
         model_type: the model they were made for, as transformers names it, where the file says so.
         origin: the file, folder or repository they were read from.
         report: what their calibration found, where it is known.
@@ -58,9 +54,9 @@ class KVScales(ScaleData):
     """
 
     def __post_init__(self) -> None:
-        if self.format not in CHECKPOINT_FORMATS:
+        if self.format not in SCALE_FORMATS:
             raise ScaleError(
-                f"format: expected one of {', '.join(CHECKPOINT_FORMATS)}, got {self.format!r}"
+                f"format: expected one of {', '.join(SCALE_FORMATS)}, got {self.format!r}"
             )
         super().__post_init__()
 
@@ -100,8 +96,6 @@ class KVScales(ScaleData):
         tp_rank: int = 0,
         tp_size: int = 1,
         strict: bool = True,
-        num_layers: int | None = None,
-        model_type: str | None = None,
     ) -> "KVScales":
         """Read one file: a `kv_cache_scales.json`, a safetensors file, or a safetensors index.
 
@@ -111,14 +105,11 @@ class KVScales(ScaleData):
             tp_size: how many ranks the model runs on.
             strict: False turns missing layers, another model type and another number of ranks
                 into a warning; the layers that are missing stay missing.
-            num_layers: the layers that are expected; None: as the file or the config says.
-            model_type: the model type that is expected; None: any.
 
         Raises:
             ScaleError: whatever is wrong with the file.
         """
-        request = Request(tp_rank, tp_size, strict, num_layers, model_type)
-        return wrap_scales(read_file(Path(path), request))
+        return wrap_scales(read_file(Path(path), Request(tp_rank, tp_size, strict)))
 
     @classmethod
     def from_pretrained(
@@ -197,38 +188,26 @@ class KVScales(ScaleData):
 
         Args:
             folder: where to; it is made when it is not there.
-            format: one of `CHECKPOINT_FORMATS`.
+            format: one of `WRITTEN_FORMATS`.
             checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
                 a copy of it with the scales. Its weights stay the same to the byte.
             weights: "link": the weights of the copy are hard links, on the same disk.
             overwrite: replaces the scales that are there, or those of `checkpoint` in its copy.
                 In the folder of a model it adds the scales to that: its weights stay the same,
                 and its `config.json` has every entry that it had.
-            tp_size: for "vllm-json": for how many ranks; each gets the largest scale of its heads.
+            tp_size: for "vllm-json": for how many ranks; each gets the largest scale of the layer.
             base_model: the repository that `checkpoint` is of, for the card (README.md) of its
                 copy, which says what the scales are and how to load them.
 
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        scale_format, target = _find_format(format, tp_size), Path(folder)
-        if checkpoint is not None:
-            paths, losses = copy_checkpoint(
-                self, Path(checkpoint), target, scale_format, weights, tp_size, overwrite=overwrite,
-                base_model=base_model,
-            )  # fmt: skip
-        else:
-            reduced, losses = reduce_scales(self, scale_format, tp_size)
-            files = scale_format.files(reduced, tp_size)
-            existing = check_folder(target, files, overwrite=overwrite)
-            if "config.json" in files and find_weights(n for n in existing if n not in files):
-                paths = add_to_checkpoint(self, target, scale_format, tp_size, base_model)
-            else:
-                losses += scale_format.missing_facts(self)
-                files = keep_config(target, files, scale_format, reduced)
-                paths = write_files(target, files, overwrite=overwrite)
-        if losses:
-            logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
+        target, place = Path(folder), None if checkpoint is None else Path(checkpoint)
+        paths, losses = save_scales(
+            self, target, _find_format(format, tp_size), checkpoint=place, weights=weights,
+            overwrite=overwrite, tp_size=tp_size, base_model=base_model,
+        )  # fmt: skip
+        _warn_of_losses(target, format, losses)
         return paths
 
     def push_to_hub(
@@ -257,20 +236,13 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(folder, format=format, tp_size=tp_size)
-            scale_format = SCALE_FORMATS[format]
-            reduced, losses = reduce_scales(self, scale_format, tp_size)
-
-            def make_readme(old: str, whole: bool) -> bytes:
-                return make_card(
-                    reduced, losses, scale_format, repo_id, old, whole=whole, base_model=base_model
-                )
-
-            return upload_files(
-                Path(folder), repo_id, private, token, revision, commit_message, overwrite,
-                make_readme,
-            )  # fmt: skip
+        address, losses = push_scales(
+            self, repo_id, _find_format(format, tp_size), private=private, token=token,
+            revision=revision, commit_message=commit_message, overwrite=overwrite, tp_size=tp_size,
+            base_model=base_model,
+        )  # fmt: skip
+        _warn_of_losses(repo_id, format, losses)
+        return address
 
 
 class StoragePlan(KVScales):
@@ -311,11 +283,17 @@ def wrap_scales(data: ScaleData) -> KVScales:
     return (StoragePlan if data.is_dynamic else KVScales)(**vars(data))
 
 
+def _warn_of_losses(place: object, format: str, losses: list[str]) -> None:
+    if losses:
+        logger.warning("%s: written as %s: %s", place, format, "; ".join(losses))
+
+
 def _find_format(name: str, tp_size: int) -> ScaleFormat:
     """Return the format of this name; raise ScaleError if it cannot hold so many ranks."""
-    if name not in SCALE_FORMATS:
+    if name not in WRITTEN_FORMATS:
         raise ScaleError(
-            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
+            f"format: expected one of {', '.join(WRITTEN_FORMATS)}, got {name!r}; choose one"
+            + (", since nothing reads scales in it without weights" * (name in SCALE_FORMATS))
         )
     format = SCALE_FORMATS[name]
     valid = isinstance(tp_size, int) and tp_size > 0
@@ -350,9 +328,6 @@ def resolve(
             "scales: expected None, a number, KVScales, a path or a repository id, got "
             f"{type(scales).__name__}"
         )
-    path = Path(scales)
-    if path.is_file() or (path.suffix in (".json", ".safetensors") and not path.is_dir()):
-        return KVScales.from_file(path, tp_rank=tp_rank, tp_size=tp_size, strict=strict)
     return KVScales.from_pretrained(
         scales, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub_options
     )

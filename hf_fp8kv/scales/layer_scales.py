@@ -235,16 +235,3 @@ class ScaleData:
     def digest(self) -> str:
         """SHA-256 of the shape and the bytes of every tensor and of plans, in hexadecimal."""
         return digest_of({i: (x.k, x.v, x.k_center, str(x.plan)) for i, x in self.layers.items()})
-
-
-def take_rank(
-    layers: Mapping[int, LayerScales], tp_rank: int, tp_size: int
-) -> Mapping[int, LayerScales]:
-    """Return one rank's part of layers that have a number for each rank, `[tp_size, 1]`."""
-    if tp_size == 1:
-        return layers
-    return {
-        index: LayerScales(k[tp_rank, 0], v[tp_rank, 0], source=layer.source)
-        for index, layer in layers.items()
-        for k, v in [layer.static]
-    }

@@ -23,11 +23,9 @@ from .checkpoint.config import (
 from .checkpoint.folder import Folder, HubFolder, HubOptions, LocalFolder
 from .checkpoint.read_tensors import read_tensors
 from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES
-from .formats.autofp8 import AutoFP8
+from .formats.checkpoints import TGI_ENTRY, AutoFP8, ModelOpt, Tgi
 from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER
-from .formats.modelopt import ModelOpt
 from .formats.tensor_format import with_own_file
-from .formats.tgi import TGI_ENTRY, Tgi
 from .layer_scales import ScaleData
 from .report import REPORT_FILE
 from .request import Request
@@ -71,7 +69,8 @@ def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOption
     hub = HubFolder(name, **hub_options)
     if name and os.path.isdir(name):
         return _read_folder(LocalFolder(Path(name) / (hub.subfolder or "")), request)
-    if name and (os.path.isfile(name) or Path(name).suffix.lower() in PICKLES):
+    files = (".json", ".safetensors", *PICKLES)
+    if name and (os.path.isfile(name) or Path(name).suffix.lower() in files):
         return read_file(Path(name), request)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?", name):
         raise ScaleError(
@@ -135,10 +134,11 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
             declared = parse_entry(prefix + entry, get_entry(owner, entry))
             declarations += _in_dialect(dialect, declared)
     fnuz = any(declaration.fnuz for declaration in declarations)
+    rotated = max((declaration.rotated for declaration in declarations), default=0)
     for kind in ("refused", "static", "dynamic"):
         for declaration in declarations:
             if declaration.kind == kind:
-                return replace(declaration, fnuz=fnuz)
+                return replace(declaration, fnuz=fnuz, rotated=rotated)
     return Declaration(dialect=dialect)
 
 

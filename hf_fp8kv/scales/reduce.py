@@ -13,13 +13,10 @@ from .formats.base import ScaleFormat
 from .layer_scales import LayerScales, ScaleData
 
 
-def reduce_scales(
-    scales: ScaleData, format: ScaleFormat, tp_size: int = 1
-) -> tuple[ScaleData, list[str]]:
+def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
     """Return the scales as the format can hold them, and what is lost, for people.
 
-    The largest scale is taken, and the center of K is made room for. For several ranks a layer has
-    one number for each of them, `[tp_size, 1]`.
+    The largest scale is taken, and the center of K is made room for.
 
     Raises:
         ScaleError: scales of rotated numbers, which servers do not store, or none.
@@ -36,15 +33,12 @@ def reduce_scales(
     head_counts = _count_heads(layers) if format.granularity == "head" else {}
     for index, layer in layers.items():
         heads = head_counts.get(index)
-        k, v = (_largest(scale, heads, tp_size) for scale in layer.static)
+        k, v = (_largest(scale, heads) for scale in layer.static)
         for before, after in zip(layer.static, (k, v), strict=True):
-            if tp_size > 1 and before.ndim:
-                repeats, remainder = divmod(before.shape[0], tp_size)
-                # One scale for all heads where they cannot be split.
-                after = after[:1] if remainder else after.repeat_interleave(repeats, 0)
             if before.ndim and (before != after).any():
-                what = "head" if heads else "layer" if tp_size == 1 else "rank"
-                losses[f"the largest scale of each {what} is written"].append(index)
+                losses[
+                    f"the largest scale of each {'head' if heads else 'layer'} is written"
+                ].append(index)
         if not format.holds_both_sides:
             if (k != v).any():
                 losses["K and V share the larger scale"].append(index)
@@ -89,12 +83,8 @@ def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
     return {i: n for i, n in heads.items() if n} if all(heads.values()) else {}
 
 
-def _largest(scale: torch.Tensor, heads: int | None, ranks: int) -> torch.Tensor:
-    """Return the largest scale: `[]`, of each head `[heads, 1]`, or of each rank `[ranks, 1]`."""
-    if ranks > 1:
-        if scale.ndim and scale.shape[0] % ranks == 0:
-            return scale.reshape(ranks, -1).amax(1, keepdim=True)
-        return scale.max().expand(ranks, 1).clone()
+def _largest(scale: torch.Tensor, heads: int | None) -> torch.Tensor:
+    """Return the largest scale, `[]`, or with a number of heads that of each, `[heads, 1]`."""
     if heads is None:
         return scale.max()
     return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()

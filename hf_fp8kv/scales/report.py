@@ -3,48 +3,20 @@
 Nothing here measures, and nothing here is needed to use the scales.
 """
 
+import json
 import math
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, get_args, get_origin, get_type_hints
 
-from ..formats import FORMATS
-from .report_schema import Rule, from_json, in_range, matches, to_json
+from ..errors import ScaleError
+from ..utils.text import format_value
 
 REPORT_FILE = "kv_calibration.json"
 # What a key of `SideStatistics.error` starts with when the scales are dynamic.
 DYNAMIC = "dynamic "
-
-
-def _is_date(text: str) -> bool:
-    try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
-
-
-_FORMATS, _KINDS = "|".join(FORMATS), "tensor|head|channel|token"
 # Instead of a format: each layer is stored as the plan of the scales says.
 PLANNED = "plan"
-Magnitude = Annotated[float, in_range("a finite number of at least 0", 0)]
-Positive = Annotated[float, in_range("a finite number above 0", math.ulp(0.0))]
-Share = Annotated[float, in_range("a number from 0 to 1", 0, 1)]
-# A divergence is 0 or more; a mean of differences of logarithms may round to just below it.
-Divergence = Annotated[float, in_range("a finite number of at least 0", -1e-6)]
-Date = Annotated[str, Rule("a date as ISO 8601 writes it", _is_date)]
-Digest = Annotated[str, matches("a sha256 of 64 digits 0-9a-f", "[0-9a-f]{64}")]
-FormatName = Annotated[
-    str, matches(f"one of {', '.join(FORMATS)}, {PLANNED}", f"{_FORMATS}|{PLANNED}")
-]
-ErrorName = Annotated[
-    str, matches(f"only {', '.join(FORMATS)}, also after {DYNAMIC!r}", f"({DYNAMIC})?({_FORMATS})")
-]
-Granularities = Annotated[
-    str,
-    matches("one of tensor, head, channel, token, or several with /", f"({_KINDS})(/({_KINDS}))*"),
-]
-LayerIndex = Annotated[int, matches("the indices of layers, from 0", "0|[1-9][0-9]{0,5}")]
 
 
 @dataclass(frozen=True)
@@ -52,11 +24,11 @@ class SideStatistics:
     """K or V of one layer; shares and errors are those of held-out text."""
 
     # Per KV head: the largest magnitude in the text that was calibrated on, or measured.
-    amax: Annotated[tuple[Magnitude, ...], Rule("a list with a number for each head", bool)]
-    saturated: Share  # beyond what rounds to the largest code
-    underflow: Share  # not 0, and becomes 0
+    amax: tuple[float, ...]
+    saturated: float  # the share beyond what rounds to the largest code
+    underflow: float  # the share that is not 0 and becomes 0
     # Relative RMS error by format under these scales, and after `DYNAMIC` under dynamic scales.
-    error: dict[ErrorName, Magnitude]
+    error: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -75,10 +47,10 @@ class QualityRow:
     # "unquantised", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3", or with a plan
     # "static, the plan" or "dynamic, the plan" instead of the second, or both.
     cache: str
-    kl: Divergence  # mean KL divergence of the next token's distribution, in nats
-    kl_max: Divergence  # the largest at one token
-    top1: Share  # of tokens at which the most likely next token is the same
-    perplexity: Positive  # of the text
+    kl: float  # mean KL divergence of the next token's distribution, in nats
+    kl_max: float  # the largest at one token
+    top1: float  # share of tokens at which the most likely next token is the same
+    perplexity: float  # of the text
     tokens: int  # how many were scored
 
 
@@ -87,19 +59,19 @@ class CalibrationReport:
     """What a calibration found; a measurement of scales from elsewhere is one too."""
 
     model: str  # what it is called
-    dtype: FormatName  # of the cache that shares and quality are of, or "plan"
-    granularity: Granularities  # several, joined by "/", when layers differ
-    margin: Positive  # what the scales were multiplied by
+    dtype: str  # the format of the cache that shares and quality are of, or "plan"
+    granularity: str  # tensor, head, channel or token; several, joined by "/", when layers differ
+    margin: float  # what the scales were multiplied by
     texts: int  # how many were calibrated on
     tokens: int  # of those texts
     held_out_tokens: int  # of the text that shares and errors are of, which no scale has seen
-    seconds: Magnitude  # how long it took
-    date: Date
+    seconds: float  # how long it took
+    date: str  # as ISO 8601 writes it
     versions: dict[str, str]  # package -> version
     hardware: dict[str, object]  # what it ran on
-    scales_digest: Digest  # of the scales that this is about
+    scales_digest: str  # of the scales that this is about
     centers: str  # one sentence: which centers were tried and chosen
-    layers: Annotated[dict[LayerIndex, LayerStatistics], Rule("an object with a layer", bool)]
+    layers: dict[int, LayerStatistics]
     quality: tuple[QualityRow, ...]
     # The same at positions beyond those of the texts, up to the last of which it was measured.
     far_quality: tuple[QualityRow, ...] = ()
@@ -107,12 +79,65 @@ class CalibrationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as JSON values; raise ScaleError for what `from_dict` would refuse."""
-        data: dict[str, Any] = to_json(self)
+        ordered = replace(self, layers=dict(sorted(self.layers.items())))
+        data: dict[str, Any] = json.loads(json.dumps(asdict(ordered)))
         self.from_dict(data, "the report of a calibration")
         return data
 
     @classmethod
     def from_dict(cls, data: object, what: str) -> "CalibrationReport":
-        """Return the report that `to_dict` made JSON of; messages of a ScaleError name `what`."""
-        report: CalibrationReport = from_json(cls, data, f"{what}: ")
+        """Return the report that `to_dict` made JSON of.
+
+        Raises:
+            ScaleError: An entry is missing, unknown, of another type, or a number that is not
+                finite. The message names the entry, after `what`.
+        """
+        report: CalibrationReport = _read(cls, data, f"{what}: ")
         return report
+
+
+def _read(kind: Any, value: Any, what: str) -> Any:
+    """Return a value of JSON as the annotation `kind`: a dataclass, a dict, a tuple or a scalar."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if type(None) in arguments:
+        return None if value is None else _read(arguments[0], value, what)
+    if is_dataclass(kind) or origin is dict:
+        if not isinstance(value, Mapping):
+            raise _malformed("an object", value, what)
+        if is_dataclass(kind):
+            return _read_fields(kind, value, what)
+        try:
+            items = {arguments[0](key): item for key, item in value.items()}
+        except ValueError:
+            raise _malformed("the indices of layers", list(value), what) from None
+        return {k: _read(arguments[1], item, _join(what, k)) for k, item in items.items()}
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _malformed("a list", value, what)
+        return tuple(_read(arguments[0], v, f"{what}[{i}]") for i, v in enumerate(value))
+    if kind is object:
+        return json.loads(json.dumps(value))
+    types = (int, float) if kind is float else (kind,)
+    if type(value) not in types or (kind is float and not math.isfinite(value)):
+        expected = "a finite number" if kind is float else kind.__name__
+        raise _malformed(expected, value, what)
+    return kind(value)
+
+
+def _read_fields(kind: Any, value: Mapping[str, Any], what: str) -> Any:
+    kinds = get_type_hints(kind)
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    if value.keys() - kinds.keys() or required - value.keys():
+        raise _malformed(f"the entries {', '.join(kinds)}", list(value), what)
+    return kind(**{name: _read(kinds[name], x, _join(what, name)) for name, x in value.items()})
+
+
+def _join(what: str, name: object) -> str:
+    return f"{what}{name}" if what.endswith(": ") else f"{what}.{name}"
+
+
+def _malformed(expected: str, value: Any, what: str) -> ScaleError:
+    return ScaleError(
+        f"{what.removesuffix(': ')}: expected {expected}, got {format_value(value)}; calibrate "
+        "again, or delete the report: the scales do not need it"
+    )

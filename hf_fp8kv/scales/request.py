@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from ..errors import ScaleError
 from ..utils.text import format_list
@@ -20,15 +22,9 @@ class Request:
     tp_rank: int = 0
     tp_size: int = 1
     strict: bool = True
-    num_layers: int | None = None
-    model_type: str | None = None
 
     def __post_init__(self) -> None:
         check_ranks(self.tp_rank, self.tp_size)
-        if self.num_layers is not None and self.num_layers < 1:
-            raise ScaleError(
-                f"num_layers: expected at least 1, got {self.num_layers}; None takes what is there"
-            )
 
     def choose_ranks(self, origin: object, count: int) -> Sequence[int]:
         """Return which of `count` ranks to read: the caller's, or all for the largest scale.
@@ -46,8 +42,6 @@ class Request:
 
     def expect_layers(self, layers: Collection[int], config: Mapping[str, object]) -> Sequence[int]:
         """Return the layers that should have scales; without a config, all up to the last one."""
-        if self.num_layers is not None:
-            return range(self.num_layers)
         if not config:
             return range(max(layers) + 1)
         owners = layers_with_cache(config)
@@ -72,23 +66,26 @@ class Request:
             logger.warning("%s: layers without scales: %s", origin, missing)
         return kept
 
-    def check_model_type(self, origin: object, model_type: str | None, expected: object) -> None:
-        """Raise ScaleError for scales of another model; without `strict`, log it."""
-        if model_type is None or expected is None or model_type == expected:
-            return
-        message = f"{origin}: expected scales of a {expected!r} model, got {model_type!r}"
-        if self.strict:
+
+def take_largest(
+    origin: object, parts: Sequence[Mapping[int, LayerScales]]
+) -> Mapping[int, LayerScales]:
+    """Return the largest scale of each layer over ranks, with a warning if they differ."""
+    layers, differ = dict(parts[0]), False
+    for index, first in layers.items() if len(parts) > 1 else ():
+        pairs = [part[index].static for part in parts if index in part]
+        if len(pairs) < len(parts) or any(scale.ndim for pair in pairs for scale in pair):
             raise ScaleError(
-                f"{message}; use this model's scales, or pass strict=False (--lenient)"
+                f"{origin}: expected one number a side of layer {index} from every rank, got less "
+                "or more; read one rank with tp_rank and tp_size"
             )
-        logger.warning("%s", message)
-
-
-def warn_of_differences(origin: object, scales: Sequence[object], ranks: int) -> None:
-    """Log it if the scales of several ranks are not the same."""
-    if any(other != scales[0] for other in scales):
+        differ = differ or any(pair != pairs[0] for pair in pairs)
+        k, v = (torch.stack(side).max() for side in zip(*pairs, strict=True))
+        layers[index] = replace(first, k=k, v=v)
+    if differ:
         logger.warning(
             "%s: the scales of its %d ranks differ: the largest one is used of each layer",
             origin,
-            ranks,
+            len(parts),
         )
+    return layers

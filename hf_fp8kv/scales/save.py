@@ -1,186 +1,264 @@
-"""Writing files of scales into a folder or a repository, where they replace nothing else."""
+"""Writing scales: alone, into a checkpoint or a copy of one, or to the Hub. See `KVScales`.
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path, PurePath
-from typing import TypeVar
+Nothing is changed before all files are complete next to their places, and `config.json` comes last:
+until then a folder holds the same weights under the old config.
+"""
 
-from huggingface_hub import HfApi
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ..errors import ScaleError
-from ..utils.files import WEIGHTS, read_header, read_json, write_all
-from ..utils.text import format_list
-from .card import CARD_FILE, read_card
-from .checkpoint.config import HF_QUANT_CONFIG
+from ..utils.files import WEIGHTS, read_header, read_weight_map, write_all
+from ..utils.text import format_list, format_value
+from .card import CARD_FILE, make_card
+from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
+from .checkpoint.config import HF_QUANT_CONFIG, text_config
 from .checkpoint.folder import translate_hub_errors
-from .formats import TENSOR_NAMES, ScaleFormat
+from .existing import check_place, find_weights, list_files, open_source
+from .formats import OWN_FILES, ScaleFormat
 from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER, HfFp8kv
-from .formats.tensor_format import MINIMAL_ENTRIES, SCALES_FILE, TensorFormat
+from .formats.tensor_format import TensorFormat, to_json
 from .layer_scales import ScaleData
-from .remove_scales import remove_declaration
+from .load import read_checkpoint
+from .reduce import reduce_scales
 from .report import REPORT_FILE
+from .request import Request
 
-_T = TypeVar("_T")
-
-
-def find_weights(names: Iterable[str]) -> list[str]:
-    """Return the names of a model's weights among those of the files in its folder."""
-    return [
-        name
-        for name in names
-        if PurePath(name).suffix.lower() in WEIGHTS
-        and name not in (OWN_FILE, SCALES_FILE)
-        and "/" not in name
-    ]
+Weights = Literal["copy", "link"]
+# The bytes of a file, a function that makes it, or None for a file that is deleted.
+_Content = bytes | Callable[[Path], object] | None
 
 
-def list_files(folder: Path) -> list[str]:
-    """Return the names of the files in a folder, and of those in the folder of our own file."""
-    paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
-    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
-
-
-def write_files(folder: Path, files: Mapping[str, bytes], *, overwrite: bool) -> list[Path]:
-    """Write files of scales, all of them or none; return their paths."""
+def save_scales(
+    scales: ScaleData, target: Path, format: ScaleFormat, *, checkpoint: Path | None,
+    weights: Weights, overwrite: bool, tp_size: int, base_model: str | None,
+) -> tuple[list[Path], list[str]]:  # fmt: skip
+    """Write scales as `KVScales.save_pretrained` does; return the new files, and what was lost."""
+    reduced, losses = reduce_scales(scales, format)
+    source = target if checkpoint is None else checkpoint
+    existing = list_files(source)
+    whole = checkpoint is not None or bool(find_weights(existing))
+    opened: Checkpoint | None = None
+    if checkpoint is not None:
+        _check_copy(target, weights)
+        opened = open_source(source, format, overwrite=overwrite)
+    else:
+        check_place(target, existing, format.files(reduced, tp_size), overwrite=overwrite)
+        if isinstance(format, TensorFormat):
+            opened = open_source(source, format, overwrite=True, whole=whole)
+    files = format.files(reduced, tp_size, opened)
+    if opened is not None:
+        _check_model(scales, opened, format)
+        if opened.left_out:
+            files = {"config.json": to_json(opened.config), **files}
+    if opened is not None and whole:
+        card = source / CARD_FILE
+        files[CARD_FILE] = make_card(
+            reduced, losses, format, target.resolve().name,
+            card.read_bytes() if card.is_file() else b"", whole=True, base_model=base_model,
+        )  # fmt: skip
+    if checkpoint is None:
+        losses = losses + format.missing_facts(scales)
+    placed = _place(existing, files)
+    _read_back(source, target, placed, reduced, tp_size)
+    contents: dict[str, _Content] = {**placed}
+    if opened is not None:
+        move = os.link if checkpoint is None else partial(_transfer, weights)
+        contents = _change_weights(source, opened, files, move) | contents
+    order = sorted(contents, key=lambda name: (name == "config.json", contents[name] is None))
+    contents = {name: contents[name] for name in order}
     try:
-        existing = check_folder(folder, files, overwrite=overwrite)
-        placed = _place_files(existing, files)
-        paths = {folder / name: content for name, content in placed.items()}
-        write_all(paths)
-        if OWN_FILE in files:
-            # What was in another place, and the report about other scales.
-            for name in {*HfFp8kv.own_files, f"{OWN_FOLDER}/{REPORT_FILE}"} - {*placed}:
-                (folder / name).unlink(missing_ok=True)
+        if checkpoint is None:
+            write_all({target / name: content for name, content in contents.items()})
+        else:
+            _write_copy(checkpoint, target, weights, contents)
     except OSError as error:
         raise ScaleError(
-            f"{folder}: expected a folder that can be written, got {error}; choose another"
+            f"{target}: expected a folder that can be written, got {error}; choose another"
+            + (", or weights='copy' (--weights copy)" if weights == "link" else "")
         ) from error
-    return list(paths)
+    return [target / name for name, content in contents.items() if content is not None], losses
 
 
-def keep_config(
-    folder: Path, files: dict[str, bytes], format: ScaleFormat, scales: ScaleData
-) -> dict[str, bytes]:
-    """Return the files with a `config.json` that has every entry of the one that is there."""
-    path, second_path = folder / "config.json", folder / HF_QUANT_CONFIG
-    if not isinstance(format, TensorFormat) or not path.is_file():
-        return files
-    config = read_json(path, unique=False)
-    if MINIMAL_ENTRIES.issuperset(config):
-        return files  # it is that of other scales alone
-    second = read_json(second_path, unique=False) if second_path.is_file() else None
-    config = remove_declaration(str(folder), config, second, format)
-    return {**files, **format.config_files(config, second, scales, ())}
-
-
-def upload_files(
-    folder: Path,
-    repo_id: str,
-    private: bool | None,
-    token: str | bool | None,
-    revision: str | None,
-    commit_message: str,
-    overwrite: bool,
-    make_readme: Callable[[str, bool], bytes],
-) -> str:
-    """Upload the files of scales in a folder, see `KVScales.push_to_hub`.
-
-    `make_readme` returns the card, of the one that there is and of whether weights are there.
-    """
+def push_scales(
+    scales: ScaleData, repo_id: str, format: ScaleFormat, *, private: bool | None,
+    token: str | bool | None, revision: str | None, commit_message: str, overwrite: bool,
+    tp_size: int, base_model: str | None,
+) -> tuple[str, list[str]]:  # fmt: skip
+    """Upload scales as `KVScales.push_to_hub` does; return the address, and what was lost."""
+    reduced, losses = reduce_scales(scales, format)
+    files = format.files(reduced, tp_size)
     api = HfApi(token=token)
-    files = {path.name: path for path in folder.iterdir()}
     with translate_hub_errors(repo_id, "written"):
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         existing = api.list_repo_files(repo_id, revision=revision)
-        _check_existing(repo_id, existing, files, overwrite)
-        _check_own_file(repo_id, existing, files)
-        _check_config(repo_id, existing, files)
-        placed = _place_files(existing, files)
-        for name, path in placed.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            path.rename(folder / name)
-        moved = [n for n in HfFp8kv.own_files if OWN_FILE in files and n in {*existing} - {*placed}]
-        card = ""
-        if CARD_FILE in existing:
-            card = read_card(Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)))
-        (folder / CARD_FILE).write_bytes(make_readme(card, bool(find_weights(existing))))
-        commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision,
-            delete_patterns=moved or None,
-        )  # fmt: skip
-    return str(commit.commit_url)
-
-
-def check_folder(folder: Path, files: Collection[str], *, overwrite: bool) -> list[str]:
-    """Return what is in a folder; raise ScaleError unless files of scales can be written there.
-
-    They replace no scales without `overwrite`, and never weights, and they do not come beside
-    scales that would be read instead of them.
-    """
-    existing = list_files(folder)
-    _check_existing(str(folder), existing, files, overwrite)
-    for name in sorted({*files} & {*existing}):
-        if name.endswith(".safetensors") and not _holds_scales(folder / name):
+        check_place(repo_id, existing, files, overwrite=overwrite)
+        weights = find_weights(existing)
+        of_scales = {*files} & {*existing} - {"config.json"}
+        if "config.json" in files and (weights or ("config.json" in existing and not of_scales)):
             raise ScaleError(
-                f"{folder / name}: expected a file of scales to replace, got one with weights; "
-                "choose another folder"
+                f"{repo_id}: expected a place without weights and their config.json, got "
+                f"{format_list([*weights, 'config.json'])}; choose another, or write the scales "
+                "into a copy of the checkpoint (checkpoint=) and upload that"
             )
-    _check_own_file(str(folder), existing, files)
-    return existing
+        old = b""
+        if CARD_FILE in existing:
+            old = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)).read_bytes()
+        card = make_card(
+            reduced, losses, format, repo_id, old, whole=bool(weights), base_model=base_model
+        )
+        placed = {**_place(existing, files), CARD_FILE: card}
+        commit = api.create_commit(
+            repo_id,
+            [
+                CommitOperationDelete(name)
+                if content is None
+                else CommitOperationAdd(name, content)
+                for name, content in placed.items()
+            ],
+            commit_message=commit_message,
+            revision=revision,
+        )
+    return str(commit.commit_url), losses + format.missing_facts(scales)
 
 
-def _place_files(existing: Collection[str], files: Mapping[str, _T]) -> dict[str, _T]:
-    """Return the files by their names in the folder: our own are apart from weights."""
+def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
+    """Return files by their places: our own are apart from weights, and an old report goes."""
+    if OWN_FILE not in files:
+        return dict(files)
     apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
-    if OWN_FILE in files and apart:
-        return {f"{OWN_FOLDER}/{name}": content for name, content in files.items()}
-    return dict(files)
+    start = f"{OWN_FOLDER}/" if apart else ""
+    old = [REPORT_FILE] if start + REPORT_FILE in existing else []
+    placed: dict[str, bytes | None] = {**dict.fromkeys(old), **files}
+    return {start + n if n in HfFp8kv.own_files else n: file for n, file in placed.items()}
 
 
-def _check_existing(
-    target: str, existing: Collection[str], files: Collection[str], overwrite: bool
-) -> None:
-    if overwrite:
+def _check_copy(target: Path, weights: Weights) -> None:
+    if weights not in ("copy", "link"):
+        raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ScaleError(
+            f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
+            "checkpoint never replaces anything, choose another"
+        )
+
+
+def _check_model(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat) -> None:
+    """Raise ScaleError if the scales are of another model, or not for its servers."""
+    config, text = checkpoint.config, text_config(checkpoint.config)
+    types = [config.get("model_type"), text.get("model_type")]
+    if scales.model_type is not None and scales.model_type not in types and any(types):
+        raise ScaleError(
+            f"{checkpoint.origin}: expected a {scales.model_type!r} model, which the scales are "
+            f"of, got {types[0]!r}; use the checkpoint that they were made for"
+        )
+    if not isinstance(format, HfFp8kv) and text.get("kv_lora_rank"):
+        raise ScaleError(
+            f"{checkpoint.origin}: expected a model whose servers cache K and V, got one with "
+            "kv_lora_rank: they cache the latent that both are made of; choose hf_fp8kv"
+        )
+
+
+def _change_weights(
+    source: Path,
+    checkpoint: Checkpoint,
+    files: Collection[str],
+    move: Callable[[Path, Path], object],
+) -> dict[str, _Content]:
+    """Return the files of weights that change: the scales in them go, and an index renames one."""
+    only, first = source / ONLY_FILE, source / FIRST_FILE
+    changes: dict[str, _Content] = {}
+    if INDEX_FILE in files and only.is_file():
+        # Both are one file if an earlier call was interrupted.
+        if first.is_file() and not only.samefile(first):
+            raise ScaleError(
+                f"{source}: expected the weights in one of {ONLY_FILE} and {FIRST_FILE}, got two "
+                "files; delete one"
+            )
+        changes = {FIRST_FILE: partial(move, only.resolve()), ONLY_FILE: None}
+    removed = set(checkpoint.left_out)
+    for path in source.glob("[!.]*.safetensors") if removed else ():
+        names, metadata = read_header(path)
+        kept = [name for name in names if name not in removed]
+        if len(kept) < len(names):
+            rewrite = partial(_copy_tensors, path, kept, metadata) if kept else None
+            renamed = path.name == ONLY_FILE and ONLY_FILE in changes
+            changes[FIRST_FILE if renamed else path.name] = rewrite
+    for path in source.glob("*.safetensors.index.json") if removed else ():
+        weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed}
+        changes[path.name] = to_json({"metadata": {}, "weight_map": weight_map})
+    return changes
+
+
+def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str], to: Path) -> None:
+    with safe_open(source, "pt") as file:
+        save_file({name: file.get_tensor(name) for name in names}, to, metadata or None)
+
+
+def _transfer(weights: Weights, source: Path, target: Path) -> None:
+    """Copy a file, or link it if it has weights and these are linked."""
+    if weights == "link" and Path(source).suffix.lower() in WEIGHTS:
+        # The Hub's cache holds symbolic links: the file itself is what stays.
+        os.link(Path(source).resolve(), target)
         return
-    own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
-    replaced = sorted({*files, *own} & {*existing})
-    if replaced:
+    shutil.copy2(source, target)
+    with open(target, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _write_copy(
+    source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
+) -> None:
+    """Make `target` a copy of `source` with these files; on any error it is not there at all."""
+    left_out = {*OWN_FILES, OWN_FOLDER, REPORT_FILE, *contents}
+
+    def ignore(folder: str, names: list[str]) -> list[str]:
+        return [n for n in names if n[0] == "." or (n in left_out and Path(folder) == source)]
+
+    staging = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        shutil.copytree(source, staging, ignore=ignore, copy_function=partial(_transfer, weights))
+        write_all({staging / name: content for name, content in contents.items()})
+        if target.exists():
+            target.rmdir()
+        staging.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _read_back(
+    source: Path, target: Path, files: Mapping[str, bytes | None], scales: ScaleData, tp_size: int
+) -> None:
+    """Read the files as they will be: what a config said before may change what scales mean."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for config in ("config.json", HF_QUANT_CONFIG):
+            if (source / config).is_file():
+                shutil.copy(source / config, folder)
+        for file, content in files.items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_bytes(content or b"")
+        try:
+            read = read_checkpoint(name, Request(0, tp_size))
+        except ScaleError as error:
+            raise ScaleError(str(error).replace(name, str(target))) from error
+    if read.digest != scales.digest:
         raise ScaleError(
-            f"{target}: expected a place without {format_list(replaced)}, got one that has it; "
-            "choose another, or pass overwrite=True (--overwrite)"
-        )
-    weights = [name for name in find_weights(existing) if name not in files]
-    if "config.json" in files and weights:
-        raise ScaleError(
-            f"{target}: expected a place without weights, got {format_list(weights)}; choose "
-            "another, or pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
-            "scales, which can be uploaded"
+            f"{target}: expected to read back what was written, got {_values(read)} for "
+            f"{_values(scales)}; remove what config.json says of the KV cache"
         )
 
 
-def _check_own_file(target: str, existing: Collection[str], files: Collection[str]) -> None:
-    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
-        raise ScaleError(
-            f"{target}: expected a place without {OWN_FILE}, which is read before all others, got "
-            "one that has it; choose another, or delete it"
-        )
-
-
-def _check_config(repo_id: str, existing: Collection[str], files: Collection[str]) -> None:
-    """Raise ScaleError if the config of a model would be replaced in a repository."""
-    kept = [*(n for n in find_weights(existing) if n not in files), "config.json"]
-    of_scales = {*files} & {*existing} - {"config.json"}
-    if "config.json" in files and (kept[:-1] or ("config.json" in existing and not of_scales)):
-        raise ScaleError(
-            f"{repo_id}: expected a place without weights and their config.json, got "
-            f"{format_list(n for n in kept if n in existing)}; choose another, or write the scales "
-            "into a copy of the checkpoint (checkpoint=) and upload that"
-        )
-
-
-def _holds_scales(path: Path) -> bool:
-    """Return whether a safetensors file holds scales and nothing else."""
-    names, metadata = read_header(path)
-    known = all(any(k.pattern.fullmatch(name) for k in TENSOR_NAMES) for name in names)
-    return known or HfFp8kv.name in metadata
+def _values(scales: ScaleData) -> str:
+    return format_value({i: [x.tolist() for x in s.static] for i, s in scales.layers.items()})

@@ -45,7 +45,7 @@ def check_constant(value: object, what: str) -> float:
 def _check_tensor(tensor: object, what: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ScaleError(f"{what}: expected a tensor with data, got {got}")
+        raise ScaleError(f"{what}: expected a tensor with data, got {got}; pass one")
     if tensor.dtype not in _DTYPES:
         raise ScaleError(
             f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "

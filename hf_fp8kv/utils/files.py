@@ -82,11 +82,11 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
         return list(file.keys()), dict(file.metadata() or {})
 
 
-def write_all(files: Mapping[Path, bytes | Callable[[Path], object]]) -> None:
+def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> None:
     """Write every file completely, or leave all of them as they were if one cannot be written.
 
     Missing folders are made. Files and folders are synced, so that they outlast a loss of power.
-    A function instead of bytes makes the file.
+    A function instead of bytes makes the file, None deletes it.
 
     A process that is killed between two renames leaves the first files replaced, each complete. So
     pass the file without which the others are not read last.
@@ -96,6 +96,8 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object]]) -> None:
     parts = {path: path.with_name(f".{path.name}.{own}.part") for path in files}
     try:
         for path, content in files.items():
+            if content is None:
+                continue
             path.parent.mkdir(parents=True, exist_ok=True)
             if callable(content):
                 content(parts[path])
@@ -105,7 +107,7 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object]]) -> None:
             with parts[path].open("rb+") as file:
                 os.fsync(file.fileno())
         for path, part in parts.items():
-            part.replace(path)
+            path.unlink(missing_ok=True) if files[path] is None else part.replace(path)
     finally:
         for part in parts.values():
             part.unlink(missing_ok=True)

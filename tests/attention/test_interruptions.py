@@ -136,8 +136,8 @@ FULL_GRID = [
     *GRID, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
 ]  # fmt: skip
 SLOW = ("first prompt", "beams", "restore")
-# A sample of lines at their first run; or every third line, in quick calls at its last run as well.
-# The cases share most of their lines, and each begins at another one.
+# A sample of lines at their first run, or every third line, in quick calls at its last run as well.
+# The cases share most of their lines, and each begins elsewhere.
 STRIDE = 3
 TIERS = [(*where, 20, 0) for where in GRID]
 TIERS += [

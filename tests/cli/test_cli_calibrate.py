@@ -7,7 +7,7 @@ import torch
 
 import hf_fp8kv.calibration
 from hf_fp8kv.errors import ConfigError, ScaleError
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales
+from hf_fp8kv.scales import WRITTEN_FORMATS, KVScales
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 
@@ -90,7 +90,7 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
     assert (call["center"], call["chat_template"]) == (False, True)
 
 
-@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+@pytest.mark.parametrize("format", WRITTEN_FORMATS)
 def test_every_format(run, calibration, tmp_path, format):
     said = run.json("--format", format)
     assert said["num_layers"] == 2
@@ -167,8 +167,6 @@ def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibratio
 def test_places_that_take_no_scales_cost_no_minutes(run, calibration, model, tmp_path):
     err = run.fails("--out", model, "--format", "autofp8")
     assert "got one with it" in err or "without weights" in err
-    err = run.fails("--out", model, "--format", "trtllm", "--overwrite")
-    assert "TensorRT-LLM converts the weights" in err
     (tmp_path / "file").write_text("")
     assert "expected a folder" in run.fails("--out", tmp_path / "file")
     # A copy of the checkpoint replaces nothing.
@@ -237,7 +235,7 @@ def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
         (["--max-tokens", "1"], "--max-tokens"),
         (["--batch-size", "0"], "--batch-size"),
         (["--checkpoint", "/no/such/folder"], "config.json"),
-        (["--checkpoint", "MODEL", "--format", "trtllm"], "trtllm"),
+        (["--format", "trtllm"], "vllm-json, tgi"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2(run, calibration, tmp_path, model, arguments, message):

@@ -1,6 +1,5 @@
 """Scales that carry a plan: what they may be, their files, and who may not have them."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.formats import LayerPlan
-from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales import WRITTEN_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.formats.hf_fp8kv import OWN_FILE
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_fingerprint import read_header, rewrite
@@ -31,33 +30,21 @@ def test_a_plan_is_kept_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> Non
         assert read.digest == scales.digest
     kinds = {layer.granularity for layer in scales.layers.values()}
     assert kinds == ({"token"} if is_dynamic else {"head"})
-    summary = json.loads((tmp_path / "kv_scales.json").read_text())
-    assert summary["plan"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
+    plan = read_header(tmp_path / OWN_FILE)["plan"]
+    assert plan["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
     assert "1 x K int8 rotated, V fp8_e3m4" in repr(scales)
-
-
-def test_readers_of_before_refuse_a_plan_and_read_what_has_none(tmp_path: Path) -> None:
-    """They ask for version 1, and know nothing of plans."""
-    planned_scales().save_pretrained(tmp_path / "planned")
-    KVScales({0: LayerScales(ONE, 2 * ONE)}).save_pretrained(tmp_path / "plain")
-    assert read_header(tmp_path / "planned" / OWN_FILE)["version"] == 2
-    header = read_header(tmp_path / "plain" / OWN_FILE)
-    assert header["version"] == 1
-    assert header.keys() == {"version", "dtype", "layers", "model_type", "origin", "read_as"}
-    assert KVScales.from_pretrained(tmp_path / "plain").plan is None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"plan": None}, "plan: expected K and V of each layer"),
+        ({"plan": None}, "a file of scales as save_pretrained writes it"),
         ({"plan": {"1": ["fp8_e4m3", "int8"]}}, "a plan in all layers"),
-        ({"plan": {"0": ["int9", "int8"]}}, "update hf_fp8kv"),
-        ({"plan": {"0": ["int8"]}}, "plan: expected K and V of each layer"),
-        ({"dynamic": None}, "whether scales are"),
-        ({"dynamic": True}, "expected no scales"),
-        ({"version": 3}, "expected version 1 or 2"),
-        ({"version": "2"}, "expected version 1 or 2"),
+        ({"plan": {"0": ["int9", "int8"]}}, "as save_pretrained writes it, got ConfigError"),
+        ({"plan": {"0": ["int8"]}}, "a file of scales as save_pretrained writes it"),
+        ({"version": 3}, "update hf_fp8kv"),
+        ({"version": "1"}, "update hf_fp8kv"),
+        ({"dtype": "int8"}, "update hf_fp8kv"),
     ],
     ids=str,
 )
@@ -108,7 +95,7 @@ def test_all_layers_have_a_plan_and_static_scales_or_none(layers: list[LayerScal
         KVScales(dict(enumerate(layers)))
 
 
-@pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
+@pytest.mark.parametrize("format", [name for name in WRITTEN_FORMATS if name != "hf_fp8kv"])
 def test_servers_get_no_scales_of_rotated_numbers(tmp_path: Path, format: str) -> None:
     with pytest.raises(ScaleError, match=r"rotated numbers in layers 0, 1, 2.*save as 'hf_fp8kv'"):
         planned_scales().save_pretrained(tmp_path, format=format)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
-from hf_fp8kv.scales.remove_scales import copy_without
+from hf_fp8kv.scales import WRITTEN_FORMATS
 from tests.helpers.declared import LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
-from tests.scales.test_export import PATCHED, content, random_scales
+from tests.scales.test_export import content, random_scales
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import refused
 
@@ -43,7 +43,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        *((f, f) for f in PATCHED),
+        *((f, f) for f in WRITTEN_FORMATS),
         *itertools.permutations(("compressed-tensors", "tgi", "hf_fp8kv"), 2),
         ("tgi", "vllm-json"),
     ],
@@ -103,6 +103,10 @@ def test_scales_among_the_weights(tmp_path, plain, weights):
         assert written["metadata"].get("total_size") != 1  # that of before
         with safe_open(new / first, "pt") as file:
             assert file.metadata() == {"format": "pt"}
+    # In its own folder the shards are written again, each as a whole.
+    NEW.save_pretrained(old, format="compressed-tensors", overwrite=True)
+    assert_same(KVScales.from_pretrained(old), NEW)
+    assert all_tensors(old).keys() == all_tensors(tmp_path / "compressed-tensors").keys()
 
 
 def test_outputs_of_projections_that_were_the_cache_once(tmp_path, plain):
@@ -164,37 +168,3 @@ def test_a_model_with_replaced_scales_loads_and_uses_them(tmp_path, caplog, save
         logits = model(torch.arange(3, 20)[None], past_key_values=cache).logits
         wanted = load(tmp_path / "plain")(torch.arange(3, 20)[None]).logits
     assert torch.equal(logits, wanted)
-
-
-def test_tensors_keep_their_bytes_and_are_aligned(tmp_path):
-    kinds = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64)
-    tensors = {"empty": torch.zeros(0, 4), "scalar": torch.tensor(0.3)}
-    for number, kind in enumerate(kinds):
-        tensors[f"t{number}"] = torch.arange(1, 7 + 3 * number).reshape(3, -1).to(kind)
-        tensors[f"u{number}"] = torch.arange(4, 7 + number).to(kind)
-    # Narrow numbers first: without some of them the others would not be aligned.
-    header, data = {"__metadata__": {"who": "me"}}, b""
-    for name, tensor in tensors.items():
-        raw = tensor.flatten().view(torch.uint8).numpy().tobytes()
-        dtype = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}[tensor.element_size()]
-        dtype = "F8_E4M3" if tensor.dtype == torch.float8_e4m3fn else dtype
-        offsets = [len(data), len(data) + len(raw)]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
-        data += raw
-    text = json.dumps(header).encode()
-    (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    dropped = {"t1", "u0", "t4", "not there"}
-    copy_without(tmp_path / "a", tmp_path / "b", dropped)
-    found = load_file(tmp_path / "b")
-    assert found.keys() == tensors.keys() - dropped
-    for name, tensor in found.items():
-        assert tensor.dtype == tensors[name].dtype
-        assert torch.equal(tensor.float(), tensors[name].float())
-    with safe_open(tmp_path / "b", "pt") as file:
-        assert file.metadata() == {"who": "me"}
-    written = (tmp_path / "b").read_bytes()
-    size = int.from_bytes(written[:8], "little")
-    assert size % 8 == 0
-    for name, entry in json.loads(written[8 : 8 + size]).items():
-        if name != "__metadata__" and tensors[name].numel():
-            assert entry["data_offsets"][0] % tensors[name].element_size() == 0

@@ -350,7 +350,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "int8-beside-fp8": (
         COMPRESSED_OK | {"text_config": {"kv_cache_dtype": "int8"}}, PAIR, "'int8'"
     ),
-    "int8-tensors": (COMPRESSED_OK, {n: (t * 8).char() for n, t in PAIR.items()}, "got I8"),
+    "int8-tensors": (COMPRESSED_OK, {n: (t * 8).char() for n, t in PAIR.items()}, "got torch.int8"),
     "zero-point-of-the-projection": (
         quantized(**quark()),
         of(OUTPUTS) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},

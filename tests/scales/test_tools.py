@@ -29,9 +29,12 @@ AUTO_ROUND = {
     "llama-fp8-llmc": ("compressed-tensors", ATTENTION, None),
 }
 LLM_COMPRESSOR = dict.fromkeys(
-    ("llama-fp8-kv", "llama-kv", "llama-kv-heads", "llama-w4a16-kv", "phi3-kv", "qwen3-kv"),
+    (
+        "llama-fp8-kv", "llama-kv", "llama-kv-heads", "llama-kv-r3", "llama-w4a16-kv", "phi3-kv",
+        "qwen3-kv",
+    ),
     ("compressed-tensors", ATTENTION, None),
-)
+)  # fmt: skip
 MODELOPT = {
     **dict.fromkeys(
         (
@@ -41,6 +44,7 @@ MODELOPT = {
         ),
         ("modelopt", PROJECTION, None),
     ),
+    "llama-fp8-affine": ("modelopt", PROJECTION, None),
     "llama-trtllm": ("trtllm", "attention.{}_cache_scaling_factor", ONES),
     "llama-trtllm-tp2": ("trtllm", "attention.{}_cache_scaling_factor", ONES),
 }  # fmt: skip
@@ -70,8 +74,8 @@ REFUSED = {
     "auto-round-0.15.1/llama-w4-ar-zeros": "K scale .*got 0.0",
     "llm-compressor-0.14.0.1/llama-kv-dynamic": "dynamic, which needs none",
     "llm-compressor-0.14.0.1/llama-kv-int4": r"4-bit int \(INT4\)",
+    "llm-compressor-0.14.0.1/llama-kv-r3-random": "R3: K rotated by type 'random-hadamard'",
     "llm-compressor-0.14.0.1/llama-kv-int8": r"8-bit int \(INT8\)",
-    "modelopt-0.47.0/llama-fp8-affine": "FP8_AFFINE",
     "modelopt-0.47.0/llama-fp8-cast": "got none; .* static, and servers use 1.0 then",
     "modelopt-0.47.0/llama-fp8-nvfp4affine": "'NVFP4_AFFINE'",
     "modelopt-0.47.0/llama-fp8-nvfp4kv": "'NVFP4'",
@@ -82,7 +86,7 @@ REFUSED = {
 
 
 def tools_numbers(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
-    """The largest scale of each layer that any file has under the name."""
+    """The largest scale (or bias) of each layer that any file has under the name."""
     pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(tail.format(side))}")
     numbers: dict[int, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
@@ -100,9 +104,16 @@ def test_the_numbers_of_the_tool_are_read(caplog, name):
     format, tail, warning = READ[name]
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
+    assert (scales.plan is not None) == name.endswith("-r3")  # whose scales are for rotated K
     for side in "kv":
         wanted = tools_numbers(DATA / name, tail, side)
+        biases = tools_numbers(DATA / name, "self_attn.{0}_proj.{0}_bias", side)
         assert len(wanted) >= 3
+        for index, layer in scales.layers.items():
+            if side == "v" and biases:  # V is stored as it is
+                wanted[index] = wanted[index] + biases[index].abs() / 448
+            elif biases:
+                assert torch.equal(layer.k_center, biases[index])
         assert {
             i: getattr(layer, side).squeeze().tolist() for i, layer in scales.layers.items()
         } == {i: value.tolist() for i, value in sorted(wanted.items())}

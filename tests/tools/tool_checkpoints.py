@@ -103,21 +103,26 @@ def llm_compressor() -> dict[str, Save]:
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform import SpinQuantModifier
 
     eight = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     eight["symmetric"] = True
 
-    def layout(kind: str, scheme: dict[str, object], weights: str | None = None) -> Save:
+    def layout(
+        kind: str, scheme: dict[str, object], weights: str | None = None, rotation: str = ""
+    ) -> Save:
         def save(folder: Path) -> None:
             original = save_model(kind, folder / "original")
+            # R3 of SpinQuant rotates K and the queries after RoPE.
+            spin = SpinQuantModifier(rotations=["R3"], transform_type=rotation or "hadamard")
             about: dict[str, object] = {"kv_cache_scheme": eight | scheme}
             if weights:
                 about |= {"targets": "Linear", "scheme": weights, "ignore": ["lm_head"]}
             samples = Dataset.from_dict({"input_ids": make_tokens().tolist()})
             oneshot(
                 model=str(original), output_dir=str(folder), dataset=samples,
-                recipe=QuantizationModifier(**about), num_calibration_samples=len(samples),
-                max_seq_length=64,
+                recipe=[*([spin] if rotation else []), QuantizationModifier(**about)],
+                num_calibration_samples=len(samples), max_seq_length=64,
             )  # fmt: skip
 
         return save
@@ -131,6 +136,8 @@ def llm_compressor() -> dict[str, Save]:
         "phi3-kv": layout("phi3", {}),
         "llama-kv-dynamic": layout("llama", {"dynamic": True}),
         "llama-kv-int8": layout("llama", {"type": "int"}),
+        "llama-kv-r3": layout("llama", {}, rotation="hadamard"),
+        "llama-kv-r3-random": layout("llama", {}, rotation="random-hadamard"),
         "llama-kv-int4": layout("llama", {"type": "int", "num_bits": 4}),
     }
 

@@ -90,8 +90,8 @@ class Family:
         decode_rows_first: without.
         extend: (rows, tile, warps, stages).
         wide: the head size up to which tiles of 16 bits have as many stages as tiles of 8.
-        widened: stages that the extend kernel has more if codes were converted before; None: they
-            never are, since products do not read K and V from shared memory.
+        widened: stages that the extend kernel has more if codes were converted before. It is None
+            where products do not read K and V from shared memory, and no codes are converted.
         limits: whether the extend kernel has a limit of registers under complete masks.
         latent: warps of latents.
         latent_masked: with a mask or a bias for each query and token.
@@ -171,7 +171,7 @@ _FAMILIES = {
         latent=4, latent_masked=4, latent_moved=True,
     ),
 }  # fmt: skip
-# Of float32 operands, whose rounding is to be that of float32, and which take many registers.
+# For float32 operands, which take many registers.
 _DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
 _EXTEND_FLOAT32: _Table = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _NONE: _Table = {}

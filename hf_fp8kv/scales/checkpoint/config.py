@@ -106,6 +106,7 @@ class Declaration:
     dialect: str = ""  # the format whose tensor names to expect
     fnuz: bool = False  # the scales are made for E4M3FNUZ: twice those for E4M3FN
     remark: str = ""  # what is odd about the scales, for people
+    rotated: int = 0  # the head size of the rotation that K's scales are made for; 0: none
 
 
 def parse_entry(where: str, value: object) -> list[Declaration]:

@@ -1,6 +1,5 @@
 """Folders of a checkpoint's files: on this machine, or a repository of the Hub."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,7 +60,7 @@ class HubOptions(TypedDict, total=False):
 
     revision: str | None
     token: str | bool | None
-    cache_dir: str | os.PathLike[str] | None
+    cache_dir: str | Path | None
     local_files_only: bool
     force_download: bool
     subfolder: str | None
@@ -88,17 +87,13 @@ class HubFolder:
     repo: str
     revision: str | None = None
     token: str | bool | None = None
-    cache_dir: str | os.PathLike[str] | None = None
+    cache_dir: str | Path | None = None
     local_files_only: bool = False
     force_download: bool = False
     subfolder: str | None = None
     # Set when a request has failed: only cached files are read then, though others may exist.
     trouble: str = field(default="", init=False)
     paths: dict[str, Path | None] = field(default_factory=dict, init=False)
-
-    @property
-    def cache(self) -> Path | None:
-        return None if self.cache_dir is None else Path(self.cache_dir)
 
     @property
     def offline(self) -> bool:
@@ -113,7 +108,7 @@ class HubFolder:
             force = self.force_download and not self.offline
             path = hf_hub_download(
                 self.repo, name, subfolder=self.subfolder, revision=self.revision,
-                token=self.token, cache_dir=self.cache, local_files_only=self.offline,
+                token=self.token, cache_dir=self.cache_dir, local_files_only=self.offline,
                 force_download=force,
             )  # fmt: skip
             return Path(path)
@@ -126,7 +121,7 @@ class HubFolder:
         file = f"{self.subfolder}/{name}" if self.subfolder else name
 
         def fetch() -> list[str]:
-            cached = try_to_load_from_cache(self.repo, file, self.cache, self.revision)
+            cached = try_to_load_from_cache(self.repo, file, self.cache_dir, self.revision)
             if isinstance(cached, str) and not self.force_download:
                 return read_header(Path(cached))[0]
             if self.offline:

@@ -4,23 +4,25 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from safetensors import safe_open
 
 from ...errors import ScaleError
+from ...formats import FORMATS, LayerPlan
+from ...formats.rotation import rotation_block
 from ...utils.files import PICKLES, convert_read_errors
 from ...utils.text import format_list
 from ..layer_scales import LayerScales, ScaleData
 from ..request import Request
 from .checkpoint import Checkpoint
-from .config import head_counts
-from .tensor_names import FOREIGN, LAYER, LIKELY, ZERO_POINT, ScaleTensor, match_tensors
+from .config import head_counts, text_config
+from .tensor_names import BIAS, FOREIGN, LAYER, LIKELY, ZERO_POINT, ScaleTensor, match_tensors
 
 logger = logging.getLogger(__name__)
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Request) -> ScaleData:
@@ -33,6 +35,7 @@ def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Requ
     _check_foreign(checkpoint, files)
     layers = _pair_sides(checkpoint, files, scale_tensors)
     _check_heads(layers, head_counts(config))
+    layers = _rotate(checkpoint, _add_biases(checkpoint, files, layers))
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
             "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
@@ -42,7 +45,6 @@ def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Requ
         logger.warning("%s: not used, though they look like scales: %s", origin, unused)
     model_type = config.get("model_type")
     model_type = model_type if isinstance(model_type, str) else None
-    request.check_model_type(origin, model_type, request.model_type)
     layers = request.select_layers(layers, request.expect_layers(layers, config), origin)
     return ScaleData(layers, scale_tensors[0].tensor_name.format, model_type, origin)
 
@@ -81,16 +83,12 @@ def _check_foreign(checkpoint: Checkpoint, files: Mapping[str, str]) -> None:
                     f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of {what}; "
                     "use scales=None, which is dynamic"
                 )
-    zero_points = [name for name in files if ZERO_POINT.fullmatch(name)]
-    for file, names in _group_by_file(zero_points, files).items():
-        path = _require(checkpoint, file)
-        with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as opened:
-            for name in names:
-                if bool(opened.get_tensor(name).float().ne(0).any()):
-                    raise ScaleError(
-                        f"{path}: {name}: expected a zero point of 0, got another; asymmetric "
-                        "scales cannot be used"
-                    )
+    for name, value in _load(checkpoint, filter(ZERO_POINT.fullmatch, files), files).items():
+        if bool(value.ne(0).any()):
+            raise ScaleError(
+                f"{checkpoint.origin}: {name}: expected a zero point of 0, got another; asymmetric "
+                "scales cannot be used"
+            )
 
 
 def _check_heads(layers: Mapping[int, LayerScales], heads: set[int]) -> None:
@@ -104,65 +102,108 @@ def _check_heads(layers: Mapping[int, LayerScales], heads: set[int]) -> None:
                 )
 
 
-def _load(path: Path, names: Iterable[str], heads: set[int]) -> dict[str, torch.Tensor]:
-    """Return scales as float32: `[]`, or `[heads, 1]` for those per head.
-
-    `heads` are the numbers of heads that make a vector one of scales per head.
-    """
-    loaded = {}
-    with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
-        present = set(file.keys())
-        for name in names:
-            if name not in present:
-                raise ScaleError(
-                    f"{path}: expected the tensor {name}, which the index places here, got none; "
-                    "fetch the file again"
-                )
-            view = file.get_slice(name)
-            dtype, shape = view.get_dtype(), list(view.get_shape())
-            if dtype not in _FLOATS:
-                raise ScaleError(
-                    f"{path}: {name}: expected one of {', '.join(_FLOATS)}, got {dtype}; "
-                    "these are not scales of an FP8 cache"
-                )
-            single, per_head = all(n == 1 for n in shape), shape[1:] in ([1], [1, 1])
-            vector = len(shape) == 1 and shape[0] in heads
-            if not (single or vector or (per_head and shape[0] > 0)):
-                raise ScaleError(
-                    f"{path}: {name}: expected one number, or the shape [heads] or [heads, 1, 1] "
-                    f"with the heads of config.json, got {shape}; calibrate per tensor or per head"
-                )
-            tensor = file.get_tensor(name).float()
-            loaded[name] = tensor.reshape(()) if single else tensor.reshape(-1, 1)
-    return loaded
-
-
-def _group_by_file(names: Iterable[str], files: Mapping[str, str]) -> dict[str, list[str]]:
+def _load(
+    checkpoint: Checkpoint, names: Iterable[str], files: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Return tensors by their names; raise ScaleError for a missing one."""
     groups = defaultdict(list)
     for name in names:
         groups[files[name]].append(name)
-    return groups
+    loaded: dict[str, torch.Tensor] = {}
+    for place, group in groups.items():
+        path = checkpoint.folder.path(place)
+        if path is None:
+            raise ScaleError(
+                f"{checkpoint.origin}: expected the file {place}, which holds scales by the index, "
+                "found none; fetch it"
+            )
+        with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
+            if missing := sorted({*group} - {*file.keys()}):
+                raise ScaleError(
+                    f"{path}: expected the tensor {missing[0]}, which the index places here, got "
+                    "none; fetch the file again"
+                )
+            loaded |= {name: file.get_tensor(name) for name in group}
+    return loaded
 
 
-def _require(checkpoint: Checkpoint, file: str) -> Path:
-    path = checkpoint.folder.path(file)
-    if path is None:
+def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a scale as float32: `[]`, or `[heads, 1]` for scales per head."""
+    shape, heads = list(tensor.shape), head_counts(checkpoint.config)
+    if tensor.dtype not in _FLOATS:
         raise ScaleError(
-            f"{checkpoint.origin}: expected the file {file}, which holds scales by the index, "
-            "found none; fetch it"
+            f"{checkpoint.origin}: {name}: expected one of {format_list(_FLOATS)}, got "
+            f"{tensor.dtype}; these are not scales of an FP8 cache"
         )
-    return path
+    single, per_head = all(n == 1 for n in shape), shape[1:] in ([1], [1, 1])
+    vector = len(shape) == 1 and shape[0] in heads
+    if not (single or vector or (per_head and shape[0] > 0)):
+        raise ScaleError(
+            f"{checkpoint.origin}: {name}: expected one number, or the shape [heads] or [heads, 1, "
+            f"1] with the heads of config.json, got {shape}; calibrate per tensor or per head"
+        )
+    return tensor.float().reshape(() if single else (-1, 1))
+
+
+def _add_biases(
+    checkpoint: Checkpoint, files: Mapping[str, str], layers: Mapping[int, LayerScales]
+) -> dict[int, LayerScales]:
+    """Return the scales with the biases of ModelOpt's FP8_AFFINE, `[1, heads or 1, 1, D or 1]`.
+
+    K's bias is its center. V is stored as it is, so the scales of V make room for its bias: where
+    |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
+    """
+    layers = dict(layers)
+    matches = [match for match in map(BIAS.fullmatch, files) if match is not None]
+    tensors = _load(checkpoint, (match[0] for match in matches), files)
+    for match in matches:
+        tensor, index = tensors[match[0]], int(match["layer"])
+        if tensor.dtype not in _FLOATS or (tensor.ndim, *tensor.shape[:3:2]) not in (
+            (4, 1, 1),
+            (0,),
+        ):
+            raise ScaleError(
+                f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D], "
+                f"got {tensor.dtype} {list(tensor.shape)}; export per head and channel"
+            )
+        if index not in layers:
+            raise ScaleError(
+                f"{checkpoint.origin}: expected a scale with {match[0]}, got none; export again"
+            )
+        layer, bias = layers[index], tensor.float().reshape(tensor.shape[1::2] or (1, 1))
+        if match["side"] == "k":
+            layers[index] = replace(layer, k_center=bias)
+        else:
+            layers[index] = replace(layer, v=layer.static[1] + bias.abs() / FORMATS["fp8_e4m3"].max)
+    return layers
+
+
+def _rotate(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> dict[int, LayerScales]:
+    """Return the scales with a plan that rotates K, if the config declares that they need one."""
+    size, text = checkpoint.declaration.rotated, text_config(checkpoint.config)
+    if not size:
+        return layers
+    head_dim = text.get("head_dim")
+    if head_dim is None:
+        hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+        head_dim = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else 0
+    if not isinstance(head_dim, int) or rotation_block(head_dim) != size:
+        raise ScaleError(
+            f"{checkpoint.origin}: expected K rotated in blocks as long as a head of {head_dim!r} "
+            f"allows, got blocks of {size}; use scales=None, which is dynamic, or calibrate"
+        )
+    plan = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
+    return {index: replace(layer, plan=plan) for index, layer in layers.items()}
 
 
 def _pair_sides(
     checkpoint: Checkpoint, files: Mapping[str, str], scale_tensors: list[ScaleTensor]
 ) -> dict[int, LayerScales]:
     """Return one pair for each layer, in the unit of E4M3FN; log oddities once a file."""
-    unit, heads = 0.5 if checkpoint.declaration.fnuz else 1.0, head_counts(checkpoint.config)
+    unit = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
-        name: value * unit
-        for file, names in _group_by_file([s.name for s in scale_tensors], files).items()
-        for name, value in _load(_require(checkpoint, file), names, heads).items()
+        name: _as_scale(checkpoint, name, tensor) * unit
+        for name, tensor in _load(checkpoint, (s.name for s in scale_tensors), files).items()
     }
     by_layer: dict[int, list[ScaleTensor]] = defaultdict(list)
     for tensor in scale_tensors:

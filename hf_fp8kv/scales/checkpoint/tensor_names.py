@@ -40,10 +40,6 @@ class TensorName:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", re.compile(LAYER + _ATTENTION + self.tail))
 
-    @property
-    def sides(self) -> tuple[str, ...]:
-        return ("k", "v") if "{side}" in self.name else ("kv",)
-
 
 # Names that several formats share, each as the format's own tool writes it.
 PAIR = TensorName(r"(?P<side>[kv])_scale", "self_attn.{side}_scale", 0, own_dialect=True)
@@ -58,12 +54,13 @@ FUSED_OUTPUT = TensorName(
     True,
     True,
 )
+# ModelOpt's FP8_AFFINE: a number for each head and channel that is subtracted before scaling.
+BIAS = re.compile(LAYER + _ATTENTION + r"(?P<side>[kv])_proj\.(?P=side)_bias")
 # Names that say that the scales beside them are not those of an FP8 cache.
 FOREIGN = tuple(
     (re.compile(LAYER + _ATTENTION + tail), what)
     for tail, what in (
         (r"[kv]_global_scale", "an NVFP4 cache"),
-        (r"[kv]_proj\.[kv]_bias", "an affine cache (FP8_AFFINE or NVFP4_AFFINE)"),
         (r"(?:[kv]_proj\.)?kv_cache_(?:scale|offset)", "an INT8 cache"),
     )
 )

@@ -1,6 +1,5 @@
 """ScaleFormat: a format of static scales, what it holds, how it is read and how it is written."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -12,31 +11,31 @@ from ..layer_scales import Granularity, ScaleData
 from ..request import Request
 
 
-class ScaleFormat(ABC):
+class ScaleFormat:
     """A format of static scales. What it cannot hold is reduced before it is written."""
 
     name: ClassVar[str]
+    quant_method: ClassVar[str] = ""  # of the quantization config that declares the scales
     tensor_names: ClassVar[tuple[TensorName, ...]] = ()
     own_files: ClassVar[tuple[str, ...]] = ()  # of nothing but scales; the one that is read last
     granularity: ClassVar[Granularity] = "tensor"  # the finest that it holds
     holds_centers: ClassVar[bool] = False
     holds_both_sides: ClassVar[bool] = True  # K and V have scales of their own
     holds_ranks: ClassVar[bool] = False  # scales for each rank of a tensor-parallel model
-    for_servers: ClassVar[bool] = True  # which cache what this library does not in some models
-    no_checkpoint: ClassVar[str | None] = None  # why it is not for copies of a checkpoint
+    is_written: ClassVar[bool] = True  # False: it is only read
 
     def recognizes(self, entry: str, method: str) -> bool:
         """Return whether an entry such as "quantization_config" is of the format's own tool.
 
         `method` is its `quant_method` in lower case; empty without one.
         """
-        return False
+        return bool(method) and method == self.quant_method
 
     def parse_block(self, where: str, block: Mapping[str, object]) -> list[Declaration]:
         """Return what a quantization entry of a config declares in a way of this format alone."""
         return []
 
-    def remove_declaration(self, block: dict[str, object]) -> None:  # noqa: B027
+    def remove_declaration(self, block: dict[str, object]) -> None:
         """Remove from a quantization entry what `declare` would not replace."""
 
     def read_file(self, path: Path, request: Request) -> ScaleData | None:
@@ -47,15 +46,14 @@ class ScaleFormat(ABC):
         """Return the scales of a checkpoint; None if it has none in this format."""
         return None
 
-    @abstractmethod
-    def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
-        """Return the files of what `reduce_scales` returned; what is read first comes last."""
-
-    def checkpoint_files(
-        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
+    def files(
+        self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
-        """Return the files that a copy of a checkpoint has instead of its own, or beside them."""
-        return self.files(scales, tp_size)
+        """Return the files of scales that `reduce_scales` returned; the file read first comes last.
+
+        With a checkpoint they are those that it has instead of its own, or next to them.
+        """
+        raise NotImplementedError(self.name)
 
     def missing_facts(self, scales: ScaleData) -> list[str]:
         """Return what readers of the scales alone will miss, for people."""

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from ...errors import ScaleError
 from ...utils.files import read_json
 from ...utils.text import format_list
 from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
-from ..checkpoint.config import HF_QUANT_CONFIG, Config, nested_configs
+from ..checkpoint.config import HF_QUANT_CONFIG, Config, as_mapping, nested_configs
 from ..checkpoint.read_tensors import read_tensors
 from ..checkpoint.tensor_names import ATTENTION_MODULE
 from ..layer_scales import LayerScales, ScaleData
@@ -24,8 +23,8 @@ from .base import ScaleFormat
 
 SCALES_FILE = "model-kv-scales.safetensors"
 # All that a config.json of scales alone can have, whichever the format.
-MINIMAL_ENTRIES = frozenset((
-    "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config", "quantization",
+_MINIMAL_ENTRIES = frozenset((
+    "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
     "kv_cache_torch_dtype",
 ))  # fmt: skip
 
@@ -44,16 +43,15 @@ def with_own_file(checkpoint: Checkpoint) -> Checkpoint:
 class TensorFormat(ScaleFormat):
     """Scales as tensors of a checkpoint."""
 
-    layers_path: ClassVar[str] = "model.layers"  # of a model, in a file of the scales alone
     indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint names the scales
 
-    @abstractmethod
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         """Add the entries that declare the scales to a `config.json`; the other entries stay.
 
         `excluded` are the modules of a checkpoint whose weights are not quantized. ScaleError is
         raised if the weights are quantized by another tool.
         """
+        raise NotImplementedError(self.name)
 
     def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
         scale_tensors = checkpoint.scale_tensors
@@ -66,41 +64,46 @@ class TensorFormat(ScaleFormat):
             )
         return read_tensors(checkpoint, checkpoint.files, request)
 
-    def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
-        tensors = self.tensors(scales.layers)
-        return {
-            SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
-            INDEX_FILE: _index({}, tensors, 0, {}),
-            **self.config_files(_minimal_config(scales), None, scales, ()),
-        }
-
-    def checkpoint_files(
-        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
+    def files(
+        self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
-        folder, files = checkpoint.folder, checkpoint.files
-        tensors = self.tensors(scales.layers, _attention_modules(checkpoint, scales.layers))
-        index, second = folder.path(INDEX_FILE), folder.path(HF_QUANT_CONFIG)
-        # Sizes in the metadata are of all tensors: without some they are counted again.
-        whole = index is not None and not checkpoint.left_out
-        metadata = read_json(index).get("metadata") if index is not None and whole else None
-        paths = [folder.path(file) for file in set(files.values())]
-        total = sum(_tensor_bytes(path, files) for path in paths if path is not None)
-        renamed = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in files.items()}
+        weights = {} if checkpoint is None else checkpoint.files
+        config, metadata = _minimal_config(scales), Config()
+        second: Config | None = None
+        modules, size = None, 0
+        if checkpoint is not None and (
+            weights or not _MINIMAL_ENTRIES.issuperset(checkpoint.config)
+        ):
+            config = copy.deepcopy(checkpoint.config)
+            path, index = (checkpoint.folder.path(n) for n in (HF_QUANT_CONFIG, INDEX_FILE))
+            second = None if path is None else read_json(path, unique=False)
+            metadata = {} if index is None else dict(as_mapping(read_json(index).get("metadata")))
+        if checkpoint is not None and weights:
+            modules = _attention_modules(checkpoint, scales.layers)
+            paths = [checkpoint.folder.path(file) for file in {*weights.values()}]
+            size = sum(_count_bytes(path, weights) for path in paths if path)
+        tensors = self.tensors(scales.layers, modules)
+        listed = tensors if self.indexed or not weights else {}
+        metadata["total_size"] = size + sum(tensor.nbytes for tensor in listed.values())
+        weight_map = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in weights.items()}
+        weight_map |= dict.fromkeys(listed, SCALES_FILE)
         return {
             SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
-            INDEX_FILE: _index(renamed, tensors if self.indexed else {}, total, metadata),
-            **self.config_files(
-                copy.deepcopy(checkpoint.config),
-                None if second is None else read_json(second, unique=False),
-                scales,
-                _modules_with_weights(files),
-            ),
+            INDEX_FILE: to_json({"metadata": metadata, "weight_map": weight_map}),
+            **self.config_files(config, second, scales, _modules_with_weights(weights)),
         }
 
     def config_files(
         self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
     ) -> dict[str, bytes]:
         """Return the configs that declare the scales; `second` is a `hf_quant_config.json`."""
+        if self.quant_method and second is not None and "quantization_config" not in config:
+            # The weights are quantized by this second config alone: another in the first one
+            # would say something else of them.
+            raise ScaleError(
+                f"format {self.name!r}: expected unquantized weights, got "
+                f"{HF_QUANT_CONFIG}; choose modelopt, or a format that declares none, such as tgi"
+            )
         self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
 
@@ -113,40 +116,16 @@ class TensorFormat(ScaleFormat):
         """
         tensors = {}
         for index, layer in layers.items():
-            k, v = layer.static
-            scales = {"k": k, "v": v, "kv": torch.maximum(k.max(), v.max())}
             for known in self.tensor_names:
-                if known.shape is None:
-                    continue
-                for side in known.sides:
-                    module, tail = known.name.format(side=side).split(".", 1)
-                    path = f"{self.layers_path}.{index}.{module}"
-                    path = path if modules is None else modules[index]
-                    shape = (-1, 1, 1) if scales[side].ndim else known.shape
-                    tensors[f"{path}.{tail}"] = scales[side].reshape(shape).clone()
+                for side, scale in zip("kv", layer.static, strict=True):
+                    if known.shape is not None:
+                        module, tail = known.name.format(side=side).split(".", 1)
+                        path = (
+                            f"model.layers.{index}.{module}" if modules is None else modules[index]
+                        )
+                        shape = (-1, 1, 1) if scale.ndim else known.shape
+                        tensors[f"{path}.{tail}"] = scale.reshape(shape).clone()
         return tensors
-
-
-class QuantizationFormat(TensorFormat):
-    """Scales that are declared in the quantization config of a tool."""
-
-    quant_method: ClassVar[str]
-
-    def accepts(self, entry: str, method: str) -> bool:
-        """Return whether a quantization entry may get the scales; arguments of `recognizes`."""
-        return method == self.quant_method
-
-    def config_files(
-        self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
-    ) -> dict[str, bytes]:
-        if second is not None and "quantization_config" not in config:
-            # The weights are quantized by this second config alone: another in the first one
-            # would say something else of them.
-            raise ScaleError(
-                f"format {self.name!r}: expected unquantized weights, got "
-                f"{HF_QUANT_CONFIG}; choose modelopt, or a format that declares none, such as tgi"
-            )
-        return super().config_files(config, second, scales, excluded)
 
     def quantization_block(self, config: Config, new: Config) -> Config:
         """Return the quantization config of the weights; raise ScaleError for another tool's.
@@ -160,7 +139,7 @@ class QuantizationFormat(TensorFormat):
                 if not isinstance(block, dict) or not block:
                     continue
                 method = str(block.get("quant_method") or "").lower()
-                if not self.accepts(entry, method):
+                if not self.recognizes(entry, method):
                     raise ScaleError(
                         f"format {self.name!r}: expected unquantized weights, or the quant_method "
                         f"{self.quant_method!r}, got {method or entry!r}; a config has one, choose "
@@ -181,20 +160,6 @@ def _minimal_config(scales: ScaleData) -> Config:
     if len(heads) == 1:
         config["num_key_value_heads"] = heads.pop()
     return config
-
-
-def _index(
-    files: Mapping[str, str], scales: Mapping[str, torch.Tensor], total: int, metadata: object
-) -> bytes:
-    """Return the index of `files` and the scales, from the metadata of the index that there was."""
-    metadata = dict(metadata) if isinstance(metadata, dict) else {}
-    size, count = metadata.get("total_size", total), metadata.get("total_parameters")
-    if isinstance(size, int):
-        metadata["total_size"] = size + sum(t.nbytes for t in scales.values())
-    if isinstance(count, int):
-        metadata["total_parameters"] = count + sum(t.numel() for t in scales.values())
-    weight_map = {**files, **dict.fromkeys(scales, SCALES_FILE)}
-    return to_json({"metadata": metadata, "weight_map": weight_map})
 
 
 def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
@@ -220,7 +185,7 @@ def _modules_with_weights(files: Iterable[str]) -> list[str]:
     return sorted(modules | experts)
 
 
-def _tensor_bytes(path: Path, names: Collection[str]) -> int:
+def _count_bytes(path: Path, names: Collection[str]) -> int:
     """Return the bytes of those of the tensors that are in a safetensors file."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

@@ -2,8 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection
 from pathlib import Path
 
 from ...errors import ScaleError
@@ -11,8 +10,8 @@ from ...utils.files import convert_read_errors, read_json
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.config import Config
-from ..layer_scales import LayerScales, ScaleData, take_rank
-from ..request import Request, warn_of_differences
+from ..layer_scales import LayerScales, ScaleData
+from ..request import Request, take_largest
 from ..validation import check_constant, scalar
 from .base import ScaleFormat
 from .tensor_format import to_json
@@ -43,30 +42,22 @@ class VllmJson(ScaleFormat):
         logger.info("%s: no scales among its tensors, reading %s", checkpoint.origin, _FILE)
         return self._parse(path, read_json(path), request, checkpoint.config)
 
-    def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
-        layers = scales.layers
+    def files(
+        self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
+    ) -> dict[str, bytes]:
+        layers, model_type = scales.layers, scales.model_type
+        if checkpoint is not None and isinstance(checkpoint.config.get("model_type"), str):
+            # Its readers compare it with that of the checkpoint.
+            model_type = str(checkpoint.config["model_type"])
         if sorted(layers) != list(range(len(layers))):
             raise ScaleError(
                 f"format {self.name!r}: expected the layers 0 to {len(layers) - 1}, got "
                 f"{format_list(sorted(layers))}; its readers refuse a file with gaps"
             )
-        ranks = {
-            str(rank): {
-                str(i): s.static[0].item() for i, s in take_rank(layers, rank, tp_size).items()
-            }
-            for rank in range(tp_size)
-        }
+        numbers = {str(index): layer.static[0].item() for index, layer in layers.items()}
+        ranks = dict.fromkeys(map(str, range(tp_size)), numbers)
         cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
-        return {_FILE: to_json({"model_type": scales.model_type, "kv_cache": cache})}
-
-    def checkpoint_files(
-        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
-    ) -> dict[str, bytes]:
-        # Its readers compare it with that of the checkpoint.
-        model_type = checkpoint.config.get("model_type")
-        if isinstance(model_type, str):
-            scales = replace(scales, model_type=model_type)
-        return self.files(scales, tp_size)
+        return {_FILE: to_json({"model_type": model_type, "kv_cache": cache})}
 
     def missing_facts(self, scales: ScaleData) -> list[str]:
         fact = "model_type is not known and null, which vLLM and SGLang refuse"
@@ -90,12 +81,25 @@ class VllmJson(ScaleFormat):
                 f"{path}: model_type: expected a string or null, got {format_value(model_type)}; "
                 "add it, or pass strict=False (--lenient)"
             )
-        request.check_model_type(path, model_type, request.model_type or config.get("model_type"))
+        wanted = config.get("model_type")
+        if model_type is not None and wanted not in (None, model_type):
+            message = f"{path}: expected scales of a {wanted!r} model, got {model_type!r}"
+            if request.strict:
+                raise ScaleError(
+                    f"{message}; use this model's scales, or pass strict=False (--lenient)"
+                )
+            logger.warning("%s", message)
         ranks = _parse_ranks(path, cache.get("scaling_factor"))
-        layers = {
-            layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
-            for layer, scale in _merge_ranks(path, ranks, request).items()
-        }
+        if all(scales == ranks[0] for scales in ranks.values()):
+            ranks = {0: ranks[0]}
+        parts = [
+            {
+                layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
+                for layer, scale in ranks[rank].items()
+            }
+            for rank in request.choose_ranks(path, len(ranks))
+        ]
+        layers = dict(take_largest(path, parts))
         expected = request.expect_layers(layers, config)
         # Its readers refuse a file with another number of layers, too many as well as too few.
         extra = [layer for layer in layers if layer not in expected]
@@ -155,14 +159,3 @@ def _parse_key(path: Path, key: str, pattern: str, what: str, seen: Collection[i
     if int(match[1]) in seen:
         raise ScaleError(f"{path}: expected {what} {match[1]} once, got it twice; delete one")
     return int(match[1])
-
-
-def _merge_ranks(
-    path: Path, ranks: Mapping[int, dict[int, float]], request: Request
-) -> dict[int, float]:
-    """Return this rank's scales, or in one process the largest over the ranks."""
-    if all(scales == ranks[0] for scales in ranks.values()):
-        ranks = {0: ranks[0]}
-    chosen = [ranks[rank] for rank in request.choose_ranks(path, len(ranks))]
-    warn_of_differences(path, chosen, len(ranks))
-    return {layer: max(scales[layer] for scales in chosen) for layer in chosen[0]}

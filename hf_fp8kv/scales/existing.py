@@ -1,0 +1,183 @@
+"""Existing files and scales of the place that scales are written to, and their removal."""
+
+import copy
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path, PurePath
+
+from ..errors import ScaleError
+from ..utils.files import WEIGHTS, read_header, read_json
+from ..utils.text import format_list
+from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.config import (
+    CACHE_ENTRIES,
+    HF_QUANT_CONFIG,
+    Config,
+    Declaration,
+    check_layer_counts,
+    nested_configs,
+)
+from .checkpoint.folder import LocalFolder
+from .checkpoint.tensor_names import BIAS, FOREIGN, ZERO_POINT
+from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES, ScaleFormat
+from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER
+from .formats.tensor_format import SCALES_FILE, TensorFormat, with_own_file
+from .load import find_declaration
+
+_BLOCKS = ("quantization_config", "compression_config", "quantization")
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, and of those in the folder of our own file."""
+    paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+
+
+def find_weights(names: Iterable[str]) -> list[str]:
+    """Return the names of a model's weights among those of the files in its folder."""
+    scales = (OWN_FILE, SCALES_FILE)
+    return [
+        name
+        for name in names
+        if PurePath(name).suffix.lower() in WEIGHTS and name not in scales and "/" not in name
+    ]
+
+
+def check_place(
+    place: object, existing: Collection[str], files: Collection[str], *, overwrite: bool
+) -> None:
+    """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
+
+    Without `overwrite` they replace nothing, and no config that would be that of weights. They are
+    never written next to scales that would be read instead of them.
+    """
+    own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
+    replaced = sorted({*files, *own} & {*existing})
+    if replaced and not overwrite:
+        raise ScaleError(
+            f"{place}: expected a place without {format_list(replaced)}, got one that has it; "
+            "choose another, or pass overwrite=True (--overwrite)"
+        )
+    weights = find_weights(existing)
+    if "config.json" in files and weights and not overwrite:
+        raise ScaleError(
+            f"{place}: expected a place without weights, got {format_list(weights)}; choose "
+            "another, or pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
+            "scales, which can be uploaded"
+        )
+    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
+        raise ScaleError(
+            f"{place}: expected a place without {OWN_FILE}, which is read before all others, got "
+            "one that has it; choose another, or delete it"
+        )
+
+
+def check_folder(folder: Path, files: Collection[str], *, overwrite: bool) -> list[str]:
+    """Return the files in a folder; raise ScaleError as `check_place` does."""
+    existing = list_files(folder)
+    check_place(folder, existing, files, overwrite=overwrite)
+    return existing
+
+
+def open_source(
+    source: Path, format: ScaleFormat, *, overwrite: bool, whole: bool = True
+) -> Checkpoint:
+    """Return the checkpoint in a folder without its scales.
+
+    Args:
+        source: The folder.
+        format: The format in which scales will be written to it.
+        overwrite: Whether it may have scales.
+        whole: Whether it has weights. False is a folder of scales, or an empty one.
+
+    Raises:
+        ScaleError: It has scales and `overwrite` is False, it is not complete, or it cannot have
+            scales in the format.
+    """
+    path, second_path = source / "config.json", source / HF_QUANT_CONFIG
+    if whole and not path.is_file():
+        raise ScaleError(
+            f"{source}: expected a folder with a checkpoint and its config.json, got none; fetch "
+            "a repository of the Hub first, with huggingface_hub.snapshot_download"
+        )
+    config = read_json(path, unique=False) if path.is_file() else {}
+    check_layer_counts(path, config)
+    checkpoint = with_own_file(
+        Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
+    )
+    if whole and isinstance(format, TensorFormat) and not checkpoint.files:
+        raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
+    for file in sorted(set(checkpoint.files.values())):
+        names = {name for name, other in checkpoint.files.items() if other == file}
+        missing = names - set(read_header(source / file)[0])
+        if missing:
+            raise ScaleError(
+                f"{source / file}: expected the tensors of the index, found none named "
+                f"{format_list(sorted(missing))}; fetch the file again"
+            )
+    present = _find_scales(checkpoint)
+    if present and not overwrite:
+        raise ScaleError(
+            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}; use "
+            "the one that it was made from, or pass overwrite=True (--overwrite) to replace them "
+            "in the copy"
+        )
+    if not present:
+        return checkpoint
+    second = read_json(second_path, unique=False) if second_path.is_file() else None
+    config = _remove_declaration(str(source), config, second, format)
+    return replace(checkpoint, config=config, left_out=frozenset(present))
+
+
+def _find_scales(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the tensors that belong to an 8-bit or 4-bit KV cache."""
+    patterns = [
+        *(known.pattern for known in TENSOR_NAMES),
+        *(p for p, _ in FOREIGN),
+        ZERO_POINT,
+        BIAS,
+    ]
+    return [name for name in checkpoint.files if any(p.fullmatch(name) for p in patterns)]
+
+
+def _remove_declaration(
+    origin: str, config: Config, second: Config | None, format: ScaleFormat
+) -> Config:
+    """Return a `config.json` without its entries about scales; those about weights stay.
+
+    Entries that `format` will write again are left to it. ScaleError is raised if an entry stays
+    that would be wrong with scales in this format, such as one in `second`, ModelOpt's config.
+    """
+    config = copy.deepcopy(config)
+    stays = find_declaration(config, second).dialect == format.name
+    for owner in (config, *(inner for _, inner in nested_configs("", config))):
+        if not isinstance(owner, dict):
+            continue
+        for entry in _BLOCKS:
+            block = owner.get(entry)
+            if isinstance(block, dict):
+                for other in SCALE_FORMATS.values():
+                    other.remove_declaration(block)
+                if not stays:
+                    _pop(block, CACHE_ENTRIES)
+                    _pop(block.get("quantization"), CACHE_ENTRIES)
+                    compressed = block.get("quant_method") == "compressed-tensors"
+                    if compressed and not (
+                        block.get("config_groups") or block.get("sparsity_config")
+                    ):
+                        del owner[entry]  # it quantizes nothing
+        if not stays:
+            _pop(owner, ("kv_cache_torch_dtype", "kv_cache_dtype"))
+    left = find_declaration(config, second)
+    if not stays and left.kind != "none":
+        raise ScaleError(
+            f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
+            f"{format.name!r}, got one that declares {left.what}; choose {left.dialect}"
+        )
+    return config
+
+
+def _pop(owner: object, entries: Collection[str]) -> None:
+    if isinstance(owner, dict):
+        for entry in entries:
+            owner.pop(entry, None)
