@@ -7,6 +7,7 @@ from itertools import islice, product
 from typing import Any, get_args
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
@@ -21,12 +22,12 @@ from hf_fp8kv.bench.quality import (
 )
 from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.calibration import plans, stages
-from hf_fp8kv.calibration.choose import CalibrationOptions
-from hf_fp8kv.calibration.corpus import Corpus, read_corpus
+from hf_fp8kv.calibration import choose
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import TensorDict, make_batches, paged_layers
-from hf_fp8kv.calibration.state import Job, State
+from hf_fp8kv.calibration.pairs import measure_partners
+from hf_fp8kv.calibration.stages import CalibrationOptions, Job, collect_ranges
+from hf_fp8kv.calibration.texts import Corpus, read_corpus
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import DISTINCT, FORMATS
 from hf_fp8kv.scales.kv_scales import KVScales
@@ -105,16 +106,12 @@ def run_accuracy_suite(
     calls = 1 + 2 * sum(len(_scale_kinds(fmt)) for fmt in MEASURED) + len(_last_rows(model))
     report = report_percents(progress, corpus.tokens + texts * length * calls)
 
-    def on_calibration(stage: str, tokens: int, resumed: bool) -> None:
-        # The choice reads a few texts again, which the total leaves out.
-        report("calibrating", tokens if stage == "text" else 0)
-
     def on_call(text: int, cache: str, tokens: int) -> None:
         report(f"text {text} of {texts}", tokens)
 
     options = CalibrationOptions("head", FORMATS[MEASURED[0]], margin=1.0, center=True)
-    job = Job(model, layers, options, State(None, ""), on_calibration)
-    ranges, choices = _calibrate(job, corpus)
+    ranges, choices = _calibrate(Job(model, layers, options, tqdm(disable=True)), corpus)
+    report("calibrating", corpus.tokens)
     rows = [*_make_rows(model, choices), *_last_rows(model)]
     makers = {row.name: row.make for row in rows}
     with paged_attention(model):
@@ -188,22 +185,20 @@ def _find_paragraphs(text: str) -> set[str]:
 
 def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choices]:
     """Return the ranges of K and V, and scales for each format and granularity."""
-    partners = stages.find_partners(job, corpus.windows[0])
-    ranges = stages.collect_ranges(job, make_batches(corpus.windows, 1), partners)
+    partners = measure_partners(job.model, corpus.windows[0], job.layers)
+    ranges = collect_ranges(job, make_batches(corpus.windows, 1), partners)
     choices = {}
     for fmt, (name, kind) in product(MEASURED, STATIC.items()):
         options = replace(job.options, granularity=kind, fmt=FORMATS[fmt])
-        # A state keeps its first choice.
-        fresh = replace(job, options=options, state=State(None, ""))
         tried = {
-            index: plans.list_candidates(
+            index: choose.list_candidates(
                 index, of_layer, partners[index], options, None, None, may_turn=False
             )
             for index, of_layer in ranges.items()
         }
-        made = plans.make_scales(fresh, corpus.windows, tried)
+        made = choose.make_scales(replace(job, options=options), corpus.windows, tried)
         plain, centered = (
-            {i: plans.join_sides(options, of["k"][which], of["v"][0]) for i, of in made.items()}
+            {i: choose.join_sides(options, of["k"][which], of["v"][0]) for i, of in made.items()}
             for which in (0, -1)
         )
         choices[fmt, name] = plain, centered

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_fp8kv.calibration.text_tokens import TextTokenizer
+from hf_fp8kv.calibration.texts import read_corpus
 from hf_fp8kv.errors import ConfigError
 
 # Modules from so many characters on are long enough to be read as code.
@@ -50,11 +50,10 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
     Raises:
         ConfigError: there are not that many of that length, or no sources of the library.
     """
-    encoder = TextTokenizer(tokenizer, text_column="text", chat_template=None)
     pieces = KINDS[kind]()
     texts: list[torch.Tensor] = []
     while len(texts) < count:
-        ids = _read_text(encoder, tokenizer, pieces, length)
+        ids = _read_text(tokenizer, pieces, length)
         if ids is None:
             raise ConfigError(
                 f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
@@ -64,9 +63,7 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
     return texts
 
 
-def _read_text(
-    encoder: TextTokenizer, tokenizer: Any, pieces: Iterator[Any], length: int
-) -> torch.Tensor | None:
+def _read_text(tokenizer: Any, pieces: Iterator[Any], length: int) -> torch.Tensor | None:
     """Return the tokens of the next pieces, `[1, length]`; None if there are too few."""
     taken: list[Any] = []
     needed, characters = _CHARACTERS * length, 0
@@ -75,9 +72,10 @@ def _read_text(
         characters += len(piece if isinstance(piece, str) else piece[0] + piece[1])
         if characters < needed:
             continue
-        ids = encoder.encode("text", _join(taken, tokenizer), length)
-        if ids is not None and len(ids) >= length:
-            return ids[None, :length].long()
+        text, limits = _join(taken, tokenizer), {"max_tokens": length, "max_length": length}
+        ids = read_corpus([text], tokenizer, held_out=0, **limits).windows[0]
+        if len(ids) == length:
+            return ids[None].long()
         needed = characters + _CHARACTERS * length // 4
     return None
 

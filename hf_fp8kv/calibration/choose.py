@@ -1,125 +1,169 @@
-"""Scales of least cost: how large they must be, and which of the large ones lose least.
+"""Choice of how a layer is stored: the scales of least cost, and the plan of least cost.
 
 A scale must be at least `amax / 448`, so that nothing saturates. A float format rounds a number by
-a share that depends on where in its binade the number falls, so of the scales in the octave above
-that some suit the numbers better than others. What counts is not the error of K itself: nearly all
-queries look at a few tokens (the first one above all), whose errors weigh more than all others, and
-an error that all keys share is none, since softmax does not see it. So each scale is tried on the
-queries of some text, with the cost
+a share that depends on where in its binade the number falls, so within the octave above that scale
+some suit the numbers better than others. The error of K itself is a poor guide: nearly all queries
+look at a few tokens (above all the first), whose errors weigh more than all others, and an error
+that all keys share cancels in the softmax. So candidates are tried on queries of a text, by
 
     K:  sum over queries of  Var_a(q . e)      V:  sum over queries of  |sum_a e|^2
 
 where `e` are the rounding errors, and `a` the weights that the query gives to the tokens. The first
 is twice the KL divergence of the weights, to second order. On SmolLM2, per head and with centers,
-it makes the KL of the predictions 0.78 of what `amax / 448` gives (docs/accuracy.md).
+it makes the KL of the predictions 0.78 of the KL under `amax / 448` (docs/accuracy.md).
 
-Then there is room: where a scale that is larger by whole octaves loses next to nothing, it is
-taken, up to the norm of the pairs that RoPE rotates, which K can reach at positions that the text
+Then there is headroom: a scale that is larger by whole octaves is taken if it loses next to
+nothing, up to the norm of the pairs that RoPE rotates, which K can reach at positions that the text
 did not have. A scale per channel always covers that norm.
+
+Candidates take the same bytes: a format, rotated or not, with a center or without. A static scale
+is made for each. They are tried at the positions of the windows and at others, because outliers
+that turn with the position leave their center, and rotation then spreads their error over all
+channels. The first candidate is the fallback, and the predictions of the model decide at the end
+(scoring.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from ..formats import FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS, rounding_error
+from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
+from ..formats.codec import SEARCH_STEPS, dynamic_scale, rounding_error
 from ..formats.rotation import rotate
-from ..scales.layer_scales import Granularity
-from .observe import TensorDict, merge_ranges
-from .positions import SPREAD
+from ..scales.layer_scales import Granularity, LayerScales
+from .observe import ROTATED, TensorDict, merge_ranges
+from .pairs import Partners
+from .positions import SPREAD, Beyond
 from .queries import Queries
+from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_near
 
-# What a larger scale may cost, and how many octaves up are tried.
+# The largest relative cost of a larger scale, and how many octaves up are tried.
 _ROOM_COST = 1.02
 _ROOM_OCTAVES = 3
-# Tokens whose squared error tells whether there is room: a matter of the smallest numbers only.
+# Tokens whose squared error decides on headroom, which only depends on the smallest numbers.
 _ROOM_TOKENS = 128
-# Put before the names of a range: of the same numbers, rotated.
-ROTATED = "rotated."
-# Added to what the numbers of a channel count in its center, as a share of the head's largest.
+# Added to the weight of a channel in its center, as a share of the largest weight of the head.
 _LEAST_WEIGHT = 1e-6
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """What a user chose of the scales to make, see `calibrate`.
-
-    `plan`: how each layer is to be stored; "measured": what costs least; None: in `fmt`. `latent`:
-    layers hold latents and positions (MLA): no centers, and positions keep 16 bits in a plan.
-    """
-
-    granularity: Granularity
-    fmt: Format
-    margin: float
-    center: bool
-    plan: Mapping[int, LayerPlan] | Literal["measured"] | None = None
-    latent: bool = False
+_KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
+# The largest cost of a candidate that is preferred to the first, relative to it.
+_MOST = 0.95
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """How one side of a layer may be stored, and the smallest static scales for that."""
+    """How K or V ("k" or "v") of a layer may be stored, and the smallest static scales for that.
+
+    Without scales it stands for dynamic ones.
+    """
 
     side: str
     plan: SidePlan
-    first: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: nothing seen saturates under it
-    reach: torch.Tensor  # the same, for what K can become at other positions
-    center: torch.Tensor | None  # [Hkv, Dk], what is subtracted
-    granularity: Granularity
+    center: torch.Tensor | None = None  # [Hkv, Dk], subtracted from K
+    # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates under it.
+    first: torch.Tensor | None = None
+    reach: torch.Tensor | None = None  # the same, for K at other positions
+    granularity: Granularity = "head"
 
     @property
     def fmt(self) -> Format:
-        """The format of the scales. Numbers stored as they are have the unit's format."""
-        return _unit_format(self.plan)
+        """The format of the scales. For values that are stored as they are, the unit's format."""
+        return FORMATS[STATIC_DTYPE if self.plan.is_auto else self.plan.format]
 
     def transform(
         self, x: torch.Tensor, queries: Queries | None
     ) -> tuple[torch.Tensor, Queries | None]:
-        """Return the numbers that are scaled, `[N, Hkv, D]`, and queries for errors of them."""
+        """Return the values that are scaled, `[N, Hkv, D]`, and queries for their errors."""
         if queries is not None and self.plan.rotated and self.side == "k":
-            queries = queries.rotate()
+            queries = queries.rotated
         return transform(x, self.center, rotated=self.plan.rotated), queries
 
     def weigh(self, error: torch.Tensor, queries: Queries, kind: Granularity) -> torch.Tensor:
-        """Return the cost of errors of the scaled numbers, see `Queries`."""
+        """Return the cost of errors of the scaled values, see `Queries`."""
         weigh = queries.cost_of_keys if self.side == "k" else queries.cost_of_values
         return weigh(error, kind)
 
     def measure(
-        self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor
+        self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the cost of K or V, `x` `[N, Hkv, D]`, with a scale in the unit of E4M3.
+        """Return the cost of K or V, `x` `[N, Hkv, D]`, in each head: `[Hkv, 1]`.
 
-        The cost is float64, `[]`. Without queries it is the squared error.
+        `scale` is static, in the unit of E4M3. None is the plain dynamic scale. Without queries the
+        squared error of every value is returned.
         """
         x, queries = self.transform(x, queries)
-        error = rounding_error(x, (scale * self.fmt.scale_from_e4m3).to(x.device), self.fmt)
-        cost = error.square() if queries is None else self.weigh(error, queries, "head")
-        return cost.sum(dtype=torch.float64).cpu()
+        if scale is None:
+            unit = dynamic_scale(x, self.fmt).float()[..., None]
+        else:
+            unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
+        error = rounding_error(x, unit, self.fmt)
+        return error.square() if queries is None else self.weigh(error, queries, "head")
 
 
-def _unit_format(plan: SidePlan) -> Format:
-    return FORMATS[STATIC_DTYPE if plan.is_auto else plan.format]
+# The candidates of a layer by side. The first candidate of a side is the fallback.
+Sides = Mapping[str, Sequence[Candidate]]
+# A candidate, and the scale of least cost, in the unit of E4M3.
+Scaled = tuple[Candidate, torch.Tensor]
 
 
 def transform(x: torch.Tensor, center: torch.Tensor | None, *, rotated: bool) -> torch.Tensor:
-    """Return `x`, `[N, Hkv, D]`, minus a center `[Hkv, D]`, and rotated then: float32."""
+    """Return `x`, `[N, Hkv, D]`, float32, minus a center `[Hkv, D]`, and rotated after that."""
     x = x.float() if center is None else x.float() - center.to(x.device)
     return rotate(x) if rotated else x
 
 
-def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
-    """Return sums of K `[N, Hkv, Dk]` for `find_centers`, each `[Hkv, Dk]`, float64 on the CPU.
+def list_candidates(
+    index: int,
+    ranges: TensorDict,
+    partners: Partners,
+    options: CalibrationOptions,
+    near: TensorDict | None,
+    far: TensorDict | None,
+    *,
+    may_turn: bool,
+) -> dict[str, list[Candidate]]:
+    """Return how K and V of a layer may be stored, by side.
 
-    In `weighted_sum` each number counts as much as its error costs; `weight_sum` is what they count
-    in all. Without queries all count the same.
+    Args:
+        index: The layer.
+        ranges: Its range on all texts, and with a plan the range of the rotated values.
+        partners: The channels that RoPE turns together.
+        options: An explicit plan leaves only centers to choose, no plan only whether to use one.
+        near: Ranges and sums of a sample of windows, as for `find_centers`.
+        far: As `near`, at other positions.
+        may_turn: K may turn at positions that cannot be observed, so it stays as it is.
     """
-    weights = torch.ones_like(k, dtype=torch.float32) if queries is None else queries.weigh_keys()
-    sums = {"weight_sum": weights, "weighted_sum": weights * k.float()}
-    return {name: x.sum(0, dtype=torch.float64).cpu() for name, x in sums.items()}
+    centers, covered = find_centers(ranges, near, far)
+    candidates: dict[str, list[Candidate]] = {"k": [], "v": []}
+    for side, plans in _list_plans(index, options, may_turn=may_turn).items():
+        for plan in plans:
+            # Scales for any server do not depend on the other positions, which centers need.
+            seen = covered if plan.centered or options.plan is not None else ranges
+            # Rotated channels are alike, so a head has one scale. If it is not known which channels
+            # turn together, their ranges do not bound K at other positions.
+            kind, unknown = options.granularity, side == "k" and partners.k is None
+            if kind == "channel" and (plan.rotated or unknown):
+                kind = "head"
+            candidates[side] += [
+                make_candidate(side, plan, seen, kind, options.margin, center)
+                for center in (centers if plan.centered else [None])
+            ]
+    return candidates
+
+
+def _list_plans(
+    index: int, options: CalibrationOptions, *, may_turn: bool
+) -> dict[str, list[SidePlan]]:
+    """Return the plans to try, by side."""
+    if isinstance(options.plan, Mapping):
+        return {side: [getattr(options.plan[index], side)] for side in "kv"}
+    safe, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
+    plain = [SidePlan(*kind) for kind in kinds]
+    k = [safe, *(plan for plan in plain if not (may_turn and plan.rotated))]
+    if options.center and not may_turn:
+        k += [SidePlan(*kind, True) for kind in kinds or [(safe.format, False)]]
+    latent = options.latent and options.plan is not None
+    return {"k": k, "v": [SidePlan(AUTO)] if latent else [safe, *plain]}
 
 
 def find_centers(
@@ -128,10 +172,11 @@ def find_centers(
     """Return the centers of a layer's K to try, `[Hkv, Dk]`, float32, and the ranges to cover.
 
     `near` and `far` are the ranges of some windows at their own and at other positions, with the
-    sums of `weigh_keys`. The first center is their weighted mean, which makes the cost least as far
-    as errors grow with what is stored. Where positions are far apart, it may suit neither: with
-    `far` there is a second one, the mean over all positions, in which what turns a lot cancels.
-    Scales cover what K is there. Without `near`, the center is the mean of `ranges`.
+    sums of `weigh_keys`. The first center is their weighted mean, which minimizes the cost as far
+    as errors grow with the stored value. Positions that are far apart may differ too much for it,
+    so with `far` there is a second center: the mean over all positions, in which K cancels if it
+    turns a lot. Scales cover K at these positions. Without `near`, the center is the mean of
+    `ranges`.
     """
     centers = [ranges["k_sum"] / ranges["count"]]
     if near is not None:
@@ -140,7 +185,7 @@ def find_centers(
         if far is None:
             centers.pop()
         else:
-            # As many windows as `far` has stand for all positions; the text's are one more.
+            # The windows of `far` stand for all positions. The text itself counts as one more.
             even = SPREAD * (far["k_sum"] / far["count"]).to(centers[1])
             centers[1] = (centers[1] + even) / (1 + SPREAD)
         ranges = merge_ranges(ranges, sample)
@@ -148,7 +193,7 @@ def find_centers(
 
 
 def _weighted_mean(sample: TensorDict) -> torch.Tensor:
-    """Return the mean of K by `weigh_keys`; where next to nothing counts, the plain one."""
+    """Return the mean of K by `weigh_keys`, or the plain mean if the weights are next to zero."""
     weights, weighted = sample["weight_sum"], sample["weighted_sum"]
     plain = (sample["k_sum"] / sample["count"]).to(weights)
     least = _LEAST_WEIGHT * weights.amax(-1, keepdim=True)
@@ -160,74 +205,69 @@ def make_candidate(
     side: str, plan: SidePlan, ranges: TensorDict, granularity: Granularity, margin: float,
     center: torch.Tensor | None = None,
 ) -> Candidate:  # fmt: skip
-    """Return the smallest scales of a side in a plan; with a "centered" one, minus `center`."""
-    rotated, most = plan.rotated, _unit_format(plan).max
-    start = f"{ROTATED}{side}" if rotated else side
-    # On the CPU, as after an interruption: GPUs divide a little otherwise.
+    """Return a plan of a side with its smallest scales. A "centered" plan takes a `center`."""
+    start = f"{ROTATED}{side}" if plan.rotated else side
+    # On the CPU, since GPUs divide slightly differently.
     high, low, reach = (ranges[f"{start}_{name}"].cpu() for name in ("max", "min", "pair"))
     center = None if center is None else center.cpu()
     if center is not None:
-        middle = rotate(center) if rotated else center
+        middle = rotate(center) if plan.rotated else center
         high, low, reach = high - middle, low - middle, reach + middle.abs()
-    if rotated:
-        # Every channel has a part of all pairs: that they turn is seen at other positions alone.
+    if plan.rotated:
+        # Every channel has a part of all pairs, so only other positions show how they turn.
         reach = torch.maximum(high.abs(), low.abs())
     reach = reach * margin
-    # A channel on its own says little of other positions; over a head, its fastest pairs have been
-    # everywhere.
+    # The range of a channel says little about other positions. Over a head, the fastest pairs have
+    # been everywhere.
     alone = granularity == "channel"
     amax = reach if alone else torch.maximum(high.abs(), low.abs()) * margin
     if axes := _AXES[granularity]:
         amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
-    first, reach = _replace_zeros(amax) / most, reach / most
-    return Candidate(side, plan, first, reach, center, granularity)
+    # Any scale stores zeros, so their range becomes the range of their neighbors, or 1.
+    largest = amax.max()
+    amax = torch.where(amax > 0, amax, torch.where(largest > 0, largest, 1.0))
+    most = Candidate(side, plan).fmt.max
+    return Candidate(side, plan, center, amax / most, reach / most, granularity)
 
 
-# Of `[Hkv, D]`, the axes that one scale stands for.
+# The axes of `[Hkv, D]` that share a scale.
 _AXES: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "channel": ()}
 
 
-def _replace_zeros(amax: torch.Tensor) -> torch.Tensor:
-    """Give a range of zeros, which any scale stores, that of its neighbors; 1 if all are zeros."""
-    largest = amax.max()
-    largest = torch.where(largest > 0, largest, 1.0)
-    return torch.where(amax > 0, amax, largest)
+def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None) -> torch.Tensor:
+    """Return the costs of all scales on K or V of a text, `x` `[N, Hkv, D]`. Costs add up.
 
-
-def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None) -> TensorDict:
-    """Return what every scale costs on K or V of a text, `x` `[N, Hkv, D]`; costs add up.
-
-    `cost`, `[SEARCH_STEPS, ...]`, float64, is of the scales of an octave; zeros without queries.
-    `room`, `[1 + octaves, SEARCH_STEPS, ...]`, is the squared error of these, and of larger ones.
+    The result is `[2 + octaves, SEARCH_STEPS, ...]`, float64 on the CPU: the costs of the scales of
+    an octave, which are zeros without queries, then the squared errors under these scales, and
+    under scales that are larger by whole octaves.
     """
+    assert candidate.first is not None
     x, queries = candidate.transform(x, queries)
     kind, fmt = candidate.granularity, candidate.fmt
+    axes = _AXES[kind]
     thin = x[:: -(-len(x) // _ROOM_TOKENS)]
-    cost, room = [], []
+    costs = []
     for step in range(SEARCH_STEPS):
         scale = candidate.first.to(x.device) * 2.0 ** (step / SEARCH_STEPS)
-        octaves = [scale * 2.0**octave for octave in range(_ROOM_OCTAVES + 1)]
-        room.append(torch.stack([_squared_error(thin, larger, kind, fmt) for larger in octaves]))
+        rooms = []
+        for octave in range(_ROOM_OCTAVES + 1):
+            error = rounding_error(thin, scale * 2.0**octave, fmt)
+            squares = error.square().sum(0, dtype=torch.float64)
+            rooms.append(squares.sum(axes, keepdim=True) if axes else squares)
+        cost = torch.zeros_like(rooms[0])
         if queries is not None:
-            of_scale = candidate.weigh(rounding_error(x, scale, fmt), queries, kind)
-            cost.append(of_scale.sum(0, keepdim=True) if kind == "tensor" else of_scale)
-    rooms = torch.stack(room, 1)
-    total = torch.stack(cost).double() if cost else torch.zeros_like(rooms[0])
-    return {"cost": total.cpu(), "room": rooms.cpu()}
+            cost = candidate.weigh(rounding_error(x, scale, fmt), queries, kind)
+            cost = (cost.sum(0, keepdim=True) if kind == "tensor" else cost).double()
+        costs.append(torch.stack([cost, *rooms]))
+    return torch.stack(costs, 1).cpu()
 
 
-def _squared_error(
-    x: torch.Tensor, scale: torch.Tensor, kind: Granularity, fmt: Format
-) -> torch.Tensor:
-    squares = rounding_error(x, scale, fmt).square().sum(0, dtype=torch.float64)
-    axes = _AXES[kind]
-    return squares.sum(axes, keepdim=True) if axes else squares
-
-
-def pick_scale(candidate: Candidate, costs: TensorDict) -> torch.Tensor:
-    """Return the scale of least cost in the unit of E4M3; without queries the smallest scale."""
-    cost, room = costs["cost"], costs["room"]
+def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
+    """Return the scale of least cost in the unit of E4M3. Without queries it is the smallest."""
     first, reach = candidate.first, candidate.reach
+    assert first is not None
+    assert reach is not None
+    cost, room = costs[0], costs[1:]
     step = cost.argmin(0, keepdim=True)  # the first of equals
     rooms = room.gather(1, step[None].expand(len(room), *step.shape))[:, 0]
     scale = first * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
@@ -236,8 +276,85 @@ def pick_scale(candidate: Candidate, costs: TensorDict) -> torch.Tensor:
     kept = scale
     for octave in range(1, _ROOM_OCTAVES + 1):
         larger = scale * 2.0**octave
-        # Not further than is of use, and only where all octaves below were good, too.
+        # Not further than is of use, and only if no octave below costs more either.
         good = (kept < reach) & (kept == larger / 2) & (rooms[octave] <= _ROOM_COST * rooms[0])
         kept = torch.where(good, larger, kept)
     result = kept / candidate.fmt.scale_from_e4m3
     return result.reshape(()) if candidate.granularity == "tensor" else result
+
+
+def make_scales(
+    job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
+) -> dict[int, dict[str, list[Scaled]]]:
+    """Return the candidates of each layer with their scales, tried on a sample of the windows."""
+
+    def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None) -> TensorDict:
+        return {
+            f"{side}{number}": measure_costs(candidate, x, queries)
+            for side, x in (("k", k), ("v", v))
+            for number, candidate in enumerate(candidates[index][side])
+        }
+
+    sums = fold_layers(job, "scales", sample_near(windows), cost)
+    return {
+        index: {
+            side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(of_side)]
+            for side, of_side in sides.items()
+        }
+        for index, sides in candidates.items()
+    }
+
+
+def choose_scales(
+    job: Job, windows: Sequence[torch.Tensor], beyond: Beyond,
+    made: Mapping[int, Mapping[str, Sequence[Scaled]]],
+) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:  # fmt: skip
+    """Return the scales of each layer for the first candidates, and for the best ones."""
+
+    def cost(
+        index: int, k: torch.Tensor, v: torch.Tensor | None, queries: Queries | None
+    ) -> TensorDict:
+        return {
+            side: torch.stack(
+                [c.measure(x, queries, scale).sum(dtype=torch.float64).cpu() for c, scale in tried]
+            )
+            for side, x in (("k", k), ("v", v))
+            if x is not None and len(tried := made[index][side]) > 1
+        }
+
+    several = {side: any(len(of[side]) > 1 for of in made.values()) for side in "kv"}
+    near, far = sample_near(windows), sample_far(windows, beyond)
+    costs = (
+        fold_layers(job, "plans", near if any(several.values()) else [], cost),
+        fold_layers(
+            job, "far plans", far if several["k"] else [],
+            lambda index, k, v, queries: cost(index, k, None, queries),
+        ),
+    )  # fmt: skip
+    first, best = {}, {}
+    for index, of in made.items():
+        found = [of_stage[index] for of_stage in costs if index in of_stage]
+        k, v = (pick_candidate([of[side] for of in found if side in of]) for side in "kv")
+        first[index] = join_sides(job.options, of["k"][0], of["v"][0])
+        best[index] = join_sides(job.options, of["k"][k], of["v"][v])
+    return first, best
+
+
+def pick_candidate(costs: Sequence[torch.Tensor]) -> int:
+    """Return the number of the candidate with the least cost relative to the first.
+
+    `costs` are `[candidates]` near and far, and the larger relative cost counts. The first
+    candidate is taken unless the best one costs clearly less.
+    """
+    if not costs:
+        return 0
+    # 0 / 0 means that K is all zeros, so every plan is as good.
+    worst = torch.stack([cost / cost[0] for cost in costs]).nan_to_num(1.0).amax(0)
+    best = int(worst.argmin())
+    return best if worst[best] < _MOST else 0
+
+
+def join_sides(options: CalibrationOptions, k: Scaled, v: Scaled) -> LayerScales:
+    """Return the scales of a layer, with its plan if `calibrate` was called with a plan."""
+    plan = None if options.plan is None else LayerPlan(k[0].plan, v[0].plan)
+    return LayerScales(k[1], v[1], k[0].center, plan=plan)

@@ -1,7 +1,7 @@
 """Divergence of a model's predictions under a cache from those under the unquantised cache."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,9 +50,7 @@ class Scores:
     @classmethod
     def concat(cls, parts: Iterable["Scores"]) -> "Scores":
         """Return the scores of several texts as one."""
-        parts = list(parts)
-        names = [field.name for field in fields(cls)]
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return cls(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 def compare_caches(

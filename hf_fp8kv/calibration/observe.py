@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
@@ -16,27 +17,26 @@ from .divergence import last_logit_only
 # Called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
 OnStates = Callable[[int, torch.Tensor, torch.Tensor], None]
 TensorDict = dict[str, torch.Tensor]
+# Precedes the names of a range of the same values, rotated.
+ROTATED = "rotated."
 # How a model's own code ends when it is called in a way that it does not expect.
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 class Batch:
-    """Windows of text, padded on the right to the longest: one call of the model.
+    """Windows of text, padded on the right to the longest, for one call of the model.
 
-    `ids` is `[B, T]`, int64, on the CPU; `valid` `[B, T]`, bool, says which are text (None: all),
-    and `tokens` how many. `start` is the position of the first token, for models that take
-    `position_ids`; None: where the model itself begins.
+    `ids` is `[B, T]`, int64, on the CPU. `valid`, `[B, T]`, bool, is False for padding, and None
+    without any. `tokens` is the number of tokens of text. `start` is the position of the first
+    token, for models that take `position_ids`. None means the default of the model.
     """
 
     def __init__(self, windows: tuple[torch.Tensor, ...], start: int | None = None) -> None:
-        longest = max(len(window) for window in windows)
-        self.ids = torch.zeros((len(windows), longest), dtype=torch.int64, device="cpu")
-        valid = torch.zeros(self.ids.shape, dtype=torch.bool, device="cpu")
-        for row, window in enumerate(windows):
-            self.ids[row, : len(window)] = window
-            valid[row, : len(window)] = True
+        self.ids = pad_sequence([window.long() for window in windows], batch_first=True)
+        lengths = torch.tensor([len(window) for window in windows], device="cpu")
+        valid = torch.arange(self.ids.shape[1], device="cpu") < lengths[:, None]
         self.valid = None if valid.all() else valid
-        self.tokens = sum(len(window) for window in windows)
+        self.tokens = int(lengths.sum())
         self.start = start
 
 
@@ -183,8 +183,8 @@ def merge_ranges(one: TensorDict, other: TensorDict) -> TensorDict:
 
 
 def add_tensors(sums: TensorDict, new: TensorDict) -> TensorDict:
-    """Return the sums with new ones added; at first there are none."""
-    return {name: sums[name] + tensor for name, tensor in new.items()} if sums else new
+    """Return the sums of tensors with the same names."""
+    return {name: sums[name] + tensor for name, tensor in new.items()}
 
 
 def _pair_norm(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ def measure_partners(
     except (ConfigError, RuntimeError) as error:  # it does not expect such positions
         logger.info("%s cannot be run at other positions: %s", type(model).__name__, error)
         return unknown
-    return {
+    return unknown | {
         index: Partners(match_channels(k, there[index][0]), match_channels(v, there[index][1]))
         for index, (k, v) in here.items()
     }

@@ -23,7 +23,10 @@ _LIMITS = (
     "max_position_embeddings", "n_positions", "max_target_positions",
     "max_encoder_position_embeddings", "max_decoder_position_embeddings",
 )  # fmt: skip
-# Where nothing else is asked for: so many windows long.
+_UNLIMITED = sys.maxsize
+# Assumed if a config has no limit.
+_TRAINED = 2048
+# The default of `max_position`, in windows.
 _WINDOWS = 8
 # The windows' places as parts of the way to the last one. Multiples of the golden ratio are spread
 # evenly without a period, so no pair of channels turns by the same angle from each to the next.
@@ -50,54 +53,56 @@ class Beyond:
         return [Batch((w,), max(1, round(place * (self.reach - len(w))))) for w, place in pairs]
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise ConfigError for an argument that is not a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: expected a whole number above 0, got {format_value(value)}")
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise ConfigError for an argument that is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(
+            f"{name}: expected a whole number of at least {least}, got {format_value(value)}"
+        )
 
 
 def limit_length(model: PreTrainedModel, max_length: int) -> int:
-    """Return `max_length`, or less where the model has fewer positions."""
+    """Return `max_length`, or the number of positions of the model if that is smaller."""
     check_count("max_length", max_length)
-    return min([max_length, *_find_limits(model)])
+    return min(max_length, find_limit(model))
 
 
 def find_reach(model: PreTrainedModel, max_length: int, max_position: int | None) -> int:
-    """Return up to which position centers are tried; raise ConfigError for more than there are."""
-    limits = _find_limits(model)
+    """Return up to which position centers are tried.
+
+    Raises:
+        ConfigError: The model has fewer positions than `max_position`.
+    """
+    limit = find_limit(model)
     if max_position is None:
-        return min([_WINDOWS * limit_length(model, max_length), *limits])
+        return min(_WINDOWS * limit_length(model, max_length), limit)
     check_count("max_position", max_position)
-    if limits and max_position > min(limits):
+    if max_position > limit:
         raise ConfigError(
-            f"max_position: expected at most {min(limits)}, which is what {type(model).__name__} "
-            f"has positions for, got {max_position}; leave it out, or change the model's config"
+            f"max_position: expected at most {limit}, the positions of {type(model).__name__}, got "
+            f"{max_position}. Leave it out, or change the model's config"
         )
     return max_position
 
 
 def find_limit(model: PreTrainedModel) -> int:
-    """Return how many positions the model has, as far as its config says."""
-    return min(_find_limits(model), default=sys.maxsize)
+    """Return the number of positions of the model, as far as its config limits it."""
+    config = model.config.get_text_config(decoder=True)
+    limits = [config_field(config, name) for name in _LIMITS]
+    return min([int(n) for n in limits if isinstance(n, int | float) and n > 1], default=_UNLIMITED)
 
 
 def find_trained(model: PreTrainedModel) -> int:
-    """Return how many positions the model was trained for, before any scaling of RoPE."""
-    ropes = _find_ropes(model)
-    original = [r.get("original_max_position_embeddings") for r in ropes]
+    """Return the number of positions in training, before any scaling of RoPE."""
+    original = [r.get("original_max_position_embeddings") for r in _find_ropes(model)]
     known = [int(n) for n in original if isinstance(n, int | float) and n > 0]
-    return min([*known, *_find_limits(model)], default=2048)
+    trained = min([*known, find_limit(model)])
+    return _TRAINED if trained == _UNLIMITED else trained
 
 
 def turns_keys(model: PreTrainedModel) -> bool:
     """Return whether the model's config speaks of RoPE."""
     return bool(_find_ropes(model))
-
-
-def _find_limits(model: PreTrainedModel) -> list[int]:
-    config = model.config.get_text_config(decoder=True)
-    limits = [config_field(config, name) for name in _LIMITS]
-    return [int(n) for n in limits if isinstance(n, int | float) and n > 1]
 
 
 def _find_ropes(model: PreTrainedModel) -> list[dict[str, object]]:

@@ -1,12 +1,22 @@
-"""What errors of stored K and V do to attention, as seen by some queries."""
+"""Queries of a text, and the cost of errors of stored K and V in their attention."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from ..attention.switching import watched_attention
 from ..formats.rotation import rotate
 from ..ops.visibility import first_visible
 from ..scales.layer_scales import Granularity
+from .observe import Batch, observe
+
+# Queries of a window.
+_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,9 @@ class Queries:
             hidden |= tokens < first_visible(positions[:, None], window)
         return cls(q, logits.masked_fill(hidden, -torch.inf).softmax(-1))
 
-    def rotate(self) -> "Queries":
-        """Return the queries of rotated keys, whose products with them are the same."""
+    @cached_property
+    def rotated(self) -> "Queries":
+        """The queries of rotated keys, whose products with them are the same."""
         return Queries(rotate(self.q), self.weights)
 
     def weigh_keys(self) -> torch.Tensor:
@@ -63,3 +74,44 @@ class Queries:
         """Return the cost of errors of V, `[N, Hkv, Dv]`, in the same shapes."""
         moved = torch.einsum("hgqn,nhd->hgqd", self.weights, error).square().sum((-3, -2))
         return moved if granularity == "channel" else moved.sum(-1, keepdim=True)
+
+
+def observe_queries(
+    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_layer: Callable[..., None]
+) -> None:
+    """Call the model, and `on_layer` with a layer's index, K, V and its queries or None.
+
+    Queries are seen if the model looks its attention up and attends to the K of the text.
+    """
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        states[index] = (k, v)
+
+    def on_attention(
+        module: Any, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: dict[str, Any]
+    ) -> None:
+        if module.layer_idx in states:
+            k, v = states.pop(module.layer_idx)
+            on_layer(module.layer_idx, k, v, _sample_queries(query, k, call))
+
+    hidden = model.config.is_encoder_decoder or not model._can_set_attn_implementation()
+    with nullcontext() if hidden else watched_attention(model, on_attention):
+        observe(model, batch, layers, on_states)
+    for index in sorted(states):  # layers without visible queries
+        on_layer(index, *states[index], None)
+
+
+def _sample_queries(query: torch.Tensor, k: torch.Tensor, call: dict[str, Any]) -> Queries | None:
+    """Return queries from all over the last three quarters of one window, `[1, Hq, N, D]`."""
+    tokens = query.shape[2]
+    if query.shape[0] != 1 or tokens != len(k):
+        return None
+    positions = torch.linspace(tokens // 4, tokens - 1, min(_QUERIES, tokens), device="cpu").long()
+    scaling = call.get("scaling")
+    window = call.get("sliding_window")
+    return Queries.from_states(
+        query[0, :, positions.to(query.device)].to(k.device), k, positions.to(k.device),
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        None if window is None else int(window),
+    )  # fmt: skip

@@ -1,27 +1,159 @@
-"""The report of a calibration, or of a measurement of scales from elsewhere."""
+"""Report of scales: their statistics and the quality of predictions, on a text.
+
+Statistics are shares that saturate or vanish, and the error of each format.
+"""
 
 import logging
 import math
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from ..errors import ConfigError
+from ..formats import DISTINCT, FORMATS, Format
+from ..formats.codec import dynamic_scale, round_to_format, rounding_error, search_scale
 from ..scales.kv_scales import KVScales, StoragePlan
-from ..scales.report import PLANNED, CalibrationReport, QualityRow
+from ..scales.layer_scales import LayerScales
+from ..scales.report import (
+    DYNAMIC,
+    PLANNED,
+    CalibrationReport,
+    LayerStatistics,
+    QualityRow,
+    SideStatistics,
+)
 from ..utils.environment import hardware, utc_now, versions
 from . import scoring
+from .choose import transform
 from .divergence import UNQUANTISED
-from .observe import Batch, TensorDict, make_batches
+from .observe import Batch, TensorDict, add_tensors, make_batches, observe
 from .positions import Beyond
-from .state import Job
-from .statistics import head_amax, measure_statistics
+from .stages import Job, fold_layers
 
 logger = logging.getLogger(__name__)
 
-# How many caches are compared with the unquantised one, at most.
-CACHES = 4
+# Tokens that are read once more at other positions. Half of them are scored.
+_FAR_TOKENS = 2048
+# Tokens that errors are measured on; shares are of all tokens.
+_ERROR_TOKENS = 1024
+# One row of counts for each side: these, then an error for each format, static and dynamic.
+_COUNTS = ("numbers", "saturated", "not_zero", "vanished", "energy")
+# The error under static scales of a layer that has none: no sum is below 0.
+_NONE = -1.0
+
+
+def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
+    """Return the largest magnitude of each KV head, of K and V, from what `measure_range` gave."""
+    amax = {}
+    for side in "kv":
+        largest = torch.maximum(ranges[f"{side}_max"].abs(), ranges[f"{side}_min"].abs())
+        amax[side] = tuple(largest.amax(-1).tolist())
+    return amax
+
+
+def measure_statistics(
+    job: Job,
+    batches: Sequence[Batch],
+    layers: Mapping[int, LayerScales],
+    amax: Mapping[int, Mapping[str, tuple[float, ...]]],
+) -> dict[int, LayerStatistics]:
+    """Return the statistics of every layer on a text; raise ConfigError for NaN or infinity.
+
+    `amax` has the largest magnitudes of each layer on the texts of its scales.
+    """
+    fmt = job.options.fmt
+    tokens = sum(batch.tokens for batch in batches)
+    formats = list(dict.fromkeys((*DISTINCT, fmt)))
+    every = max(1, -(-tokens // _ERROR_TOKENS))
+    read = Counter[int]()  # tokens of each layer, so that not every window counts its first token
+
+    def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
+        sample = slice(-read[index] % every, None, every)
+        read[index] += len(k)
+        scales = layers[index].spread("here", k.shape[1], k.shape[2], v.shape[2])
+        rows = [
+            _count(x.float(), scales, side, fmt, formats, sample)
+            for side, x in (("k", k), ("v", v))
+        ]
+        counted = torch.stack(rows).cpu()
+        if not torch.isfinite(counted).all():
+            raise ConfigError(
+                f"layer {index}: expected finite K and V of the text held out, got NaN or "
+                "infinity. Load the model in bfloat16 or float32, and look at the text"
+            )
+        return {"counts": counted}
+
+    sums = fold_layers(job, "statistics", batches, measure, add_tensors, observe)
+    results = {}
+    for index in sorted(layers):
+        rows = sums[index]["counts"] if sums else torch.zeros(2, len(_COUNTS) + 2 * len(formats))
+        k, v = (
+            _summarize(row.tolist(), amax[index][side], formats)
+            for side, row in zip("kv", rows, strict=True)
+        )
+        results[index] = LayerStatistics(k, v, layers[index].k_center is not None)
+    return results
+
+
+def _count(
+    x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format],
+    sample: slice,
+) -> torch.Tensor:  # fmt: skip
+    """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32.
+
+    `fmt` is the format of the layer, unless it has a plan.
+    """
+    plan = None if scales.plan is None else getattr(scales.plan, side)
+    center, choose = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
+    stored = transform(x, center, rotated=plan is not None and plan.rotated)
+    if plan is not None and not plan.is_auto:
+        fmt = FORMATS[plan.format]
+    scale = getattr(scales, side)
+    if scale is None:
+        scaled = stored / choose(stored, fmt).float()[..., None]
+    else:
+        scale = scale.to(x.device)
+        scaled = stored / (scale * fmt.scale_from_e4m3)
+    zero = stored == 0
+    counts = [
+        torch.tensor(x.numel(), device=x.device),
+        # Up to this number, values round to the largest code.
+        (scaled.abs() > fmt.max + fmt.max_step / 2).sum(),
+        (~zero).sum(),
+        ((round_to_format(scaled, fmt) == 0) & ~zero).sum(),
+    ]
+    x, stored = x[sample], stored[sample]
+    counts.append(x.square().sum(dtype=torch.float64))
+    if scale is None:
+        counts += [torch.tensor(_NONE, device=x.device)] * len(formats)
+    else:
+        counts += [_squared_error(stored, scale * f.scale_from_e4m3, f) for f in formats]
+    counts += [_squared_error(x, choose(x, f).float()[..., None], f) for f in formats]
+    return torch.stack([count.double() for count in counts])
+
+
+def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the squared error of `x` under a scale in the unit of `fmt`, float64."""
+    return rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
+
+
+def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
+    numbers, saturated, not_zero, vanished, energy = row[: len(_COUNTS)]
+    names = [fmt.name for fmt in formats] + [DYNAMIC + fmt.name for fmt in formats]
+    errors = row[len(_COUNTS) :]
+    return SideStatistics(
+        amax,
+        saturated / max(numbers, 1.0),
+        vanished / max(not_zero, 1.0),
+        {
+            name: (e / energy) ** 0.5 if energy else 0.0
+            for name, e in zip(names, errors, strict=True)
+            if e >= 0
+        },
+    )
 
 
 def _score_quality(
@@ -87,7 +219,7 @@ def make_report(
     batches = make_batches(windows, 1)
     statistics = measure_statistics(job, batches, layers, amax)
     rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
-    far = beyond.spread(scoring.far_windows(scored))
+    far = beyond.spread(scoring.first_windows(scored, _FAR_TOKENS))
     far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
@@ -97,7 +229,7 @@ def make_report(
         texts=texts,
         tokens=tokens,
         held_out_tokens=sum(map(len, windows)),
-        seconds=job.state.seconds,
+        seconds=time.monotonic() - job.started,
         date=utc_now(),
         versions=versions(),
         hardware=hardware() | {"device": str(model.device)},

@@ -2,37 +2,32 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
-from ..cache.plans import parse_plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
-from ..modeling.identity import describe_model
 from ..modeling.model_support import caches_latents
-from ..scales.kv_scales import KVScales, StoragePlan, resolve, warn_if_stale
+from ..scales.kv_scales import KVScales, resolve, warn_if_stale
 from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport
-from ..utils.digests import digest_of, fingerprint_weights, is_whole, sample
-from ..utils.environment import version
+from ..utils.digests import fingerprint_weights
 from ..utils.text import format_list, format_value
-from . import plans, scoring, stages
-from .choose import CalibrationOptions
-from .corpus import Corpus, read_corpus
+from . import choose, scoring, stages
 from .observe import TensorDict, make_batches, paged_layers
-from .pairs import Partners
-from .positions import Beyond, check_count, find_reach, limit_length, turns_keys
-from .reporting import CACHES, make_report
-from .state import Job, State
+from .pairs import Partners, measure_partners
+from .positions import Beyond, check_count, find_reach, turns_keys
+from .reporting import make_report
+from .stages import CalibrationOptions, Job
+from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
@@ -57,49 +52,49 @@ def calibrate(
     text_column: str = "text",
     chat_template: bool | None = None,
     held_out: int = 4096,
-    state: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> KVScales:
-    """Make static scales for a model on texts; `.report` of the result says how good they are.
+    """Make static scales for a model on texts. `.report` of the result shows how good they are.
 
-    The model reads the texts, and K (after RoPE) and V are looked at where they would be stored.
-    A scale covers the largest magnitude seen, see `calibration.choose`. The result does not depend
-    on the order of the texts (unless reading stops at `max_tokens`), nor on interruptions.
+    The model reads the texts, and K (after RoPE) and V are observed where they would be stored. A
+    scale covers the largest observed magnitude, see `calibration.choose`. The result does not
+    depend on the order of the texts, unless reading stops at `max_tokens`. Texts are checked before
+    the model runs.
 
     Args:
-        model: a language model, on any device or devices.
-        texts: a text file, a file of JSON lines, or an iterable (a list, a `datasets` dataset) of
-            texts, conversations or token ids; see `read_corpus`.
-        tokenizer: the model's; None: loaded from where the model came from.
-        granularity: a scale for each layer and side ("tensor"), each KV head ("head"), or each head
+        model: A language model, on any device or devices.
+        texts: The path of a `.txt` or `.jsonl` file, or an iterable (a list, a `datasets` dataset)
+            of texts, conversations or token ids, see `read_corpus`.
+        tokenizer: The tokenizer of the model. None loads it from where the model came from.
+        granularity: A scale for each layer and side ("tensor"), each KV head ("head"), or each head
             and channel ("channel"). For dynamic scales see `choose_plan`.
-        center: also try to store K minus its mean, and do so where it helps. Only the format
-            "hf_fp8kv" can hold a center. Latents (MLA) get none, unless a plan by hand says so.
-        dtype: the format that scales are chosen for; they can be used for any. None: "fp8_e4m3".
-        plan: how each layer is stored, in 8 bits: "measured": in the format, with the rotation and
-            the center that cost least; or a plan by hand, of all layers or of each. The scales say
-            so to the cache, and are for nothing else: no server but ours can use them. None: in
-            whichever format a cache is given, without rotation.
-        margin: times the largest magnitude; 1.1 leaves a tenth for what the texts did not have.
-        max_tokens: reading stops there.
-        max_length: tokens of the longest piece that the model reads at a time.
-        max_position: centers are also tried on pieces that are moved to other positions, up to
-            this one, and the report has a part of its own for these; None: 8 * max_length, or as
-            many as the model has. Ask for as many as you will use.
-        batch_size: pieces that it reads at a time.
-        text_column: the column of a row that holds the text.
-        chat_template: None: conversations go through the tokenizer's chat template; True: plain
-            texts too, as a user's turn; False: conversations are an error.
-        held_out: tokens that no scale is made on, for the report; 0: no report on quality.
-        state: a file that lets a calibration that was killed go on. It is left behind, so that
-            nothing is lost before the scales are saved: delete it then.
-        progress: draw a bar with tokens per second on stderr.
+        center: Whether to try to store K minus its mean, which is kept where it helps. Only the
+            format "hf_fp8kv" can hold a center. Latents (MLA) get none, unless an explicit plan
+            says so.
+        dtype: The format that scales are chosen for. They can be used for any. None means
+            "fp8_e4m3".
+        plan: How each layer is stored, in 8 bits. "measured" chooses the format, rotation and
+            center of least cost. A `LayerPlan` is for all layers, a mapping for each. The scales
+            then only fit caches with this plan, and no other server. None leaves the format to the
+            cache, without rotation.
+        margin: Factor of the largest magnitude. 1.1 leaves a tenth of room for other texts.
+        max_tokens: Maximum number of tokens, where reading stops.
+        max_length: Tokens of the longest window that the model reads.
+        max_position: Centers are also tried on windows that are moved to positions up to this one,
+            and the report has a separate part for these. Pass the longest context that you will
+            use. None means 8 * max_length, or the positions of the model.
+        batch_size: Windows in a call.
+        text_column: The column of a row that holds the text.
+        chat_template: None renders conversations with the tokenizer's chat template. True also
+            renders plain texts, as a user's turn. False refuses conversations.
+        held_out: Number of tokens that are only used for the report. 0 means no report on quality.
+        progress: Whether to draw a bar with tokens per second on stderr.
 
     Raises:
-        ConfigError: an argument, a text, or the model cannot be used.
+        ConfigError: An argument, a text, or the model cannot be used.
     """
     layers = paged_layers(model)
-    options = _options(granularity, center, dtype, margin, plan, layers)
+    options = _options(model, granularity, center, dtype, margin, plan)
     if caches_latents(model.config.get_text_config(decoder=True)):
         options = replace(options, latent=True, center=False)
     check_count("batch_size", batch_size)
@@ -108,37 +103,29 @@ def calibrate(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    asked: Any = options.plan
-    if isinstance(asked, Mapping):
-        asked = {index: str(of_layer) for index, of_layer in asked.items()}
-    facts = (granularity, center, options.fmt.name, margin, batch_size, beyond.reach, asked)
-    path = None if state is None else Path(state)
-    state_file = State(path, "" if path is None else _identity(model, corpus, facts))
-    batches = make_batches(corpus.windows, batch_size)
-    total = corpus.tokens + scoring.estimate_other_tokens(corpus, CACHES, options, beyond)
-    with _run_in_eval_mode(model, layers, options, state_file, total, progress) as job:
-        partners = stages.find_partners(job, corpus.windows[0])
+    with _run_in_eval_mode(model, layers, options, progress) as job:
+        partners = measure_partners(model, corpus.windows[0], layers)
+        batches = make_batches(corpus.windows, batch_size)
         ranges = stages.collect_ranges(job, batches, partners)
         _warn_of_gaps(job, ranges, partners)
         beyond = _find_beyond(model, beyond, partners)
         beyond, near, far = _collect_samples(job, corpus.windows, partners, beyond)
         may_turn = bool(beyond.untried) and turns_keys(model)
         candidates = {
-            index: plans.list_candidates(
+            index: choose.list_candidates(
                 index, of, partners[index], options, near.get(index), far.get(index),
                 may_turn=may_turn,
             )
             for index, of in ranges.items()
         }  # fmt: skip
-        far_sample = stages.sample_far(corpus.windows, beyond) if far else []
-        made = plans.make_scales(job, corpus.windows, candidates)
+        made = choose.make_scales(job, corpus.windows, candidates)
         source, fingerprint = f"calibrated on {corpus.tokens} tokens", fingerprint_weights(model)
         safe, best = (
             KVScales(
                 {i: replace(layer, source=source) for i, layer in layers.items()},
                 model_type=model.config.model_type, origin=source, fingerprint=fingerprint,
             )
-            for layers in plans.choose_scales(job, corpus.windows, far_sample, made)
+            for layers in choose.choose_scales(job, corpus.windows, beyond, made)
         )  # fmt: skip
         scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
         counts = {"texts": corpus.texts, "tokens": corpus.tokens}
@@ -161,19 +148,20 @@ def measure(
     chat_template: bool | None = None,
     progress: bool = True,
 ) -> CalibrationReport:
-    """Measure how good the scales are for the model on the texts: what `calibrate` reports.
+    """Measure how good scales are for a model on texts, as the report of `calibrate` does.
 
     Args:
-        model, texts, tokenizer, max_tokens, max_length, max_position: as in `calibrate`.
-        text_column, chat_template, progress: the same.
-        scales: from any source; also a path, a folder or a repository of the Hub.
-        dtype: the format to store in. None: "fp8_e4m3", or as the scales say.
+        model, texts, tokenizer, max_tokens, max_length, max_position: As in `calibrate`.
+        text_column, chat_template, progress: As in `calibrate`.
+        scales: Scales from any source, or a path, a folder or a repository of the Hub.
+        dtype: The format to store in. None means "fp8_e4m3", or the plan of the scales.
 
     Raises:
-        ConfigError: as `calibrate`. ScaleError: the scales are not of this model.
+        ConfigError: As `calibrate`.
+        ScaleError: The scales belong to a different model.
     """
     layers = paged_layers(model)
-    options = _options("head", False, dtype, 1.0, None, layers)
+    options = _options(model, "head", False, dtype, 1.0, None)
     beyond = Beyond(find_reach(model, max_length, max_position))
     resolved = resolve(scales)
     if not isinstance(resolved, KVScales):
@@ -190,10 +178,8 @@ def measure(
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
     scored = scoring.first_windows(corpus.windows, _SCORED)
-    both = sum(map(len, (*scored, *scoring.far_windows(scored))))
-    total = 2 * corpus.tokens + (1 + CACHES) * both
-    with _run_in_eval_mode(model, layers, options, State(None, ""), total, progress) as job:
-        partners = stages.find_partners(job, corpus.windows[0])
+    with _run_in_eval_mode(model, layers, options, progress) as job:
+        partners = measure_partners(model, corpus.windows[0], layers)
         ranges = stages.collect_ranges(job, make_batches(corpus.windows, 1), partners)
         beyond = _find_beyond(model, beyond, partners)
         centers = "Centers were not tried: the scales were given."
@@ -201,8 +187,8 @@ def measure(
 
 
 def _options(
-    granularity: object, center: object, dtype: Any, margin: object, plan: object,
-    layers: Collection[int],
+    model: PreTrainedModel, granularity: object, center: object, dtype: Any, margin: object,
+    plan: Any,
 ) -> CalibrationOptions:  # fmt: skip
     if granularity not in get_args(Granularity):
         raise ConfigError(
@@ -217,22 +203,10 @@ def _options(
         )
     chosen: Any = plan
     if plan is not None and plan != "measured":
-        given = parse_plan(plan)
-        if isinstance(given, StoragePlan):
-            given = given.plan
-        chosen = dict.fromkeys(sorted(layers), given) if isinstance(given, LayerPlan) else given
-        for wrong, found, repair in (
-            (set(layers) - set(chosen), "none for layers", "add them"),
-            (set(chosen) - set(layers), "some for others", "leave these out"),
-        ):
-            if wrong:
-                raise ConfigError(
-                    f"plan: expected one for every paged layer, got {found} "
-                    f"{format_list(sorted(wrong))}; {repair}"
-                )
+        chosen = FP8PagedCache(model.config, plan=plan, backend="torch").plan  # of each layer
         if not center and any(of_layer.k.centered for of_layer in chosen.values()):
             raise ConfigError(
-                "center: expected True for a plan with centers, got False; leave it out"
+                "center: expected True for a plan with centers, got False. Leave it out"
             )
     name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
     if name == AUTO:
@@ -244,43 +218,6 @@ def _options(
             "would saturate what was seen"
         )
     return CalibrationOptions(granularity, FORMATS[name], float(margin), center, chosen)  # type: ignore[arg-type]
-
-
-def _load_tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
-    name = getattr(model, "name_or_path", "")
-    if tokenizer is not None or not name:
-        return tokenizer
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
-        # Token ids need none; for anything else, the corpus asks for one.
-        logger.info("no tokenizer in %s: %s", name, error)
-        return None
-
-
-def _identity(model: PreTrainedModel, corpus: Corpus, facts: tuple[object, ...]) -> str:
-    """Return a digest of everything that the scales depend on, with samples of the weights."""
-    here = [weight for weight in model.parameters() if is_whole(weight)]
-    # Weights on disk are only known by their origin.
-    origin = model.name_or_path if len(here) < len([*model.parameters()]) else ""
-    facts += (version("hf-fp8kv"), version("torch"), describe_model(model), origin, corpus.digest)
-    return digest_of(facts, [(weight.shape, sample(weight)) for weight in here])
-
-
-def read_model_corpus(
-    model: PreTrainedModel, texts: Any, tokenizer: Any, *, max_length: int, **options: Any
-) -> Corpus:
-    """Read the texts; raise ConfigError for token ids that the model has no embedding for."""
-    length = limit_length(model, max_length)
-    corpus = read_corpus(texts, _load_tokenizer(model, tokenizer), max_length=length, **options)
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
-    if known is not None and largest >= known:
-        raise ConfigError(
-            f"texts: expected token ids below {known}, which the model knows, got {largest}; use "
-            "the tokenizer of this very model"
-        )
-    return corpus
 
 
 def _find_beyond(
@@ -332,20 +269,9 @@ def _warn_of_gaps(
 
 @contextmanager
 def _run_in_eval_mode(
-    model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, state: State,
-    total: int, progress: bool,
-) -> Iterator[Job]:  # fmt: skip
-    """Put the model in eval mode and draw a bar inside the context."""
-    bar_options = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True}
-    with eval_mode(model), tqdm(total=total, disable=not progress, **bar_options) as bar:
-
-        def on_progress(stage: str, tokens: int, resumed: bool) -> None:
-            bar.set_description(stage, refresh=False)
-            if resumed and not bar.disable:  # not part of the speed
-                bar.initial += tokens
-            bar.update(tokens)
-
-        yield Job(model, layers, options, state, on_progress)
-        # What was not needed after all.
-        bar.total = bar.n
+    model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, progress: bool
+) -> Iterator[Job]:
+    """Put the model in eval mode and draw a bar, which starts over at each stage."""
+    with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
+        yield Job(model, layers, options, bar)
         bar.set_description("done")

@@ -13,14 +13,10 @@ from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, FP8KVError
 from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales, StoragePlan
-from .choose import CalibrationOptions
-from .corpus import Corpus
-from .divergence import UNQUANTISED, Scores, compare_caches
-from .observe import MODEL_ERRORS, Batch, TensorDict, input_device
-from .pairs import TOKENS
+from .divergence import Scores, compare_caches
+from .observe import MODEL_ERRORS, Batch, input_device
 from .positions import Beyond, turns_keys
-from .stages import sample_far, sample_near
-from .state import Job
+from .stages import Job
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +24,6 @@ logger = logging.getLogger(__name__)
 SHORTEST = 4
 # Tokens scored to see whether centers and plans help.
 _TRIAL_TOKENS = 1024
-# Tokens held out that are read once more at other positions; half of them are scored.
-_FAR_TOKENS = 2048
 # Static scales with more than this times the KL of dynamic ones give a warning.
 _WORSE = 1.5
 # Tokens of a later call when a text is scored, and the most logits that it may have.
@@ -65,7 +59,8 @@ def check_plans(
     where = f"{what} in {changed} of {len(layers)} layers"
     if not has_logits(job.model):
         return chosen, f"{where}, by what errors do to attention: no logits to compare.{note}"
-    trial = _trial_windows(windows)
+    # Their second halves hold about `_TRIAL_TOKENS`.
+    trial = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
     if not trial:
         return safe, f"{kept} the texts are too short to try others.{note}"
     caches = {
@@ -113,19 +108,9 @@ def keyword(scales: KVScales | float | None) -> dict[str, Any]:
 
 
 def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """Return the first windows, until they have that many tokens."""
+    """Return the first windows that together have `tokens` tokens."""
     before = accumulate(map(len, windows), initial=0)
     return [window for window, count in zip(windows, before, strict=False) if count < tokens]
-
-
-def _trial_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the first windows, whose second halves hold about `_TRIAL_TOKENS`."""
-    return [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
-
-
-def far_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of the windows held out that are also scored at other positions."""
-    return first_windows(windows, _FAR_TOKENS)
 
 
 def has_logits(model: PreTrainedModel) -> bool:
@@ -139,17 +124,15 @@ def score_caches(
     """Score the second half of each window under each cache, after a prefill on the first half."""
     vocabulary = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
     chunk = max(8, min(_CHUNK, _LOGITS // vocabulary))
-
-    def on_call(cache: str, tokens: int) -> None:
-        job.on_progress(f"{name}: {cache}", tokens, False)
-
-    def step(scores: TensorDict, batch: Batch) -> TensorDict:
+    job.start(name, sum(batch.tokens for batch in batches) * (len(caches) + 1))
+    scores = []
+    for batch in batches:
         ids = batch.ids.to(input_device(job.model))
         try:
             with paged_attention(job.model):
                 of_window = compare_caches(
                     job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
-                    first_position=batch.start, on_call=on_call,
+                    first_position=batch.start, on_call=lambda _, tokens: job.bar.update(tokens),
                 )  # fmt: skip
         except FP8KVError:
             raise
@@ -158,22 +141,8 @@ def score_caches(
                 "model: expected one that reads several tokens onto a cache that holds some, got "
                 f"{type(job.model).__name__}: {type(error).__name__}: {error}"
             ) from error
-        new = {
-            f"{cache}.{field}": tensor
-            for cache, of_cache in of_window.items()
-            for field, tensor in vars(of_cache).items()
-        }
-        return {key: torch.cat([scores[key], new[key]]) if scores else new[key] for key in new}
-
-    def on_batch(batch: Batch, resumed: bool) -> None:
-        if resumed:
-            job.on_progress(name, batch.ids.numel() * (len(caches) + 1), True)
-
-    scores = job.state.fold(name, batches, step, on_batch)
-    return {
-        cache: Scores(*(scores[f"{cache}.{field}"] for field in ("kl", "same", "surprise")))
-        for cache in (UNQUANTISED, *caches)
-    }
+        scores.append(of_window)
+    return {cache: Scores.concat(of[cache] for of in scores) for cache in scores[0]}
 
 
 def warn_if_worse(
@@ -198,22 +167,3 @@ def warn_if_worse(
         last, fmt, (static.mean() / dynamic.mean()).item(), static.mean().item(),
         dynamic.mean().item(), better,
     )  # fmt: skip
-
-
-def estimate_other_tokens(
-    corpus: Corpus, caches: int, options: CalibrationOptions, beyond: Beyond
-) -> int:
-    """Return about how many tokens the model reads besides `collect_ranges`, for a bar."""
-    held = sum(map(len, corpus.held_out))
-    total = 2 * TOKENS + held * (2 + caches)
-    total += (1 + caches) * _count(beyond.spread(far_windows(corpus.held_out)))
-    total += _count(sample_near(corpus.windows))
-    if options.center or options.plan is not None:
-        trial = _trial_windows(corpus.windows)
-        total += 3 * (sum(map(len, trial)) + _count(beyond.spread(trial)))
-        total += 2 * _count([*sample_near(corpus.windows), *sample_far(corpus.windows, beyond)])
-    return total
-
-
-def _count(batches: Sequence[Batch]) -> int:
-    return sum(batch.tokens for batch in batches)

@@ -1,56 +1,97 @@
-"""Stages of a calibration: each is a fold that a killed run resumes."""
+"""Stages of a calibration: each goes over windows and merges a few tensors for every layer."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..attention.switching import watched_attention
 from ..errors import ConfigError
+from ..formats import Format, LayerPlan
 from ..formats.rotation import rotate
-from .choose import ROTATED, weigh_keys
-from .observe import Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
-from .pairs import TOKENS, Partners, measure_partners
+from ..scales.layer_scales import Granularity
+from .observe import ROTATED, Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
+from .pairs import Partners
 from .positions import SPREAD, Beyond
-from .queries import Queries
-from .state import Job
+from .queries import Queries, observe_queries
 
-# Windows on which scales are tried, and queries of each.
+# Windows on which scales are tried.
 SAMPLE_WINDOWS = 8
-_QUERIES = 64
-# The shortest piece of a window that is read at another position.
+# The shortest piece of a window that is read at a different position.
 _FAR_PIECE = 16
-Asked = Queries | None
 
 
-def find_partners(job: Job, window: torch.Tensor) -> dict[int, Partners]:
-    """Return which channels each layer rotates together, measured on a window of token ids."""
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """The options of `calibrate` that decide on scales.
 
-    def work() -> TensorDict:
-        partners = measure_partners(job.model, window, job.layers)
-        job.on_progress("pairs", 2 * min(TOKENS, len(window)), False)
-        return {
-            f"{index}.{side}": channels
-            for index, of_layer in partners.items()
-            for side, channels in (("k", of_layer.k), ("v", of_layer.v))
-            if channels is not None
-        }
+    `plan` is how each layer is stored, "measured" for the plan of least cost, or None for `fmt`.
+    With `latent`, layers hold latents and positions (MLA): there are no centers, and positions keep
+    16 bits in a plan.
+    """
 
-    tensors = job.run_once("pairs", work)
-    return {i: Partners(tensors.get(f"{i}.k"), tensors.get(f"{i}.v")) for i in job.layers}
+    granularity: Granularity
+    fmt: Format
+    margin: float
+    center: bool
+    plan: Mapping[int, LayerPlan] | Literal["measured"] | None = None
+    latent: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """The inputs of all stages: a model in eval mode, its layers that need scales, and a bar."""
+
+    model: PreTrainedModel
+    layers: frozenset[int]
+    options: CalibrationOptions
+    bar: "tqdm[Any]"
+    started: float = field(default_factory=time.monotonic)
+
+    def start(self, stage: str, tokens: int) -> None:
+        """Show a stage in the bar, from its first token."""
+        self.bar.set_description(stage, refresh=False)
+        self.bar.reset(tokens)
+
+
+def fold_layers(
+    job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
+    merge: Callable[[TensorDict, TensorDict], TensorDict] = add_tensors,
+    see: Callable[..., None] = observe_queries,
+) -> dict[int, TensorDict]:  # fmt: skip
+    """Merge the tensors that `measure` returns for each layer over batches.
+
+    `see` calls `measure`: `observe_queries`, or `observe` without queries.
+    """
+    merged: dict[int, TensorDict] = {}
+
+    def on_layer(index: int, *states: Any) -> None:
+        new = measure(index, *states)
+        merged[index] = merge(merged[index], new) if index in merged else new
+
+    job.start(name, sum(batch.tokens for batch in batches))
+    for batch in batches:
+        see(job.model, batch, job.layers, on_layer)
+        job.bar.update(batch.tokens)
+    return dict(sorted(merged.items()))
 
 
 def collect_ranges(
     job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners]
 ) -> dict[int, TensorDict]:
-    """Return the range of K and V of each layer; raise ConfigError for NaN or infinity."""
+    """Return the range of K and V of each layer.
+
+    Raises:
+        ConfigError: K or V has NaN or infinity, or a layer has no V.
+    """
 
     def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
         return _measure_finite_range(job, index, k, v, partners[index])
 
-    return _group_by_layer(fold_layers(job, "text", batches, measure, merge_ranges, observe))
+    return fold_layers(job, "text", batches, measure, merge_ranges, observe)
 
 
 def collect_sample(
@@ -58,15 +99,26 @@ def collect_sample(
 ) -> dict[int, TensorDict]:
     """Return the range of each layer on a sample, with the sums of `weigh_keys`.
 
-    `name` is that of the stage; without batches there are no layers. Errors are as in
-    `collect_ranges`.
+    Without batches there are no layers. Errors are as in `collect_ranges`.
     """
 
-    def measure(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> TensorDict:
-        of_layer = _measure_finite_range(job, index, k, v, partners[index])
-        return of_layer | weigh_keys(k, queries)
+    def measure(
+        index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None
+    ) -> TensorDict:
+        return _measure_finite_range(job, index, k, v, partners[index]) | weigh_keys(k, queries)
 
-    return _group_by_layer(fold_layers(job, name, batches, measure, merge_ranges))
+    return fold_layers(job, name, batches, measure, merge_ranges)
+
+
+def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
+    """Return sums of K `[N, Hkv, Dk]` for `find_centers`, each `[Hkv, Dk]`, float64 on the CPU.
+
+    In `weighted_sum` each number has the cost of its error as its weight, and `weight_sum` is the
+    sum of these. Without queries all weights are equal.
+    """
+    weights = torch.ones_like(k, dtype=torch.float32) if queries is None else queries.weigh_keys()
+    sums = {"weight_sum": weights, "weighted_sum": weights * k.float()}
+    return {name: x.sum(0, dtype=torch.float64).cpu() for name, x in sums.items()}
 
 
 def _measure_finite_range(
@@ -74,115 +126,33 @@ def _measure_finite_range(
 ) -> TensorDict:
     if not v.shape[-1]:
         raise ConfigError(
-            f"layer {index}: expected keys and values, got latents without positions, of which "
-            "nothing is V; leave scales out: dynamic ones are right for every layer"
+            f"layer {index}: expected keys and values, got latents without positions, which hold "
+            "no V. Leave scales out: dynamic ones are right for every layer"
         )
     of_layer = measure_range(k, v, partners.k, partners.v)
-    _check_finite(index, of_layer)
+    for side in "kv":
+        if not torch.isfinite(of_layer[f"{side}_pair"]).all():
+            raise ConfigError(
+                f"layer {index}: expected finite {side.upper()}, got NaN or infinity. Load the "
+                "model in bfloat16 or float32, and look at the text"
+            )
     if job.options.plan is not None:
         rotated = measure_range(rotate(k), rotate(v), None, None)
         of_layer |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
     return of_layer
 
 
-def _check_finite(index: int, of_layer: TensorDict) -> None:
-    for side in "kv":
-        if not torch.isfinite(of_layer[f"{side}_pair"]).all():
-            raise ConfigError(
-                f"layer {index}: expected finite {side.upper()}, got NaN or infinity; load the "
-                "model in bfloat16 or float32, and look at the text"
-            )
-
-
-def _group_by_layer(tensors: TensorDict) -> dict[int, TensorDict]:
-    layers: dict[int, TensorDict] = {}
-    for name, tensor in tensors.items():
-        index, _, what = name.partition(".")
-        layers.setdefault(int(index), {})[what] = tensor
-    return dict(sorted(layers.items()))
+def sample_windows(windows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """Return `count` of the windows, of every length: from all over the list."""
+    return list(windows[:: max(1, len(windows) // count)][:count])
 
 
 def sample_near(windows: Sequence[torch.Tensor]) -> list[Batch]:
-    """Return some of the windows, at their own positions."""
+    """Return a sample of the windows, at their own positions."""
     return [Batch((window,)) for window in sample_windows(windows, SAMPLE_WINDOWS)]
 
 
 def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
-    """Return some of the windows at other positions; of few tokens no more than there are."""
+    """Return a sample of the windows at other positions, with at most the tokens of the text."""
     room = max(_FAR_PIECE, sum(map(len, windows)) // SPREAD)
     return beyond.spread([w[:room] for w in sample_windows(windows, SAMPLE_WINDOWS)], SPREAD)
-
-
-def observe_queries(
-    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_layer: Callable[..., None]
-) -> None:
-    """Call the model, and `on_layer` with a layer's index, K, V and its queries, if it has any."""
-    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        states[index] = (k, v)
-
-    def on_attention(
-        module: Any, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: dict[str, Any]
-    ) -> None:
-        index = module.layer_idx
-        if index in states:
-            k, v = states.pop(index)
-            on_layer(index, k, v, _sample_queries(query, k, call))
-
-    with _watch(model, on_attention):
-        observe(model, batch, layers, on_states)
-    for index in sorted(states):  # those whose attention does not show its queries
-        on_layer(index, *states[index], None)
-
-
-def _watch(
-    model: PreTrainedModel, on_attention: Callable[..., None]
-) -> AbstractContextManager[None]:
-    """Show queries where the model looks its attention up and its K are those of the text."""
-    if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
-        return nullcontext()
-    return watched_attention(model, on_attention)
-
-
-def _sample_queries(query: torch.Tensor, k: torch.Tensor, call: dict[str, Any]) -> Queries | None:
-    """Return some queries of one window, `[1, Hq, N, D]`, from all over its last three quarters."""
-    tokens = query.shape[2]
-    if query.shape[0] != 1 or tokens != len(k):
-        return None
-    positions = torch.linspace(tokens // 4, tokens - 1, min(_QUERIES, tokens), device="cpu").long()
-    scaling = call.get("scaling")
-    window = call.get("sliding_window")
-    return Queries.from_states(
-        query[0, :, positions.to(query.device)].to(k.device), k, positions.to(k.device),
-        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        None if window is None else int(window),
-    )  # fmt: skip
-
-
-def sample_windows(windows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """Return some of the windows, from all over the list: of every length."""
-    return list(windows[:: max(1, len(windows) // count)][:count])
-
-
-def fold_layers(
-    job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
-    merge: Callable[[TensorDict, TensorDict], TensorDict] = add_tensors,
-    see: Callable[..., None] = observe_queries,
-) -> TensorDict:  # fmt: skip
-    """Merge the tensors that `measure` returns for each layer, as "layer.name", over batches.
-
-    `see` calls `measure`: `observe_queries`, or `observe` without queries.
-    """
-
-    def step(merged: TensorDict, batch: Batch) -> TensorDict:
-        new: TensorDict = {}
-
-        def on_layer(index: int, *states: Any) -> None:
-            found = measure(index, *states)
-            new.update({f"{index}.{what}": tensor for what, tensor in found.items()})
-
-        see(job.model, batch, job.layers, on_layer)
-        return merge(merged, new) if merged else new
-
-    return job.run_batches(name, batches, step)

@@ -27,8 +27,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            print(": ".join(filter(None, [NAME, "interrupted", str(error)])), file=sys.stderr)
+        except KeyboardInterrupt:
+            print(f"{NAME}: interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
 
 

@@ -1,8 +1,6 @@
 """`hf-fp8kv calibrate`: static scales for a model, from texts."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +37,6 @@ from .values import (
 if TYPE_CHECKING:
     from ..scales.kv_scales import KVScales
 
-STATE = ".calibration-state"
 COPY = "checkpoint"
 
 
@@ -113,7 +110,7 @@ def calibrate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Calibrate static scales on texts; after an interruption, run the same command to resume."""
+    """Calibrate static scales on texts."""
     options = drop_unset(
         granularity=granularity and check_choice(granularity, granularities(), "--granularity"),
         center=center,
@@ -140,17 +137,15 @@ def calibrate(
         _check_out(folder, out_format, overwrite)
         _check_checkpoint(checkpoint, to, folder / COPY, overwrite)
         loaded, tokenizer = load_model(model, device, model_dtype)
-        with _resumable(folder / STATE) as state:
-            from ..calibration import calibrate as run
+        from ..calibration import calibrate as run
 
-            scales = run(loaded, source, tokenizer=tokenizer, state=state, **options)
-            paths = _save(scales, folder, out_format, overwrite)
-            if checkpoint is not None:
-                print_note(f"{folder}: scales written; copying {checkpoint}")
-                paths += scales.save_pretrained(
-                    folder / COPY, format=to, checkpoint=checkpoint, overwrite=overwrite
-                )
-            state.unlink(missing_ok=True)
+        scales = run(loaded, source, tokenizer=tokenizer, **options)
+        paths = _save(scales, folder, out_format, overwrite)
+        if checkpoint is not None:
+            print_note(f"{folder}: scales written; copying {checkpoint}")
+            paths += scales.save_pretrained(
+                folder / COPY, format=to, checkpoint=checkpoint, overwrite=overwrite
+            )
     _print_result(scales, paths, warnings, as_json)
 
 
@@ -214,25 +209,6 @@ def _check_checkpoint(checkpoint: str | None, format: str, copy: Path, overwrite
             "never replaces anything, choose another --out"
         )
     open_source(Path(checkpoint), SCALE_FORMATS[format], overwrite=overwrite)
-
-
-@contextlib.contextmanager
-def _resumable(state: Path) -> Iterator[Path]:
-    """Create the folder of the state file; remove it again unless something was written to it."""
-    created = not state.parent.exists()
-    state.parent.mkdir(parents=True, exist_ok=True)
-    if state.exists():
-        print_note(f"{state}: resuming an interrupted calibration")
-    try:
-        yield state
-    except KeyboardInterrupt:
-        hint = "run the same command again to resume" if state.exists() else None
-        raise KeyboardInterrupt(*filter(None, [hint])) from None
-    finally:
-        if created:
-            # This fails, as it should, if the folder is not empty.
-            with contextlib.suppress(OSError):
-                state.parent.rmdir()
 
 
 def _save(scales: "KVScales", folder: Path, format: str, overwrite: bool) -> list[Path]:

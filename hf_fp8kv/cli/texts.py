@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from .values import complete_from, dtypes
 
 PYDOC = "pydoc"
-TEXTS_HELP = "Text, or JSON lines (.jsonl); pydoc stands for Python's own documentation."
+TEXTS_HELP = "A .txt file, or JSON lines (.jsonl). pydoc stands for Python's own documentation."
 
 Dtype = Annotated[
     str | None,

@@ -1,8 +1,8 @@
 """Digests that identify weights: of every byte for a prefix store, of samples everywhere else.
 
 A prefix store serves numbers that other weights computed, so one changed byte has to show. Scales
-and calibrations only depend on weights statistically. An optimizer step changes nearly every value,
-so a sample of each tensor shows it, within milliseconds.
+only depend on weights statistically. An optimizer step changes nearly every value, so a sample of
+each tensor shows it, within milliseconds.
 """
 
 import hashlib

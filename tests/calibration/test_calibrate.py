@@ -1,13 +1,8 @@
-"""Calibration: what is observed, which scales follow, and what an interruption may change."""
+"""Calibration: the observed values, the scales that follow, and the report."""
 
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -185,109 +180,6 @@ def test_padding_is_not_looked_at():
             )  # fmt: skip
 
 
-# -- interruptions ---------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_killed_at_random_points_and_the_same_scales(tmp_path):
-    kills = 10
-    arguments = [str(tmp_path), str(kills), "3", "24"]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.tools.killed", *arguments]
-    root = Path(__file__).parents[2]
-    found = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    result = json.loads(found.stdout)
-    assert len(result["left"]) == kills
-    assert result["found"] == result["expected"]
-    assert result["files"] == ["digest", "state"]
-    # No run lost what an earlier run had done.
-    for left in result["left"]:
-        if left.get("chosen"):  # in place of what it was chosen from
-            left["scales"] = 99
-    amounts = [sum(left.values()) for left in result["left"]]
-    assert amounts == sorted(amounts)
-    # Ten kills fall into several stages.
-    assert len({tuple(left) for left in result["left"]}) >= 3
-
-
-def interrupt(model, calls: int, state: Path) -> None:
-    """A calibration of which the model raises at that call."""
-    number = itertools.count(1)
-
-    def called(*_):
-        if next(number) == calls:
-            raise KeyboardInterrupt
-
-    hook = model.register_forward_pre_hook(called)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            calibrate(model, texts(8), state=state, **FEW)
-    finally:
-        hook.remove()
-
-
-def test_what_was_done_is_not_done_again(biased, tmp_path, monkeypatch):
-    # Every step takes three seconds, and is saved.
-    monkeypatch.setattr(time, "monotonic", itertools.count(0, 3).__next__)
-    state = tmp_path / "state"
-    calls: list[int] = []
-    hook = biased.register_forward_pre_hook(lambda *_: calls.append(1))
-    expected = calibrate(biased, texts(8), **FEW)
-    whole = len(calls)
-    calls.clear()
-    interrupt(biased, 12, state)
-    assert state.is_file()
-    found = calibrate(biased, texts(8), state=state, **FEW)
-    assert found.digest == expected.digest
-    assert found.report.quality == expected.report.quality
-    # The interrupted call itself is made again.
-    assert len(calls) == whole + 1
-    # The file stays, so that scales that could not be saved are made again at once.
-    assert state.exists()
-    calls.clear()
-    assert calibrate(biased, texts(8), state=state, **FEW).digest == expected.digest
-    hook.remove()
-    assert not calls
-
-
-def test_the_state_of_another_calibration_is_refused(biased, llama, tmp_path):
-    state = tmp_path / "state"
-    interrupt(biased, 4, state)
-    before = state.read_bytes()
-    changed = texts(8)
-    changed[2] = changed[2].clone()
-    changed[2][5] = 3 if changed[2][5] != 3 else 4
-    others = [
-        (llama, texts(8), {}),
-        (tiny("qwen2", key_bias=31.0)[0], texts(8), {}),
-        (biased, changed, {}),
-        (biased, texts(8)[:7], {}),
-        *(
-            (biased, texts(8), more)
-            for more in (
-                {"granularity": "tensor"}, {"granularity": "channel"}, {"margin": 1.5},
-                {"center": False}, {"batch_size": 2}, {"dtype": "fp8_e3m4"}, {"max_length": 12},
-                {"held_out": 0}, {"max_position": 24},
-            )
-        ),
-    ]  # fmt: skip
-    for model, other, more in others:
-        with pytest.raises(ConfigError, match="expected the state of this calibration"):
-            calibrate(model, other, state=state, **FEW | more)
-        assert state.read_bytes() == before
-    # Texts have no order, and "fp8" is E4M3: this calibration resumes.
-    same = calibrate(biased, texts(8)[::-1], state=state, dtype="fp8", **FEW)
-    assert same.report.texts == 8
-
-
-def test_a_state_needs_a_folder(llama, tmp_path):
-    with pytest.raises(ConfigError, match="a file in a folder that exists"):
-        calibrate(llama, texts(), state=tmp_path / "none" / "state", **QUIET)
-
-
 # -- the report ------------------------------------------------------------------------------------
 
 
@@ -451,12 +343,12 @@ def test_layers_that_are_not_attention_need_no_scales():
     assert set(scales.layers) == paged < set(range(2))
 
 
-def test_parts_of_the_model_on_disk(tmp_path):
+def test_parts_of_the_model_on_disk():
     from accelerate import cpu_offload
 
     expected = calibrate(tiny("llama")[0], texts(4), **NONE)
     model = cpu_offload(tiny("llama")[0], execution_device=torch.device("cpu"))
-    found = calibrate(model, texts(4), **NONE, state=tmp_path / "state")
+    found = calibrate(model, texts(4), **NONE)
     assert found.digest == expected.digest
 
 

@@ -7,23 +7,17 @@ import math
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from hf_fp8kv import KVScales
-from hf_fp8kv.calibration import plans, scoring, stages
-from hf_fp8kv.calibration.choose import (
-    CalibrationOptions,
-    Candidate,
-    find_centers,
-    measure_costs,
-    pick_scale,
-    weigh_keys,
-)
+from hf_fp8kv.calibration import choose, queries, scoring, stages
+from hf_fp8kv.calibration.choose import Candidate, find_centers, measure_costs, pick_scale
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
-from hf_fp8kv.calibration.pairs import Partners, match_channels
+from hf_fp8kv.calibration.pairs import Partners, match_channels, measure_partners
 from hf_fp8kv.calibration.positions import Beyond
-from hf_fp8kv.calibration.queries import Queries
-from hf_fp8kv.calibration.state import Job, State
+from hf_fp8kv.calibration.queries import Queries, observe_queries
+from hf_fp8kv.calibration.stages import CalibrationOptions, Job, weigh_keys
 from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
 from hf_fp8kv.scales.layer_scales import LayerScales
@@ -123,7 +117,7 @@ SUMS = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}
 
 def candidate(side, first, reach=None, *, center=None, granularity="head", fmt=E4M3) -> Candidate:
     plan = SidePlan(fmt.name, centered=center is not None)
-    return Candidate(side, plan, first, first if reach is None else reach, center, granularity)
+    return Candidate(side, plan, center, first, first if reach is None else reach, granularity)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
@@ -142,25 +136,25 @@ def test_cost_of_scales(numbers, side, granularity):
         each = naive_cost(side, queries, error)
         # A candidate costs what its heads cost.
         for seen_by, cost in ((queries, each[:, 0].sum()), (None, error.double().square().sum())):
-            whole = tried.measure(k, seen_by, scale / E3M4.scale_from_e4m3)
+            whole = tried.measure(k, seen_by, scale / E3M4.scale_from_e4m3).sum().double()
             torch.testing.assert_close(whole, cost, rtol=1e-3, atol=1e-9)
         expected = each[:, 1:] if granularity == "channel" else each[:, :1]
         if granularity == "tensor":
             expected = expected.sum(0, keepdim=True)
-        torch.testing.assert_close(found["cost"][step], expected, rtol=1e-3, atol=1e-9)
+        torch.testing.assert_close(found[0, step], expected, rtol=1e-3, atol=1e-9)
         for octave in range(4):
             larger = scale * 2**octave
             square = (stored(x, larger, E3M4) - x).double().square()
             expected = square.sum(SUMS[granularity], keepdim=True)[0]
-            torch.testing.assert_close(found["room"][octave, step], expected)
-    assert found["cost"].dtype == found["room"].dtype == torch.float64
+            torch.testing.assert_close(found[1 + octave, step], expected)
+    assert found.dtype == torch.float64
 
 
 def test_room_is_tried_on_tokens_of_the_whole_text():
     """The last of 384 tokens that are looked at is near the end; the others are zeros."""
     x = torch.zeros(3 * 128, 1, 4)
     x[-3] = 0.3
-    assert measure_costs(candidate("v", torch.ones(1, 1)), x, None)["room"][0, 1] > 0
+    assert measure_costs(candidate("v", torch.ones(1, 1)), x, None)[1, 1] > 0
 
 
 # -- the choice ------------------------------------------------------------------------------------
@@ -169,7 +163,7 @@ def test_room_is_tried_on_tokens_of_the_whole_text():
 def choice_of(first, reach, cost, room, *, granularity="head", fmt=E4M3) -> torch.Tensor:
     """The scales that are taken, in the unit of the format."""
     tried = candidate("v", first, reach, granularity=granularity, fmt=fmt)
-    return pick_scale(tried, {"cost": cost, "room": room}) * fmt.scale_from_e4m3
+    return pick_scale(tried, torch.cat([cost[None], room])) * fmt.scale_from_e4m3
 
 
 def least_at(*steps: int) -> torch.Tensor:
@@ -248,7 +242,7 @@ def test_room_is_not_taken_of_small_numbers():
         first = (x.abs().amax() / fmt.max).view(1, 1)
         tried = candidate("k", first, 100 * first, fmt=fmt)
         found = measure_costs(tried, x, None)
-        assert (found["cost"] == 0).all()
+        assert (found[0] == 0).all()
         scale = pick_scale(tried, found)
         taken[fmt.name] = (scale * fmt.scale_from_e4m3 / first).item()
     assert taken == {"fp8_e4m3": pytest.approx(8.0), "fp8_e3m4": pytest.approx(1.0)}
@@ -274,7 +268,7 @@ def pair_norm(k: torch.Tensor) -> torch.Tensor:
 
 def listed(ranges, partner, options, *near_and_far) -> dict[str, list[Candidate]]:
     near, far = (*near_and_far, None, None)[:2]
-    return plans.list_candidates(0, ranges, Partners(partner), options, near, far, may_turn=False)
+    return choose.list_candidates(0, ranges, Partners(partner), options, near, far, may_turn=False)
 
 
 def tried_of(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3):
@@ -326,12 +320,12 @@ def test_k_has_no_scale_of_channels_where_pairs_are_not_known(ranges):
 
 
 def see_queries(job, batch, on_layer):
-    stages.observe_queries(job.model, batch, job.layers, on_layer)
+    observe_queries(job.model, batch, job.layers, on_layer)
 
 
 def job_of(model, *, center=False) -> Job:
     options = CalibrationOptions("head", E4M3, 1.0, center)
-    return Job(model, paged_layers(model), options, State(None, ""), lambda *_: None)
+    return Job(model, paged_layers(model), options, tqdm(disable=True))
 
 
 @pytest.fixture(scope="module")
@@ -375,10 +369,10 @@ def test_the_queries_are_those_of_the_model(name, more, tokens, window):
     at = torch.linspace(tokens // 4, tokens - 1, min(64, tokens)).long()
     assert (at[0], at[-1]) == (tokens // 4, tokens - 1)
     seen_by = []
-    for of_layer, queries in zip(attention, calls, strict=True):
+    for of_layer, call in zip(attention, calls, strict=True):
         expected = of_layer[0][:, at]
         seen_by.append((expected > 0).sum(-1).max())
-        found = queries.weights.flatten(0, 1)
+        found = call.weights.flatten(0, 1)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     assert max(seen_by) == window
 
@@ -390,14 +384,14 @@ def test_queries_of_several_texts_are_none(sliding):
     assert found == [None, None]
 
 
-def chosen_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, plans.Sides]]:
+def chosen_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, choose.Sides]]:
     """What scales are made, and of what."""
     job = job_of(model)
-    partners = stages.find_partners(job, windows[0])
+    partners = measure_partners(model, windows[0], job.layers)
     ranges = stages.collect_ranges(job, [Batch((w,)) for w in windows], partners)
     tried = {i: listed(of_layer, partners[i].k, job.options) for i, of_layer in ranges.items()}
-    made = plans.make_scales(job, windows, tried)
-    return plans.choose_scales(job, windows, [], made)[0], tried
+    made = choose.make_scales(job, windows, tried)
+    return choose.choose_scales(job, windows, Beyond(0), made)[0], tried
 
 
 @pytest.mark.parametrize("count", [3, 20])
@@ -410,14 +404,13 @@ def test_every_window_that_is_tried_counts(sliding, count):
     assert len(lengths) == len(batches) == min(count, 8)
     # From all over the list, not the first eight.
     assert max(lengths) - min(lengths) >= min(count - 1, 14)
-    sums: dict[int, dict[str, dict[str, torch.Tensor]]] = {0: {}, 1: {}}
+    sums: dict[int, dict[str, torch.Tensor]] = {0: {}, 1: {}}
 
     def add(index, k, v, queries):
         assert queries is not None
         for side, x in (("k", k), ("v", v)):
             cost = measure_costs(tried[index][side][0], x, queries)
-            before = sums[index].get(side, dict.fromkeys(cost, 0))
-            sums[index][side] = {what: before[what] + cost[what] for what in cost}
+            sums[index][side] = sums[index].get(side, 0) + cost
 
     for batch in batches:
         see_queries(job_of(sliding), batch, add)
@@ -429,7 +422,7 @@ def test_every_window_that_is_tried_counts(sliding, count):
 
 
 def test_attention_that_shows_no_queries_gets_the_smallest_scales(sliding, monkeypatch):
-    monkeypatch.setattr(stages, "watched_attention", lambda *_: stages.nullcontext())
+    monkeypatch.setattr(queries, "watched_attention", lambda *_: queries.nullcontext())
     windows = windows_of(20, 24)
     found, _ = chosen_on(sliding, windows)
     for index in found:
@@ -536,7 +529,8 @@ def test_a_number_of_k_weighs_what_an_error_of_it_alone_costs(numbers):
 def test_a_sample_is_weighed_by_the_queries_of_the_model(llama):
     job, windows = job_of(llama, center=True), windows_of(24, 24, 24)
     batches = stages.sample_near(windows)
-    sample = stages.collect_sample(job, batches, stages.find_partners(job, windows[0]), "sample")
+    partners = measure_partners(llama, windows[0], job.layers)
+    sample = stages.collect_sample(job, batches, partners, "sample")
     weighed: dict[int, list[torch.Tensor]] = {index: [] for index in sample}
 
     def weigh(index, k, v, queries):

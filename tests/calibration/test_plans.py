@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,17 +22,16 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import measure, plan_choice, scoring, stages
-from hf_fp8kv.calibration.choose import Candidate
+from hf_fp8kv.calibration.choose import Candidate, pick_candidate
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import paged_layers
-from hf_fp8kv.calibration.plans import choose_scales
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import LayerScales
 from tests.cache.test_plans import stored
 from tests.calibration.test_calibrate import FEW, NONE, QUIET, seen, texts
-from tests.calibration.test_corpus import words
+from tests.calibration.test_texts import words
 from tests.helpers.tiny_models import VOCAB, tiny, type_names
 
 E4M3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
@@ -61,13 +59,8 @@ def model_with_outliers() -> Any:
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory: Any) -> Path:
-    return tmp_path_factory.mktemp("state") / "state"
-
-
-@pytest.fixture(scope="module")
-def static(biased: Any, state: Path) -> KVScales:
-    return calibrate(biased, texts(12), plan="measured", state=state, **HALF)
+def static(biased: Any) -> KVScales:
+    return calibrate(biased, texts(12), plan="measured", **HALF)
 
 
 def kl(scales: KVScales, cache: str) -> list[float]:
@@ -121,9 +114,9 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     center = torch.randn(2, 16, generator=chance) if "centered" in plan else None
     how = SidePlan.parse(plan)
     first = 0.01 + torch.rand(2, 1, generator=chance) / 100
-    candidate = Candidate(side, how, first, first, center, "head")
+    candidate = Candidate(side, how, center, first, first)
     scale = first / FORMATS[how.format].scale_from_e4m3
-    cost = candidate.measure(x, queries, scale)
+    cost = candidate.measure(x, queries, scale).sum().double()
     layer = LayerScales(scale, first, center, plan=LayerPlan(how, SidePlan("int8")))
     error = stored(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
     weigh = queries.cost_of_keys if side == "k" else queries.cost_of_values
@@ -143,16 +136,8 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     ],
 )
 def test_the_best_where_it_is_worst(near: Any, far: Any, best: int) -> None:
-    measured = {
-        name: {} if costs is None else {"0.k": torch.tensor(costs)}
-        for name, costs in (("plans", near), ("far plans", far))
-    }
-    job: Any = SimpleNamespace(
-        options=SimpleNamespace(plan=None), run_batches=lambda name, *_: measured[name]
-    )
-    made = [(SimpleNamespace(center=None), torch.tensor(n)) for n in (1.0, 2.0, 3.0)]
-    found = choose_scales(job, [], [], {0: {"k": made, "v": made[:1]}})
-    assert [(of[0].k.item(), of[0].v.item()) for of in found] == [(1.0, 1.0), (1.0 + best, 1.0)]
+    costs = [torch.tensor(of_stage) for of_stage in (near, far) if of_stage is not None]
+    assert pick_candidate(costs) == best
 
 
 @pytest.mark.full
@@ -202,17 +187,6 @@ def test_what_does_not_help_for_certain_is_not_taken(biased: Any, monkeypatch: A
     assert "others do not help for certain" in scales.report.centers
 
 
-def test_a_calibration_with_a_plan_resumes(biased: Any, static: KVScales, state: Path) -> None:
-    """It finds everything done."""
-    calls: list[Any] = []
-    hook = biased.register_forward_pre_hook(lambda *_: calls.append(1))
-    again = calibrate(biased, texts(12), plan="measured", state=state, **HALF)
-    hook.remove()
-    assert (again.digest, calls) == (static.digest, [])
-    with pytest.raises(ConfigError, match="another model"):
-        calibrate(biased, texts(12), plan=BY_HAND, state=state, **HALF)
-
-
 def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path: Path) -> None:
     static.save_pretrained(tmp_path)
     report = measure(biased, tmp_path, texts(6, seed=3), max_length=24, progress=False)
@@ -233,8 +207,8 @@ def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path:
         ({"plan": E4M3, "dtype": "fp8"}, "dtype: expected None"),
         ({"granularity": "token"}, "granularity: expected one of"),
         ({"plan": "best"}, "expected one of"),
-        ({"plan": {0: E4M3}}, "got none for layers 1; add"),
-        ({"plan": dict.fromkeys(range(4), E4M3)}, "got some for others 2, 3; leave"),
+        ({"plan": {0: E4M3}}, "got none for layer 1; add"),
+        ({"plan": dict.fromkeys(range(4), E4M3)}, r"got \[2, 3\]"),
         ({"plan": BY_HAND, "center": False}, "a plan with centers"),
     ],
     ids=str,
@@ -441,7 +415,7 @@ def test_an_adaptive_model_keeps_one_plan_for_its_weights(chosen: StoragePlan) -
 
 
 def test_a_choice_takes_few_operations() -> None:
-    """At most 60 a layer, without what the model's own calls take."""
+    """At most 1200 a layer, without the model's own calls, at three positions."""
 
     def count(layers: int) -> int:
         model, before, after = tiny("llama", num_hidden_layers=layers, **LONG)[0], [], []
@@ -452,4 +426,4 @@ def test_a_choice_takes_few_operations() -> None:
         return operations.count - (sum(after) - sum(before))
 
     _, few, more = map(count, (2, 2, 4))  # the first time, tables are made that stay
-    assert more - few <= 2 * 60
+    assert more - few <= 2 * 1200

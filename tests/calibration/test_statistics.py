@@ -1,21 +1,15 @@
-"""What a calibration says of scales, which run it is, and how one that was killed goes on."""
-
-import os
-from pathlib import Path
-from types import SimpleNamespace
+"""Statistics in the report of a calibration, and the digest of scales."""
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from tqdm import tqdm
 
 from hf_fp8kv import ConfigError, KVScales, calibrate
-from hf_fp8kv.calibration import statistics as module
-from hf_fp8kv.calibration.choose import CalibrationOptions
+from hf_fp8kv.calibration import reporting as module
 from hf_fp8kv.calibration.observe import Batch, measure_range, merge_ranges
 from hf_fp8kv.calibration.positions import limit_length
-from hf_fp8kv.calibration.state import Job, State
-from hf_fp8kv.calibration.statistics import head_amax, measure_statistics
+from hf_fp8kv.calibration.reporting import head_amax, measure_statistics
+from hf_fp8kv.calibration.stages import CalibrationOptions, Job
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
 from hf_fp8kv.scales.layer_scales import LayerScales
@@ -41,7 +35,7 @@ def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3"):
 
     monkeypatch.setattr(module, "observe", observe)
     options = CalibrationOptions("head", FORMATS[fmt], 1.0, False)
-    job = Job(None, frozenset({0}), options, State(None, ""), lambda *_: None)
+    job = Job(None, frozenset({0}), options, tqdm(disable=True))
     batches = [Batch((torch.zeros(len(k), dtype=torch.int64),)) for k, _ in texts]
     return measure_statistics(job, batches, {0: scales}, {0: AMAX})[0]
 
@@ -206,129 +200,6 @@ def test_the_digest_is_of_every_number_and_shape():
     assert KVScales({1: layers[0]}).digest not in digests
     assert KVScales({0: layers[0], 1: layers[0]}).digest not in digests
     assert KVScales({0: of(one.clone(), two.clone())}).digest == digests[0]
-
-
-# -- what was done before --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only the test moves."""
-    now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(
-        "hf_fp8kv.calibration.state.time", SimpleNamespace(monotonic=lambda: now.seconds)
-    )
-    return now
-
-
-@pytest.mark.parametrize("stop", [0, 2, 3, 7])
-def test_a_fold_goes_on_after_what_was_saved(tmp_path, clock, stop):
-    """An item takes a second, and the file is written every three: what came after is lost."""
-    path, items = tmp_path / "state", [10 * n for n in range(8)]
-    did: list[int] = []
-
-    def step(parts, item):
-        did.append(item)
-        clock.seconds += 1.0
-        if stop is not None and item == 10 * stop:
-            raise KeyboardInterrupt
-        before = parts.get("items", torch.zeros(0, dtype=torch.int64))
-        return {"items": torch.cat([before, torch.tensor([item])])}
-
-    first = State(path, "one")
-    first.fold("before", (None,), lambda parts, item: {"x": torch.ones(1)})
-    with pytest.raises(KeyboardInterrupt):
-        first.fold("text", items, step)
-    saved = stop // 3 * 3
-    assert did == items[: stop + 1]
-
-    did.clear()
-    stop = None
-    second = State(path, "one")
-    assert second.fold("before", (None,), lambda *_: pytest.fail("done again")) == {"x": 1.0}
-    told: list[tuple[int, bool]] = []
-    found = second.fold("text", items, step, lambda item, again: told.append((item, again)))
-    assert did == items[saved:]
-    assert found["items"].tolist() == items
-    assert told == [(item, item < 10 * saved) for item in items]
-
-    did.clear()
-    assert State(path, "one").fold("text", items, step)["items"].tolist() == items
-    assert did == []
-
-
-def test_time_of_all_runs_adds_up(tmp_path, clock):
-    def step(parts, item):
-        clock.seconds += 7.0
-        return {"x": torch.ones(1)}
-
-    first = State(tmp_path / "state", "one")
-    first.fold("text", (1, 2), step)
-    assert first.seconds == 14.0
-    clock.seconds += 1000.0  # between the runs
-    second = State(tmp_path / "state", "one")
-    clock.seconds += 2.0
-    assert second.seconds == 16.0
-
-
-def test_a_fold_that_is_dropped_is_not_saved(tmp_path):
-    path = tmp_path / "state"
-    state = State(path, "one")
-    for name in ("large", "small"):
-        state.fold(name, (None,), lambda parts, item: {"x": torch.ones(1)})
-        state.drop("large")
-    with safe_open(path, "pt") as file:
-        assert list(file.keys()) == ["small/x"]
-
-
-# A file in place of the state: all of its bytes, or changes of the metadata of a good one.
-BAD_STATES = {
-    "empty": (b"", "expected the state of a calibration"),
-    "json": (b"{}", "expected the state of a calibration"),
-    "an-older-version": ({"hf_fp8kv_state": "0"}, "got another file"),
-    "no-version": ({"hf_fp8kv_state": None}, "got another file"),
-    "nothing-done": ({"done": None}, "got another file"),
-    "another-calibration": ({"of": "two"}, "another model, other texts"),
-    "of-no-calibration": ({"of": None}, "another model, other texts"),
-    "cut-off": ({"done": "{"}, "delete it to start anew"),
-    "done-empty": ({"done": "{}"}, "got a damaged one"),
-    "done-a-list": ({"done": "[]"}, "got a damaged one"),
-    "done-no-number": ({"done": '{"folds": {"text": "many"}, "seconds": 1}'}, "got a damaged one"),
-    "done-other-folds": ({"done": '{"folds": {}, "seconds": 1}'}, "got a damaged one"),
-}
-
-
-def test_what_a_killed_run_left_is_removed(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", lambda part, path: part)  # it ends before the last step
-        patched.setattr(Path, "unlink", lambda part, **_: None)
-        State(tmp_path / "state", "one").fold(
-            "text", (1,), lambda parts, item: {"x": torch.ones(1)}
-        )
-    (left,) = tmp_path.iterdir()
-    State(tmp_path / "state", "one")
-    assert left.exists(), "its process runs"
-    left.rename(str(left).replace(f".{os.getpid()}-", f".{2**22 + 1}-"))
-    State(tmp_path / "state", "one")
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD_STATES.values(), ids=BAD_STATES)
-def test_a_file_that_is_not_the_state_is_refused_and_kept(tmp_path, change, message):
-    path = tmp_path / "state"
-    State(path, "one").fold("text", (1,), lambda parts, item: {"x": torch.ones(1)})
-    assert State(path, "one").folds["text"]["x"] == 1.0  # unchanged, it is read
-    if isinstance(change, bytes):
-        path.write_bytes(change)
-    else:
-        with safe_open(path, "pt") as file:
-            about = {**file.metadata(), **change}
-        about = {name: value for name, value in about.items() if value is not None}
-        save_file({"text/x": torch.ones(1)}, path, about)
-    before = path.read_bytes()
-    with pytest.raises(ConfigError, match=message):
-        State(path, "one")
-    assert path.read_bytes() == before
 
 
 # -- the length of texts ---------------------------------------------------------------------------

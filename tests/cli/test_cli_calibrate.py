@@ -13,7 +13,7 @@ from tests.scales.test_export import random_scales
 
 
 class StandIn:
-    """Returns scales of the tiny model; `fails`, if given, is raised instead, with a state left."""
+    """Returns scales of the tiny model, or raises `fails` if it is given."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, object]] = []
@@ -22,14 +22,8 @@ class StandIn:
 
     def __call__(self, model: object, texts: object, **options: object) -> KVScales:
         self.calls.append({"model": model, "texts": texts, **options})
-        state = options["state"]
-        assert isinstance(state, Path)
-        assert state.parent.is_dir()
         if self.fails is not None:
-            if not isinstance(self.fails, ConfigError):
-                state.write_text("half of it")
             raise self.fails
-        state.unlink(missing_ok=True)
         return self.scales
 
 
@@ -71,7 +65,7 @@ def test_scales_are_written_where_it_says(run, calibration, text, tmp_path):
     assert call.pop("model").config.num_hidden_layers == 2
     assert call.pop("tokenizer").vocab_size > 2
     # What is not given is left to the library.
-    assert call == {"texts": text, "state": tmp_path / "out" / ".calibration-state"}
+    assert call == {"texts": text}
     assert sorted(map(Path, out.splitlines())) == sorted((tmp_path / "out").iterdir())
     read = KVScales.from_pretrained(tmp_path / "out")
     assert torch.equal(read.layers[1].k, calibration.scales.layers[1].k)
@@ -176,14 +170,10 @@ def test_places_that_take_no_scales_cost_no_minutes(run, calibration, model, tmp
     assert calibration.calls == []
 
 
-def test_an_interruption_is_gone_on_with(run, calibration, tmp_path):
+def test_an_interruption_leaves_nothing(run, calibration, tmp_path):
     calibration.fails = KeyboardInterrupt()
-    err = run.fails(code=130)
-    assert err.splitlines()[-1] == "hf-fp8kv: interrupted: run the same command again to resume"
-    calibration.fails = None
-    _, err = run()
-    assert f"{tmp_path / 'out' / '.calibration-state'}: resuming" in err
-    assert calibration.calls[0]["state"] == calibration.calls[1]["state"]
+    assert run.fails(code=130).splitlines()[-1] == "hf-fp8kv: interrupted"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -200,8 +190,7 @@ def test_an_error_is_one_message(run, calibration, tmp_path, error, says):
     last = err[err.index("hf-fp8kv: error: ") :]
     assert says in last
     assert str(error) in last
-    if isinstance(error, ConfigError):
-        assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
@@ -258,7 +247,6 @@ def test_for_real(run, tmp_path, model, text):
         assert part in out
     scales = KVScales.from_pretrained(tmp_path / "out")
     assert {layer.granularity for layer in scales.layers.values()} == {"tensor"}
-    assert not (tmp_path / "out" / ".calibration-state").exists()
     fixed = ("inspect", tmp_path / "out", "--model", model, "--texts", text)
     said = run.json(*fixed, "--max-tokens", "100", "--device", "cpu")
     for index, layer in scales.layers.items():

@@ -1,12 +1,7 @@
 """What a calibration reads: every kind of texts, no token lost, the same parts in any order."""
 
-import contextlib
-import gzip
 import itertools
 import json
-import os
-import threading
-import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -18,8 +13,7 @@ from hypothesis import given
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_fp8kv.calibration import text_files
-from hf_fp8kv.calibration.corpus import Corpus, read_corpus
+from hf_fp8kv.calibration.texts import Corpus, read_corpus
 from hf_fp8kv.errors import ConfigError
 
 LETTERS = [chr(i) for i in range(97, 123)]
@@ -67,17 +61,12 @@ def error_of(texts, tokenizer=TOKENIZER, **options) -> str:
     message = str(caught.value)
     assert "expected" in message
     assert "got" in message
-    assert ";" in message
     return message
 
 
 # -- what texts may be -----------------------------------------------------------------------------
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
-SHARE_GPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b c"}]
-ROLES = [
-    {"from": who, "value": text} for who, text in (("system", "a"), ("user", "b"), ("chatgpt", "c"))
-]
 CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
@@ -91,24 +80,15 @@ class Dataset:
         yield from self.rows
 
 
-class Indexed:
-    """Like a map-style data set of torch."""
-
-    def __getitem__(self, index: int) -> str:
-        return ["a b", "c d"][index]
-
-
 @pytest.mark.parametrize(
     ("item", "expected"),
     [
         ("a b c", [A, B, C]),
         ({"text": "a b c", "messages": None}, [A, B, C]),
         ({"id": 1, "messages": CHAT}, CHAT_IDS),
-        ({"conversations": SHARE_GPT}, CHAT_IDS),
         ({"text": CHAT}, CHAT_IDS),
         (CHAT, CHAT_IDS),
-        (tuple(SHARE_GPT), CHAT_IDS),
-        (ROLES, [BOS, SYSTEM, COLON, A, USER, COLON, B, ASSISTANT, COLON, C]),
+        (tuple(CHAT), CHAT_IDS),
         ([A, B, C], [A, B, C]),
         ({"text": [A, B, C]}, [A, B, C]),
         (torch.tensor([A, B, C]), [A, B, C]),
@@ -121,14 +101,13 @@ def test_items(item, expected):
     for texts in ([item], (item,), iter([item]), Dataset(item)):
         found = read(texts)
         assert ids(found) == [expected]
-        assert (found.texts, found.tokens, found.complete) == (1, len(expected), True)
+        assert (found.texts, found.tokens) == (1, len(expected))
         assert found.windows[0].dtype == torch.int32
         assert found.held_out == ()
 
 
 def test_other_iterables():
     both = [[A, B], [C, D]]
-    assert ids(read(Indexed())) == both
     assert ids(read(torch.tensor(both))) == both
     assert ids(read(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body")) == both
     # Token ids need no tokenizer and are copied.
@@ -180,27 +159,27 @@ LINES = [
 LINES_IDS = [CHAT_IDS, CHAT_IDS, [A, B, C], [A, B], [A, B]]
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json-lines", "x.NDJSON", "x.jsonl.gz"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.JSONL"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
 def test_json_lines(tmp_path, name, newline, bom):
     path = tmp_path / name
     content = bom + newline.join(LINES).encode()
-    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    path.write_bytes(content)
     for texts in (path, str(path)):
         found = read(texts)
         assert ids(found) == LINES_IDS
         assert found.texts == 5
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x", "x.md", "x.txt.gz"])
+@pytest.mark.parametrize("name", ["x.txt", "x.TXT"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
 def test_a_text_file_is_cut_where_paragraphs_end(tmp_path, name, newline, bom):
     path = tmp_path / name
     paragraphs = ["a a a", "b b\nb b", "c c c c c c c c c", "d"]
     content = bom + "\n\n".join(paragraphs).replace("\n", newline).encode()
-    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    path.write_bytes(content)
     found = read(path, words(bos=True), max_length=12)
     assert ids(found) == [
         [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
@@ -218,89 +197,46 @@ LONG = "b" * 15
         # A paragraph that ends in the first half would leave a short piece.
         ("a\n\nb b b\nb b b\nc c c", ["a\n\nb b b\nb b b", "c c c"]),
         (f"a a a a a a\n{LONG} {LONG} {LONG} {LONG} {LONG}", ["a a a a a a", " ".join([LONG] * 5)]),
-        (" ".join([LONG] * 11), [" ".join([LONG] * 10), LONG]),
-        ("\n\n  a\n  b\n \n", ["  a\n  b"]),
+        (" ".join([LONG] * 12), [" ".join([LONG] * 10), " ".join([LONG] * 2)]),
     ],
 )
 def test_where_a_text_file_is_cut(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
-    found = text_files.split_text_file(path, lambda units: [len(u.split()) for u in units], 10, 32)
-    assert list(found) == expected
+    found = read(path, max_length=11)  # a token is left for the special tokens of a text
+    assert sorted(ids(found)) == sorted(TOKENIZER(piece)["input_ids"] for piece in expected)
 
 
-@given(
-    text=st.text("abcd\n\n  é日\r", max_size=600),
-    max_length=st.integers(2, 40),
-    start=st.sampled_from([0, (1 << 16) - 300, (1 << 16) - 40, (1 << 16) - 1]),
-)
-def test_a_text_file_keeps_all_of_its_words(tmp_path_factory, text, max_length, start):
-    """Also where a character or a line end lies on both sides of the 64 KiB that are read."""
-    text = ("ab cd\n" * (start // 6 + 1))[:start] + text
+@given(text=st.text("abcd\n\n  é日\r", max_size=600), max_length=st.integers(2, 40))
+def test_a_text_file_keeps_all_of_its_letters(tmp_path_factory, text, max_length):
+    text = f"ab cd\n{text}"
     path = tmp_path_factory.mktemp("text") / "x.txt"
     path.write_bytes(text.encode())
-    count = lambda units: [len(unit.split()) for unit in units]  # noqa: E731
-    found = list(text_files.split_text_file(path, count, max_length, 32))
-    # Parts of a word of more than 32 letters may be on both sides of a cut.
-    assert "".join("".join(found).split()) == "".join(text.split())
-    assert all(len(piece.split()) <= max_length for piece in found if len(piece) > 32)
+    found = read(path, words(letters=True), max_length=max_length)
+    letters = Counter(i for window in ids(found) for i in window if i != UNK)
+    expected = Counter({A + n: text.count(letter) for n, letter in enumerate("abcd")})
+    assert letters <= expected
+    # A window of one token is left out.
+    assert (expected - letters).total() <= found.texts
 
 
-def traced(*arguments, **options) -> tuple[Corpus, int]:
-    """Read a corpus, and return the peak memory in bytes with it."""
-    tracemalloc.start()
-    try:
-        return read(*arguments, **options), tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+def test_blank_lines_are_left_out(tmp_path):
+    (path := tmp_path / "x.txt").write_text("\n" * 5_000 + "a b")
+    assert ids(read(path)) == [[A, B]]
 
 
-@pytest.mark.parametrize("text", [b"x" * 8, b"a b c d\n"])
-def test_a_huge_file_is_streamed(tmp_path, text):
-    os.mkfifo(path := tmp_path / "x.txt")
-    taken = 0
-
-    def write() -> None:
-        nonlocal taken
-        with contextlib.suppress(BrokenPipeError), path.open("wb", buffering=0) as pipe:
-            while taken < 50_000_000:
-                taken += pipe.write(text * 1000)
-
-    read(["a b"])
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    found, peak = traced(path, words(letters=True), max_tokens=1000, max_length=128)
-    writer.join(60)
-    assert taken < 1 << 20, "more of the file was read than is needed, and what a pipe holds"
-    assert peak < 16 << 20
-    assert not found.complete
-    assert 999 <= found.tokens <= 1000
-
-
-def test_blank_lines_take_no_memory(tmp_path):
-    (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
-    found, peak = traced(path)
-    assert (ids(found), found.texts) == ([[A, B]], 1)
-    assert peak < 4 << 20
-
-
-def test_a_huge_text_is_tokenised_as_far_as_it_is_read(monkeypatch):
+def test_a_huge_file_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
     characters = []
     call = PreTrainedTokenizerFast.__call__
 
     def counted(self, text, *args, **kwargs):
-        characters.append(len(text))
+        characters.extend(map(len, text))
         return call(self, text, *args, **kwargs)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counted)
-    found = read(["a b c d " * 6_250_000], max_tokens=1000, max_length=128)
+    (path := tmp_path / "x.txt").write_text("a b c d\n" * 500_000)
+    found = read(path, max_tokens=1000, max_length=128)
     assert 2000 <= sum(characters) < 100_000
-    assert found.tokens == 1000
-
-
-@pytest.mark.parametrize("gap", [*range(1150, 1200, 3), 5000, 100_000])
-def test_where_a_text_is_cut_for_the_tokenizer_does_not_show(gap):
-    found = read(["a " * 9 + " " * gap + "user" + " b" * 200], max_tokens=10)
-    assert ids(found) == [[A] * 9 + [USER]]
+    assert 999 <= found.tokens <= 1000
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -311,40 +247,40 @@ def test_where_a_text_is_cut_for_the_tokenizer_does_not_show(gap):
     [
         (
             "the capital",
-            ["a file or a list of texts, got 'the capital'", "pass [text] for one text"],
+            ["a file or a list of texts, got 'the capital'", "Pass [text] for one text"],
         ),
-        ("a" * 9999, ["pass [text]"]),
-        ("a\0b", ["pass [text]"]),
-        (Path("nowhere.jsonl"), ["nowhere.jsonl", "no such file"]),
-        (Path(__file__).parent, ["got a folder"]),
-        (None, ["got NoneType"]),
-        (3, ["got int"]),
-        (b"a b", ["got bytes"]),
-        ({"train": ["a b"], "test": ["a"]}, ["'train', 'test'", "a split"]),
-        (torch.tensor([A, B]), ["the shape [2]", "pass [ids]"]),
+        ("a" * 9999, ["Pass [text]"]),
+        ("a\0b", ["Pass [text]"]),
+        (Path("nowhere.jsonl"), ["nowhere.jsonl", "an existing file"]),
+        (Path(__file__).parent, ["an existing file"]),
+        (None, ["a list of texts, got None"]),
+        (3, ["a list of texts, got 3"]),
+        (b"a b", ["texts[0]: ", "got 97"]),
+        ({"train": ["a b"], "test": ["a"]}, ["'train'", "one split"]),
+        (torch.tensor([A, B]), ["integers [N]", "got tensor(6)", "each text as one item"]),
         ([], ["texts: ", "got none"]),
         (["", " "], ["got none that is not blank"]),
         (["a", "b"], ["at least 2 tokens", "got 2 of one token"]),
-        (["a b", 3.5], ["texts[1]: ", "got float"]),
+        (["a b", 3.5], ["texts[1]: ", "got 3.5"]),
         (["a b", None], ["texts[1]: ", "got None", "leave out"]),
-        ([b"a"], ["got bytes", "decode"]),
-        ([A, B], ["texts[0]: ", "got int", "pass [ids]"]),
-        ([["a", "b"]], ["texts[0]: ", "got a list of str", "each text as one item"]),
-        ([[True, False]], ["got a list of bool"]),
-        ([{"text": {"a": 1}}], ["texts[0], column 'text': ", "got dict"]),
+        ([b"a"], ["got b'a'"]),
+        ([A, B], ["texts[0]: ", "got 6", "each text as one item"]),
+        ([["a", "b"]], ["texts[0]: ", "got ['a', 'b']", "each text as one item"]),
+        ([[[A], [A, B]]], ["texts[0]: ", "got [[6], [6, 7]]"]),
+        ([[True, False]], ["got [True, False]"]),
+        ([{"text": {"a": 1}}], ["texts[0], column 'text': ", "got {'a': 1}"]),
         ([{"text": None, "messages": CHAT}], ["column 'text'", "got None"]),
         ([{"body": "a", "id": 1}], ["'text' or 'messages'", "columns 'body', 'id'", "text_column"]),
-        (CHAT, ["columns 'role', 'content'", "pass [messages] for one"]),
-        ([[{"text": "a"}]], ["texts[0], message 1: ", "{'text': 'a'}", "one by one"]),
-        ([[CHAT[0], "b"]], ["texts[0], message 2: ", "got str"]),
-        ([[{"from": "robot", "value": "a"}]], ["message 1", "human", "'robot'", "rename"]),
-        ([torch.tensor([[A]])], ["texts[0]: ", "the shape [1, 1]"]),
-        ([torch.tensor([1.0])], ["integers", "float32"]),
+        (CHAT, ["columns 'role', 'content'", "pass a conversation as a list"]),
+        ([[{"text": "a"}]], ["texts[0]: ", "{'text': 'a'}", "Rename"]),
+        ([[CHAT[0], "b"]], ["texts[0]: ", "got 'b'"]),
+        ([torch.tensor([[A]])], ["texts[0]: ", "integers [N]", "tensor([[6]])"]),
+        ([torch.tensor([1.0])], ["integers", "tensor([1.])"]),
         ([np.array(["a"])], ["integers", "<U1"]),
         ([[A, -1]], ["from 0 to 31", "got -1"]),
         ([[A, 32]], ["from 0 to 31", "got 32"]),
         ([torch.tensor([1 << 40])], ["from 0 to 31"]),
-        (["a \ud800"], ["texts[0]: ", "UTF-8", r"'\ud800' at character 2"]),
+        (["a \ud800"], ["texts[0]: ", "UTF-8", r"'a \ud800'"]),
     ],
 )
 def test_errors_of_texts(texts, parts):
@@ -357,26 +293,20 @@ def test_errors_of_texts(texts, parts):
 @pytest.mark.parametrize(
     ("name", "content", "parts"),
     [
-        ("x.txt", b"", ["x.txt: ", "got none"]),
-        ("x.jsonl", b"\n\n", ["x.jsonl: ", "got none"]),
-        ("x.txt", b"a\nb\n\xff c", ["x.txt, line 3: ", "UTF-8", "0xff"]),
-        ("x.txt", b"a b\n" * 40_000 + b"\xe2\x82", ["line 40001", "0xe2"]),
-        ("x.txt", "a b".encode("utf-16"), ["got UTF-16", "save the file as UTF-8"]),
-        ("x.jsonl", b'"a"\n"\xff"', ["x.jsonl, line 2: ", "UTF-8", "0xff"]),
+        ("x.txt", b"", ["got none"]),
+        ("x.jsonl", b"\n\n", ["got none"]),
+        ("x.txt", b"a\nb\n\xff c", ["x.txt: ", "UTF-8", "0xff"]),
+        ("x.txt", "a b".encode("utf-16"), ["Save the file as UTF-8"]),
+        ("x.jsonl", b'"a"\n"\xff"', ["x.jsonl: ", "UTF-8", "0xff"]),
         ("x.jsonl", b'"a b"\n{"text"', ["x.jsonl, line 2: ", "JSON", "JSONDecodeError"]),
         ("x.jsonl", b"[" * 100_000, ["line 1", "RecursionError"]),
-        ("x.jsonl", b'"a b"\n\n3', ["line 3", "got int"]),
+        ("x.jsonl", b'"a b"\n\n3', ["line 3", "got 3"]),
         ("x.jsonl", b'"a b"\n{"body": ""}', ["line 2", "columns 'body'"]),
-        ("x.jsonl", b'{"text": 3}', ["line 1, column 'text'", "got int"]),
-        ("x.jsonl", b"a" * ((1 << 26) + 1), ["line 1", "64 MiB"]),
-        ("x.json", b"[]", [".json;", "json.load"]),
-        ("x.parquet", b"PAR1", ["from_parquet"]),
-        ("x.jsonl.gz", b"not gzip", ["a gzip file", "BadGzipFile"]),
-        (
-            "x.txt.gz",
-            gzip.compress(b"a b" * 99, mtime=0)[:-9],
-            ["a gzip file", "EOFError", "cut off"],
-        ),
+        ("x.jsonl", b'{"text": 3}', ["line 1, column 'text'", "got 3"]),
+        ("x.json", b"[]", ["x.json: ", "got .json", "Rename"]),
+        ("x.parquet", b"PAR1", ["a dataset"]),
+        ("x.jsonl.gz", b"not gzip", ["got .gz"]),
+        ("x", b"a b", ["got no suffix"]),
     ],
 )
 def test_errors_of_files(tmp_path, name, content, parts):
@@ -384,7 +314,6 @@ def test_errors_of_files(tmp_path, name, content, parts):
     message = error_of(path)
     for part in parts:
         assert part in message
-    assert str(path) in message
 
 
 @pytest.mark.parametrize(
@@ -395,14 +324,13 @@ def test_errors_of_files(tmp_path, name, content, parts):
         ({"max_length": 2.0}, "max_length"),
         ({"held_out": -1}, "held_out"),
         ({"held_out": True}, "held_out"),
-        ({"text_column": None}, "text_column"),
         ({"chat_template": "x"}, "chat_template"),
         ({"tokenizer": "gpt2"}, "AutoTokenizer.from_pretrained"),
         ({"tokenizer": None}, "texts[0]: expected token ids, since there is no tokenizer"),
-        ({"tokenizer": words(None), "chat_template": True}, "chat_template=True"),
+        ({"tokenizer": words(None), "chat_template": True}, "set tokenizer.chat_template"),
         ({"text_column": "body"}, "expected a column 'body', got the columns 'messages'"),
         ({"chat_template": False}, "since chat_template=False, got a list of messages"),
-        ({"tokenizer": words(None)}, "texts[1], column 'messages': expected a tokenizer with"),
+        ({"tokenizer": words(None)}, "texts[1], column 'messages': expected a conversation that"),
         ({"tokenizer": words("{{ raise_exception('no turns') }}")}, "TemplateError: no turns"),
     ],
 )
@@ -414,7 +342,7 @@ def test_what_needs_a_tokenizer(tmp_path):
     class Processor:
         tokenizer = TOKENIZER
 
-    assert "pass its tokenizer" in error_of(["a"], Processor())
+    assert "the `tokenizer` of a processor" in error_of(["a"], Processor())
     (path := tmp_path / "x.txt").write_text("a b")
     assert "there is no tokenizer" in error_of(path, None)
 
@@ -462,9 +390,7 @@ def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_o
         one, two = read(corpus, **options), read(other, **options)
         assert tuples(one.windows) == tuples(two.windows)
         assert tuples(one.held_out) == tuples(two.held_out)
-        assert one.digest == two.digest
         assert (one.texts, one.tokens) == (two.texts, two.tokens) or max_tokens == total
-        assert one.complete == two.complete
 
 
 @given(CORPORA, st.integers(2, 12), st.integers(2, 100))
@@ -472,11 +398,10 @@ def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
     found = read(corpus, max_length=max_length, max_tokens=max_tokens)
     total = sum(len(w) for text in corpus for w in windows_of(text, max_length))
     assert found.tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
-    assert found.complete == (found.tokens < max_tokens - 1)
     assert min(map(len, found.windows)) >= 2
     # The last window is cut.
     found = read(["a b c", "b c d a"], max_tokens=5)
-    assert (ids(found), found.complete) == ([[A, B, C], [B, C]], False)
+    assert ids(found) == [[A, B, C], [B, C]]
 
 
 def test_a_generator_without_an_end():
@@ -490,7 +415,6 @@ def test_a_generator_without_an_end():
     found = read(forever(), max_tokens=300, held_out=30)
     assert found.tokens + sum(map(len, found.held_out)) == 300
     assert len(read_so_far) == 100
-    assert not found.complete
 
 
 def distinct(count: int, length: int, start: int = 0) -> list[list[int]]:
@@ -546,20 +470,6 @@ def test_what_is_held_out_does_not_depend_on_the_process():
     assert tuples(found.held_out) == [(28,) * 10, (75,) * 10]
 
 
-def test_the_digest_knows_where_windows_end_and_parts_part():
-    def digest(windows, held_out=()) -> str:
-        tensors = [
-            tuple(torch.tensor(w, dtype=torch.int32) for w in p) for p in (windows, held_out)
-        ]
-        return Corpus(*tensors, texts=1, tokens=1, complete=True).digest
-
-    found = [
-        digest([[1, 2], [3, 4]]), digest([[1, 2, 3, 4]]), digest([[1, 2]], [[3, 4]]),
-        digest([[1, 2, 3], [4]]), digest([], [[1, 2], [3, 4]]), digest([[1, 2], [4, 3]]),
-    ]  # fmt: skip
-    assert len(set(found)) == len(found)
-
-
 # -- a real tokenizer ------------------------------------------------------------------------------
 
 
@@ -575,8 +485,3 @@ def test_the_demo_tokenizer(demo_model_path, tmp_path):
     lengths = [len(w) for w in (*found.windows, *found.held_out)]
     assert len(lengths) == found.texts  # no piece is longer than a window
     assert sum(lengths) / len(lengths) > 0.85 * 256
-
-    # A long text is tokenised in part: its tokens are the same as in the whole.
-    whole = tokenizer(text * 5000)["input_ids"]
-    found = read([text * 5000], tokenizer, max_tokens=700, max_length=700)
-    assert ids(found) == [whole[:700]]

@@ -1,0 +1,358 @@
+"""Texts of a calibration: read, tokenized, cut into windows, and split into two parts.
+
+Both parts are the same for any order of the texts, as long as all of them are read.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import ConfigError
+from ..utils.text import format_list, format_value
+from .positions import check_count, limit_length
+
+logger = logging.getLogger(__name__)
+
+# A window of one token has nothing to attend to.
+_SHORTEST = 2
+# In text files, lines with more characters than this share of a window, and than this number, are
+# cut at a space, so that pieces fill their windows.
+_LINES_PER_WINDOW, _SHORTEST_LINE = 8, 32
+# Lines that are tokenized in one call.
+_LINES = 1024
+
+
+# Tensors have no truth value, so two corpora cannot be compared with `==`.
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """The windows that a calibration reads, and those that are held out to check its result."""
+
+    windows: tuple[torch.Tensor, ...]  # int32 [T] on the CPU, the longest first
+    held_out: tuple[torch.Tensor, ...]  # for the quality report; none has a copy in `windows`
+    texts: int  # how many were read, without blank ones
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the windows."""
+        return sum(map(len, self.windows))
+
+
+def read_model_corpus(
+    model: PreTrainedModel, texts: Any, tokenizer: Any, *, max_length: int, **options: Any
+) -> Corpus:
+    """Read texts for a model, with its own tokenizer if `tokenizer` is None.
+
+    Raises:
+        ConfigError: As `read_corpus`, or the model has no embedding for a token id.
+    """
+    name = getattr(model, "name_or_path", "")
+    if tokenizer is None and name:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, ImportError) as error:
+            # Token ids need no tokenizer. Other texts raise an error without one.
+            logger.info("no tokenizer in %s: %s", name, error)
+    corpus = read_corpus(texts, tokenizer, max_length=limit_length(model, max_length), **options)
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
+    if known is not None and largest >= known:
+        rule = f"token ids below {known}, the vocabulary of the model"
+        raise _error("texts", rule, largest, "Use the tokenizer of the model")
+    return corpus
+
+
+def read_corpus(
+    texts: Any, tokenizer: Any, *, max_tokens: int, max_length: int, held_out: int,
+    text_column: str = "text", chat_template: bool | None = None,
+) -> Corpus:  # fmt: skip
+    """Return texts as windows of at most `max_length` tokens, in a canonical order.
+
+    A text is cut into consecutive windows, and a window of one token is left out. The tokenizer
+    adds its special tokens once per text. Blank texts are skipped.
+
+    Args:
+        texts: The path of a `.txt` file (UTF-8) or of a `.jsonl` file, or an iterable such as a
+            list or a `datasets` dataset. An item, or the JSON value of a line, is a text, a list of
+            messages with `role` and `content`, token ids, or a row with one of these in
+            `text_column` (or in `messages`, while `text_column` is "text"). A text file becomes
+            texts of about a window, cut where paragraphs end.
+        tokenizer: A tokenizer of transformers, or None if all items are token ids.
+        max_tokens: Maximum number of tokens in both parts. Reading stops there.
+        max_length: Tokens of a window.
+        held_out: About this number of tokens is held out, see `_choose_held_out`.
+        text_column, chat_template: As in `calibrate`.
+
+    Raises:
+        ConfigError: The texts are none of these, or no text has two tokens.
+    """
+    check_count("max_tokens", max_tokens, _SHORTEST)
+    check_count("max_length", max_length, _SHORTEST)
+    check_count("held_out", held_out, 0)
+    encoder = _Encoder(tokenizer, text_column, chat_template)
+    windows_by_text: list[list[torch.Tensor]] = []
+    left = max_tokens
+    for where, item in _list_items(texts, encoder, max_length):
+        ids = encoder.encode(where, item)
+        if ids is None:
+            continue
+        # A clone does not keep the whole text in memory.
+        windows = [w.clone() for w in ids[:left].split(max_length) if len(w) >= _SHORTEST]
+        windows_by_text.append(windows)
+        left -= sum(map(len, windows))
+        if left < _SHORTEST:
+            break
+    if left == max_tokens:
+        short = len(windows_by_text)
+        got = f"{short} of one token" if short else "none that is not blank"
+        hint = "Check the file, or that the iterator was not read before"
+        raise _error("texts", f"a text of at least {_SHORTEST} tokens", got, hint)
+    apart = _choose_held_out(windows_by_text, held_out)
+    ordered = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _content(w)))
+    kept, held = (
+        tuple(w for w in ordered if (_content(w) in apart) == out) for out in (False, True)
+    )
+    return Corpus(kept, held, len(windows_by_text))
+
+
+class _Encoder:
+    """Token ids of items. The arguments are those of `read_corpus`."""
+
+    def __init__(self, tokenizer: Any, text_column: str, chat_template: bool | None) -> None:
+        if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+            hint = "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
+            kind = type(tokenizer).__name__
+            raise _error("tokenizer", "a tokenizer of transformers", kind, hint)
+        if chat_template not in (None, True, False):
+            hint = "Set the text of a template as tokenizer.chat_template"
+            raise _error("chat_template", "None, True or False", chat_template, hint)
+        self._tokenizer: Any = tokenizer
+        self._text_column, self._chat_template = text_column, chat_template
+
+    def encode(self, where: str, item: Any) -> torch.Tensor | None:
+        """Return the token ids of an item, int32 `[N]` on the CPU, or None for a blank item."""
+        if isinstance(item, Mapping):
+            names = [self._text_column] + ["messages"] * (self._text_column == "text")
+            column = next((name for name in names if name in item), None)
+            if column is None:
+                rule = f"a column {' or '.join(map(repr, names))}"
+                got = f"the columns {format_list(map(repr, item), 20)}"
+                hint = "Name the column with text_column, and pass a conversation as a list"
+                raise _error(where, rule, got, hint)
+            where, item = f"{where}, column {column!r}", item[column]
+        if isinstance(item, str):
+            item = item if item.strip() else ""
+        if isinstance(item, str | list | tuple) and not item:
+            return None
+        if isinstance(item, str) and self._chat_template:
+            item = [{"role": "user", "content": item}]
+        chat = isinstance(item, list | tuple) and isinstance(item[0], Mapping)
+        if not chat and not isinstance(item, str):
+            return self._check_ids(where, item)
+        if self._tokenizer is None:
+            hint = "Pass tokenizer=AutoTokenizer.from_pretrained(...)"
+            raise _error(where, "token ids, since there is no tokenizer", "text", hint)
+        # A chat template writes the special tokens itself.
+        text = self._render(where, item) if chat else item
+        (ids,) = self.tokenize(where, [text], special=not chat)
+        return torch.tensor(ids, dtype=torch.int32, device="cpu")
+
+    def tokenize(self, where: str, texts: list[str], *, special: bool) -> list[list[int]]:
+        """Return the token ids of each text, with special tokens or without."""
+        try:
+            # Not verbose: a text may be longer than the model's context.
+            ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+        except (TypeError, UnicodeError) as error:
+            wrong = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
+            hint = "Replace its characters: text.encode('utf-8', 'replace').decode()"
+            raise _error(where, "text that UTF-8 can hold", ascii(wrong)[:120], hint) from error
+        return list(ids)
+
+    def _render(self, where: str, messages: Sequence[Any]) -> str:
+        """Return the text of a conversation, by the tokenizer's chat template."""
+        if self._chat_template is False:
+            hint = "Leave chat_template out, or pass the texts"
+            raise _error(where, "a text, since chat_template=False", "a list of messages", hint)
+        for message in messages:
+            # Templates render other names as nothing.
+            if not (isinstance(message, Mapping) and message.keys() >= {"role", "content"}):
+                rule = "messages {'role': ..., 'content': ...}"
+                hint = "Rename its keys, or pass each text as one item"
+                raise _error(where, rule, format_value(message), hint)
+        try:
+            return str(self._tokenizer.apply_chat_template([*messages], tokenize=False))
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            rule = "a conversation that fits the tokenizer's chat template"
+            got = f"{type(error).__name__}: {error}"
+            hint = "Change or leave out the messages, or set tokenizer.chat_template"
+            raise _error(where, rule, got, hint) from error
+
+    def _check_ids(self, where: str, item: Any) -> torch.Tensor:
+        try:
+            ids = np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
+        except (TypeError, ValueError):  # lists of several lengths, bfloat16
+            ids = np.empty(0)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            rule = "a text, a list of messages, or token ids as integers [N]"
+            hint = "Pass the text, or the ids, of each text as one item, and leave out other items"
+            raise _error(where, rule, format_value(item), hint)
+        limit = 2**31 if self._tokenizer is None else len(self._tokenizer)
+        if wrong := ids[(ids < 0) | (ids >= limit)].tolist():
+            hint = "Tokenize with the model's tokenizer"
+            raise _error(where, f"token ids from 0 to {limit - 1}", wrong[0], hint)
+        return torch.tensor(ids.tolist(), dtype=torch.int32, device="cpu")
+
+
+def _error(name: str, rule: str, got: object, hint: str) -> ConfigError:
+    return ConfigError(f"{name}: expected {rule}, got {got}. {hint}")
+
+
+def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
+    """Yield the items, each after its name in errors."""
+    if not isinstance(texts, str | os.PathLike):
+        if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
+            hint = "Pass a path, a list of str, or one split of a dataset"
+            raise _error("texts", "a file or a list of texts", format_value(texts), hint)
+        yield from ((f"texts[{number}]", item) for number, item in enumerate(texts))
+        return
+    path = Path(os.fsdecode(texts))
+    if not os.path.isfile(path):  # unlike Path.is_file, for names of any length
+        hint = "Pass [text] for one text, or the path of an existing file"
+        raise _error("texts", "a file or a list of texts", format_value(str(path)), hint)
+    if path.suffix.lower() == ".jsonl":
+        yield from _read_json_lines(path)
+    elif path.suffix.lower() == ".txt":
+        yield from ((str(path), piece) for piece in _read_pieces(path, encoder, max_length))
+    else:
+        rule = "a .txt file, or a .jsonl file with a JSON value in each line"
+        hint = "Rename it, or pass its texts as a list or a dataset"
+        raise _error(str(path), rule, path.suffix or "no suffix", hint)
+
+
+def _read_lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            yield from file
+    except (OSError, UnicodeDecodeError) as error:
+        raise _error(str(path), "UTF-8", error, "Save the file as UTF-8 text") from error
+
+
+def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_read_lines(path), 1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            hint = "Write each text as one line of JSON, or name the file .txt"
+            got = f"{type(error).__name__}: {error}"
+            raise _error(where, "one JSON value", got, hint) from error
+        yield where, value
+
+
+def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str]:
+    """Yield a text file as consecutive texts, each of about a window.
+
+    A piece ends where a paragraph ends if it is then at least half full, else where a line ends,
+    else after a space. Only white space around pieces is lost.
+    """
+    own = encoder.encode(str(path), "a")
+    room = max(max_length - (0 if own is None else len(own)), 1)
+    longest = max(max_length // _LINES_PER_WINDOW, _SHORTEST_LINE)
+    parts = (part for line in _read_lines(path) for part in _cut_line(line, longest))
+    held: list[tuple[str, int]] = []
+    size = 0
+    while some := list(islice(parts, _LINES)):
+        ids = encoder.tokenize(str(path), some, special=False)
+        for part, of_part in zip(some, ids, strict=True):
+            # A blank line counts as one token, so any number of them is cut.
+            tokens = 1 if part.isspace() else max(len(of_part), 1)
+            while held and size + tokens > room:
+                end = _find_end(held, size)
+                yield _join(held[:end])
+                held = held[end:]
+                size = sum(n for _, n in held)
+            held.append((part, tokens))
+            size += tokens
+    yield _join(held)
+
+
+def _cut_line(line: str, longest: int) -> Iterator[str]:
+    """Yield parts of at most `longest` characters, cut after a space if possible."""
+    start = 0
+    while len(line) - start > longest:
+        end = line.rfind(" ", start, start + longest) + 1 or start + longest
+        yield line[start:end]
+        start = end
+    yield line[start:]
+
+
+def _find_end(held: Sequence[tuple[str, int]], size: int) -> int:
+    """Return the number of parts up to the last paragraph in the second half, or else line."""
+    totals = accumulate(tokens for _, tokens in held)
+    half = [n for n, total in enumerate(totals, 1) if 2 * total >= size]
+    for is_end in (str.isspace, lambda part: part.endswith("\n")):
+        if ends := [n for n in half if is_end(held[n - 1][0])]:
+            return ends[-1]
+    return len(held)
+
+
+def _join(held: Sequence[tuple[str, int]]) -> str:
+    # The indent of a first line is text, but a line break before it is not.
+    return "".join(part for part, _ in held).strip("\n").rstrip()
+
+
+def _content(window: torch.Tensor) -> bytes:
+    return window.numpy().astype("<i4").tobytes()
+
+
+def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: int) -> set[bytes]:
+    """Return the contents of the windows to hold out. All copies of a window are in one part.
+
+    These are about `wanted` tokens, at most twice that number, and at most a quarter of all. Down
+    the list of texts, by their longest window and then by a hash, each text that still fits is held
+    out with all of its windows. If it is longer than that, single windows are. A window that also
+    occurs in a different text stays. If nothing fits, one window is held out, unless all are equal.
+    """
+    texts = [tuple(map(_content, windows)) for windows in windows_by_text if windows]
+    size = {content: len(content) // 4 * n for content, n in Counter(chain(*texts)).items()}
+    if not wanted or len(size) < 2:
+        return set()
+    distinct = set(texts)
+    owners = Counter(content for text in distinct for content in set(text))
+    groups = [own for text in distinct if (own := {c for c in text if owners[c] == 1})]
+    quarter = sum(size.values()) // 4
+    limit = min(2 * wanted, quarter)
+    chosen: set[bytes] = set()
+    held = 0
+    for group in sorted(groups, key=_rank):
+        whole = sum(size[c] for c in group) <= limit
+        for unit in [group] if whole else [{c} for c in sorted(group, key=_rank_window)]:
+            tokens = sum(size[c] for c in unit)
+            if held < wanted and held + tokens <= limit:
+                chosen |= unit
+                held += tokens
+    # The first window within a quarter, else the smallest.
+    return chosen or {min(sorted(size, key=_rank_window), key=lambda c: max(size[c], quarter))}
+
+
+def _rank(contents: Iterable[bytes]) -> tuple[int, bytes]:
+    """Rank windows by the longest, then by a hash of all of them."""
+    ordered = sorted(contents)
+    return -max(map(len, ordered)), hashlib.sha256(b"".join(ordered)).digest()
+
+
+def _rank_window(content: bytes) -> tuple[int, bytes]:
+    return _rank([content])
