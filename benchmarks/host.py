@@ -25,9 +25,9 @@ import torch
 from transformers import Cache, DynamicCache
 
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
-from hf_fp8kv.utils.environment import describe_run, make_environment
+from hf_fp8kv.utils.environment import describe_run
 
-from .shared import TURNS, Result, main, run_process
+from .shared import TURNS, Result, main, make_environment, run_process
 
 GPU = "sm_90"
 # Layers of the stacks: a single layer has all costs of a step, 32 layers share them.

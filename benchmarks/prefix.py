@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from hf_fp8kv.bench.reporting import quartiles
-from hf_fp8kv.cli.shared import find_model
-from hf_fp8kv.utils.environment import describe_run, make_environment
+from hf_fp8kv.utils.demo_model import demo_model_path
+from hf_fp8kv.utils.environment import describe_run
 
-from .shared import MODEL, Result, main, run_process
+from .shared import MODEL, Result, main, make_environment, run_process
 
 STORES = ("none", "empty", "full")
 
@@ -49,7 +49,7 @@ def measure_prefix(
     Raises:
         RuntimeError: A process failed.
     """
-    run, name = describe_run("prefix"), find_model(model)
+    run, name = describe_run("prefix"), model or str(demo_model_path())
     answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORES}
 
     def ask(question: str, store: Path | None) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_fp8kv.bench.reporting import quartiles
-from hf_fp8kv.cli.shared import find_model
 from hf_fp8kv.formats import AUTO, DEFAULT_DTYPE, parse_dtype
 from hf_fp8kv.serving.engines.common import sizes
+from hf_fp8kv.utils.demo_model import demo_model_path
 from hf_fp8kv.utils.environment import describe_run
 
 from .serve_clients import Load, Server, run_server
@@ -64,7 +64,7 @@ def measure_serving(
     Raises:
         ConfigError: A server does not start, or answers nothing.
     """
-    run, name = describe_run("serve"), find_model(model)
+    run, name = describe_run("serve"), model or str(demo_model_path())
     rows: list[dict[str, Any]] = []
     for load in loads:
         ours = ["-m", "hf_fp8kv.cli", "serve", name, "--metrics-interval", "0"]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,7 +24,7 @@ Result = dict[str, Any]
 # Options of argparse by name.
 Options = Mapping[str, Mapping[str, Any]]
 MODEL: Options = {
-    "--model": {"help": "A folder, a Hub id or a packaged model. Default: the demo model."},
+    "--model": {"help": "A folder or a Hub id. Default: the demo model."},
     "--device": {"help": "auto, cpu, cuda, ..."},
 }
 TEXTS: Options = {"--texts": {"type": int, "help": "Number of texts (of each kind)."}}
@@ -87,6 +88,16 @@ def format_rows(result: Result) -> "RenderableType":
     conditions = ("suite", "settings", "date", "commit", "idle")
     texts = [f"{name}: {result[name]}" for name in conditions]
     return Group(make_table(rows), *texts, f"cpu: {result['hardware']['cpu']}")
+
+
+def make_environment() -> dict[str, str]:
+    """Return the environment of a process that compiles kernels."""
+    # Triton's variables (an interpreter, a debugger, dumps) are meant for a user's runs, except the
+    # place of its cache.
+    kept = {"TRITON_CACHE_DIR", "TRITON_HOME"}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_") or k in kept}
+    # This process may have found the package by its own path.
+    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def run_process(call: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:

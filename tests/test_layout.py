@@ -27,9 +27,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1532, "bench": 974, "cache": 3344, "calibration": 2455, "cli": 2302,
-    "enabling": 242, "errors": 63, "formats": 459, "__init__": 62, "modeling": 668, "ops": 7745,
-    "paging": 1701, "prefix": 1059, "scales": 3411, "serving": 6808, "utils": 778, "vllm": 1022,
+    "attention": 1526, "bench": 974, "cache": 3344, "calibration": 2459, "cli": 1854,
+    "enabling": 242, "errors": 63, "formats": 459, "__init__": 62, "modeling": 654, "ops": 7745,
+    "paging": 1699, "prefix": 1059, "scales": 3411, "serving": 6797, "utils": 539, "vllm": 1022,
 }  # fmt: skip
 
 

@@ -72,8 +72,10 @@ def _read_text(tokenizer: Any, pieces: Iterator[Any], length: int) -> torch.Tens
         characters += len(piece if isinstance(piece, str) else piece[0] + piece[1])
         if characters < needed:
             continue
-        text, limits = _join(taken, tokenizer), {"max_tokens": length, "max_length": length}
-        ids = read_corpus([text], tokenizer, held_out=0, **limits).windows[0]
+        corpus = read_corpus(
+            [_join(taken, tokenizer)], tokenizer, max_tokens=length, max_length=length, held_out=0
+        )
+        ids = corpus.windows[0]
         if len(ids) == length:
             return ids[None].long()
         needed = characters + _CHARACTERS * length // 4

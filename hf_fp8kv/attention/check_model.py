@@ -166,7 +166,7 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | Non
     def record(module: Any, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
         both = isinstance(key, PagedKV) and isinstance(value, PagedKV)
         path = FUSED if both else DENSE
-        if both and passes_latents(module, key, value):
+        if both and passes_latents(module):
             path = DENSE if find_projections(module, key) is None else LATENT
         index = module.layer_idx
         paged[index] = DENSE if paged.get(index) == DENSE else path

@@ -137,7 +137,7 @@ def fp8_paged_attention(
         return _engine_attention(call, engine), None
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
-        if latent.passes_latents(module, key, value):
+        if latent.passes_latents(module):
             return _latent_attention(call)
         needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
         if not needs_dense and _belong_together(key, value):
@@ -301,7 +301,7 @@ def _dense_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
         if spec.mask is None:  # a mask includes the window
             window = window or key.window
         filled = key.lengths if key.ragged else None
-    is_latent = isinstance(key, PagedKV) and latent.passes_latents(module, key, value)
+    is_latent = isinstance(key, PagedKV) and latent.passes_latents(module)
     key, value = densify(key), densify(value)
     if is_latent:
         key, value = latent.expand(module, key, value)

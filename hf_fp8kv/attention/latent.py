@@ -138,15 +138,9 @@ def remove_all(model: torch.nn.Module) -> None:
         remove(module)
 
 
-def passes_latents(module: Any, key: Tensor, value: Tensor) -> bool:
-    """Return whether these stored keys and values are latents and positions, left as they are.
-
-    Sparse attention of older versions of transformers stores what latents were expanded to.
-    """
-    if not vars(module).get(_PASSES) or key.shape[1] != 1:
-        return False
-    widths = key.shape[-1], value.shape[-1]
-    return widths == (module.kv_lora_rank, module.qk_rope_head_dim)
+def passes_latents(module: Any) -> bool:
+    """Return whether a module leaves stored keys and values, latents and positions, as they are."""
+    return bool(vars(module).get(_PASSES))
 
 
 class _PassStored:

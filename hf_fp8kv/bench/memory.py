@@ -181,6 +181,6 @@ def resident_bytes() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    import psutil  # a requirement of accelerate
+    import psutil
 
     return int(psutil.Process().memory_info().rss)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..utils.text import format_list, format_value
@@ -59,6 +59,8 @@ def read_model_corpus(
     """
     name = getattr(model, "name_or_path", "")
     if tokenizer is None and name:
+        from transformers import AutoTokenizer  # loads modules that nothing else here needs
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, ImportError) as error:
@@ -130,6 +132,8 @@ class _Encoder:
     """Token ids of items. The arguments are those of `read_corpus`."""
 
     def __init__(self, tokenizer: Any, text_column: str, chat_template: bool | None) -> None:
+        from transformers import PreTrainedTokenizerBase
+
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
             hint = "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
             kind = type(tokenizer).__name__

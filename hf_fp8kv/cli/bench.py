@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 
-from .shared import DEMO, load_config, load_model, print_parts, show_progress
-from .values import Device, Model, check_writable
+from ..modeling.layer_specs import read_config
+from .arguments import Device, Model, parse_path
+from .shared import DEMO, load_model, pick_device, print_parts, show_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,8 +26,8 @@ Shape = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="A folder, a Hub id or a packaged model, whose config gives the shape. Default: the "
-        "shape of an 8B model.",
+        help="A folder or a Hub id, whose config gives the shape. Default: the shape of an 8B "
+        "model.",
     ),
 ]
 JsonPath = Annotated[
@@ -33,6 +35,7 @@ JsonPath = Annotated[
     typer.Option(
         "--json",
         metavar="PATH",
+        parser=parse_path,
         help="Write the result as JSON. With - print the JSON instead of tables.",
     ),
 ]
@@ -41,10 +44,9 @@ JsonPath = Annotated[
 @app.command()
 def speed(model: Shape = None, device: Device = "auto", json_path: JsonPath = None) -> None:
     """Time decode steps, first calls and chunks of prompts of one layer."""
-    check_writable(json_path, "--json")
-    setup, _ = _make_setup(model, device)
     from ..bench.speed import format_table, measure_speed
 
+    setup, _ = _make_setup(model, device)
     with show_progress() as report:
         result = measure_speed(setup, progress=report)
     show_result(result, format_table, json_path)
@@ -60,10 +62,9 @@ def memory(
     json_path: JsonPath = None,
 ) -> None:
     """Count bytes per token, measure processes, and calculate how many tokens fit into a GPU."""
-    check_writable(json_path, "--json")
-    setup, config = _make_setup(model, device)
     from ..bench.memory import format_table, measure_memory
 
+    setup, config = _make_setup(model, device)
     models = None if config is None else {str(model): config}
     with show_progress() as report:
         result = measure_memory(setup, models=models, memory_gib=memory_gib, progress=report)
@@ -78,10 +79,9 @@ def quality(
     json_path: JsonPath = None,
 ) -> None:
     """Compare a model's predictions with those that its unquantized cache gives."""
-    check_writable(json_path, "--json")
-    loaded, tokenizer = load_model(model, device, "float32")
     from ..bench.quality import format_table, measure_quality
 
+    loaded, tokenizer = load_model(model, device, "float32")
     with show_progress() as report:
         result = measure_quality(
             loaded, tokenizer, name=model or DEMO, texts=texts, progress=report
@@ -105,13 +105,10 @@ def show_result(
 
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
     """Return the layer to measure, and the config of the model, or None without a model."""
-    import torch
-
     from ..bench.contenders import Setup
     from ..serving.engines.common import sizes
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device(device)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -119,6 +116,6 @@ def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
         raise typer.BadParameter(message, param_hint="--device") from None
     if model is None:
         return Setup(device=device), None
-    config = load_config(model)
+    config = read_config(model, {}, False)
     text = config.get_text_config()
     return Setup((text.num_attention_heads, *sizes(text)), device=device), config

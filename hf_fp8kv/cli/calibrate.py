@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from ..errors import ScaleError
-from ..utils.terminal import make_table
-from .shared import describe_scales, load_model, print_note, print_parts, report_problems
+from ..scales import SCALE_FORMATS, WRITTEN_FORMATS, Granularity, KVScales
+from .arguments import Device, Json, Model, ModelDtype, Overwrite, choice
+from .scales_table import describe_scales, quality_parts
+from .shared import load_model, print_note, print_parts, report_problems
 from .texts import (
     TEXTS_HELP,
     ChatTemplate,
@@ -20,22 +22,6 @@ from .texts import (
     drop_unset,
     load_texts,
 )
-from .values import (
-    Device,
-    Json,
-    Model,
-    ModelDtype,
-    check_choice,
-    complete_from,
-    formats,
-    granularities,
-    model_dtypes,
-    parse_format,
-    plans,
-)
-
-if TYPE_CHECKING:
-    from ..scales.kv_scales import KVScales
 
 COPY = "checkpoint"
 
@@ -51,7 +37,7 @@ def calibrate(
         typer.Option(
             help="One scale per layer (tensor), head or channel. "
             "Default: head, or the finest that --format can hold.",
-            autocompletion=complete_from(granularities),
+            **choice(get_args(Granularity)),
         ),
     ] = None,
     center: Annotated[
@@ -68,7 +54,7 @@ def calibrate(
         typer.Option(
             help="measured: choose for each layer the format, rotation and center that cost least. "
             "Only this package can use such scales.",
-            autocompletion=complete_from(plans),
+            **choice(("measured",)),
         ),
     ] = None,
     margin: Annotated[
@@ -82,9 +68,7 @@ def calibrate(
     to: Annotated[
         str,
         typer.Option(
-            "--format",
-            help="Format of the files; see convert --to.",
-            autocompletion=complete_from(formats),
+            "--format", help="Format of the files; see convert --to.", **choice(WRITTEN_FORMATS)
         ),
     ] = "hf_fp8kv",
     max_tokens: MaxTokens = None,
@@ -105,17 +89,15 @@ def calibrate(
             help=f"Also write a copy of this checkpoint, with scales in --format, to OUT/{COPY}.",
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace existing scales; never weights.")
-    ] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Calibrate static scales on texts."""
     options = drop_unset(
-        granularity=granularity and check_choice(granularity, granularities(), "--granularity"),
+        granularity=granularity,
         center=center,
-        dtype=dtype and parse_format(dtype, "--dtype"),
-        plan=plan and check_choice(plan, plans(), "--plan"),
+        dtype=dtype,
+        plan=plan,
         margin=margin,
         max_tokens=max_tokens,
         max_length=max_length,
@@ -125,10 +107,8 @@ def calibrate(
         chat_template=chat_template,
         held_out=held_out,
     )
-    check_choice(to, formats(), "--format")
     _check_planned(options, to)
     options = _default_options(to) | options
-    check_choice(model_dtype, model_dtypes(), "--model-dtype")
     folder = Path(out)
     with report_problems() as warnings:
         source = load_texts(texts)
@@ -151,8 +131,6 @@ def calibrate(
 
 def _default_options(format: str) -> dict[str, Any]:
     """Return options for the finest scales that the format can hold."""
-    from ..scales import SCALE_FORMATS
-
     scale_format = SCALE_FORMATS[format]
     if scale_format.holds_centers:
         return {}
@@ -161,8 +139,6 @@ def _default_options(format: str) -> dict[str, Any]:
 
 def _check_planned(options: dict[str, Any], format: str) -> None:
     """Check that a plan is for a format that can hold it."""
-    from ..scales import SCALE_FORMATS
-
     if "plan" in options and not SCALE_FORMATS[format].holds_centers:
         message = f"requires --format hf_fp8kv, got {format}, whose readers know no plans"
         raise typer.BadParameter(message, param_hint="--plan")
@@ -173,7 +149,6 @@ def _check_planned(options: dict[str, Any], format: str) -> None:
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """Check that the scales can be written to the folder, before minutes are spent."""
-    from ..scales import SCALE_FORMATS, KVScales
     from ..scales.existing import check_folder, find_weights, open_source
     from ..scales.formats.tensor_format import SCALES_FILE
 
@@ -195,7 +170,6 @@ def _check_out(folder: Path, format: str, overwrite: bool) -> None:
 
 def _check_checkpoint(checkpoint: str | None, format: str, copy: Path, overwrite: bool) -> None:
     """Check that a copy of the checkpoint can be written, as far as possible without the scales."""
-    from ..scales import SCALE_FORMATS
     from ..scales.existing import open_source
 
     if checkpoint is None:
@@ -211,10 +185,8 @@ def _check_checkpoint(checkpoint: str | None, format: str, copy: Path, overwrite
     open_source(Path(checkpoint), SCALE_FORMATS[format], overwrite=overwrite)
 
 
-def _save(scales: "KVScales", folder: Path, format: str, overwrite: bool) -> list[Path]:
+def _save(scales: KVScales, folder: Path, format: str, overwrite: bool) -> list[Path]:
     """Save the scales and return the paths; if the format cannot hold them, save as hf_fp8kv."""
-    from ..scales import SCALE_FORMATS
-
     try:
         return scales.save_pretrained(folder, format=format, overwrite=overwrite)
     except ScaleError as error:
@@ -224,25 +196,12 @@ def _save(scales: "KVScales", folder: Path, format: str, overwrite: bool) -> lis
         raise ScaleError(f"{error}; the scales are in {folder}, as hf_fp8kv") from error
 
 
-def _print_result(
-    scales: "KVScales", paths: list[Path], warnings: list[str], as_json: bool
-) -> None:
+def _print_result(scales: KVScales, paths: list[Path], warnings: list[str], as_json: bool) -> None:
     report = scales.report
     if as_json:
         result = describe_scales(scales) | {"files": list(map(str, paths)), "warnings": warnings}
         print(json.dumps(result | {"report": None if report is None else report.to_dict()}))
         return
-    if report is not None and report.quality:
-        from rich.text import Text
-
-        far = f", to position {report.max_position}"
-        rows = [
-            {
-                "cache": row.cache + where, "mean KL": row.kl, "largest KL": row.kl_max,
-                "same top-1": f"{row.top1:.2%}", "perplexity": row.perplexity, "tokens": row.tokens,
-            }
-            for where, quality in (("", report.quality), (far, report.far_quality))
-            for row in quality
-        ]  # fmt: skip
-        print_parts([make_table(rows), Text(report.centers)], piped_width=120)
+    if report is not None:
+        print_parts(quality_parts(report), piped_width=120)
     print("\n".join(map(str, paths)))

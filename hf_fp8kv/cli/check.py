@@ -4,18 +4,18 @@ import json
 import sys
 from typing import Any
 
+import torch
+
+from ..attention.check_model import check_model
+from ..ops import available_backends
 from ..utils.environment import PACKAGES, version
 from ..utils.terminal import make_table
+from .arguments import Device, Json, Model
 from .shared import load_model, print_parts
-from .values import Device, Json, Model
 
 
 def check(model: Model = None, device: Device = "cpu", as_json: Json = False) -> None:
     """Show versions and backends. With --model, also how each of its layers will run."""
-    import torch
-
-    from ..ops import available_backends
-
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     facts: dict[str, Any] = {
         "python": sys.version.split()[0],
@@ -25,8 +25,6 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
     }
     report = None
     if model is not None:
-        from .. import check_model
-
         report = check_model(load_model(model, device)[0])
         facts["model"] = report.to_dict()
     if as_json:

@@ -4,16 +4,17 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from ..errors import ScaleError
-from .shared import describe_scales, print_note, report_problems
-from .values import Json, Scales, check_choice, complete_from, formats, weights
-
-if TYPE_CHECKING:
-    from ..scales.kv_scales import KVScales
+from ..scales import WRITTEN_FORMATS, KVScales
+from ..scales.kv_scales import resolve
+from ..scales.save import Weights
+from .arguments import Json, Overwrite, Scales, choice
+from .scales_table import describe_scales
+from .shared import print_note, report_problems
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 def convert(
     scales: Scales,
     to: Annotated[
-        str, typer.Option(help=f"{', '.join(formats())}.", autocompletion=complete_from(formats))
+        str, typer.Option(help=f"{', '.join(WRITTEN_FORMATS)}.", **choice(WRITTEN_FORMATS))
     ],
     out: Annotated[
         str | None, typer.Argument(help="The folder to write to; created if missing.")
@@ -30,17 +31,14 @@ def convert(
         str | None,
         typer.Option(metavar="FOLDER", help="Write a copy of this checkpoint with the scales."),
     ] = None,
-    kept: Annotated[
-        str,
+    weights: Annotated[
+        Any,
         typer.Option(
-            "--weights",
             help="copy, or link: hard links to the weights, on the same disk.",
-            autocompletion=complete_from(weights),
+            **choice(get_args(Weights)),
         ),
     ] = "copy",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace existing scales; never weights.")
-    ] = False,
+    overwrite: Overwrite = False,
     tp_size: Annotated[
         int, typer.Option(min=1, help="vllm-json: write the scales for this many ranks.")
     ] = 1,
@@ -67,44 +65,32 @@ def convert(
 
     What the format cannot hold is reduced so that nothing saturates, with a warning.
     """
-    from ..scales.kv_scales import resolve
-
-    check_choice(to, formats(), "--to")
-    link_or_copy: Any = check_choice(kept, weights(), "--weights")
-    _check_target(out, push_to_hub, checkpoint, kept)
+    _check_target(out, push_to_hub, checkpoint, weights)
+    given: dict[str, Any] = {
+        "format": to, "overwrite": overwrite, "tp_size": tp_size, "base_model": base_model
+    }  # fmt: skip
     with report_problems() as warnings:
         source: Any = resolve(scales, strict=not lenient)
         named = _set_model_type(source, model_type, lenient)
+        files: list[str] = []
         if push_to_hub is not None:
-            address = named.push_to_hub(
-                push_to_hub, format=to, overwrite=overwrite, tp_size=tp_size, base_model=base_model
-            )
-            target: dict[str, Any] = {"format": to, "repo": push_to_hub, "commit": address}
-            written = [address]
+            commit = named.push_to_hub(push_to_hub, **given)
+            target = {"format": to, "repo": push_to_hub, "commit": commit}
         else:
-            paths = named.save_pretrained(
-                str(out),
-                format=to,
-                checkpoint=checkpoint,
-                weights=link_or_copy,
-                overwrite=overwrite,
-                tp_size=tp_size,
-                base_model=base_model,
-            )
-            target, written = {"format": to, "folder": str(out)}, list(map(str, paths))
+            paths = named.save_pretrained(str(out), checkpoint=checkpoint, weights=weights, **given)
+            files, target = list(map(str, paths)), {"format": to, "folder": str(out)}
     about = describe_scales(source)
     if as_json:
-        files = [] if push_to_hub else written
         print(json.dumps({"from": about, "to": target, "files": files, "warnings": warnings}))
         return
     print_note(
         f"{about['format']} -> {to}: {about['num_layers']} layers, per {about['granularity']}"
         f"{', K centered' if about['centered'] else ''}, {named.model_type or 'model type unknown'}"
     )
-    print("\n".join(written))
+    print("\n".join(files) or target["commit"])
 
 
-def _check_target(out: str | None, repo: str | None, checkpoint: str | None, kept: str) -> None:
+def _check_target(out: str | None, repo: str | None, checkpoint: str | None, weights: str) -> None:
     if (out is None) == (repo is None):
         message = (
             f"expected a folder to write to, or --push-to-hub; got {'both' if out else 'neither'}"
@@ -116,11 +102,11 @@ def _check_target(out: str | None, repo: str | None, checkpoint: str | None, kep
     if repo is not None and checkpoint is not None:
         message = "uploads only the scales: omit --checkpoint, or write the copy to a folder"
         raise typer.BadParameter(message, param_hint="--push-to-hub")
-    if kept == "link" and checkpoint is None:
+    if weights == "link" and checkpoint is None:
         raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
 
 
-def _set_model_type(scales: "KVScales", model_type: str | None, lenient: bool) -> "KVScales":
+def _set_model_type(scales: KVScales, model_type: str | None, lenient: bool) -> KVScales:
     """Return the scales with a model type; another one that they name is an error or a warning."""
     given_type = scales.model_type
     if model_type is None or given_type == model_type:

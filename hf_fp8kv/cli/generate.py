@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .shared import DEMO, load_model, print_parts
-from .side_by_side import Comparison, compare_tokens, comparison_table
-from .values import (
+from .arguments import (
+    SIZE,
+    Backend,
     CacheDtype,
     Device,
     Json,
@@ -18,14 +18,12 @@ from .values import (
     Plan,
     StaticScales,
     ValueDtype,
-    attentions,
-    backends,
-    complete_from,
-    parse_cache_dtype,
-    parse_dtype,
-    parse_memory,
-    parse_scales,
+    offer,
 )
+from .shared import DEMO, load_model, print_parts
+from .side_by_side import Comparison, compare_tokens, comparison_table
+
+ATTENTIONS = ("fp8_paged", "sdpa", "eager", "flex_attention")
 
 
 def generate(
@@ -40,15 +38,12 @@ def generate(
     scales: StaticScales = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
     page_size: Annotated[int, typer.Option(min=1, help="In tokens.")] = 64,
-    backend: Annotated[
-        str,
-        typer.Option(help="auto, torch, numba or triton.", autocompletion=complete_from(backends)),
-    ] = "auto",
+    backend: Backend = "auto",
     attn: Annotated[
         str,
         typer.Option(
             help="The attention for the FP8 run: fp8_paged, sdpa, eager, ...",
-            autocompletion=complete_from(attentions),
+            autocompletion=offer(ATTENTIONS),
         ),
     ] = "fp8_paged",
     chat: Annotated[
@@ -60,33 +55,32 @@ def generate(
     seed: Annotated[int, typer.Option(help="Random seed, for a temperature above 0.")] = 0,
     device: Device = "auto",
     memory: Annotated[
-        str, typer.Option(help="Show how many tokens fit into this much memory: 8GiB, 500MB, ...")
+        Any,
+        typer.Option(
+            help="Show how many tokens fit into this much memory: 8GiB, 500MB, ...", **SIZE
+        ),
     ] = "8GiB",
     as_json: Json = False,
 ) -> None:
     """Answer a prompt with the default cache and with FP8 pages, side by side."""
-    room = parse_memory(memory)
     options: dict[str, Any] = {
-        "dtype": kv_cache_dtype and parse_cache_dtype(kv_cache_dtype),
-        "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
-        "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
+        "dtype": kv_cache_dtype,
+        "key_dtype": key_dtype,
+        "value_dtype": value_dtype,
         "plan": plan,
-        "scales": parse_scales(scales),
+        "scales": scales,
         "page_size": page_size,
         "backend": backend,
     }
     text = sys.stdin.read().strip() if prompt == "-" else prompt
-    compared = Comparison(
-        model or DEMO,
-        *load_model(model, device),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
-    inputs = compared.encode(text, chat)
-    runs = [compared.run_dense(inputs, room), compared.run_paged(inputs, room, attn, options)]
+    loaded, tokenizer = load_model(model, device)
+    # None overrides what the checkpoint recommends for sampling.
+    sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
+                "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
+    compared = Comparison(model or DEMO, loaded, tokenizer, text, chat, sampling, seed, memory)
+    runs = [compared.run_dense(), compared.run_paged(attn, options)]
     if as_json:
-        facts = {"prompt": text, "model": compared.name, "options": options, "memory_bytes": room}
+        facts = {"prompt": text, "model": compared.name, "options": options, "memory_bytes": memory}
         answers = {"agreement": compare_tokens(*runs), "runs": [asdict(run) for run in runs]}
         print(json.dumps(facts | answers))
     else:

@@ -3,12 +3,19 @@
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ..cache.cache import FP8PagedCache
 from ..errors import ScaleError
-from .shared import describe_scales, load_model, print_parts, report_problems
+from ..scales.kv_scales import resolve
+from ..utils.files import CACHE_FORMAT, read_header
+from ..utils.terminal import format_size, make_table
+from .arguments import Device, Json, Model, ModelDtype, Scales, parse_plot
+from .scales_plot import plot_scales
+from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
+from .shared import load_model, make_console, print_parts, report_problems
 from .texts import (
     TEXTS_HELP,
     ChatTemplate,
@@ -20,23 +27,6 @@ from .texts import (
     drop_unset,
     load_texts,
 )
-from .values import (
-    Device,
-    Json,
-    Model,
-    ModelDtype,
-    Scales,
-    check_choice,
-    check_plot,
-    model_dtypes,
-    parse_format,
-)
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..scales.kv_scales import KVScales
-    from ..scales.report import CalibrationReport, SideStatistics
 
 
 def inspect(
@@ -46,7 +36,9 @@ def inspect(
         str | None,
         typer.Option(metavar="FILE", help=f"Measure the scales on these texts. {TEXTS_HELP}"),
     ] = None,
-    plot: Annotated[str | None, typer.Option(metavar="PATH", help="Plot each layer (PNG).")] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Plot each layer (PNG).", parser=parse_plot)
+    ] = None,
     dtype: Dtype = None,
     max_tokens: MaxTokens = None,
     max_length: MaxLength = None,
@@ -62,10 +54,8 @@ def inspect(
     With --texts they are measured; else the report of their calibration is shown, if there is one.
     Of a file that a cache was saved to, show how each layer is stored.
     """
-    from ..scales.kv_scales import resolve
-
     options = drop_unset(
-        dtype=dtype and parse_format(dtype, "--dtype"),
+        dtype=dtype,
         max_tokens=max_tokens,
         max_length=max_length,
         max_position=max_position,
@@ -75,11 +65,6 @@ def inspect(
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
         raise typer.BadParameter("requires --texts", param_hint=option)
-    check_choice(model_dtype, model_dtypes(), "--model-dtype")
-    check_plot(plot)
-    if plot is not None and Path(plot).suffix.lower() != ".png":
-        message = f"expected a file that ends in .png, got {plot!r}"
-        raise typer.BadParameter(message, param_hint="--plot")
     with report_problems() as warnings:
         if _is_cache(scales):
             if texts is not None or plot is not None:
@@ -91,23 +76,30 @@ def inspect(
         source: Any = resolve(scales, strict=False)
         report = getattr(source, "report", None)
         if texts is not None:
-            report = _measure(source, texts, (model, device, model_dtype), options)
-        if plot is not None:
-            from .scales_plot import plot_scales
+            from ..calibration import measure
 
+            given = load_texts(texts)
+            loaded, tokenizer = load_model(model, device, model_dtype)
+            report = measure(loaded, source, given, tokenizer=tokenizer, **options)
+        if plot is not None:
             plot_scales(source, report, plot)
         if as_json:
-            print(json.dumps(_describe(source, report) | {"warnings": warnings}))
+            known = {
+                **describe_scales(source),
+                "layers": describe_layers(source, report),
+                "remarks": list_remarks(source),
+                "report": None if report is None else report.to_dict(),
+                "warnings": warnings,
+            }
+            print(json.dumps(known))
         else:
-            from .scales_table import inspect_table
-
-            print_parts(inspect_table(source, report), piped_width=160)
+            console = make_console(160)
+            for part in inspect_table(source, report, console.width):
+                console.print(part)
 
 
 def _is_cache(path: str) -> bool:
     """Return whether this is a file of `FP8PagedCache.save`."""
-    from ..utils.files import CACHE_FORMAT, read_header
-
     if not Path(path).is_file():
         return False
     with suppress(ScaleError):  # whoever reads scales says what is wrong with the file
@@ -116,72 +108,12 @@ def _is_cache(path: str) -> bool:
 
 
 def _show_cache(path: str, as_json: bool) -> None:
-    from ..cache.cache import FP8PagedCache
-    from ..utils.terminal import format_size, make_table
-
     cache = FP8PagedCache.load(path)
     sizes = cache.memory_footprint()
+    layers = {str(index): list(map(str, plan)) for index, plan in cache.plan.items()}
     if as_json:
-        layers = {str(index): list(map(str, plan)) for index, plan in cache.plan.items()}
         print(json.dumps({"origin": path, **vars(sizes), "layers": layers}))
         return
-    rows = [
-        {"layer": str(index), "K stored as": str(plan.k), "V stored as": str(plan.v)}
-        for index, plan in cache.plan.items()
-    ]
+    rows = [{"layer": x, "K stored as": k, "V stored as": v} for x, (k, v) in layers.items()]
     print(f"{cache}\n{sizes.tokens} tokens, {format_size(sizes.used_bytes)} in pages")
     print_parts([make_table(rows)], piped_width=160)
-
-
-def _measure(
-    scales: "KVScales", texts: str, model: tuple[str | None, str, str], options: dict[str, Any]
-) -> "CalibrationReport":
-    from ..calibration import measure
-
-    source = load_texts(texts)
-    loaded, tokenizer = load_model(*model)
-    report: CalibrationReport = measure(loaded, scales, source, tokenizer=tokenizer, **options)
-    return report
-
-
-def _describe(scales: "KVScales", report: "CalibrationReport | None") -> dict[str, Any]:
-    """Return everything known about the scales, as JSON values."""
-    from .scales_table import list_remarks
-
-    layers = {}
-    for index, layer in scales.layers.items():
-        statistics = None if report is None else report.layers.get(index)
-        layers[str(index)] = {
-            "source": layer.source,
-            "granularity": layer.granularity,
-            "centered": layer.k_center is not None,
-            "plan": None if layer.plan is None else list(map(str, layer.plan)),
-            "k": _describe_side(layer.k, None if statistics is None else statistics.k),
-            "v": _describe_side(layer.v, None if statistics is None else statistics.v),
-        }
-    return {
-        **describe_scales(scales),
-        "layers": layers,
-        "remarks": list_remarks(scales),
-        "report": None if report is None else report.to_dict(),
-    }
-
-
-def _describe_side(
-    scale: "torch.Tensor | None", statistics: "SideStatistics | None"
-) -> dict[str, Any] | None:
-    """Return the scale of K or V of a layer; scales per channel are too many to list."""
-    from ..formats import FORMATS
-
-    if scale is None:
-        return None
-    low, high = float(scale.min()), float(scale.max())
-    side = {"shape": list(scale.shape), "min": low, "max": high}
-    if scale.ndim == 0 or scale.shape[1] == 1:
-        side["values"] = scale.flatten().tolist()
-    amax = FORMATS["fp8_e4m3"].max * high if statistics is None else max(statistics.amax)
-    # Without a measurement, amax is the largest magnitude that the scale can represent.
-    side |= {"amax": amax, "amax_from": "scale" if statistics is None else "text"}
-    if statistics is not None:
-        side |= {"saturated": statistics.saturated, "underflow": statistics.underflow}
-    return side

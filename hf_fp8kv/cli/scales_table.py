@@ -1,57 +1,79 @@
-"""Tables of static scales and their calibration report, and remarks on odd scales."""
+"""Static scales and their calibration report: JSON values, tables, and remarks on odd scales."""
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from ..formats import FORMATS, summarize_plan
-from ..scales.kv_scales import KVScales
-from ..scales.layer_scales import Granularity
-from ..scales.report import CalibrationReport, LayerStatistics, QualityRow
+from ..formats import FORMATS, count_plans, summarize_plan
+from ..scales import CalibrationReport, Granularity, KVScales
+from ..scales.report import QualityRow, SideStatistics
 from ..utils.text import format_list
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import RenderableType
     from rich.table import Table
 
 _LARGEST = FORMATS["fp8_e4m3"].max
 # A layer whose scale exceeds the median of all layers by this factor gets a remark.
 _OUTLIER = 10
-# Wide enough for every table; used to measure the width that a table needs.
-_ANY_WIDTH = 10_000
 
 
-def inspect_table(scales: KVScales, report: CalibrationReport | None) -> "list[RenderableType]":
-    """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
+def describe_scales(scales: KVScales) -> dict[str, Any]:
+    """Return what all layers have in common, as JSON values."""
+    kinds = {layer.granularity for layer in scales.layers.values()}
+    return {
+        "format": scales.format,
+        "origin": scales.origin,
+        "model_type": scales.model_type,
+        "num_layers": len(scales.layers),
+        "granularity": "/".join(x for x in (*get_args(Granularity), "token") if x in kinds),
+        "centered": scales.centered,
+        "plan": None if scales.plan is None else count_plans(scales.plan),
+        "weights_digest": scales.weights_digest,
+    }
 
-    Args:
-        scales: the scales.
-        report: of their calibration, or of `measure`; None: show only the scales.
-    """
-    from rich.text import Text
 
-    parts: list[RenderableType] = [Text(line, overflow="fold") for line in _heading(scales, report)]
-    parts.append(_LayerTables(scales, report))
-    parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
-    if report is not None and report.quality:
-        parts.append(_quality_table("held-out text, against the unquantised cache", report.quality))
-    if report is not None and report.far_quality:
-        title = f"the same at other positions, up to {report.max_position}"
-        parts.append(_quality_table(title, report.far_quality))
-    if report is not None and report.centers:
-        parts.append(Text(report.centers))
-    return parts
+def describe_layers(scales: KVScales, report: CalibrationReport | None) -> dict[str, Any]:
+    """Return everything known about each layer, as JSON values."""
+    layers = {}
+    for index, layer in scales.layers.items():
+        measured = None if report is None else report.layers.get(index)
+        layers[str(index)] = {
+            "source": layer.source,
+            "granularity": layer.granularity,
+            "centered": layer.k_center is not None,
+            "plan": None if layer.plan is None else list(map(str, layer.plan)),
+            "k": _describe_side(layer.k, None if measured is None else measured.k),
+            "v": _describe_side(layer.v, None if measured is None else measured.v),
+        }
+    return layers
+
+
+def _describe_side(
+    scale: torch.Tensor | None, measured: SideStatistics | None
+) -> dict[str, Any] | None:
+    """Return the scale of K or V of a layer; scales per channel are too many to list."""
+    side: dict[str, Any] = {}
+    if scale is not None:
+        low, high = float(scale.min()), float(scale.max())
+        side = {"shape": list(scale.shape), "min": low, "max": high}
+        if scale.ndim == 0 or scale.shape[1] == 1:
+            side["values"] = scale.flatten().tolist()
+        # Without a measurement, the largest magnitude that the scale can represent.
+        side |= {"amax": _LARGEST * high, "amax_from": "scale"}
+    if measured is not None:
+        side |= {"amax": max(measured.amax), "amax_from": "text"}
+        side |= {"saturated": measured.saturated, "underflow": measured.underflow}
+    return side or None
 
 
 def list_remarks(scales: KVScales) -> list[str]:
     """Return a sentence for everything that looks odd about scales; empty if nothing does."""
     layers = scales.layers
-    remarks = [] if scales.is_dynamic else _list_remarks_on_numbers(scales)
-    missing = sorted(set(range(max(layers) + 1)) - set(layers))
-    if missing:
+    remarks = [] if scales.is_dynamic else list(_remark_on_numbers(scales))
+    if missing := sorted(set(range(max(layers) + 1)) - set(layers)):
         remarks.append(
             f"no scales for {_layers(missing)}, of 0 to {max(layers)}: correct for layers without "
             "their own KV cache; exclude other layers with skip_layers"
@@ -59,169 +81,134 @@ def list_remarks(scales: KVScales) -> list[str]:
     return remarks
 
 
-def _list_remarks_on_numbers(scales: KVScales) -> list[str]:
-    layers = {index: dict(zip("kv", s.static, strict=True)) for index, s in scales.layers.items()}
-    remarks = []
-    if all(bool((side == 1).all()) for layer in layers.values() for side in layer.values()):
-        remarks.append(
+def _remark_on_numbers(scales: KVScales) -> Iterator[str]:
+    layers = {index: layer.static for index, layer in scales.layers.items()}
+    if all(bool((side == 1).all()) for pair in layers.values() for side in pair):
+        yield (
             "every scale is exactly 1.0, as tools write without calibration: calibrate, or use "
             "dynamic scales (scales=None)"
         )
-    elif all(torch.equal(layer["k"], layer["v"]) for layer in layers.values()):
-        remarks.append(
+    elif all(torch.equal(*pair) for pair in layers.values()):
+        yield (
             "K and V have the same scale in every layer: one number shared by both sides wastes "
             "range on the smaller one; calibrate for one scale each"
         )
-    for side, name in (("k", "K"), ("v", "V")):
-        largest = {index: float(layer[side].max()) for index, layer in layers.items()}
+    for side, name in enumerate("KV"):
+        largest = {index: float(pair[side].max()) for index, pair in layers.items()}
         median = statistics.median(largest.values())
-        outliers = [index for index, scale in largest.items() if scale > _OUTLIER * median]
-        if outliers:
-            remarks.append(
+        if outliers := [index for index, x in largest.items() if x > _OUTLIER * median]:
+            yield (
                 f"{name} of {_layers(outliers)}: the scale is over {_OUTLIER} times the median "
                 f"of all layers ({_short(median)}): a few huge values, or a faulty file; compare "
                 "the heads, and measure the error there"
             )
-    return remarks
 
 
-def _layers(indices: list[int]) -> str:
+def _layers(indices: Sequence[object]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {format_list(indices)}"
 
 
+def inspect_table(
+    scales: KVScales, report: CalibrationReport | None, width: int
+) -> "list[RenderableType]":
+    """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
+
+    Args:
+        scales: the scales.
+        report: of their calibration, or of `measure`; None: show only the scales.
+        width: columns of the terminal. The table of layers is cut into several that fit.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(line, overflow="fold") for line in _heading(scales, report)]
+    layers = describe_layers(scales, report)
+    tables = [[first := ("layer", list(layers))]]
+    columns = [column for column in _columns(scales, layers, report) if any(column[1])]
+    sources = [_tensors(layer["source"]) for layer in layers.values()]
+    if _width([first, *columns, ("source", sources)]) <= width:
+        columns.append(("source", sources))
+    for column in columns:
+        if len(tables[-1]) > 1 and _width([*tables[-1], column]) > width:
+            tables.append([first])
+        tables[-1].append(column)
+    for cut in tables:
+        parts.append(table := Table())
+        for header, _ in cut:
+            side: Any = "left" if header == "source" or "stored" in header else "right"
+            table.add_column(header, justify=side, no_wrap=True)
+        for cells in zip(*(cells for _, cells in cut), strict=True):
+            table.add_row(*map(Text, cells))
+    parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
+    if report is not None:
+        parts += quality_parts(report)
+    return parts
+
+
 def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:
-    layers = scales.layers
-    order = (*get_args(Granularity), "token")
-    kinds = sorted({layer.granularity for layer in layers.values()}, key=order.index)
-    centered = sum(layer.k_center is not None for layer in layers.values())
-    count = f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
-    centers = "K not centered"
-    if centered:
-        centers = "K centered" + (f" in {centered} of {count}" if centered < len(layers) else "")
-    model = scales.model_type or "model type unknown"
-    yield f"{scales.format}, {model}, {count}, per {'/'.join(kinds)}, {centers}"
+    about = describe_scales(scales)
+    total = about["num_layers"]
+    centered = sum(layer.k_center is not None for layer in scales.layers.values())
+    some = f" in {centered} of {total} layers" if centered < total else ""
+    yield (
+        f"{scales.format}, {scales.model_type or 'model type unknown'}, "
+        f"{total} layer{'s' if total > 1 else ''}, per {about['granularity']}, "
+        f"{f'K centered{some}' if centered else 'K not centered'}"
+    )
     yield f"from {scales.origin}"
     if scales.plan is not None:
         yield f"stored as {summarize_plan(scales.plan)}"
     if scales.weights_digest is not None:
         yield f"for weights with the fingerprint {scales.weights_digest}"
     if report is not None:
-        texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
-        made = f"{report.tokens} tokens of {texts}, margin {report.margin:g}; checked"
-        # Scales from elsewhere are measured only.
-        made, other = (made, "other ") if report.tokens else ("measured", "")
-        yield (
-            f"{report.model}: {made} as {report.dtype} on {report.held_out_tokens} {other}tokens; "
-            f"{report.date[:10]}"
-        )
+        yield f"{report.model}: {describe_source(report)}; {report.date[:10]}"
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A column with a cell for each layer; numbers are aligned right, words left."""
-
-    header: str
-    cells: list[str]
-    justify: Literal["left", "right"] = "right"
-
-
-class _LayerTables:
-    """A row for each layer: one table if it fits, else several below each other."""
-
-    def __init__(self, scales: KVScales, report: CalibrationReport | None) -> None:
-        self._first = _Column("layer", [str(index) for index in scales.layers])
-        groups = [
-            [column for column in group if any(column.cells)] for group in _groups(scales, report)
-        ]
-        self._groups = [group for group in groups if group]
-        sources = [_tensors(layer.source) for layer in scales.layers.values()]
-        self._source = _Column("source", sources, "left")
-
-    def __rich_console__(
-        self, console: "Console", options: "ConsoleOptions"
-    ) -> "Iterator[RenderableType]":
-        def fits(columns: list[_Column]) -> bool:
-            table = self._table(columns)
-            wide = options.update(width=_ANY_WIDTH)
-            return console.measure(table, options=wide).maximum <= options.max_width
-
-        everything = [column for group in self._groups for column in group]
-        if fits([*everything, self._source]):
-            yield self._table([*everything, self._source])
-            return
-        row: list[_Column] = []
-        for group in self._groups:
-            if fits([*row, *group]):
-                row += group
-                continue
-            # Keep a group together if possible.
-            if row and fits(group):
-                yield self._table(row)
-                row = group
-                continue
-            for column in group:
-                if row and not fits([*row, column]):
-                    yield self._table(row)
-                    row = []
-                row = [*row, column]
-        yield self._table(row)
-
-    def _table(self, columns: list[_Column]) -> "Table":
-        from rich.table import Table
-        from rich.text import Text
-
-        all_columns = [self._first, *columns]
-        table = Table()
-        for column in all_columns:
-            table.add_column(Text(column.header), justify=column.justify, no_wrap=True)
-        for cells in zip(*(column.cells for column in all_columns), strict=True):
-            table.add_row(*map(Text, cells))
-        return table
+def describe_source(report: CalibrationReport) -> str:
+    """Return the texts of a report. Scales from elsewhere are measured only."""
+    texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
+    made = f"{report.tokens} tokens of {texts}, margin {report.margin:g}; checked"
+    made, other = (made, "other ") if report.tokens else ("measured", "")
+    return f"{made} as {report.dtype} on {report.held_out_tokens} {other}tokens"
 
 
-def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list[_Column]]:
-    """Yield groups of columns that belong together; a cell is empty where nothing is known."""
-    layers = list(scales.layers.values())
+Column = tuple[str, list[str]]
 
-    def measured(cell: Callable[[LayerStatistics], str]) -> list[str]:
-        known = {} if report is None else report.layers
-        return [cell(known[index]) if index in known else "" for index in scales.layers]
 
-    def reach(scale: torch.Tensor | None) -> str:
-        return "" if scale is None else _short(_LARGEST * float(scale.max()))
+def _columns(
+    scales: KVScales, layers: dict[str, Any], report: CalibrationReport | None
+) -> Iterator[Column]:
+    """Yield headings and cells, which are empty if nothing is known."""
 
+    def cells(side: str, field: str) -> list[str]:
+        sides = [layer[side] or {} for layer in layers.values()]
+        if field == "scale":
+            return [_range(x["min"], x["max"]) if "min" in x else "" for x in sides]
+        if field == "amax":
+            origin = "scale" if report is None else "text"
+            return [_short(x["amax"]) if x.get("amax_from") == origin else "" for x in sides]
+        return [f"{100 * x[field]:.3g} %" if field in x else "" for x in sides]
+
+    pairs = [("k", "K"), ("v", "V")]
     if scales.plan is not None:
-        plans = list(scales.plan.values())
-        yield [
-            _Column("K stored as", [str(plan.k) for plan in plans], "left"),
-            _Column("V stored as", [str(plan.v) for plan in plans], "left"),
-        ]
-
-    if report is None:
-        title = f"{_LARGEST:g} x"
-        amax = [
-            _Column(f"{title}\nK scale", [reach(layer.k) for layer in layers]),
-            _Column(f"{title}\nV scale", [reach(layer.v) for layer in layers]),
-        ]
-    else:
-        amax = [
-            _Column("amax\nK", measured(lambda layer: _short(max(layer.k.amax)))),
-            _Column("amax\nV", measured(lambda layer: _short(max(layer.v.amax)))),
-        ]
-    yield [
-        _Column("K scale", [_range(layer.k) for layer in layers]),
-        _Column("V scale", [_range(layer.v) for layer in layers]),
-        *amax,
-    ]
+        for place, (_, name) in enumerate(pairs):
+            yield f"{name} stored as", [layer["plan"][place] for layer in layers.values()]
+    for side, name in pairs:
+        yield f"{name} scale", cells(side, "scale")
+    for side, name in pairs:
+        heading = f"{_LARGEST:g} x\n{name} scale" if report is None else f"amax\n{name}"
+        yield heading, cells(side, "amax")
     if scales.centered and scales.plan is None:
-        yield [_Column("centered", ["no" if x.k_center is None else "yes" for x in layers])]
+        yield "centered", ["yes" if layer["centered"] else "no" for layer in layers.values()]
     if report is not None and report.held_out_tokens:
-        yield [
-            _Column("saturated\nK", measured(lambda layer: _share(layer.k.saturated))),
-            _Column("saturated\nV", measured(lambda layer: _share(layer.v.saturated))),
-            _Column("underflow\nK", measured(lambda layer: _share(layer.k.underflow))),
-            _Column("underflow\nV", measured(lambda layer: _share(layer.v.underflow))),
-        ]
+        for field in ("saturated", "underflow"):
+            for side, name in pairs:
+                yield f"{field}\n{name}", cells(side, field)
+
+
+def _width(columns: Sequence[Column]) -> int:
+    """Return the width of a table: each column has two spaces and a line, and one line is left."""
+    return 1 + sum(3 + max(map(len, [*header.split("\n"), *cells])) for header, cells in columns)
 
 
 def _tensors(source: str) -> str:
@@ -231,29 +218,32 @@ def _tensors(source: str) -> str:
     return ", ".join([names[0], *(name.removeprefix(f"{stem}.") for name in names[1:])])
 
 
-def _range(scale: torch.Tensor | None) -> str:
-    if scale is None:  # dynamic
-        return ""
-    low, high = float(scale.min()), float(scale.max())
-    return f"{low:.4g}" if low == high else f"{_short(low)} .. {_short(high)}"
+def _range(low: float, high: float) -> str:
+    return _short(low) if low == high else f"{_short(low)} .. {_short(high)}"
 
 
 def _short(number: float) -> str:
     """Return three significant digits, without an exponent up to a million."""
-    if number == 0 or 999.5 <= number < 1e6:
-        return f"{number:.0f}"
-    return f"{number:#.3g}".removesuffix(".")
+    return f"{number:.0f}" if 999.5 <= number < 1e6 else f"{number:.3g}"
 
 
-def _share(share: float) -> str:
-    """Return a share in percent; exactly 0 is "0"."""
-    percent = 100 * share
-    if 0 < percent < 0.001:
-        return "<0.001 %"
-    return "0" if not percent else f"{percent:.2g} %" if percent < 1 else f"{percent:.3g} %"
+def quality_parts(report: CalibrationReport) -> "list[RenderableType]":
+    """Return the quality on held-out text, here and at other positions, and the centers."""
+    from rich.text import Text
+
+    titles = (
+        "held-out text, against the unquantised cache",
+        f"the same at other positions, up to {report.max_position}",
+    )
+    parts: list[RenderableType] = [
+        _quality_table(title, rows)
+        for title, rows in zip(titles, (report.quality, report.far_quality), strict=True)
+        if rows
+    ]
+    return [*parts, Text(report.centers)] if report.centers else parts
 
 
-def _quality_table(title: str, rows: Iterable[QualityRow]) -> "RenderableType":
+def _quality_table(title: str, rows: Sequence[QualityRow]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
@@ -262,12 +252,7 @@ def _quality_table(title: str, rows: Iterable[QualityRow]) -> "RenderableType":
     for column in ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            Text(row.cache), _divergence(row.kl), _divergence(row.kl_max), f"{row.top1:.2%}",
-            f"{row.perplexity:.4g}", str(row.tokens),
-        )  # fmt: skip
+        kl, kl_max = (f"{x:.2e}" if x else "0" for x in (row.kl, row.kl_max))
+        cells = kl, kl_max, f"{row.top1:.2%}", f"{row.perplexity:.4g}", str(row.tokens)
+        table.add_row(Text(row.cache), *cells)
     return table
-
-
-def _divergence(kl: float) -> str:
-    return f"{kl:.2e}" if kl else "0"

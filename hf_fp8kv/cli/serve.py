@@ -11,20 +11,10 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import ConfigError
+from ..prefix.store import PrefixStore
+from ..utils.demo_model import demo_model_path
+from .arguments import SIZE, Backend, CacheDtype, KeyDtype, Plan, StaticScales, ValueDtype
 from .shared import print_note
-from .values import (
-    CacheDtype,
-    KeyDtype,
-    Plan,
-    StaticScales,
-    ValueDtype,
-    backends,
-    complete_from,
-    parse_cache_dtype,
-    parse_dtype,
-    parse_memory,
-    parse_scales,
-)
 
 
 class Serve(TyperCommand):
@@ -52,19 +42,15 @@ class Serve(TyperCommand):
 
     @cached_property
     def _stock_parameters(self) -> list[Any]:
-        return _load_stock_parameters()
+        from ..serving.server.options import OWN_OPTIONS, require_server
 
+        require_server()
+        from transformers.cli.serve import Serve as Stock
 
-def _load_stock_parameters() -> list[Any]:
-    from ..serving.server.options import OWN_OPTIONS, require_server
-
-    require_server()
-    from transformers.cli.serve import Serve as Stock
-
-    app = typer.Typer(add_completion=False)
-    app.command()(Stock)
-    params = typer.main.get_command(app).params
-    return [param for param in params if param.name not in OWN_OPTIONS]
+        app = typer.Typer(add_completion=False)
+        app.command()(Stock)
+        params = typer.main.get_command(app).params
+        return [param for param in params if param.name not in OWN_OPTIONS]
 
 
 def serve(
@@ -77,10 +63,7 @@ def serve(
     value_dtype: ValueDtype = None,
     plan: Plan = None,
     scales: StaticScales = None,
-    backend: Annotated[
-        str,
-        typer.Option(help="auto, torch, numba or triton.", autocompletion=complete_from(backends)),
-    ] = "auto",
+    backend: Backend = "auto",
     host: Annotated[
         str, typer.Option(help="Where to listen; beyond this machine only with a token.")
     ] = "127.0.0.1",
@@ -92,7 +75,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_body: Annotated[str, typer.Option(help="The largest request.")] = "4MiB",
+    max_body: Annotated[Any, typer.Option(help="The largest request.", **SIZE)] = "4MiB",
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; others get 429.")
     ] = 128,
@@ -116,7 +99,7 @@ def serve(
         ),
     ] = None,
     prefix_store_size: Annotated[
-        str, typer.Option(help="The most that the folder may take.")
+        Any, typer.Option(help="The most that the folder may take.", **SIZE)
     ] = "16GiB",
     client_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a client may neither send nor read.")
@@ -135,30 +118,29 @@ def serve(
     """
     options: dict[str, Any] = ctx.obj
     pages = {
-        "dtype": kv_cache_dtype and parse_cache_dtype(kv_cache_dtype),
-        "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
-        "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
+        "dtype": kv_cache_dtype,
+        "key_dtype": key_dtype,
+        "value_dtype": value_dtype,
         "plan": plan,
-        "scales": parse_scales(scales),
+        "scales": scales,
         "backend": backend,
-        "prefix_store": _open_store(prefix_store, prefix_store_size),
+        "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
     }
     from ..serving.server.config import ServerConfig
     from ..serving.server.options import check_options
-    from ..utils import demo_model
 
     command: Any = ctx.command
     check_options(options, command.stock_defaults())
     config = ServerConfig.parse(
         host,
         api_key,
-        max_body=parse_memory(max_body, "--max-body"),
+        max_body=max_body,
         max_waiting=max_waiting,
         grace=grace,
         client_seconds=client_timeout,
         metrics_interval=metrics_interval,
     )
-    name = model or str(demo_model.demo_model_path())
+    name = model or str(demo_model_path())
     from ..serving.server.run import serve as run
 
     with _log_to_stderr():
@@ -174,13 +156,6 @@ def serve(
             template=None if chat_template is None else chat_template.read_text("utf-8"),
             max_model_tokens=max_model_len,
         )
-
-
-def _open_store(path: Path | None, size: str) -> Any:
-    from ..prefix.store import PrefixStore
-
-    max_bytes = parse_memory(size, "--prefix-store-size")
-    return None if path is None else PrefixStore(path, max_bytes=max_bytes)
 
 
 @contextmanager

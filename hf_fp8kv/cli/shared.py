@@ -4,69 +4,54 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..errors import ConfigError
+from ..utils.demo_model import demo_model_path
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from ..scales.kv_scales import KVScales
+    from rich.console import Console, RenderableType
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 
 
+def pick_device(device: str) -> str:
+    """Return the device, or for "auto" a GPU if this machine has one."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Return a model (None: the demo model), on its device, and its tokenizer."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..utils.dense_copies import hide_progress_bars
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = find_model(name)
+    folder = name or str(demo_model_path())
     try:
-        with nullcontext() if folder == name else hide_progress_bars():
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"cannot load a language model from {folder!r}: {error}") from error
     try:
-        return model.to(device).eval(), tokenizer
+        return model.to(pick_device(device)).eval(), tokenizer
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"cannot use --device {device}: {error}") from error
 
 
-def find_model(name: str | None) -> str:
-    """Return the folder of the demo model (None) or of a packaged one; other names as they are."""
-    from ..utils.demo_model import demo_model_path
-    from ..utils.packaged_models import PACKAGED, packaged_model_path
-
-    if name is None:
-        return str(demo_model_path())
-    is_packaged = name in PACKAGED and not Path(name).exists()
-    return str(packaged_model_path(name)) if is_packaged else name
-
-
-def load_config(name: str) -> Any:
-    """Return the config of a model: a folder, a repository on the Hub, a packaged model."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(find_model(name))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the config of {name!r}: {error}") from error
-
-
-def print_parts(parts: "Sequence[RenderableType]", *, piped_width: int | None = None) -> None:
-    """Print as wide as the terminal or COLUMNS; to a file or pipe, `piped_width` wide."""
+def make_console(piped_width: int | None = None) -> "Console":
+    """Return stdout, as wide as the terminal or COLUMNS. Files and pipes are `piped_width` wide."""
     from rich.console import Console
 
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if has_width else piped_width)
+    return Console(width=None if has_width else piped_width)
+
+
+def print_parts(parts: "Sequence[RenderableType]", *, piped_width: int | None = None) -> None:
+    """Print parts below each other, as wide as `make_console` says."""
+    console = make_console(piped_width)
     for part in parts:
         console.print(part)
 
@@ -75,23 +60,15 @@ def print_parts(parts: "Sequence[RenderableType]", *, piped_width: int | None = 
 def show_progress() -> Iterator[Callable[..., None]]:
     """Show on stderr the messages given to the function, and the share that is done."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(file=sys.stderr)
-    columns = (SpinnerColumn(), BarColumn(bar_width=20), TimeElapsedColumn(),
-               TextColumn("{task.description}"))  # fmt: skip
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bar:
-        task = bar.add_task("", total=None)
+    console = Console(stderr=True)
+    with console.status("") as status:
 
         def update(message: str, share: float | None = None) -> None:
-            if not console.is_terminal:
-                print(message, file=sys.stderr)
-            elif share is None:
-                bar.update(task, description=message)
+            if console.is_terminal:
+                status.update(message if share is None else f"{share:.0%} {message}")
             else:
-                bar.update(task, description=message, total=1.0, completed=share)
+                print_note(message)
 
         yield update
 
@@ -118,8 +95,6 @@ class _Warnings(logging.Handler):
 @contextmanager
 def report_problems() -> Iterator[list[str]]:
     """Print and collect the library's warnings, and explain a lack of memory."""
-    import torch
-
     library = logging.getLogger("hf_fp8kv")
     handler = _Warnings()
     library.addHandler(handler)
@@ -132,21 +107,3 @@ def report_problems() -> Iterator[list[str]]:
         ) from error
     finally:
         library.removeHandler(handler)
-
-
-def describe_scales(scales: "KVScales") -> dict[str, Any]:
-    """Return what all layers have in common, as JSON values."""
-    from ..formats import count_plans
-    from ..scales import Granularity
-
-    kinds = {layer.granularity for layer in scales.layers.values()}
-    return {
-        "format": scales.format,
-        "origin": scales.origin,
-        "model_type": scales.model_type,
-        "num_layers": len(scales.layers),
-        "granularity": "/".join(kind for kind in get_args(Granularity) if kind in kinds),
-        "centered": scales.centered,
-        "plan": None if scales.plan is None else count_plans(scales.plan),
-        "weights_digest": scales.weights_digest,
-    }

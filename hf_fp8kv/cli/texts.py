@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
-from .values import complete_from, dtypes
+from .arguments import FORMAT
 
 PYDOC = "pydoc"
 TEXTS_HELP = "A .txt file, or JSON lines (.jsonl). pydoc stands for Python's own documentation."
@@ -14,8 +14,7 @@ TEXTS_HELP = "A .txt file, or JSON lines (.jsonl). pydoc stands for Python's own
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="The format to choose scales for, or to measure them in. Default: fp8_e4m3.",
-        autocompletion=complete_from(dtypes),
+        help="The format to choose scales for, or to measure them in. Default: fp8_e4m3.", **FORMAT
     ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="Number of tokens to read.")]

@@ -57,8 +57,8 @@ def uses_interface(config_class: type) -> bool:
 def caches_latents(config: Any) -> bool:
     """Whether models of this config cache latents, which their attention expands (MLA).
 
-    Their code says so: the method is new in transformers 5, and a config with a latent does not
-    tell whether a model of another repository caches it, or what it is expanded to.
+    Their attention then has a method for it. A config with a latent does not show whether a model
+    of another repository caches the latent, or what it is expanded to.
     """
     if config is None or config_field(config, "kv_lora_rank") is None:
         return False
@@ -67,21 +67,7 @@ def caches_latents(config: Any) -> bool:
     name = config_class.__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(name if model is None else model.__module__)
     kinds = [] if module is None else list(vars(module).values())
-    return any(map(_expands_what_is_cached, kinds))
-
-
-def _expands_what_is_cached(kind: Any) -> bool:
-    """Whether attention modules of this class expand what the cache returns.
-
-    Sparse attention of older versions expands first, and caches that.
-    """
-    if not (isinstance(kind, type) and hasattr(kind, EXPAND)):
-        return False
-    try:
-        source = inspect.getsource(kind.forward)  # type: ignore[attr-defined]
-    except (OSError, TypeError, AttributeError):
-        return True
-    return source.find(".update(") < source.find(f".{EXPAND}(")
+    return any(isinstance(kind, type) and hasattr(kind, EXPAND) for kind in kinds)
 
 
 def accepts(kind: type[Any], argument: str) -> bool:

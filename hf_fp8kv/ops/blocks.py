@@ -6,16 +6,16 @@ takes rows of blocks.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from .page_layout import page_layout
 from .pages import Pages, StoredSide
 
-Ints = npt.NDArray[np.integer]
+Ints = np.ndarray[Any, np.dtype[np.integer]]
 
 
 def locate_pages(blocks: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..formats import LayerPlan
@@ -13,7 +12,7 @@ from ..ops.blocks import locate_pages, put_pages, take_pages
 # Bytes of a block, at most, if a page is not larger: what a pool asks memory for at a time.
 BLOCK_BYTES = 16 << 20
 
-Numbers = npt.NDArray[np.integer]
+Numbers = np.ndarray[Any, np.dtype[np.integer]]
 _NO_OFFSETS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 

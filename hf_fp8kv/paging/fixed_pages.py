@@ -3,12 +3,11 @@
 import weakref
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .. import ops
 from ..errors import ConfigError
-from .blocks import zeros
+from .blocks import Numbers, zeros
 from .layer_group import LayerGroup
 from .page_allocator import NO_PAGE
 
@@ -122,7 +121,7 @@ class FixedPages:
             slots = self.count * self.group.page_size
             table.reserve(start, slots, table.batch, self.group.copy_pages)
 
-    def count_for(self, rows: npt.NDArray[np.integer], length: int) -> int:
+    def count_for(self, rows: Numbers, length: int) -> int:
         """Return how many more pages are held after `select` of these rows and `unshare`."""
         table, columns = self.group.table, self.count
         filled = columns if self.ring else -(-length // table.page_size)
@@ -131,7 +130,7 @@ class FixedPages:
         held = len(np.unique(pages[rows])) - len(np.unique(table.used()))
         return copies + held + len(rows) * (columns - filled)
 
-    def count_copies(self, pages: npt.NDArray[np.integer], length: int) -> int:
+    def count_copies(self, pages: Numbers, length: int) -> int:
         """Return how many pages of these, `[B, n]`, `unshare` would copy."""
         written = pages[:, 0 if self.ring else length // self.group.page_size :]
         return sum(len(pages) - len(np.unique(column)) for column in written.T)

@@ -6,9 +6,9 @@ All allocators of a cache share a `PageBudget`. Integers only, no bytes.
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import OutOfPagesError
 
@@ -20,7 +20,7 @@ GROWTH_SHARE = 32
 # Pages are renumbered and bytes given back when at most this share of the pages is held.
 SHRINK_SHARE = 4
 
-Ints = npt.NDArray[np.int32]
+Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class PageBudget:

@@ -68,8 +68,8 @@ def enable(
             the other. Models that count positions by themselves, or do not hand the engine's cache
             to their attention, answer with nonsense there, also under transformers' own cache.
         prefix_store: where pages of prompts are found that this engine does not have, also those
-            of other processes, and where it leaves its own; for models without windows, and
-            transformers 5.18 or later. All weights are read once for it.
+            of other processes, and where it leaves its own; for models without windows. All
+            weights are read once for it.
 
     Returns:
         The model.

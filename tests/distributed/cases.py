@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
@@ -34,10 +33,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Its plan gathers K and V: every process holds all heads.
     "gathered": ("olmo2", {}),
     "one-head": ("llama", {"num_key_value_heads": 1}),
+    # The projection of latents is split, the latents are not.
+    "latents": ("deepseek_v2", {}),
 }
-# The projection of latents is split, the latents are not. Older versions cache dense K and V.
-if hasattr(DeepseekV2Attention, "expand_kv"):
-    MODELS["latents"] = ("deepseek_v2", {})
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 Ranks = dict[str, TensorParallel]

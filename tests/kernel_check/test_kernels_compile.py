@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from packaging.version import Version
 
+from benchmarks.shared import make_environment
 from hf_fp8kv.formats import AUTO, FORMATS, Format
 from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.ops.triton import codec, tuning
 from hf_fp8kv.ops.triton.target import Resources, Target
-from hf_fp8kv.utils.environment import make_environment
 from tests.tools.kernels import __main__ as command
 from tests.tools.kernels.assembly import Assembly, read_amd, read_nvidia
 from tests.tools.kernels.bad_kernels import CASES

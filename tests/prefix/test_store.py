@@ -25,6 +25,7 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlavaConfig
 
+from benchmarks.shared import make_environment
 from hf_fp8kv import (
     ConfigError,
     FP8PagedCache,
@@ -38,7 +39,6 @@ from hf_fp8kv import (
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.prefix.file import Page, pack
 from hf_fp8kv.prefix.pages import check_store
-from hf_fp8kv.utils.environment import make_environment
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.tiny_models import tiny

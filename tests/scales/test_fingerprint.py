@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import KVScales, LayerScales, ScaleError, calibrate, enable, measure, serving
-from hf_fp8kv.cli.scales_table import inspect_table
-from hf_fp8kv.cli.shared import describe_scales
+from hf_fp8kv.cli.scales_table import describe_scales, inspect_table
 from hf_fp8kv.utils.digests import fingerprint_weights
 from tests.helpers.tiny_models import tiny
 
@@ -115,10 +114,12 @@ def test_files_keep_it(made: KVScales, tmp_path: Path) -> None:
 
 
 def test_people_see_it(made: KVScales) -> None:
-    shown = [str(part) for part in inspect_table(made, None)]
+    shown = [str(part) for part in inspect_table(made, None, 200)]
     assert f"for weights with the fingerprint {made.weights_digest}" in shown
     assert describe_scales(made)["weights_digest"] == made.weights_digest
-    assert not any("weights" in str(part) for part in inspect_table(KVScales(made.layers), None))
+    assert not any(
+        "weights" in str(part) for part in inspect_table(KVScales(made.layers), None, 200)
+    )
 
 
 @pytest.mark.parametrize("written", [["a"], {"x": "a"}, None, "abc"])

@@ -237,7 +237,7 @@ class Watch:
             if query.shape[2] == 1:
                 sparse = any(kwargs.get(name) is not None for name in ("indices", "block_indices"))
                 paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
-                latent = paged and passes_latents(module, key, value)
+                latent = paged and passes_latents(module)
                 fused = "fused, latent" if latent else "fused"
                 self.seen[fused if paged and (latent or not sparse) else "dense"] += 1
             return inner(module, query, key, value, *args, **kwargs)

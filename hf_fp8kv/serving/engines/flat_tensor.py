@@ -153,15 +153,14 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         Without a scheduler there is no room: all prefixes are given up.
         """
         scheduler = None if self.scheduler is None else self.scheduler()
-        starved = getattr(scheduler, "starved_requests", None)  # not of older engines
-        if scheduler is None or starved is None:
+        if scheduler is None:
             return False
         needed = [
             {
                 name: allocator.needs_new_blocks(state.request_id, state.current_len(), tokens)
                 for name, allocator in self.cache_allocators.items()
             }
-            for state, tokens in starved
+            for state, tokens in scheduler.starved_requests
         ]
         least = min(scheduler.safety_margin + 1 / _PORTIONS, 1.0)
         enough = self.count_storable_requests(needed) == len(needed)

