@@ -149,7 +149,7 @@ def _check_planned(options: dict[str, Any], format: str) -> None:
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """Check that the scales can be written to the folder, before minutes are spent."""
-    from ..scales.existing import check_folder, find_weights, open_source
+    from ..scales.existing import check_place, find_weights, list_files, open_source
     from ..scales.formats.tensor_format import SCALES_FILE
 
     if folder.exists() and not folder.is_dir():
@@ -163,8 +163,8 @@ def _check_out(folder: Path, format: str, overwrite: bool) -> None:
             f"{folder}: expected a folder without {', '.join(existing)}, got one with it; choose "
             "another --out, or pass --overwrite"
         )
-    there = check_folder(folder, files, overwrite=overwrite)
-    if "config.json" in files and find_weights(name for name in there if name not in files):
+    check_place(folder, there := list_files(folder), files, overwrite=overwrite)
+    if "config.json" in files and find_weights(there):
         open_source(folder, SCALE_FORMATS[format], overwrite=True)
 
 

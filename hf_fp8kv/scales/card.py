@@ -47,7 +47,7 @@ def make_card(
     text = old.decode("utf-8", "surrogateescape")
     try:
         card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, yaml.YAMLError) as error:
         logger.warning("%s: its metadata stays as it is: %s", CARD_FILE, error)
         return _insert(text, section).encode("utf-8", "surrogateescape")
     tags = card.data.get("tags") or []

@@ -24,6 +24,11 @@ from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER
 from .formats.tensor_format import SCALES_FILE, TensorFormat, with_own_file
 from .load import find_declaration
 
+# All that a config.json of scales alone can have, whichever the format.
+_MINIMAL_ENTRIES = frozenset((
+    "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
+    "kv_cache_torch_dtype",
+))  # fmt: skip
 _BLOCKS = ("quantization_config", "compression_config", "quantization")
 
 
@@ -72,13 +77,6 @@ def check_place(
         )
 
 
-def check_folder(folder: Path, files: Collection[str], *, overwrite: bool) -> list[str]:
-    """Return the files in a folder; raise ScaleError as `check_place` does."""
-    existing = list_files(folder)
-    check_place(folder, existing, files, overwrite=overwrite)
-    return existing
-
-
 def open_source(
     source: Path, format: ScaleFormat, *, overwrite: bool, whole: bool = True
 ) -> Checkpoint:
@@ -101,42 +99,45 @@ def open_source(
             "a repository of the Hub first, with huggingface_hub.snapshot_download"
         )
     config = read_json(path, unique=False) if path.is_file() else {}
+    if not whole and _MINIMAL_ENTRIES.issuperset(config):
+        config = {}  # only scales wrote it
     check_layer_counts(path, config)
     checkpoint = with_own_file(
         Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
     )
     if whole and isinstance(format, TensorFormat) and not checkpoint.files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
+    present = _find_scales(checkpoint)
     for file in sorted(set(checkpoint.files.values())):
         names = {name for name, other in checkpoint.files.items() if other == file}
-        missing = names - set(read_header(source / file)[0])
+        # An interrupted call may have removed some scales.
+        missing = names - set(read_header(source / file)[0]) - set(present if overwrite else ())
         if missing:
             raise ScaleError(
                 f"{source / file}: expected the tensors of the index, found none named "
                 f"{format_list(sorted(missing))}; fetch the file again"
             )
-    present = _find_scales(checkpoint)
+        if file == SCALES_FILE and not names.issubset(present):
+            raise ScaleError(
+                f"{source / file}: expected a file of scales to replace, got one with "
+                f"{format_list(names.difference(present))}; rename that file"
+            )
     if present and not overwrite:
         raise ScaleError(
             f"{source}: expected a checkpoint without KV scales, got {format_list(present)}; use "
             "the one that it was made from, or pass overwrite=True (--overwrite) to replace them "
             "in the copy"
         )
-    if not present:
-        return checkpoint
-    second = read_json(second_path, unique=False) if second_path.is_file() else None
-    config = _remove_declaration(str(source), config, second, format)
+    if config and (present or not whole):
+        second = read_json(second_path, unique=False) if second_path.is_file() else None
+        config = _remove_declaration(str(source), config, second, format)
     return replace(checkpoint, config=config, left_out=frozenset(present))
 
 
 def _find_scales(checkpoint: Checkpoint) -> list[str]:
     """Return the names of the tensors that belong to an 8-bit or 4-bit KV cache."""
-    patterns = [
-        *(known.pattern for known in TENSOR_NAMES),
-        *(p for p, _ in FOREIGN),
-        ZERO_POINT,
-        BIAS,
-    ]
+    patterns = [known.pattern for known in TENSOR_NAMES] + [pattern for pattern, _ in FOREIGN]
+    patterns += [ZERO_POINT, BIAS]
     return [name for name in checkpoint.files if any(p.fullmatch(name) for p in patterns)]
 
 

@@ -139,7 +139,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
         for declaration in declarations:
             if declaration.kind == kind:
                 return replace(declaration, fnuz=fnuz, rotated=rotated)
-    return Declaration(dialect=dialect)
+    return Declaration(dialect=dialect, rotated=rotated)
 
 
 def _find_dialect(entry: str, block: Mapping[str, object]) -> str:

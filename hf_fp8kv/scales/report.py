@@ -4,7 +4,7 @@ Nothing here measures, and nothing here is needed to use the scales.
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, get_args, get_origin, get_type_hints
@@ -118,7 +118,7 @@ def _read(kind: Any, value: Any, what: str) -> Any:
     if kind is object:
         return json.loads(json.dumps(value))
     types = (int, float) if kind is float else (kind,)
-    if type(value) not in types or (kind is float and not math.isfinite(value)):
+    if type(value) not in types or (kind is float and not abs(value) <= sys.float_info.max):
         expected = "a finite number" if kind is float else kind.__name__
         raise _malformed(expected, value, what)
     return kind(value)

@@ -13,15 +13,15 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import ScaleError
-from ..utils.files import WEIGHTS, read_header, read_weight_map, write_all
+from ..utils.files import WEIGHTS, read_header, read_json, read_weight_map, write_all
 from ..utils.text import format_list, format_value
 from .card import CARD_FILE, make_card
 from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
-from .checkpoint.config import HF_QUANT_CONFIG, text_config
+from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, text_config
 from .checkpoint.folder import translate_hub_errors
 from .existing import check_place, find_weights, list_files, open_source
 from .formats import OWN_FILES, ScaleFormat
@@ -30,10 +30,11 @@ from .formats.tensor_format import TensorFormat, to_json
 from .layer_scales import ScaleData
 from .load import read_checkpoint
 from .reduce import reduce_scales
-from .report import REPORT_FILE
 from .request import Request
 
 Weights = Literal["copy", "link"]
+# Where our own files can be.
+_PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in HfFp8kv.own_files]
 # The bytes of a file, a function that makes it, or None for a file that is deleted.
 _Content = bytes | Callable[[Path], object] | None
 
@@ -72,7 +73,7 @@ def save_scales(
     _read_back(source, target, placed, reduced, tp_size)
     contents: dict[str, _Content] = {**placed}
     if opened is not None:
-        move = os.link if checkpoint is None else partial(_transfer, weights)
+        move = partial(_transfer, "link" if checkpoint is None else weights)
         contents = _change_weights(source, opened, files, move) | contents
     order = sorted(contents, key=lambda name: (name == "config.json", contents[name] is None))
     contents = {name: contents[name] for name in order}
@@ -81,7 +82,7 @@ def save_scales(
             write_all({target / name: content for name, content in contents.items()})
         else:
             _write_copy(checkpoint, target, weights, contents)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ScaleError(
             f"{target}: expected a folder that can be written, got {error}; choose another"
             + (", or weights='copy' (--weights copy)" if weights == "link" else "")
@@ -122,10 +123,8 @@ def push_scales(
         commit = api.create_commit(
             repo_id,
             [
-                CommitOperationDelete(name)
-                if content is None
-                else CommitOperationAdd(name, content)
-                for name, content in placed.items()
+                CommitOperationDelete(n) if content is None else CommitOperationAdd(n, content)
+                for n, content in placed.items()
             ],
             commit_message=commit_message,
             revision=revision,
@@ -134,14 +133,13 @@ def push_scales(
 
 
 def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return files by their places: our own are apart from weights, and an old report goes."""
+    """Return files by their places: our own are apart from weights, and earlier ones go."""
     if OWN_FILE not in files:
         return dict(files)
     apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
     start = f"{OWN_FOLDER}/" if apart else ""
-    old = [REPORT_FILE] if start + REPORT_FILE in existing else []
-    placed: dict[str, bytes | None] = {**dict.fromkeys(old), **files}
-    return {start + n if n in HfFp8kv.own_files else n: file for n, file in placed.items()}
+    placed = {start + n if n in HfFp8kv.own_files else n: file for n, file in files.items()}
+    return {**dict.fromkeys(name for name in _PLACES if name in existing), **placed}
 
 
 def _check_copy(target: Path, weights: Weights) -> None:
@@ -179,15 +177,16 @@ def _change_weights(
     """Return the files of weights that change: the scales in them go, and an index renames one."""
     only, first = source / ONLY_FILE, source / FIRST_FILE
     changes: dict[str, _Content] = {}
+    removed = set(checkpoint.left_out)
     if INDEX_FILE in files and only.is_file():
-        # Both are one file if an earlier call was interrupted.
-        if first.is_file() and not only.samefile(first):
+        # Both are one file, or one has no scales, if an earlier call was interrupted.
+        rest = {*read_header(only)[0]}.difference(removed) if removed else None
+        if first.is_file() and not only.samefile(first) and {*read_header(first)[0]} != rest:
             raise ScaleError(
                 f"{source}: expected the weights in one of {ONLY_FILE} and {FIRST_FILE}, got two "
                 "files; delete one"
             )
-        changes = {FIRST_FILE: partial(move, only.resolve()), ONLY_FILE: None}
-    removed = set(checkpoint.left_out)
+        changes = {FIRST_FILE: partial(move, only), ONLY_FILE: None}
     for path in source.glob("[!.]*.safetensors") if removed else ():
         names, metadata = read_header(path)
         kept = [name for name in names if name not in removed]
@@ -197,8 +196,11 @@ def _change_weights(
             changes[FIRST_FILE if renamed else path.name] = rewrite
     for path in source.glob("*.safetensors.index.json") if removed else ():
         weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed}
-        changes[path.name] = to_json({"metadata": {}, "weight_map": weight_map})
-    return changes
+        facts = as_mapping(read_json(path).get("metadata"))
+        facts = {n: fact for n, fact in facts.items() if not n.startswith("total_")}
+        changes[path.name] = to_json({"metadata": facts, "weight_map": weight_map})
+    # An index among `files` comes later, after the files that it names.
+    return {name: content for name, content in changes.items() if name not in files}
 
 
 def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str], to: Path) -> None:
@@ -208,12 +210,12 @@ def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str]
 
 def _transfer(weights: Weights, source: Path, target: Path) -> None:
     """Copy a file, or link it if it has weights and these are linked."""
-    if weights == "link" and Path(source).suffix.lower() in WEIGHTS:
+    if weights == "link" and source.suffix.lower() in WEIGHTS:
         # The Hub's cache holds symbolic links: the file itself is what stays.
-        os.link(Path(source).resolve(), target)
+        os.link(source.resolve(), target)
         return
     shutil.copy2(source, target)
-    with open(target, "rb+") as file:
+    with target.open("rb") as file:  # which may be read-only
         os.fsync(file.fileno())
 
 
@@ -221,14 +223,16 @@ def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
     """Make `target` a copy of `source` with these files; on any error it is not there at all."""
-    left_out = {*OWN_FILES, OWN_FOLDER, REPORT_FILE, *contents}
-
-    def ignore(folder: str, names: list[str]) -> list[str]:
-        return [n for n in names if n[0] == "." or (n in left_out and Path(folder) == source)]
-
+    left_out = {*OWN_FILES, *_PLACES, *contents}
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        shutil.copytree(source, staging, ignore=ignore, copy_function=partial(_transfer, weights))
+        staging.mkdir(parents=True)
+        for path in source.rglob("*"):
+            name = path.relative_to(source)
+            hidden = any(part.startswith(".") for part in name.parts)
+            if path.is_file() and not hidden and name.as_posix() not in left_out:
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                _transfer(weights, path, staging / name)
         write_all({staging / name: content for name, content in contents.items()})
         if target.exists():
             target.rmdir()
@@ -245,10 +249,11 @@ def _read_back(
         folder = Path(name)
         for config in ("config.json", HF_QUANT_CONFIG):
             if (source / config).is_file():
-                shutil.copy(source / config, folder)
+                shutil.copyfile(source / config, folder / config)
         for file, content in files.items():
-            (folder / file).parent.mkdir(exist_ok=True)
-            (folder / file).write_bytes(content or b"")
+            if content is not None:
+                (folder / file).parent.mkdir(exist_ok=True)
+                (folder / file).write_bytes(content)
         try:
             read = read_checkpoint(name, Request(0, tp_size))
         except ScaleError as error:
@@ -261,4 +266,5 @@ def _read_back(
 
 
 def _values(scales: ScaleData) -> str:
-    return format_value({i: [x.tolist() for x in s.static] for i, s in scales.layers.items()})
+    layers = scales.layers.items()
+    return format_value({i: [*(x.tolist() for x in s.static), str(s.plan)] for i, s in layers})

@@ -104,7 +104,7 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> 
             else:
                 with parts[path].open("xb") as file:  # not through a link
                     file.write(content)
-            with parts[path].open("rb+") as file:
+            with parts[path].open("rb" if os.name == "posix" else "rb+") as file:  # a link is "rb"
                 os.fsync(file.fileno())
         for path, part in parts.items():
             path.unlink(missing_ok=True) if files[path] is None else part.replace(path)

@@ -105,6 +105,7 @@ DROPPED = object()
         ("more", 1, r"x\.json: expected the entries model, dtype, .*, got \["),
         ("model", 3, r"x\.json: model: expected str, got 3"),
         ("margin", NAN, r"margin: expected a finite number, got nan"),
+        pytest.param("margin", 10**400, "margin: expected a finite number, got 1", id="huge"),
         ("tokens", True, r"tokens: expected int, got True"),
         ("versions/torch", 2.13, r"versions\.torch: expected str, got 2\.13"),
         ("layers/a", {}, r"layers: expected the indices of layers, got .*'a'"),

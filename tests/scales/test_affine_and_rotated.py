@@ -157,6 +157,24 @@ def test_another_rotation_is_refused(plain, tmp_path, changes):
         KVScales.from_pretrained(folder)
 
 
+def test_k_is_rotated_also_where_the_config_declares_no_cache(plain, tmp_path):
+    folder = rotated(plain, tmp_path / "rotated")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]["kv_cache_scheme"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED)
+
+
+def test_scales_of_k_as_it_is_are_not_written_where_k_is_rotated(plain, tmp_path):
+    folder = rotated(plain, tmp_path / "rotated")
+    before = (folder / "config.json").read_bytes()
+    with refused("got .*K fp8_e4m3 rotated.* for .*None"):
+        KVScales.uniform(LAYERS, 0.5).save_pretrained(
+            folder, format="compressed-tensors", overwrite=True
+        )
+    assert (folder / "config.json").read_bytes() == before
+
+
 def test_rotations_of_weights_alone_change_nothing(plain, tmp_path):
     weights = [{"targets": ["re:.*v_proj$"], "location": "weight_output"}]
     folder = rotated(plain, tmp_path / "rotated", apply=weights, type="random-hadamard")

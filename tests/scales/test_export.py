@@ -582,9 +582,95 @@ def test_old_scale_files_do_not_come_along(tmp_path, folder):
     KVScales.uniform(LAYERS, k=8.0).save_pretrained(folder, format="vllm-json")
     KVScales.uniform(LAYERS, k=8.0).save_pretrained(folder)
     (folder / "kv_calibration.json").write_text("{}")
+    (folder / "kv_scales" / "notes.txt").write_text("mine")
     copy = patched(folder, tmp_path / "copy", "autofp8")
     assert KVScales.from_pretrained(copy).format == "autofp8"
     assert not (copy / "kv_calibration.json").exists()
+    assert [path.name for path in (copy / "kv_scales").iterdir()] == ["notes.txt"]
+
+
+def test_scales_alone_that_weights_joined_move_apart(tmp_path, model, caplog):
+    folder = Path(shutil.copytree(model, tmp_path / "folder"))
+    for path in random_scales("head", 1).save_pretrained(tmp_path / "alone"):
+        shutil.copy(path, folder)
+    (folder / "kv_calibration.json").write_text("{}")
+    scales = random_scales("head", 2)
+    scales.save_pretrained(folder, overwrite=True)
+    assert {*content(folder)} - {*content(model)} == {"kv_scales/kv_scales.safetensors"}
+    (folder / "kv_scales" / "kv_calibration.json").write_text("{}")
+    scales.save_pretrained(folder, overwrite=True)
+    assert not caplog.text
+    assert KVScales.from_pretrained(folder).digest == scales.digest
+
+
+# Grid: each format that is replaced once, and each way to declare a cache.
+@pytest.mark.parametrize(
+    ("before", "after", "has_entries"),
+    [
+        ("modelopt", "quark", False),
+        ("quark", "compressed-tensors", False),
+        ("compressed-tensors", "autofp8", True),
+        ("tgi", "modelopt", True),
+    ],
+)
+def test_scales_without_weights_change_their_format(tmp_path, model, before, after, has_entries):
+    folder = tmp_path / "folder"
+    if has_entries:  # the config of a model without its weights
+        folder.mkdir()
+        shutil.copy(patched(model, tmp_path / "copy", before) / "config.json", folder)
+    else:
+        random_scales("tensor", 1).save_pretrained(folder, format=before)
+    scales = random_scales("tensor", 2)
+    scales.save_pretrained(folder, format=after, overwrite=True)
+    assert sides(KVScales.from_pretrained(folder)) == sides(scales)
+
+
+def test_weights_in_a_file_named_as_that_of_scales_are_kept(tmp_path, shards):
+    folder = Path(shutil.copytree(shards, tmp_path / "folder"))
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["extra.weight"] = "model-kv-scales.safetensors"
+    path.write_text(json.dumps(index))
+    save_file({"extra.weight": torch.ones(1)}, folder / "model-kv-scales.safetensors")
+    before = content(folder)
+    for target, options in ((folder, {}), (tmp_path / "copy", {"checkpoint": folder})):
+        with refused("expected a file of scales to replace, got .*extra.weight"):
+            random_scales("tensor").save_pretrained(target, format="tgi", overwrite=True, **options)
+    assert content(folder) == before
+
+
+def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model):
+    """As in the cache of the Hub. Links to nowhere or in a circle, and pipes, stay behind."""
+    folder, blobs = Path(shutil.copytree(model, tmp_path / "folder")), tmp_path / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
+        blob = path.rename(blobs / str(number))
+        path.symlink_to(blob)
+        blob.chmod(0o444)
+    wanted = content(patched(folder, tmp_path / "plain", "tgi"))
+    (folder / "circle").symlink_to(folder)
+    (folder / "gone").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe")
+    for place in (folder / "original", folder):
+        place.chmod(0o555)
+    for weights in ("copy", "link"):
+        copy = patched(folder, tmp_path / weights, "tgi", weights=weights)
+        card, written = wanted["README.md"].decode(), content(copy)
+        assert written == wanted | {"README.md": card.replace("plain", weights).encode()}
+        assert all(place.stat().st_mode & 0o200 for place in (copy, copy / "original"))
+        first = copy / "model-00001-of-00001.safetensors"
+        assert first.samefile(folder / "model.safetensors") == (weights == "link")
+    folder.chmod(0o755)
+    before = content(blobs)
+    random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
+    assert content(blobs) == before
+
+
+def test_a_card_whose_metadata_has_a_number_as_its_name_stays(folder):
+    text = "---\n1: a\n---\n# Mine\n"
+    (folder / "README.md").write_text(text)
+    random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
+    assert (folder / "README.md").read_text().startswith(text)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["top", "text-config"])
@@ -815,6 +901,7 @@ def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
     assert not fake.uploaded
     random_scales("tensor").push_to_hub("org/model", overwrite=True)
     assert set(fake.uploaded) == {"README.md", "kv_scales/kv_scales.safetensors"}
+    assert fake.deleted == ["kv_scales.safetensors"]
 
 
 # Grid: every format once, each kind of weights and none with two of them.

@@ -1,9 +1,11 @@
 """Copies of checkpoints that have KV scales, with others in their place (`overwrite=True`)."""
 
+import contextlib
 import itertools
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +91,7 @@ def test_scales_among_the_weights(tmp_path, plain, weights):
     files = dict.fromkeys(names[:half], first) | dict.fromkeys(names[half:], second)
     for file in (first, second):
         save_file({n: tensors[n] for n in names if files[n] == file}, old / file, {"format": "pt"})
-    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    index = {"metadata": {"total_size": 1, "mine": 2}, "weight_map": files}
     (old / "model.safetensors.index.json").write_text(json.dumps(index))
     for target in ("compressed-tensors", "hf_fp8kv"):
         new = tmp_path / target
@@ -101,12 +103,85 @@ def test_scales_among_the_weights(tmp_path, plain, weights):
         written = json.loads((new / "model.safetensors.index.json").read_text())
         assert written["weight_map"].keys() == all_tensors(new).keys()
         assert written["metadata"].get("total_size") != 1  # that of before
+        assert written["metadata"]["mine"] == 2
         with safe_open(new / first, "pt") as file:
             assert file.metadata() == {"format": "pt"}
     # In its own folder the shards are written again, each as a whole.
     NEW.save_pretrained(old, format="compressed-tensors", overwrite=True)
     assert_same(KVScales.from_pretrained(old), NEW)
     assert all_tensors(old).keys() == all_tensors(tmp_path / "compressed-tensors").keys()
+
+
+def save_in_files(folder: Path, plain: Path, count: int) -> None:
+    """Save a checkpoint with scales among its weights, in `count` files."""
+    declare(plain, folder)
+    tensors = sorted(all_tensors(folder).items())
+    for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        path.unlink()
+    if count == 1:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i in range(count):
+        file, part = f"model-{i}.safetensors", dict(tensors[i::count])
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_folder_is_whole_whenever_its_scales_are_replaced(tmp_path, plain, monkeypatch, count):
+    """Every file that an index names is there, all weights too, and the call can be repeated."""
+    wanted = load_file(plain / "model.safetensors")
+    replace, unlink = Path.replace, Path.unlink
+
+    def stop(self: Path, *arguments: Any, **options: Any) -> Any:
+        act = replace if arguments else unlink
+        if arguments or not self.name.endswith(".part"):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return act(self, *arguments, **options)
+
+    for at in itertools.count():
+        folder, left = tmp_path / str(at), [at]
+        save_in_files(folder, plain, count)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", stop)
+            patch.setattr(Path, "unlink", stop)
+            TOO_SMALL.save_pretrained(folder, format="compressed-tensors", overwrite=True)
+        index = folder / "model.safetensors.index.json"
+        if not (folder / "model.safetensors").exists():
+            weight_map = json.loads(index.read_text())["weight_map"]
+            found = {name: load_file(folder / weight_map[name])[name] for name in wanted}
+            assert all((folder / file).exists() for file in weight_map.values())
+        else:
+            found = load_file(folder / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        NEW.save_pretrained(folder, format="compressed-tensors", overwrite=True)
+        assert_same(KVScales.from_pretrained(folder), NEW)
+        if left[0] >= 0:
+            break
+    assert at > 4
+
+
+def test_a_disk_that_is_full_while_weights_are_written_again(tmp_path, plain):
+    resource = pytest.importorskip("resource")
+    save_in_files(tmp_path / "old", plain, 1)
+    before, limits = content(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "old" / "model.safetensors").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+    try:
+        for target in ("old", "new"):
+            source = tmp_path / "old" if target == "new" else None
+            with refused("expected a folder that can be written, got .*too large"):
+                NEW.save_pretrained(
+                    tmp_path / target, format="tgi", checkpoint=source, overwrite=True
+                )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert content(tmp_path) == before
 
 
 def test_outputs_of_projections_that_were_the_cache_once(tmp_path, plain):

@@ -579,11 +579,25 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "zero-point-of-int8": (spoiled_tensor("v_zero_point", torch.ones(1).char()), "v_zero_point"),
     "bias-of-a-layer": (
         spoiled_tensor("k_proj.k_bias", torch.ones(2)),
-        r"k_bias: expected floats of the shape \[1, heads, 1, D\], got torch.float32 \[2\]",
+        r"k_bias: expected floats of the shape \[1, heads, 1, D\] .*, got torch.float32 \[2\]",
     ),
     "bias-of-other-heads": (
         spoiled_tensor("v_proj.v_bias", torch.ones(2, 2, 1, 4)),
         r"v_bias: expected floats of the shape",
+    ),
+    "bias-of-three-heads": (
+        spoiled_tensor("k_proj.k_bias", torch.ones(1, 3, 1, 4)),
+        r"k_bias: expected floats of the shape \[1, heads, 1, D\] with heads in",
+    ),
+    "bias-of-more-heads-than-its-scale": (
+        lambda folder: edit_tensors(
+            folder,
+            {
+                ATTENTION.format(1) + "v_scale": torch.ones(2, 1, 1),
+                ATTENTION.format(1) + "v_proj.v_bias": torch.ones(1, 4, 1, 4),
+            },
+        ),
+        r"v_bias: expected floats of the shape \[1, heads, 1, D\] with heads in \[1, 2\]",
     ),
     "bias-nan": (
         spoiled_tensor("k_proj.k_bias", torch.full((1, 2, 1, 4), float("nan"))),

@@ -158,19 +158,20 @@ def _add_biases(
     tensors = _load(checkpoint, (match[0] for match in matches), files)
     for match in matches:
         tensor, index = tensors[match[0]], int(match["layer"])
-        if tensor.dtype not in _FLOATS or (tensor.ndim, *tensor.shape[:3:2]) not in (
-            (4, 1, 1),
-            (0,),
-        ):
-            raise ScaleError(
-                f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D], "
-                f"got {tensor.dtype} {list(tensor.shape)}; export per head and channel"
-            )
         if index not in layers:
             raise ScaleError(
                 f"{checkpoint.origin}: expected a scale with {match[0]}, got none; export again"
             )
-        layer, bias = layers[index], tensor.float().reshape(tensor.shape[1::2] or (1, 1))
+        layer, shape = layers[index], list(tensor.shape) or [1, 1, 1, 1]
+        of_scales = {len(scale) for scale in layer.static if scale.ndim} - {1}
+        heads = {1, *(of_scales or head_counts(checkpoint.config) or shape[1:2])}
+        if tensor.dtype not in _FLOATS or shape[::2] != [1, 1] or shape[1] not in heads:
+            raise ScaleError(
+                f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D] "
+                f"with heads in {sorted(heads)}, got {tensor.dtype} {list(tensor.shape)}; export "
+                "per head and channel"
+            )
+        bias = tensor.float().reshape(shape[1::2])
         if match["side"] == "k":
             layers[index] = replace(layer, k_center=bias)
         else:

@@ -115,12 +115,8 @@ def _parse_transform(where: str, scheme: Mapping[str, object]) -> list[Declarati
     if not places:
         return []
     what = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
-    if (
-        kind != "hadamard"
-        or random
-        or type(size) is not int
-        or any(p.get("ignore") for p in places)
-    ):
+    ignored = any(place.get("ignore") for place in places)
+    if kind != "hadamard" or random or type(size) is not int or ignored:
         return [Declaration("refused", what)]
     return [Declaration(what=what, rotated=size)]
 

@@ -22,11 +22,6 @@ from ..request import Request
 from .base import ScaleFormat
 
 SCALES_FILE = "model-kv-scales.safetensors"
-# All that a config.json of scales alone can have, whichever the format.
-_MINIMAL_ENTRIES = frozenset((
-    "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
-    "kv_cache_torch_dtype",
-))  # fmt: skip
 
 
 def to_json(data: object) -> bytes:
@@ -71,9 +66,7 @@ class TensorFormat(ScaleFormat):
         config, metadata = _minimal_config(scales), Config()
         second: Config | None = None
         modules, size = None, 0
-        if checkpoint is not None and (
-            weights or not _MINIMAL_ENTRIES.issuperset(checkpoint.config)
-        ):
+        if checkpoint is not None and (weights or checkpoint.config):
             config = copy.deepcopy(checkpoint.config)
             path, index = (checkpoint.folder.path(n) for n in (HF_QUANT_CONFIG, INDEX_FILE))
             second = None if path is None else read_json(path, unique=False)
