@@ -21,7 +21,7 @@ from .scales.kv_scales import StoragePlan
 from .utils.demo_model import demo_model_path
 
 if _typing.TYPE_CHECKING:
-    from .serving.server import application
+    from .server import application
 
 __all__ = [
     "BackendError",
@@ -58,5 +58,5 @@ def __getattr__(name: str) -> _typing.Any:
     if name == "serving":
         return _importlib.import_module(f"{__name__}.serving")
     if name == "application":
-        return _importlib.import_module(f"{__name__}.serving.server").application
+        return _importlib.import_module(f"{__name__}.server").application
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

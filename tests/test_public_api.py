@@ -98,7 +98,7 @@ def test_importing_changes_nothing_that_was_there(imported):
 def test_importing_loads_only_the_package_besides_models_of_transformers(imported):
     assert {name.split(".")[0] for name in imported["modules"]} == {"hf_fp8kv"}
     assert "hf_fp8kv.serving" not in imported["modules"]
-    assert imported["later"] == ["hf_fp8kv.serving", "hf_fp8kv.serving.server"]
+    assert imported["later"] == ["hf_fp8kv.serving", "hf_fp8kv.server"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hf_fp8kv.nothing  # noqa: B018
 

@@ -1,4 +1,4 @@
-"""`hf-fp8kv serve`: transformers' own server over FP8 pages."""
+"""`hf-fp8kv serve`: an OpenAI server of one model over FP8 pages."""
 
 import logging
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class Serve(TyperCommand):
 
     @cached_property
     def _stock_parameters(self) -> list[Any]:
-        from ..serving.server.options import OWN_OPTIONS, require_server
+        from ..server.options import OWN_OPTIONS, require_server
 
         require_server()
         from transformers.cli.serve import Serve as Stock
@@ -111,7 +111,7 @@ def serve(
         float, typer.Option(min=0, help="Seconds between lines in the log; 0: none.")
     ] = 10.0,
 ) -> None:
-    """Serve a model from FP8 pages, with OpenAI's interface: transformers' server and its options.
+    """Serve a model from FP8 pages, with OpenAI's interface and `transformers serve`'s options.
 
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics,
     /version; POST /tokenize, /detokenize.
@@ -126,8 +126,8 @@ def serve(
         "backend": backend,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
     }
-    from ..serving.server.config import ServerConfig
-    from ..serving.server.options import check_options
+    from ..server.config import ServerConfig
+    from ..server.options import check_options
 
     command: Any = ctx.command
     check_options(options, command.stock_defaults())
@@ -141,7 +141,7 @@ def serve(
         metrics_interval=metrics_interval,
     )
     name = model or str(demo_model_path())
-    from ..serving.server.run import serve as run
+    from ..server.run import serve as run
 
     with _log_to_stderr():
         run(

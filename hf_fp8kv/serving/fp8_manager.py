@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -113,6 +114,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._enabled: Enabled = vars(model)[_METHOD]
         self._restore_at_end = False
+        # Called in the engine's thread with a new batch processor, before its first step.
+        self.on_processor: Callable[[Any], None] = lambda _: None
         before = get_implementations(model)
         try:
             super().__init__(model, *args, **kwargs)
@@ -206,6 +209,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         processor = create(self)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
         _let_newcomers_in(processor.scheduler)
+        self.on_processor(processor)
         return processor
 
     def _generation_step(self) -> None:

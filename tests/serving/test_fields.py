@@ -1,8 +1,8 @@
-"""Fields of requests that transformers' server ignores: log probabilities, penalties, n, ..."""
+"""Fields of requests: log probabilities, penalties, several answers, forced tools, ..."""
 
 import asyncio
 import json
-from collections import deque
+from collections import Counter
 from itertools import chain
 from types import SimpleNamespace
 
@@ -31,14 +31,12 @@ from tests.helpers.serving_tools import OpenAIPenalties
 pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
-from transformers.cli.serving.utils import ReasoningText  # noqa: E402
+from transformers.cli.serving.utils import build_response_parser  # noqa: E402
 
-from hf_fp8kv.serving.server import logits  # noqa: E402
-from hf_fp8kv.serving.server.answer_text import AnswerStream, StopFinder  # noqa: E402
-from hf_fp8kv.serving.server.fan_out import answer_all  # noqa: E402
-from hf_fp8kv.serving.server.grammars import Grammars  # noqa: E402
-from hf_fp8kv.serving.server.processor import RequestProcessor  # noqa: E402
-from hf_fp8kv.serving.server.tool_calls import ForcedCall  # noqa: E402
+from hf_fp8kv.server import sampling  # noqa: E402
+from hf_fp8kv.server.choices import Choice, Visit  # noqa: E402
+from hf_fp8kv.server.structured import Grammars  # noqa: E402
+from hf_fp8kv.server.text import AnswerText  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 # Renders the tools and the last message.
@@ -176,24 +174,22 @@ def test_a_prompt_alone_is_scored(server, model):
 
 def test_what_cannot_follow_has_a_number_in_json():
     never = float("-inf")
-    (one,) = logits.score_tokens(torch.tensor([[0.0, never, 0.0]]), torch.tensor([1]), 3)
+    (one,) = sampling.score_tokens(torch.tensor([[0.0, never, 0.0]]), [1], 3)
     assert one.rank == 3
     assert one.logprob == -9999
     assert sorted(value for _, value in one.top)[0] == -9999
 
 
 def test_scores_of_a_request_that_is_computed_again_are_its_own():
-    wanted = logits.Logprobs(1, 1)
-    state = SimpleNamespace(
-        logit_processor_kwargs={logits.LOGPROBS: wanted}, _true_initial_tokens=3,
-        initial_tokens=[5, 6, 7, 8], generated_tokens=[9], position_offset=0,
-    )  # fmt: skip
-    other = SimpleNamespace(**{**vars(state), "logit_processor_kwargs": {}})
+    """The engine counts the tokens of a step in `position_offset` before."""
+    wanted = sampling.Sequence([5, 6, 7], 9, prompt_top=1)
+    state = SimpleNamespace(logit_processor_kwargs={"sequence": wanted}, position_offset=4)
+    other = SimpleNamespace(logit_processor_kwargs={"sequence": sampling.Sequence([5], 9)})
     requests = [SimpleNamespace(state=one, query_length=4) for one in (other, state)]
-    (span,) = logits._find_spans(requests)
-    assert (span.first, span.position, span.tokens) == (4, 1, [6, 7])
-    state.position_offset = 2
-    assert logits._find_spans(requests) == []
+    (span,) = sampling._find_spans(requests)
+    assert (span.sequence, span.first, span.position, span.tokens) == (wanted, 4, 1, [6, 7])
+    state.position_offset = 6
+    assert sampling._find_spans(requests) == []
 
 
 # -- several answers -------------------------------------------------------------------------------
@@ -272,41 +268,47 @@ def test_a_stream_of_several_answers_has_usage_if_that_is_asked_for(server, path
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_answers_of_one_request_leave_room_for_others(count):
+def test_answers_of_one_request_leave_room_for_others(folder, count):
     """At most 16 of 60 answers run at once. Answers to a prompt wait for its first answer."""
-    running, most, begun = 0, 0, []
+    running, most = 0, 0
+    begun: list[int] = []
 
-    async def answer(body, send, on_begin):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        request = SimpleNamespace(first_token=None)
-        on_begin(request)
-        begun.append((body["at"] // count, request.first_token))
-        await asyncio.sleep(0)
-        running -= 1
-        usage = {"prompt_tokens": 1, "completion_tokens": 1}
-        usage["prompt_tokens_details"] = {"cached_tokens": 0}
-        await send({"type": "http.response.start", "status": 200})
-        content = {"choices": [{}], "usage": usage}
-        await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+    class Engine:
+        latencies = SimpleNamespace(note_end=lambda _: None)
 
-    async def send(message):
-        if message["type"] == "http.response.body":
-            assert len(json.loads(message["body"])["choices"]) == 60
+        async def stream(self, sequence, *, each_token):
+            nonlocal running, most
+            begun.append(sequence.prompt[0])
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            yield [1]
+            await asyncio.sleep(0)
+            running -= 1
 
-    asyncio.run(answer_all([{"at": at} for at in range(60)], count, answer, send))
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    choices = [
+        Choice(at, at % count == 0, sampling.Sequence([at], 1), AnswerText(tokenizer))
+        for at in range(60)
+    ]
+
+    async def run() -> int:
+        visit = Visit(Engine(), SimpleNamespace(unfinished=Counter()))
+        return sum([len(parts) async for parts in visit.run(choices, streaming=False)])
+
+    assert asyncio.run(run()) == 120  # a part of text for each, and an end
     assert most == 16
-    seen = set()
-    for prompt, event in begun:
-        assert (event is not None) == (prompt not in seen)
-        seen.add(prompt)
+    assert [one.finish_reason for one in choices] == ["length"] * 60
+    for at in begun:
+        assert begun.index(at - at % count) <= begun.index(at)
 
 
 def test_what_answers_share_is_made_once(server, monkeypatch):
     made, compile_grammar = [], Grammars.compile
     monkeypatch.setattr(
-        Grammars, "compile", lambda self, body: made.append(body) or compile_grammar(self, body)
+        Grammars,
+        "compile",
+        lambda self, request: made.append(request) or compile_grammar(self, request),
     )
     asked = {"prompt": PROMPT, "max_tokens": 10, "temperature": 1.2, "repetition_penalty": 1.5}
     asked |= {"structured_outputs": {"regex": "[a-f]{3,10}[g-z]{5}"}}
@@ -490,21 +492,21 @@ def test_a_call_that_must_be_is_not_in_the_form_of_texts(server):
     assert is_call(found["message"]["tool_calls"][0])
 
 
-def test_the_beginning_of_a_list_of_calls_is_not_lost():
-    forced = ForcedCall("")
-    forced.text = '[{"name": "f", "param'
-    assert forced.read() == [forced.text]
-    forced.text = '[{"name": "f", "parameters": {"x": 1}}]'
-    (call,) = forced.read()
-    assert (call.name, json.loads(call.arguments)) == ("f", {"x": 1})
-    forced.text = '[{"name": "f", "parameters": {"x": "], "}}, {"name": "g", "parameters": {"y'
-    (call,) = forced.read()
-    assert (call.name, json.loads(call.arguments)) == ("f", {"x": "], "})
-    forced.text = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"y": []}}]'
-    assert [(call.name, json.loads(call.arguments)) for call in forced.read()] == [
-        ("f", {}), ("g", {"y": []}),
-    ]  # fmt: skip
-    assert ForcedCall("").read() == []
+def test_the_beginning_of_a_list_of_calls_is_not_lost(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+
+    def read(text: str) -> list[object]:
+        answer = AnswerText(tokenizer, forced="")
+        assert answer.put(ids(text)) == []
+        return [part.text or (part.call[0], json.loads(part.call[1])) for part in answer.end()]
+
+    assert read('[{"name": "f", "param') == ['[{"name": "f", "param']
+    assert read('[{"name": "f", "parameters": {"x": 1}}]') == [("f", {"x": 1})]
+    cut = '[{"name": "f", "parameters": {"x": "], "}}, {"name": "g", "parameters": {"y'
+    assert read(cut) == [("f", {"x": "], "})]
+    whole = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"y": []}}]'
+    assert read(whole) == [("f", {}), ("g", {"y": []})]
+    assert read("") == []
 
 
 @pytest.mark.parametrize(
@@ -528,18 +530,14 @@ def test_a_choice_of_tools_that_cannot_be_is_refused(server, field, fields):
 # -- parts by themselves ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_rules_count_each_token_of_prompt_and_answer(lost):
+def test_rules_count_each_token_of_prompt_and_answer():
     prompt, answer = [1, 2, 2], [4, 5, 5]
-    state = SimpleNamespace(
-        initial_tokens=prompt + (answer[:2] if lost else []),
-        _true_initial_tokens=len(prompt) if lost else 0,
-        generated_tokens=answer[2:] if lost else answer, _eos_token_ids={9, 400},
-    )  # fmt: skip
+    sequence = sampling.Sequence(prompt, 9, frozenset({9, 400}), answer=answer)
 
     def change(**rules: object) -> list[float]:
         scores = torch.tensor([3.0, -2.0] * 5)
-        logits.TokenRules(**rules).apply(scores, state)
+        sequence.kept.clear()
+        sampling.TokenRules(**rules).apply(scores, sequence)
         return (scores - torch.tensor([3.0, -2.0] * 5)).tolist()
 
     assert change(presence_penalty=0.5) == [0, 0, 0, 0, -0.5, -0.5, 0, 0, 0, 0]
@@ -551,17 +549,18 @@ def test_rules_count_each_token_of_prompt_and_answer(lost):
     assert change(min_tokens=4) == [0] * 9 + [never]
     words = ((5, 7), (5, 5, 6), (4, 8), (2, 4, 5, 5, 3), (0,))
     assert change(bad_words=words) == [never, 0, 0, 0, 0, 0, never, never, 0, 0]
-    kept = logits.TokenRules(repetition_penalty=2.0, logit_bias={6: 1.5})  # of one request
-    for tokens in (answer, [*answer, 0]):
-        state.initial_tokens, state._true_initial_tokens = prompt, 0
-        state.generated_tokens = tokens
-        given, fresh = torch.ones(10), torch.ones(10)
-        kept.apply(given, state)
-        logits.TokenRules(repetition_penalty=2.0, logit_bias={6: 1.5}).apply(fresh, state)
-        assert given.tolist() == fresh.tolist()
+    sequence.kept.clear()
+    rules = sampling.TokenRules(repetition_penalty=2.0, logit_bias={6: 1.5})
+    for tokens in (answer, [*answer, 0]):  # what stays the same is kept from step to step
+        fresh = sampling.Sequence(prompt, 9, answer=tokens)
+        sequence.answer = tokens
+        given, expected = torch.ones(10), torch.ones(10)
+        rules.apply(given, sequence)
+        rules.apply(expected, fresh)
+        assert given.tolist() == expected.tolist()
     assert given[0] == 0.5
-    assert not logits.TokenRules()
-    assert logits.TokenRules(min_tokens=1)
+    assert not sampling.TokenRules()
+    assert sampling.TokenRules(min_tokens=1)
 
 
 class Parser:
@@ -597,12 +596,12 @@ def test_bytes_that_are_no_text_end_no_answer():
     for _ in range(400):
         noise = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
         tokens = [0, *noise, 2, 1, 0, 2]
-        finder, stream = StopFinder(["b"], inner), DecodeStream([], skip_special_tokens=True)
-        found = finder.find(tokens)
-        assert found is not None
-        assert finder.text[found:] == "b"
-        assert finder.text.startswith("a")
-        assert finder.text[:found].endswith(" c")
+        answer, stream = AnswerText(inner, stops=["b"]), DecodeStream([], skip_special_tokens=True)
+        text = "".join(part.text for part in answer.put(tokens))
+        assert answer.stopped
+        assert answer.end() == []
+        assert text.startswith("a")
+        assert text.endswith(" c")
         try:
             for token in tokens:
                 stream.step(inner, token)
@@ -613,50 +612,54 @@ def test_bytes_that_are_no_text_end_no_answer():
 
 @pytest.mark.parametrize(("parser", "thoughts"), [(None, ""), (Parser(), "so it is")])
 def test_a_stop_string_ends_an_answer_that_is_parsed(folder, parser, thoughts):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    request = SimpleNamespace(
-        scores_only=False, stop_tokens=frozenset(), min_tokens=0, tool_call=None,
-        part_tokens=deque(),
-    )  # fmt: skip
-    queue, ends = asyncio.Queue(), []
-    stream = AnswerStream(
-        request, tokenizer._tokenizer, queue, ("]END",), parser, lambda: ends.append(1)
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    answer = AnswerText(tokenizer, stops=("]END",), parser=parser)
     text = "[so it is]EN[]END and more"
-    for count in range(1, len(text) + 1):
-        if not ends:
-            tokens = ids(text[:count])
-            stream.put(SimpleNamespace(generated_tokens=tokens, is_finished=lambda: False))
-    items = [queue.get_nowait() for _ in range(queue.qsize())]
-    assert items.pop() is None
-    assert ends == [1]
-    assert len(request.part_tokens) == len(items)
-    said = "".join(item for item in items if not isinstance(item, ReasoningText))
-    assert "".join(item for item in items if isinstance(item, ReasoningText)) == thoughts
-    assert said == ("EN" if parser else "[so it is]EN[")
-    assert stream.total_tokens == text.index("]END") + 4
+    parts = []
+    for token in ids(text):
+        if not answer.stopped:
+            parts += answer.put([token])
+    parts += answer.end()
+    assert "".join(part.thought for part in parts) == thoughts
+    assert "".join(part.text for part in parts) == ("EN" if parser else "[so it is]EN[")
+    assert [part.tokens for part in parts] == sorted(part.tokens for part in parts)
+    assert answer.tokens == text.index("]END") + 4
 
 
-def test_a_cut_answer_is_parsed_up_to_its_end():
-    class Tokenizer:
-        def parse_response(self, given, _template, **_):
-            if isinstance(given, list):
-                raise ValueError("no whole message")
-            return {"content": given.upper()}
+@pytest.mark.parametrize("at_once", [False, True])
+def test_thoughts_and_calls_in_the_form_of_a_model(folder, at_once):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
+    parser = build_response_parser(tokenizer, model, [])
+    answer = AnswerText(tokenizer.backend_tokenizer, parser=parser)
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    tokens = ids(f"<think>so</think>well{call}{call}")
+    parts = []
+    for some in [tokens] if at_once else [[token] for token in tokens]:
+        parts += answer.put(some)
+    parts += answer.end()
+    assert "".join(part.thought for part in parts) == "so"
+    assert "".join(part.text for part in parts) == "well"
+    assert [part.call for part in parts if part.call] == [("f", '{"x": 1}')] * 2
+    assert answer.calls == 2
 
-        def decode(self, tokens, skip_special_tokens):
-            assert skip_special_tokens
-            return "".join(chr(token + 32) for token in tokens)
 
-    request = SimpleNamespace(tool_call=None, cut_text="said", prompt_tokens=[4, 5], body={})
-    processor = RequestProcessor(Tokenizer(), request)
-    assert processor.tokenizer("anything") == {"input_ids": [4, 5]}
-    assert processor.parse_response(ids("said more"), {}, prefix="") == {"content": "SAID"}
-    request.cut_text = None
-    assert processor.parse_response(ids("half"), {}, prefix="") == {"content": "half"}
-    assert processor.response_template is None
-    request.tool_call = ForcedCall("f")
-    request.tool_call.text = '{"x": 1}'
-    assert processor.response_template == {}
-    (call,) = processor.parse_response([], {})["tool_calls"]
-    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+def test_an_answer_that_is_no_whole_message_keeps_its_text(folder):
+    class Broken(Parser):
+        def finalize(self):
+            raise ValueError("no whole message")
+
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    answer = AnswerText(tokenizer, parser=Broken())
+    parts = [*answer.put(ids("[so]half")), *answer.end()]
+    assert "".join(part.text for part in parts) == "half"
+    assert "".join(part.thought for part in parts) == "so"
+
+
+def test_tokens_that_complete_no_character_are_not_lost():
+    vocabulary = {"a": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    answer = AnswerText(inner)
+    parts = [*answer.put([0, 1 + 0xC3]), *answer.end()]
+    assert "".join(part.text for part in parts) == "a\ufffd"

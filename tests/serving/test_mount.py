@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausalLM
@@ -23,7 +24,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_fp8kv.serving.server.answer_text import AnswerStream, StopFinder
+from hf_fp8kv.server.text import AnswerText
 
 pytestmark = pytest.mark.text
 
@@ -98,6 +99,18 @@ def test_a_server_starts_an_application_and_stops_it_again_and_again(make):
         assert llm.failure == "the engine was not started"
 
 
+@pytest.mark.parametrize("cors", [False, True])
+def test_pages_of_other_origins_read_answers_only_if_that_is_asked_for(make, cors):
+    page = {"origin": "https://page.example"}
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
+    with TestClient(make(cors=cors, api_key="sesame")) as client:
+        refused = client.get("/v1/models", headers=page)
+        before = client.options(CHAT, headers=page | asks)
+    assert (refused.status_code, before.status_code) == (401, 200 if cors else 401)
+    for answer in (refused, before):
+        assert ("access-control-allow-origin" in answer.headers) is cors
+
+
 def test_what_the_engine_cannot_do_ends_the_start(make):
     llm = make(batching=ContinuousBatchingConfig(max_memory_percent=1e-9))
     sent: list[dict] = []
@@ -120,10 +133,12 @@ def test_what_the_engine_cannot_do_ends_the_start(make):
 def test_an_engine_that_ended_is_seen(make, monkeypatch):
     llm = make()
     with TestClient(llm) as client:
-        processor = llm.middleware.engine._cb.batch_processor
+        processor = llm.engine._manager.batch_processor
         monkeypatch.setattr(processor, "update_batch", lambda: 1 / 0)
         assert client.post(CHAT, json=BODY).status_code in (500, 503)
-        llm.middleware.engine._cb._generation_thread.join(60)
+        until = time.monotonic() + 60
+        while llm.failure is None and time.monotonic() < until:
+            time.sleep(0.01)
         assert llm.failure == "division by zero"
         assert client.get("/health").status_code == 503
 
@@ -131,18 +146,17 @@ def test_an_engine_that_ended_is_seen(make, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_goes_wrong_with_an_answers_text_ends_that_answer(make, monkeypatch, stream):
     with TestClient(make()) as client:
-        for broken in (StopFinder, AnswerStream):
-            name = "find" if broken is StopFinder else "end"
-            monkeypatch.setattr(broken, name, lambda *_: 1 / 0)
+        monkeypatch.setattr(AnswerText, "end", lambda _: 1 / 0)
         answer = client.post(CHAT, json={**BODY, "stop": "\n", "stream": stream})
         assert answer.status_code == (200 if stream else 500)
-        assert "division by zero" in answer.text
+        assert "internal error" in answer.text
+        assert client.get("/metrics").text.count("hf_fp8kv_requests_active 0.0") == 1
 
 
 def test_outputs_that_nobody_takes_are_not_kept(make):
     llm = make()
     with TestClient(llm):
-        router = llm.middleware.engine._cb.output_router
+        router = llm.engine._manager.output_router
         router.deliver(GenerationOutput("gone"))
         router.deliver_batch([GenerationOutput("gone")])
         assert router.output_queue.empty()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from tests.helpers.serve_process import (
     OVERFLOWS,
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.text
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from prometheus_client import CollectorRegistry  # noqa: E402
 
-from hf_fp8kv.serving.server import latencies, sampling  # noqa: E402
-from hf_fp8kv.serving.server.answer_text import StopFinder  # noqa: E402
+from hf_fp8kv.server import latencies, sampling  # noqa: E402
+from hf_fp8kv.server.text import AnswerText  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 
@@ -75,34 +75,41 @@ def test_the_largest_noise_is_a_number(position, token):
     assert 15 < noise[token] < 17
 
 
-def test_rows_without_temperature_have_no_noise():
-    def future(position, **given):
-        return SimpleNamespace(
-            state=SimpleNamespace(logit_processor_kwargs=given, position_offset=position)
+def chosen(scores: torch.Tensor, *sequences: sampling.Sequence, place: int = 5) -> torch.Tensor:
+    """Return the scores of a step, each row of which is the token of one sequence."""
+    sampler = sampling.Sampler([], scores.shape[1])
+    requests = [
+        SimpleNamespace(
+            state=SimpleNamespace(logit_processor_kwargs={"sequence": one}, position_offset=place),
+            has_new_token=True, query_length=1,
         )
+        for one in sequences
+    ]  # fmt: skip
+    arguments = torch.zeros(5, len(scores), dtype=torch.int32)
+    sampler.fill_defaults(arguments[:, -1:])
+    sampler.prepare_tensor_args(requests, arguments)
+    return sampler(torch.zeros(len(scores)), scores.clone(), arguments)
 
-    noise, scores = sampling._Noise(), torch.randn(3, 40)
-    states = [future(4, temperature=0.0, seed=9), future(5, temperature=0.7, seed=9), future(6)]
-    keys = noise.prepare_tensor_args(states)
-    found = noise(scores.clone(), keys)
+
+def test_rows_without_temperature_have_no_noise():
+    scores = torch.randn(3, 40)
+    found = chosen(
+        scores, sampling.Sequence([1], 9, seed=9),
+        sampling.Sequence([1], 9, temperature=0.7, seed=9), sampling.Sequence([1], 9),
+    )  # fmt: skip
     assert torch.equal(found[[0, 2]], scores[[0, 2]])
     key = torch.tensor([sampling.noise_key(9, 5)]).to(torch.int32)
-    assert torch.equal(found[1], scores[1] + sampling.gumbel_noise(key, 40)[0])
+    assert torch.equal(found[1], scores[1] / torch.tensor(0.7) + sampling.gumbel_noise(key, 40)[0])
 
 
-@pytest.mark.parametrize(
-    ("given", "temperature"),
-    [(0.0, 0.0), (1e-40, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (0.5, 0.5), (2.0, 2.0)],
-)
-def test_a_temperature_that_divides_by_nothing_is_greedy(given, temperature):
-    config = GenerationConfig(do_sample=True, temperature=given or 1.0)
-    config.temperature = given
-    found = sampling.request_sampling({"temperature": given}, config, 40, 5)
-    assert found["temperature"] == temperature
-    assert found["seed"] == (5 if temperature else 0)
-    assert sampling.request_sampling({"seed": 3}, config, 40, 5)["seed"] == (
-        3 if temperature else 0
-    )
+def test_rows_are_cut_as_their_requests_say():
+    """Without noise: temperatures that are 0 leave top-k, top-p and min-p as they are."""
+    probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
+    scores = probabilities.log().repeat(7, 1) + torch.arange(7.0)[:, None]
+    limits = ({"min_p": 0.3}, {}, {"min_p": 0.25}, {"min_p": 1.0}, {"top_k": 2}, {"top_p": 0.7})
+    kept = chosen(scores, *(sampling.Sequence([1], 9, **limit) for limit in limits)).isfinite()
+    assert kept.sum(-1).tolist() == [2, 4, 3, 1, 2, 2, 4]
+    assert all(row.tolist() == sorted(row.tolist(), reverse=True) for row in kept)
 
 
 @pytest.mark.parametrize("stops", [("lo wo",), ("nothing", "d!"), ("h",), ("never",), ()])
@@ -110,13 +117,19 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
     tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
     text = "hello world!"
     tokens = tokenizer(text)["input_ids"]
-    finder = StopFinder(stops, tokenizer._tokenizer)
-    ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
-    found = ((n, finder.find(tokens[:n])) for n in range(1, len(tokens) + 1))
-    assert [pair for pair in found if pair[1] is not None] == ends[:1]
-    at_once = StopFinder(stops, tokenizer._tokenizer)
-    assert at_once.find(tokens) == (ends[0][1] if ends else None)
-    assert not stops or text.startswith(at_once.text)
+    answer = AnswerText(tokenizer.backend_tokenizer, stops=stops)
+    said = ""
+    for token in tokens:
+        said += "".join(part.text for part in answer.put([token]))
+        if answer.stopped:
+            break
+    said += "".join(part.text for part in answer.end())
+    ends = [text.index(stop) for stop in stops if stop in text]
+    assert answer.stopped is bool(ends)
+    assert said == (text[: ends[0]] if ends else text)
+    assert answer.tokens == (ends[0] + len(stops[-1]) if ends else len(text))
+    at_once = AnswerText(tokenizer.backend_tokenizer, stops=stops)
+    assert "".join(part.text for part in [*at_once.put(tokens), *at_once.end()]) == said
 
 
 @pytest.fixture(scope="module")
@@ -162,27 +175,15 @@ def test_latencies_are_those_of_their_names(monkeypatch):
     found = latencies.Latencies("m", registry)
     clock = iter([100.0, 101.0, 104.0, 110.0])
     monkeypatch.setattr(latencies.time, "perf_counter", lambda: next(clock))
-    request = SimpleNamespace(submitted_at=90.0, last_token=None)
-    state = SimpleNamespace(lifespan=(93.0, -1))
+    request = sampling.Sequence([1], 9, submitted_at=90.0)
     for _ in range(3):
-        found.note_token(request, state)
+        found.note_token(request, 93.0)
     found.note_end(request)
     sums = {
         name: registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
         for name in ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
     }
     assert list(sums.values()) == [3.0, 10.0, 4.0, 20.0]
-
-
-def test_min_p_is_a_share_of_the_best_probability():
-    probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
-    share = torch.tensor([0.3, 0.0, 0.25, 1.0], dtype=torch.float32).view(torch.int32)
-    scores = probabilities.log().repeat(4, 1) + torch.arange(4.0)[:, None]
-    kept = sampling._MinP()(scores, share).isfinite().tolist()
-    assert kept == [
-        [True, True, False, False], [True] * 4, [True, True, True, False],
-        [True, False, False, False],
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,8 +8,8 @@ import pytest
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_fp8kv import serving
-from hf_fp8kv.serving.server.logits import LOGPROBS, PROMPT_STEP_TOKENS, Logprobs
-from hf_fp8kv.serving.server.scheduling import limit_scored, share_steps, share_tokens
+from hf_fp8kv.server.sampling import Sequence
+from hf_fp8kv.server.scheduling import PROMPT_STEP_TOKENS, limit_scored, share_steps, share_tokens
 from tests.helpers.serving_tools import PAGE, batching, greedy, managing
 from tests.helpers.tiny_models import tiny
 
@@ -59,7 +59,7 @@ def test_shares(candidates, tokens, order, limits):
 def test_scored_prompts_share_the_logits_of_a_step():
     def scored(name: str, tokens: int) -> SimpleNamespace:
         state = prompt(name, tokens, 1.0)
-        state.logit_processor_kwargs = {LOGPROBS: Logprobs(0, 0)}
+        state.logit_processor_kwargs = {"sequence": Sequence([1], 9, prompt_top=0)}
         return state
 
     plain = prompt("plain", 900, 1.0)

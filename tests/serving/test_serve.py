@@ -1,6 +1,5 @@
 """`hf-fp8kv serve`, over HTTP: its answers, its refusals, and its end."""
 
-import asyncio
 import contextlib
 import importlib
 import json
@@ -45,11 +44,10 @@ def needed(name: str) -> types.ModuleType:
 
 
 openai, uvicorn, _ = map(needed, ("openai", "uvicorn", "fastapi"))
-listen = needed("hf_fp8kv.serving.server.config").listen
-limit_connections = needed("hf_fp8kv.serving.server.connections").limit_connections
-adapt = needed("hf_fp8kv.serving.server.handlers").adapt
-RequestTracker = needed("hf_fp8kv.serving.server.requests").RequestTracker
-_renders_tools = needed("hf_fp8kv.serving.server.model")._renders_tools
+listen = needed("hf_fp8kv.server.config").listen
+limit_connections = needed("hf_fp8kv.server.connections").limit_connections
+ServedModel = needed("hf_fp8kv.server.model").ServedModel
+shows_tools = needed("hf_fp8kv.server.model").shows_tools
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -227,6 +225,7 @@ REFUSED = {
     "deep": (b"[" * 30000 + b"]" * 30000, 400),
     "a list": ([], 400),
     "not a number": (b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}', 400),
+    "nothing": ({"max_tokens": 4}, 400),
     "no messages": (body(messages=[]), 400),
     "messages that are text": (body(messages="hello"), 400),
     "a number for a message": (body(messages=[1]), 400),
@@ -332,6 +331,9 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         ("/v1/completions", "logprobs", {"logprobs": 21}),
         ("/v1/completions", "max_tokens", {"max_tokens": 0}),
         ("/v1/completions", "prompt", {"prompt": []}),
+        ("/v1/completions", "prompt", {"prompt": None}),
+        ("/v1/responses", "input", {"input": None}),
+        (CHAT, "messages", {"messages": None}),
         ("/v1/completions", "prompt", {"prompt": ["x", ""]}),
         ("/v1/completions", "prompt", {"prompt": [[1, 2], [-1]]}),
         ("/v1/completions", "prompt", {"prompt": [1, 100_000]}),
@@ -412,7 +414,7 @@ def test_every_field_of_openai_is_checked(server, path, kind, asked):
 def test_whether_a_template_shows_tools(model, template, shown):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
-    assert _renders_tools(tokenizer) is shown
+    assert shows_tools(tokenizer) is shown
 
 
 def test_a_config_that_says_nothing_else_is_taken(server):
@@ -481,39 +483,33 @@ def test_text_that_cannot_fit_is_not_made_into_tokens(server):
         assert says in error["message"]
 
 
-def test_long_prompts_take_turns_and_short_ones_do_not_wait():
-    order: list[str] = []
+def test_long_prompts_take_turns_and_short_ones_do_not_wait(tmp_path, monkeypatch):
+    begun: list[str] = []
     free = threading.Event()
+    make_prompts = ServedModel.make_prompts
 
-    class Handler:
-        _resolve_model = None
+    def make(self, request):
+        begun.append(request.prompt[:6])
+        assert len(request.prompt) < 100_000 or free.wait(60)
+        return make_prompts(self, request)
 
-        async def handle_request(self, body, request_id):
-            order.append(request_id)
-            assert "long" not in request_id or free.wait(20)
-            await asyncio.sleep(0)
-            return threading.current_thread() is threading.main_thread()
+    def ask(name: str) -> int:
+        return server.ask("/v1/completions", {"prompt": name, "max_tokens": 1})[0]
 
-    async def all_of_them() -> list[object]:
-        handler, tracker = Handler(), RequestTracker()
-        adapt(handler, CHAT, asyncio.Semaphore(1), None)
-
-        async def ask(name: str) -> object:
-            content = "x" * 200_000 if "long" in name else "x"
-            with tracker.track({}, "model"):
-                return await handler.handle_request({"prompt": content}, name)
-
-        asking = [asyncio.create_task(ask(name)) for name in ("long", "gone, long", "last, long")]
-        await asyncio.sleep(0.1)
-        asking[1].cancel()
-        answers = [await ask("short")]
+    long = [f"long {n}" + "x" * 100_000 for n in range(4)]
+    folder = save_chat_model(tmp_path, context=100_100)
+    monkeypatch.setattr(ServedModel, "make_prompts", make)
+    options = ("--cb-num-blocks", "6300")
+    with hosting(folder, *options) as server, ThreadPoolExecutor(4) as pool:
+        server.ask("/v1/completions", {"prompt": "first", "max_tokens": 1})
+        waiting = [pool.submit(server.ask, "/tokenize", {"prompt": one}) for one in long]
+        until = time.monotonic() + 60
+        while len(begun) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert ask("short") == 200
+        assert (begun[0], begun[-1], len(begun)) == ("first", "short", 4)  # two of the long ones
         free.set()
-        return answers + await asyncio.gather(*asking, return_exceptions=True)
-
-    short, first, gone, last = asyncio.run(all_of_them())
-    assert short is first is last is True
-    assert isinstance(gone, asyncio.CancelledError)
-    assert order == ["long", "short", "last, long"]
+        assert [one.result()[0] for one in waiting] == [200] * 4
 
 
 @pytest.mark.parametrize(

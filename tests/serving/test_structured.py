@@ -1,6 +1,5 @@
 """Structured output of the server, with a model that writes gibberish by itself."""
 
-import copy
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,10 @@ pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 llguidance = pytest.importorskip("llguidance", reason="needs the extra serve")
-from hf_fp8kv.serving.server import grammars  # noqa: E402
-from hf_fp8kv.serving.server.errors import APIError  # noqa: E402
+from hf_fp8kv.server import engine  # noqa: E402
+from hf_fp8kv.server import structured as grammars  # noqa: E402
+from hf_fp8kv.server.errors import APIError  # noqa: E402
+from hf_fp8kv.server.sampling import Sampler, Sequence  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CHATTING = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 250}
@@ -256,7 +257,7 @@ def test_a_preempted_request_goes_on_in_its_grammar(server, monkeypatch):
     create = RequestState.create_equivalent_initial_request
 
     def note(state: RequestState) -> RequestState:
-        if "guide" in state.logit_processor_kwargs and state.generated_tokens:
+        if state.logit_processor_kwargs["sequence"].guide and state.generated_tokens:
             preempted.append(state.request_id)
         return create(state)
 
@@ -277,10 +278,10 @@ def broken(server, monkeypatch):
     """The server, whose grammars fail at the letter z and have 30 states at most."""
     accept = grammars.Guide.accept
 
-    def fail(self: grammars.Guide, *tokens: int) -> None:
-        if ord("z") - 32 in tokens:
+    def fail(self: grammars.Guide, token: int) -> None:
+        if token == ord("z") - 32:
             raise Panic("a bug of the library")
-        accept(self, *tokens)
+        accept(self, token)
 
     monkeypatch.setattr(grammars.Guide, "accept", fail)
     monkeypatch.setattr(grammars, "_LEXER_STATES", 30)
@@ -380,7 +381,7 @@ def test_a_bad_grammar_is_refused_by_its_field(server, sent, field):
 def test_a_grammar_of_a_step_that_is_already_planned_is_refused(folder):
     def why(**parts: object) -> str | None:
         settings = {"use_async_batching": False, "model_runner": SimpleNamespace(pad_inputs=False)}
-        return grammars.why_unavailable(SimpleNamespace(**settings | parts))
+        return engine.why_fixed(SimpleNamespace(**settings | parts))
 
     assert why() is None
     assert "asynchronous" in str(why(use_async_batching=True))
@@ -404,32 +405,31 @@ def letters(blocked: np.ndarray) -> str:
     return "".join(chr(32 + token) for token in (~blocked).nonzero()[0])
 
 
-def state(guide: grammars.Guide | None, *ends: int) -> SimpleNamespace:
-    kwargs = {} if guide is None else {"guide": guide}
-    return SimpleNamespace(
-        state=SimpleNamespace(
-            logit_processor_kwargs=kwargs, _eos_token_ids=set(ends), generated_len=lambda: 4
-        )
-    )
-
-
 def test_rows_have_the_masks_of_their_requests(guide):
     """The last rows belong to unfinished prompts, whose scores are not used."""
     vocabulary = 95
-    mask = grammars.GrammarMask(vocabulary)
-    requests = [state(None), state(guide("[a-c]x")), state(None), state(guide("[d-f]?y"), 5)]
-    scores = torch.randn(6, vocabulary)
-    args = torch.zeros(4, 6, dtype=torch.int32)
-    args[0, :0] = mask.prepare_tensor_args(requests)
-    found = mask(scores.clone(), args[0])
+    sampler = Sampler([], vocabulary)
+    sequences = [
+        Sequence([1], 9), Sequence([1], 9, guide=guide("[a-c]x")), Sequence([1], 9),
+        Sequence([1], 9, frozenset({5}), guide=guide("[d-f]?y")),
+    ]  # fmt: skip
+    requests = [
+        SimpleNamespace(
+            state=SimpleNamespace(logit_processor_kwargs={"sequence": one}, position_offset=3),
+            has_new_token=True, query_length=1,
+        )
+        for one in sequences
+    ]  # fmt: skip
+    scores, arguments = torch.randn(6, vocabulary), torch.zeros(5, 6, dtype=torch.int32)
+    sampler.fill_defaults(arguments)
+    sampler.prepare_tensor_args(requests, arguments)
+    found = sampler(torch.zeros(6), scores.clone(), arguments)
     assert torch.equal(found[[0, 2, 4, 5]], scores[[0, 2, 4, 5]])
     assert letters(found[1].isinf().numpy()) == "abc"
     assert letters(found[3].isinf().numpy()) == "defy"
     for row in (1, 3):
         kept = found[row].isfinite()
         assert torch.equal(found[row][kept], scores[row][kept])
-    mask.prepare_tensor_args([state(None)])
-    assert mask(scores, args[0]) is scores
 
 
 def test_an_end_is_allowed_where_the_grammar_may_end_and_only_there(guide):
@@ -445,30 +445,25 @@ def test_an_end_is_allowed_where_the_grammar_may_end_and_only_there(guide):
     assert letters(guide(r"[?@]").blocked([], 95)) == "@"  # without the special token
 
 
-def test_the_limit_of_a_request_ends_what_no_token_can_end(guide):
-    for ends, limit in (((), 5), ((5,), 100), ((10**6,), 5)):
-        one = state(guide("a"), *ends).state
-        one._new_tokens_limit = 100
-        assert grammars.follow(one, ord("a") - 32, 95) is None
-        assert one._new_tokens_limit == limit
-    one = state(guide("aa"), 5).state
-    assert grammars.follow(one, 5, 95) is None  # an end is no text
-    assert "doesn't satisfy the grammar" in str(grammars.follow(one, ord("b") - 32, 95))
-    assert one.logit_processor_kwargs["guide"].failures
+def test_a_whole_text_that_no_token_can_end_is_complete(guide):
+    for ends, complete in (((), True), ((5,), False), ((10**6,), True)):
+        one = Sequence([1], 9, frozenset(ends), guide=guide("a"))
+        assert engine.why_refused(one, ord("a") - 32, 95) is None
+        assert engine._is_complete(one, 95) is complete
+    one = Sequence([1], 9, frozenset({5}), guide=guide("aa"))
+    assert engine.why_refused(one, 5, 95) is None  # an end is no text
+    assert "doesn't satisfy the grammar" in str(engine.why_refused(one, ord("b") - 32, 95))
+    assert one.guide.is_to_blame
 
 
-def test_a_copy_of_a_guide_goes_on_by_itself(guide):
+def test_a_fork_of_a_guide_goes_on_by_itself(guide):
     one = guide("a(bc|de)")
     one.accept(ord("a") - 32)
-    other = copy.deepcopy({"guide": one})["guide"]
+    other = one.fork()
     one.accept(ord("b") - 32)
     other.accept(ord("d") - 32)
     assert letters(one.blocked([], 95)) == "c"
     assert letters(other.blocked([], 95)) == "e"
-    tokens = [ord(x) - 32 for x in "abc"]
-    assert one.is_whole(tokens)
-    assert not one.is_whole(tokens[:2])
-    assert not one.is_whole([*tokens, 3])
 
 
 def test_a_tokenizer_without_bytes_is_refused(folder):

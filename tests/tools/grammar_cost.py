@@ -5,7 +5,6 @@ tiny model (95) and of the demo model (49,152). One thread; without the model it
 """
 
 import argparse
-import copy
 import statistics
 import tempfile
 import time
@@ -16,8 +15,10 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_fp8kv import demo_model_path
-from hf_fp8kv.serving.server import grammars
-from hf_fp8kv.serving.server.structured_output import read_grammar
+from hf_fp8kv.server.engine import why_refused
+from hf_fp8kv.server.sampling import Sampler, Sequence
+from hf_fp8kv.server.schemas import CompletionRequest
+from hf_fp8kv.server.structured import Grammars, Guide, read_grammar
 from tests.helpers.serve_process import save_chat_model
 from tests.serving.test_structured import PERSON
 
@@ -27,22 +28,28 @@ ANSWER = (
 )
 
 
-def measure(tokenizer: object, guide: grammars.Guide, rows: int, guides: int) -> float:
+def measure(tokenizer: object, guide: Guide, rows: int, guides: int) -> float:
     """Return the median time of a step, in microseconds: masks, applying them, going on."""
     vocabulary, found = len(tokenizer), []
-    mask, scores = grammars.GrammarMask(vocabulary), torch.ones(rows, vocabulary)
+    sampler, scores = Sampler([], vocabulary), torch.ones(rows, vocabulary)
+    arguments, ends = torch.zeros(5, rows, dtype=torch.int32), frozenset({vocabulary - 1})
+    sampler.fill_defaults(arguments)
     for _ in range(5):
-        given = [{"guide": copy.deepcopy(guide)} for _ in range(guides)] + [{}] * (rows - guides)
-        states = [
-            SimpleNamespace(logit_processor_kwargs=kwargs, _eos_token_ids={vocabulary - 1})
-            for kwargs in given
-        ]
-        requests = [SimpleNamespace(state=state) for state in states]
+        forks = [guide.fork() for _ in range(guides)] + [None] * (rows - guides)
+        sequences = [Sequence([0], 999, ends, guide=one) for one in forks]
+        requests = [
+            SimpleNamespace(
+                state=SimpleNamespace(logit_processor_kwargs={"sequence": one}, position_offset=1),
+                has_new_token=True, query_length=1,
+            )
+            for one in sequences
+        ]  # fmt: skip
         for token in tokenizer(ANSWER)["input_ids"][:-1]:
             scores.fill_(0.5)
             begin = time.perf_counter()
-            mask(scores, mask.prepare_tensor_args(requests))
-            errors = [grammars.follow(state, token, vocabulary) for state in states]
+            sampler.prepare_tensor_args(requests, arguments)
+            sampler(arguments[0], scores, arguments)
+            errors = [why_refused(one, token, vocabulary) for one in sequences]
             found.append(time.perf_counter() - begin)
             assert not any(errors), errors
     return statistics.median(found) * 1e6
@@ -53,8 +60,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in (save_chat_model(Path(tempfile.mkdtemp())), demo_model_path()):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        made = grammars.Grammars(tokenizer, len(tokenizer), None)
-        asked = read_grammar({"structured_outputs": {"json": PERSON}})
+        made = Grammars(tokenizer, len(tokenizer), None)
+        asked = read_grammar(CompletionRequest(prompt="x", structured_outputs={"json": PERSON}))
         assert asked is not None
         times = []
         for _ in range(20):

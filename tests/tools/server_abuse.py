@@ -89,7 +89,7 @@ class Hang(Exception):
 
 
 class Abuse:
-    """What 60 clients do with one server; `wrong` says what must not be."""
+    """What 60 clients do with one server. `wrong` says what must not be."""
 
     def __init__(
         self, server: Server, seconds: float, seed: int, *, nan: bool, hostile: bool

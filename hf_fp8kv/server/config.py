@@ -1,4 +1,4 @@
-"""The server's own configuration, beside that of transformers' server; and its socket."""
+"""The configuration of a server: access, limits and its socket."""
 
 import contextlib
 import ipaddress
@@ -7,7 +7,7 @@ import re
 import socket
 from dataclasses import dataclass
 
-from ...errors import ConfigError
+from ..errors import ConfigError
 
 KEY_VARIABLE = "HF_FP8KV_API_KEY"
 _UNREAD = 2**17  # bytes of answers that the kernel holds for a connection

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from .requests import ServerRequest
+from .sampling import Sequence
 
 # Seconds. A CPU needs minutes where a GPU needs a second.
 _LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -27,16 +27,16 @@ class Latencies:
         self._next = make("inter_token_latency", "From one token of a request to the next", _SHORT)
         self._whole = make("request_duration", "From a request to its last token", _LONG)
 
-    def note_token(self, request: ServerRequest, state: Any) -> None:
-        """Note that a request has one more token; `state` is the engine's."""
+    def note_token(self, sequence: Sequence, began: float) -> None:
+        """Note that a request has one more token; `began` is when its first step began."""
         now = time.perf_counter()
-        if request.last_token is None:
-            self._first.observe(now - request.submitted_at)
-            self._queue.observe(max(state.lifespan[0] - request.submitted_at, 0.0))
+        if sequence.last_token_at is None:
+            self._first.observe(now - sequence.submitted_at)
+            self._queue.observe(max(began - sequence.submitted_at, 0.0))
         else:
-            self._next.observe(now - request.last_token)
-        request.last_token = now
+            self._next.observe(now - sequence.last_token_at)
+        sequence.last_token_at = now
 
-    def note_end(self, request: ServerRequest) -> None:
+    def note_end(self, sequence: Sequence) -> None:
         """Note that a request has all its tokens."""
-        self._whole.observe(time.perf_counter() - request.submitted_at)
+        self._whole.observe(time.perf_counter() - sequence.submitted_at)

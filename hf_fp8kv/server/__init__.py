@@ -1,21 +1,21 @@
-"""`hf-fp8kv serve`: transformers' own server over FP8 pages, with limits and a clean end.
+"""An OpenAI server of one model on the engine of `hf_fp8kv.serving`, to run or to mount.
 
-    client ──> middleware ──> transformers' application ──> its handlers ──> engine ──> FP8 pages
-               access, limits,                              messages become  continuous batching,
-               checked bodies                               a prompt         sampling by request
+    client ──> app ──> schemas ──> model ──> choices ──> engine ──> FP8 pages
+               access, checked     prompts   one request continuous batching,
+               limits  fields      of tokens an answer   sampling, structured
+    client <── app <── answers, responses <── text <── tokens
 
-Importing this package imports neither fastapi nor uvicorn; `run` does, and `application` when it is
-called.
+Importing this package imports neither fastapi nor uvicorn; `application` does when it is called.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError
-from ..fp8_manager import enabled_state
+from ..errors import ConfigError
+from ..serving.fp8_manager import enabled_state
 
 if TYPE_CHECKING:
-    from .mount import Application
+    from .app import Application
 
 
 def application(
@@ -66,9 +66,9 @@ def application(
     from .options import batching_config, require_server
 
     require_server()
+    from .app import Application
     from .config import ServerConfig
-    from .model import GivenModel
-    from .mount import Application
+    from .model import ServedModel
 
     if enabled_state(model) is None:
         raise ConfigError(
@@ -78,13 +78,14 @@ def application(
     for name, value in (("max_waiting", max_waiting), ("max_body", max_body)):
         if value < 1:
             raise ConfigError(f"{name}: expected an integer of at least 1, got {value}")
-    config = ServerConfig.parse(None, api_key, max_waiting=max_waiting, max_body=max_body)
+    own_name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return Application(
-        GivenModel(model, tokenizer, served_name),
-        config,
+        ServedModel(
+            model, tokenizer, own_name, served_name=served_name, arguments=chat_template_kwargs
+        ),
+        ServerConfig.parse(None, api_key, max_waiting=max_waiting, max_body=max_body),
         batching=batching_config({}, model.device.type) if batching is None else batching,
         seed=seed,
         max_model_tokens=max_model_len,
         cors=cors,
-        template_arguments=chat_template_kwargs,
     )

@@ -1,11 +1,12 @@
-"""The options of transformers' own server: which are supported, and what they set."""
+"""The options of `transformers serve`: which are supported, and what they set."""
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import ConfigError
-from ...modeling.model_support import ATTENTION
+from ..errors import ConfigError
+from ..modeling.model_support import ATTENTION
 
 # Tokens of a step on a CPU. transformers' 8,192 there stop all streams for minutes while one prompt
 # is read; the weights are read more often for it, which costs little from some hundred tokens on.
@@ -15,18 +16,20 @@ OWN_OPTIONS = ("force_model", "host", "port", "non_blocking")
 # Keywords of transformers' ModelManager.
 LOADING_OPTIONS = ("device", "dtype", "trust_remote_code", "quantization", "model_timeout")
 _USED = frozenset({
-    *LOADING_OPTIONS, "continuous_batching", "attn_implementation", "compile", "reasoning",
+    *LOADING_OPTIONS, "continuous_batching", "attn_implementation", "reasoning",
     "chat_template_kwargs", "decision_config", "enable_cors", "log_level", "default_seed",
 })  # fmt: skip
 
 
-def require_server() -> None:
-    """Raise ConfigError unless the packages of transformers' server are installed."""
-    from transformers.utils.import_utils import is_serve_available
+_PACKAGES = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
 
-    if not is_serve_available():
+
+def require_server() -> None:
+    """Raise ConfigError unless the packages of the extra `serve` are installed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
         raise ConfigError(
-            "expected fastapi, uvicorn, pydantic and openai, not all of which are installed: "
+            f"expected the packages {', '.join(_PACKAGES)}, got no {', '.join(missing)}: "
             "pip install 'hf-fp8kv[serve]'"
         )
 

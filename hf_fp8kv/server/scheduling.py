@@ -13,7 +13,10 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
-from .logits import PROMPT_STEP_TOKENS, wants_prompt
+from .sampling import wants_prompt
+
+# Prompt tokens of a step whose logits are wanted: each has as many as the vocabulary.
+PROMPT_STEP_TOKENS = 512
 
 
 def share_steps(scheduler: Any) -> None:

@@ -13,14 +13,17 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.utils import logging as transformers_logging
 
-from ...errors import ConfigError, EngineError
-from .config import ServerConfig, listen
+from .. import serving
+from ..errors import ConfigError, EngineError
+from .app import Application
+from .config import KEY_VARIABLE, ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
-from .metrics import format_summary
-from .model import SingleModelManager
-from .mount import Application
+from .errors import APIError
+from .model import ServedModel
 from .options import LOADING_OPTIONS, batching_config, template_arguments
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ def serve(
     SIGTERM or SIGINT: new requests get 503, running ones `config.grace` seconds; a second signal
     ends these at once. `name` is a folder or a hub id, `pages` the keywords of
     `hf_fp8kv.serving.enable`, `options` those of transformers' own command; `on_ready` gets the
-    address when requests are answered. `served_name` and `template`: see `SingleModelManager`;
+    address when requests are answered. `served_name` and `template`: see `ServedModel`;
     `max_model_tokens`: see `Engine`.
 
     Raises:
@@ -77,25 +80,26 @@ def serve(
         access.addFilter(_is_logged)
         stack.callback(access.removeFilter, _is_logged)
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
-        model = _load(name, pages, options, served_name=served_name, template=template)
-        stack.callback(model.shutdown)
+        model, processor = _load(name, options)
+        served = ServedModel(
+            serving.enable(model, **pages), processor, name,
+            served_name=served_name, template=template, arguments=template_arguments(options),
+        )  # fmt: skip
         app = Application(
-            model, config,
-            batching=batching_config(options, model.model.device.type),
+            served, config,
+            batching=batching_config(options, model.device.type),
             seed=options.get("default_seed"),
             max_model_tokens=max_model_tokens,
             cors=bool(options.get("enable_cors", False)),
-            template_arguments=template_arguments(options),
-            compile=bool(options.get("compile", False)),
         )  # fmt: skip
         stack.callback(app.stop)
         app.start()  # before uvicorn: an error is one line then, and a signal ends the process
-        assert app.middleware is not None
-        engine = app.middleware.engine
+        engine = app.engine
         server = _Server(app, lambda: on_ready(_address(bound)))
         server.run(sockets=[bound])
         app.stop()
-        failure = engine.why_dead() or server.failure
+        assert engine is not None
+        failure = engine.failure or server.failure
         if failure is not None:
             raise EngineError(
                 f"the engine ended: {failure}; start the server again, and if it ends again "
@@ -103,25 +107,45 @@ def serve(
             )
 
 
-def _load(
-    name: str, pages: Mapping[str, Any], options: Mapping[str, Any], **more: Any
-) -> SingleModelManager:
-    """Return the model. Raises ConfigError if it cannot be loaded as the options say."""
+def _load(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the model and its tokenizer. Raises ConfigError if the options do not fit."""
     if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
         raise ConfigError(
             f"expected the folder of a model or a hub id, got {name!r}: no such folder"
         )
     loading = {key: options[key] for key in LOADING_OPTIONS if key in options}
     try:
-        return SingleModelManager(name, pages=pages, loading=loading, **more)
-    except ConfigError:
-        raise
+        (loaded,) = ModelManager(force_model=name, **loading).loaded_models.values()
+        return loaded.model, loaded.processor
     except _LOADING_ERRORS as error:
         given = ", ".join(f"{key}={value}" for key, value in loading.items() if value is not None)
         raise ConfigError(
             f"cannot load a language model from {name!r} with {given}: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+class _HostCheck:
+    """Rejects a `Host` that does not name this machine, if no token is required.
+
+    A web page can rebind its own name to this machine. What is mounted accepts any name.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            host = headers.get(b"host", b"localhost").decode("latin-1")
+            if not self._app.config.accepts_host(host):
+                expected = "a name of this machine, such as localhost, without an access token"
+                text = (
+                    f"host: expected {expected}, got {host!r:.100}; set {KEY_VARIABLE} for others"
+                )
+                await APIError(421, text, code="wrong_host").response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
@@ -140,7 +164,7 @@ class _Server(uvicorn.Server):
     def __init__(self, app: Application, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                _HostCheck(app),
                 http=limit_connections(
                     max_connections(), app.config.head_seconds, app.config.client_seconds
                 ),
@@ -151,9 +175,7 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(_END_SECONDS),
             )
         )
-        assert app.middleware is not None  # it is started
-        self._middleware, self._tracker = app.middleware, app.middleware.tracker
-        self._on_ready = on_ready
+        self._app, self._on_ready = app, on_ready
         self._stop_requested = asyncio.Event()
         self._stop_forced = asyncio.Event()
         self.failure: str | None = None  # why the engine ended, if it did by itself
@@ -195,15 +217,15 @@ class _Server(uvicorn.Server):
     async def _stop(self) -> None:
         """Wait for a signal, then for the requests that run; then end those that still do."""
         await self._stop_requested.wait()
-        self._middleware.stopping = True
-        running, grace = self._tracker.running, self._middleware.config.grace
+        self._app.stopping = True
+        running, grace = self._app.metrics.unfinished, self._app.config.grace
         logger.info("stopping: %d requests get %g s", len(running), grace)
         deadline = time.monotonic() + grace
         while running and time.monotonic() < deadline and not self._stop_forced.is_set():
             await asyncio.sleep(0.05)
         if running:
             logger.warning("stopping: %d requests are ended", len(running))
-            self._middleware.end_all()
+            self._app.end_all()
         deadline = time.monotonic() + _END_SECONDS
         while running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -211,23 +233,23 @@ class _Server(uvicorn.Server):
 
     async def _watch_engine(self) -> None:
         """Stop when the engine has ended by itself: all requests would be refused from then on."""
-        engine = self._middleware.engine
-        while engine.is_alive():
+        while self._app.failure is None:
             await asyncio.sleep(_WATCH_SECONDS)
-        self.failure = "for no known reason"
+        self.failure = self._app.failure
         self._stop_forced.set()  # the engine has ended its requests, with an error
         self._stop_requested.set()
 
     async def _log_metrics(self) -> None:
         """Log a line at intervals, while requests run or have run since the last one."""
-        tracker, seconds = self._tracker, self._middleware.config.metrics_interval
-        if seconds <= 0:
+        metrics, engine = self._app.metrics, self._app.engine
+        seconds = self._app.config.metrics_interval
+        if seconds <= 0 or engine is None:
             return
         tokens, answered, last = 0, 0, time.monotonic()
         while True:
             await asyncio.sleep(seconds)
             now = time.monotonic()
-            if tracker.running or tracker.statuses.total() != answered:
-                rate = (tracker.new_tokens - tokens) / (now - last)
-                logger.info("%s", format_summary(self._middleware.engine, tracker, rate))
-            tokens, answered, last = tracker.new_tokens, tracker.statuses.total(), now
+            if metrics.unfinished or metrics.statuses.total() != answered:
+                rate = (engine.new_tokens - tokens) / (now - last)
+                logger.info("%s", metrics.summary(rate))
+            tokens, answered, last = engine.new_tokens, metrics.statuses.total(), now

@@ -1,0 +1,517 @@
+"""The server as an ASGI application: access, limits and the paths; to run or to mount."""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import importlib.metadata
+import logging
+import threading
+import traceback
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from ..errors import FP8KVError
+from . import schemas
+from .answers import Answers, TokenTexts, format_event
+from .choices import Choice, Maker, Visit
+from .config import ServerConfig
+from .engine import Engine
+from .errors import INTERNAL, STOPPING, APIError
+from .latencies import Latencies
+from .metrics import Metrics
+from .model import ServedModel
+from .responses import ResponseAnswer
+from .text import Part
+
+logger = logging.getLogger(__name__)
+
+_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_KINDS: dict[str, type[schemas.Request]] = {
+    _CHAT: schemas.ChatRequest,
+    _COMPLETIONS: schemas.CompletionRequest,
+    _RESPONSES: schemas.ResponseRequest,
+}
+_PACKAGES = ("hf-fp8kv", "transformers", "torch")
+_NOT_STARTED = (
+    "the engine was not started: an application that this one is mounted in has to do it, with "
+    "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
+)
+_CLIENT_GONE = 499
+_LONG = 100_000  # bytes of a body, and characters of a prompt
+# The bytes of all bodies are limited to a multiple of the largest body. The first bytes of each are
+# not counted, since a connection buffers them anyway, and short requests should always go through.
+_BODIES, _BUFFER = 16, 65_536
+_RETRY = {"retry-after": "5"}
+
+
+class Application:
+    """An ASGI application for one model, whose engine runs from `start` to `stop`.
+
+    A server that runs it starts and stops it by the events of ASGI's lifespan. Starlette and
+    FastAPI pass these on to no application that is mounted: there, give them `lifespan`.
+
+    Args:
+        served: The model.
+        config: Access and limits.
+        batching: A ContinuousBatchingConfig.
+        seed: See `Maker`.
+        max_model_tokens: See `Engine`.
+        cors: Whether pages of other origins may read answers.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        config: ServerConfig,
+        *,
+        batching: Any,
+        seed: int | None = None,
+        max_model_tokens: int | None = None,
+        cors: bool = False,
+    ) -> None:
+        self.served, self.config = served, config
+        self.engine: Engine | None = None  # while it is started
+        self.stopping = False
+        self._batching, self._seed, self._max_model_tokens = batching, seed, max_model_tokens
+        self._key = None if config.api_key is None else _digest(config.api_key.encode())
+        self._lock = threading.Lock()
+        self._held = 0  # bytes of bodies, see `_BODIES`
+        self._texts = TokenTexts(served.tokenizer)
+        # Long work of many clients takes turns: parsing takes many times the memory of a body, and
+        # making tokens takes gigabytes.
+        self._bodies = ThreadPoolExecutor(1, "hf_fp8kv bodies")
+        self._prompts = ThreadPoolExecutor(2, "hf_fp8kv prompts")
+        self._api = self._build()
+        self._asgi: Any = self._guard
+        if cors:
+            self._asgi = CORSMiddleware(
+                self._guard, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
+            )
+
+    # -- its engine ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine, and return when it takes requests. Do nothing if it is started.
+
+        Raises:
+            ConfigError: The engine has no pages, or cannot run the model like this.
+        """
+        with self._lock:
+            if self.engine is not None:
+                return
+            registry = CollectorRegistry()
+            latencies = Latencies(self.served.names[-1], registry)
+            engine = Engine(self.served.model, self._batching, latencies, self._max_model_tokens)
+            try:
+                engine.start()
+            except BaseException:
+                engine.stop()
+                raise
+            self.metrics = Metrics(engine, registry)
+            self._maker = Maker(self.served, engine, self._seed)
+            self.stopping, self.engine = False, engine
+
+    def stop(self) -> None:
+        """Stop the engine; requests that still run fail. Do nothing if it is not started."""
+        with self._lock:
+            if self.engine is not None:
+                self.stopping = True
+                self.engine.stop()
+                self.engine = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why it answers no requests. None means that it answers."""
+        if self.engine is None:
+            return "the engine was not started"
+        return None if self.engine.is_alive() else self.engine.failure or "it ended"
+
+    def end_all(self) -> None:
+        """End all answers that are being generated."""
+        for visit in list(self.metrics.unfinished):
+            assert isinstance(visit, Visit)
+            visit.fail(APIError(503, STOPPING, code="stopping"))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _parent: Any = None) -> AsyncIterator[None]:
+        """Run the engine inside: `FastAPI(lifespan=application.lifespan)`.
+
+        Raises:
+            ConfigError: See `start`.
+        """
+        await asyncio.to_thread(self.start)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.stop)
+
+    async def _answer_lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await asyncio.to_thread(self.start)
+        except Exception as error:
+            text = str(error) if isinstance(error, FP8KVError) else traceback.format_exc()
+            await send({"type": "lifespan.startup.failed", "message": text})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await asyncio.to_thread(self.stop)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    # -- access ----------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or the events of a server that starts and stops."""
+        if scope["type"] == "lifespan":
+            await self._answer_lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self._asgi(scope, receive, send)
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through to its path if the client may use it, and count it."""
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        status, request_id = 500, headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        path = _path_of(scope)
+        gone = scope["hf_fp8kv.gone"] = []  # not empty if the client has left
+        try:
+            self._check_access(path, scope["method"], headers)
+            await self._api(scope, receive, send_noted)
+        except APIError as error:
+            await error.response()(scope, receive, send_noted)
+        finally:
+            if scope["method"] == "POST" and path in _KINDS and self.engine is not None:
+                self.metrics.statuses[_CLIENT_GONE if gone else status] += 1
+
+    def _check_access(self, path: str, method: str, headers: dict[bytes, bytes]) -> None:
+        if self._key is not None and not (path == "/health" and method in ("GET", "HEAD")):
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            # Digests have one length, so that the time of the comparison is that of any token.
+            equal = hmac.compare_digest(_digest(token.strip()), self._key)
+            if not equal or scheme.lower() != b"bearer":
+                raise APIError(
+                    401,
+                    "expected an access token in the header `Authorization: Bearer ...`",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+        if self.engine is None:
+            raise APIError(503, _NOT_STARTED, code="not_started")
+
+    def _started(self) -> Engine:
+        """Return the engine. Raises APIError unless it takes requests."""
+        engine = self.engine
+        if self.stopping or engine is None:
+            headers = {**_RETRY, "connection": "close"}
+            raise APIError(503, STOPPING, code="stopping", headers=headers)
+        if not engine.is_alive():
+            reason = engine.failure or "it ended"
+            raise APIError(503, f"the engine is not running: {reason}", code="engine_dead")
+        return engine
+
+    def _check_capacity(self) -> Engine:
+        engine, waiting, limit = self._started(), self.metrics.waiting(), self.config.max_waiting
+        if waiting >= limit:
+            raise APIError(
+                429,
+                f"expected fewer than {limit} waiting requests, got {waiting}; try again later",
+                code="too_many_requests",
+                headers=_RETRY,
+            )
+        return engine
+
+    # -- bodies ----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _read(
+        self, request: Request, kind: type[schemas.Body]
+    ) -> AsyncIterator[tuple[Any, str]]:
+        """Yield a request's body as an object, and the model's name for the answer.
+
+        The bytes of the body are counted inside.
+        """
+        limit, length = self.config.max_body, request.headers.get("content-length", "0")
+        media = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if media != "application/json":
+            raise APIError(415, f"content-type: expected application/json, got {media!r:.100}")
+        if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
+            raise _too_large(limit)
+        content, held = bytearray(), _Held()
+        try:
+            await self._receive(request, content, held)
+            if len(content) > _LONG:
+                found = await _run(self._bodies, self._check, kind, content)
+            else:
+                found = self._check(kind, content)
+            del content
+            yield found
+        finally:
+            self._held -= held.bytes
+
+    async def _receive(self, request: Request, content: bytearray, held: "_Held") -> None:
+        """Add a body to `content`. Raises APIError if it takes too long or is too large."""
+        limit, seconds = self.config.max_body, self.config.body_seconds
+        seconds = min(seconds, self.config.client_seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                more = True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        request.scope["hf_fp8kv.gone"].append(True)
+                        raise _ClientGoneError
+                    content += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(content) > limit:
+                        raise _too_large(limit)
+                    counted = max(len(content) - _BUFFER, 0)
+                    self._held += counted - held.bytes
+                    held.bytes = counted
+                    if counted and self._held > _BODIES * limit:
+                        expected = f"at most {_BODIES * limit} bytes of all requests"
+                        text = f"expected {expected}; try again later"
+                        raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
+        except TimeoutError:
+            text = f"expected a body within {seconds:g} s"
+            raise APIError(408, text, headers={"connection": "close"}) from None
+
+    def _check(self, kind: type[schemas.Body], content: bytearray) -> tuple[Any, str]:
+        asked = schemas.validate(kind, schemas.parse_body(content))
+        name = self.served.check_name(asked.model)
+        if isinstance(asked, schemas.Request):
+            self.served.check(asked)
+            self._maker.check_length(asked)
+        return asked, name
+
+    # -- paths -----------------------------------------------------------------------------------
+
+    def _build(self) -> FastAPI:
+        api = FastAPI(title="hf-fp8kv", version=importlib.metadata.version("hf-fp8kv"))
+
+        def add(path: str, answer: Callable[..., Any], *methods: str) -> None:
+            async def endpoint(request: Request) -> Response:
+                try:
+                    response: Response = await answer(request)
+                    return response
+                except APIError as error:
+                    return error.response()
+                except _ClientGoneError:
+                    return Response(status_code=_CLIENT_GONE)
+                except RecursionError:
+                    return APIError(400, "nested too deeply").response()
+                except Exception:
+                    logger.exception("%s %s", request.method, path)
+                    return APIError(500, INTERNAL).response()
+
+            for method in methods:
+                api.add_api_route(
+                    path, endpoint, methods=[method], name=answer.__name__.strip("_"),
+                    response_model=None, include_in_schema=method != "HEAD",
+                )  # fmt: skip
+
+        for path in _KINDS:
+            add(path, self._generate, "POST")
+        add("/v1/models", self._list_models, "GET")
+        add("/v1/models/{name:path}", self._describe_model, "GET")
+        add("/tokenize", self._tokenize, "POST")
+        add("/detokenize", self._detokenize, "POST")
+        add("/load_model", self._load_model, "POST")
+        add("/health", self._health, "GET", "HEAD")
+        add("/metrics", self._show_metrics, "GET", "HEAD")
+        add("/version", self._version, "GET")
+
+        async def explain(request: Request, error: Any) -> Response:
+            text = f"{request.url.path}: {error.detail}"
+            return APIError(error.status_code, text, headers=dict(error.headers or {})).response()
+
+        api.add_exception_handler(HTTPException, explain)
+        return api
+
+    async def _list_models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self.served.describe()]})
+
+    async def _describe_model(self, request: Request) -> Response:
+        name = self.served.check_name(request.path_params["name"])
+        return JSONResponse(
+            {**self.served.describe(name), "max_model_len": self._started().max_tokens}
+        )
+
+    async def _load_model(self, request: Request) -> Response:
+        async with self._read(request, schemas.Body) as (_, name):
+            event = format_event({"status": "ready", "model": name, "cached": True})
+        return Response(event, media_type="text/event-stream")
+
+    async def _version(self, _: Request) -> Response:
+        versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+        return JSONResponse({"version": versions["hf-fp8kv"], **versions})
+
+    async def _show_metrics(self, _: Request) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.metrics.format(), media_type=kind)
+
+    async def _health(self, _: Request) -> Response:
+        try:
+            engine = self._started()
+        except APIError as error:
+            reason = "stopping" if self.stopping else "cb_worker_dead"
+            content = {"status": "unhealthy", "reason": reason, **error.body()}
+            return JSONResponse(content, error.status)
+        active, waiting = engine.active(), self.metrics.waiting()
+        return JSONResponse(
+            {"status": "ok", "requests_active": active, "requests_waiting": waiting}
+        )
+
+    async def _tokenize(self, request: Request) -> Response:
+        async with self._read(request, schemas.TokenizeRequest) as (asked, _):
+            (found,) = await _run(self._prompts, self.served.make_prompts, asked)
+        most = self._started().max_tokens
+        return JSONResponse({"tokens": found, "count": len(found), "max_model_len": most})
+
+    async def _detokenize(self, request: Request) -> Response:
+        async with self._read(request, schemas.DetokenizeRequest) as (asked, _):
+            most, vocabulary = self._started().max_tokens, self._started().vocabulary
+            if len(asked.tokens) > most or max(asked.tokens, default=0) >= vocabulary:
+                expected = f"a list of at most {most} integers from 0 to {vocabulary - 1}"
+                raise APIError(400, f"tokens: expected {expected}", param="tokens")
+            return JSONResponse({"prompt": self.served.tokenizer.decode(asked.tokens)})
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request) -> Response:
+        self._check_capacity()
+        kind = _KINDS[_path_of(request.scope)]
+        async with contextlib.AsyncExitStack() as held:
+            asked, name = await held.enter_async_context(self._read(request, kind))
+            visit = Visit(self._check_capacity(), self.metrics)
+            self.metrics.unfinished[visit] = 1
+            held.callback(self.metrics.unfinished.pop, visit, None)
+            choices = await _unless_gone(request, self._prepare(asked))
+            answer: Any
+            if isinstance(asked, schemas.ResponseRequest):
+                answer = ResponseAnswer(asked, name)
+            else:
+                answer = Answers(asked, name, self._texts)
+            if not asked.stream:
+                work = self._collect(visit, answer, choices)
+                return JSONResponse(await _unless_gone(request, work, choices))
+            return _Stream(request, _events(visit, answer, choices), choices, held.pop_all())
+
+    async def _prepare(self, asked: schemas.Request) -> list[Choice]:
+        long = sum(asked.lengths) > _LONG
+        prompts = await _run(self._prompts if long else None, self.served.make_prompts, asked)
+        return await self._maker.make(asked, prompts)
+
+    async def _collect(self, visit: Visit, answer: Any, choices: list[Choice]) -> Any:
+        parts: list[tuple[Choice, Part]] = []
+        async with contextlib.aclosing(visit.run(choices, streaming=False)) as found:
+            async for some in found:
+                parts += [(choice, part) for choice, part in some if part is not None]
+        # Log probabilities are megabytes, and other clients would wait for them.
+        return await asyncio.to_thread(answer.whole, choices, parts)
+
+
+async def _events(visit: Visit, answer: Any, choices: list[Choice]) -> AsyncGenerator[str, None]:
+    """Yield the events of a streamed answer, of which an error may be the last."""
+    try:
+        async with contextlib.aclosing(visit.run(choices, streaming=True)) as found:
+            async for event in answer.stream(choices, found):
+                yield event
+    except Exception as error:
+        if not isinstance(error, APIError):
+            logger.exception("a streamed answer")
+            error = APIError(500, INTERNAL)
+        yield answer.failed(error)
+
+
+class _Stream(StreamingResponse):
+    """A streamed answer, which ends when its client leaves; `held` is closed at its end."""
+
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncGenerator[str, None],
+        choices: list[Choice],
+        held: contextlib.AsyncExitStack,
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._request, self._events, self._choices, self._held = request, events, choices, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held, contextlib.aclosing(self._events):
+            with contextlib.suppress(_ClientGoneError):
+                await _unless_gone(self._request, self.stream_response(send), self._choices)
+
+
+async def _unless_gone(
+    request: Request, work: Coroutine[Any, Any, Any], choices: Iterable[Choice] = ()
+) -> Any:
+    """Return what `work` returns, or cancel it when the client leaves before its last token.
+
+    Raises:
+        _ClientGoneError: The client has left.
+    """
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        # A client that has its last token may leave before the last, empty part is sent.
+        ended = [bool(choice.finish_reason) for choice in choices]
+        if not task.done() and not (ended and all(ended)):
+            request.scope["hf_fp8kv.gone"].append(True)
+            raise _ClientGoneError
+        return await task
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+class _ClientGoneError(Exception):
+    pass
+
+
+class _Held:
+    bytes = 0  # of a body that are counted
+
+
+def _too_large(limit: int) -> APIError:
+    return APIError(413, f"expected a body of at most {limit} bytes", code="too_large")
+
+
+async def _run(pool: ThreadPoolExecutor | None, work: Callable[..., Any], *given: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *given)
+
+
+def _path_of(scope: Scope) -> str:
+    """Return the path of a request inside this application, which may be mounted at another."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

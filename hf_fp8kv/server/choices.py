@@ -1,0 +1,303 @@
+"""The answers of one request: one request of the engine for each, with one queue for all parts."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cli.serving.utils import build_response_parser
+
+from .engine import Engine
+from .errors import APIError
+from .metrics import Metrics
+from .model import ServedModel
+from .sampling import LEAST_TEMPERATURE, Sequence, TokenRules
+from .schemas import CompletionRequest, Request
+from .structured import Grammars, Guide
+from .text import AnswerText, Part
+
+# New tokens of a request that names no number.
+_NEW_TOKENS = 1024
+# Answers of one request that are made at the same time: others have requests, too.
+_AT_ONCE = 16
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer to a prompt."""
+
+    index: int
+    leads: bool  # it is the first answer to its prompt
+    sequence: Sequence
+    text: AnswerText
+    scores_only: bool = False  # nothing but what is said of the prompt is wanted
+    finish_reason: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the answer."""
+        return 0 if self.scores_only else self.text.tokens
+
+
+class Maker:
+    """Makes the answers that requests ask for.
+
+    Args:
+        seed: Makes answers to requests without a seed the same in each run that has the same
+            requests in the same order.
+    """
+
+    def __init__(self, served: ServedModel, engine: Engine, seed: int | None) -> None:
+        self._served, self._engine = served, engine
+        self._grammars = Grammars(served.tokenizer, engine.vocabulary, engine.fixed_steps)
+        self._seeds = random.Random(seed)  # of requests that name none
+
+    def check_length(self, request: Request) -> None:
+        """Raise APIError for text that cannot fit, before its tokens are counted."""
+        characters = max(request.lengths)
+        tokens, longest = self._engine.max_tokens, self._served.longest_token
+        if characters > tokens * longest:
+            raise APIError(
+                400,
+                f"expected at most {tokens} tokens, got {characters} characters, and no token has "
+                f"more than {longest}; send less",
+                code="context_length_exceeded",
+            )
+
+    async def make(self, request: Request, prompts: list[list[int]]) -> list[Choice]:
+        """Return the answers, `n` for each prompt, before any has begun.
+
+        Raises:
+            APIError: The request asks for what this engine or model does not have.
+        """
+        guide = await self._grammars.compile(request)
+        # Words are tokenized, and prompts are decoded for parsers.
+        return await asyncio.to_thread(self._make_all, request, prompts, guide)
+
+    def _make_all(
+        self, request: Request, prompts: list[list[int]], guide: Guide | None
+    ) -> list[Choice]:
+        rules = self._read_rules(request)
+        return [
+            Choice(place * request.n + i, i == 0, *self._make_one(request, prompt, i, rules, guide))
+            for place, prompt in enumerate(prompts)
+            for i in range(request.n)
+        ]
+
+    def _make_one(
+        self, request: Request, prompt: list[int], nth: int, rules: TokenRules, guide: Guide | None
+    ) -> tuple[Sequence, AnswerText, bool]:
+        served, forced, parser = self._served, request.forced_tool, None
+        top, prompt_top = request.scores
+        new, scores_only = self._count_new_tokens(request, prompt)
+        ends = [] if request.ignore_eos else _as_list(self._default(request, "eos_token_id"))
+        sequence = Sequence(
+            prompt,
+            new,
+            frozenset(token for token in [*ends, *request.stop_token_ids] if token >= 0),
+            rules=rules,
+            guide=None if guide is None else guide.fork(),
+            top=top,
+            prompt_top=prompt_top,
+            **self._read_sampling(request, nth),
+        )
+        if not isinstance(request, CompletionRequest):
+            tools = request.plain_tools
+            parser = build_response_parser(served.tokenizer, served.model, prompt, tools=tools)
+        text = AnswerText(
+            served.tokenizer.backend_tokenizer,
+            stops=request.stops,
+            hidden=frozenset(request.stop_token_ids),
+            min_tokens=request.min_tokens,
+            parser=parser,
+            forced=forced,
+        )
+        return sequence, text, scores_only
+
+    def _default(self, request: Request, name: str) -> Any:
+        defaults = request.generation_config or self._served.model.generation_config
+        return getattr(defaults, name, None)
+
+    def _read_sampling(self, request: Request, nth: int) -> dict[str, Any]:
+        """Return the sampling of the answer `nth` to a prompt.
+
+        A temperature above zero, top_p, top_k or min_p asks for sampling, whatever the model's own
+        default is. The same seed for all answers would make them the same: each has the next one.
+        """
+        names = ("temperature", "top_p", "top_k", "min_p")
+        given = {name: getattr(request, name) for name in names}
+        asks = any(value is not None for value in given.values())
+        for name, value in given.items():
+            given[name] = self._default(request, name) if value is None else value
+        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + nth
+        temperature = 1.0 if given["temperature"] is None else float(given["temperature"])
+        if not (self._default(request, "do_sample") or asks) or temperature < LEAST_TEMPERATURE:
+            return {}
+        top_k = given["top_k"] or 0
+        return {
+            "temperature": temperature,
+            "top_k": top_k if top_k > 0 else self._engine.vocabulary,
+            "top_p": 1.0 if given["top_p"] is None else float(given["top_p"]),
+            "min_p": float(given["min_p"] or 0.0),
+            "seed": (seed + 2**63) % 2**64 - 2**63,
+        }
+
+    def _count_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:
+        """Return the limit of new tokens, and whether only the prompt is wanted."""
+        engine = self._engine
+        if not prompt:
+            raise APIError(400, "expected a prompt of at least one token, got none")
+        if max(prompt) >= engine.vocabulary:
+            text = f"prompt: expected tokens below {engine.vocabulary}, got {max(prompt)}"
+            raise APIError(400, text, param="prompt")
+        field, asked = request.limit
+        scores_only = asked == 0  # an engine makes one token at least
+        # The last token is part of the answer, and never stored.
+        room, holder = engine.page_tokens + 1 - len(prompt), f"the pages hold {engine.page_tokens}"
+        if engine.model_tokens is not None:
+            # The engine's own new token is not an answer, and the model never gets it.
+            left = engine.model_tokens - len(prompt) + scores_only
+            if left < room:
+                room, holder = left, f"the model holds {engine.model_tokens}"
+        if asked is None and request.generation_config is not None:
+            asked = request.generation_config.max_new_tokens
+        wanted = min(_NEW_TOKENS, room) if asked is None else max(asked, 1)
+        if room < 1 or wanted > room:
+            raise APIError(
+                400,
+                f"expected a prompt and new tokens that fit, got {len(prompt)} tokens and "
+                f"{max(wanted, 1)} new ones, and {holder}; send less, or ask for less",
+                param=field,
+                code="context_length_exceeded",
+            )
+        return wanted, scores_only
+
+    def _read_rules(self, request: Request) -> TokenRules:
+        """Return the rules that a request asks for, or the model's own. Raises APIError."""
+        engine, tokenizer = self._engine, self._served.tokenizer
+        penalty = request.repetition_penalty
+        if penalty is None and request.generation_config is None and engine.fixed_steps is None:
+            penalty = self._default(request, "repetition_penalty")
+        bias = {int(token): float(value) for token, value in request.logit_bias.items()}
+        for field, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids)):
+            if any(token >= engine.vocabulary for token in tokens):
+                expected = f"tokens below {engine.vocabulary}"
+                text = f"{field}: expected {expected}, got {max(tokens)}"
+                raise APIError(400, text, param=field)
+        words = {
+            tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            for word in request.bad_words
+            for text in (word, f" {word.lstrip()}")  # at a beginning, and after another word
+        }
+        rules = TokenRules(
+            penalty or 1.0, request.presence_penalty, request.frequency_penalty, bias,
+            request.min_tokens, tuple(sorted(words - {()})),
+        )  # fmt: skip
+        scored = any(top is not None for top in request.scores)
+        for name, value in (("logprobs", scored), ("penalties, biases, bad_words", rules)):
+            if value and engine.fixed_steps is not None:
+                text = f"{name}: this server has none, since {engine.fixed_steps}; leave it out"
+                raise APIError(400, text, code="unsupported_parameter")
+        return rules
+
+
+def _as_list(tokens: int | list[int] | None) -> list[int]:
+    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+
+
+class Visit:
+    """A request that is being answered, from its body to the end of its answer."""
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
+        self._queue: asyncio.Queue[tuple[Choice, Part | None] | Exception] = asyncio.Queue()
+
+    def fail(self, error: APIError) -> None:
+        """End the answer early."""
+        self._queue.put_nowait(error)
+
+    async def run(
+        self, choices: list[Choice], *, streaming: bool
+    ) -> AsyncGenerator[list[tuple[Choice, Part | None]], None]:
+        """Yield the parts of all answers as they come; None is the end of one answer.
+
+        The first answer to a prompt begins first: the others find the prompt in the pages. To
+        close the generator cancels what is not finished.
+
+        Raises:
+            APIError: An answer failed, which ends all of them.
+        """
+        room = asyncio.Semaphore(_AT_ONCE)
+        self._metrics.unfinished[self] = 0
+        each_token = streaming or not all(choice.leads for choice in choices)
+        begun: list[asyncio.Event] = []  # of each prompt
+        tasks = []
+        for choice in choices:
+            if choice.leads:
+                begun.append(asyncio.Event())
+            answer = self._answer(choice, room, begun[-1], each_token)
+            tasks.append(asyncio.create_task(answer))
+        left = len(choices)
+        try:
+            while left:
+                items = [await self._queue.get()]
+                while not self._queue.empty():
+                    items.append(self._queue.get_nowait())
+                found: list[tuple[Choice, Part | None]] = []
+                for item in items:
+                    if isinstance(item, Exception):
+                        if found:
+                            yield found
+                        raise item
+                    found.append(item)
+                    left -= item[1] is None
+                yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(
+        self, choice: Choice, room: asyncio.Semaphore, begun: asyncio.Event, each_token: bool
+    ) -> None:
+        if not choice.leads:
+            await begun.wait()
+        try:
+            async with room:
+                self._metrics.unfinished[self] += 1
+                try:
+                    await self._generate(choice, begun, each_token)
+                finally:
+                    self._metrics.unfinished[self] -= 1
+        except Exception as error:
+            self._queue.put_nowait(error)
+        finally:
+            begun.set()
+
+    async def _generate(self, choice: Choice, begun: asyncio.Event, each_token: bool) -> None:
+        sequence, text = choice.sequence, choice.text
+        stream = self._engine.stream(sequence, each_token=each_token or text.can_stop)
+        last: int | None = None
+        async with contextlib.aclosing(stream):
+            async for tokens in stream:
+                begun.set()
+                last = tokens[-1] if tokens else last
+                if not choice.scores_only:
+                    self._put(choice, text.put(tokens))
+                if text.stopped:
+                    break
+        self._engine.latencies.note_end(sequence)
+        if not choice.scores_only:
+            self._put(choice, text.end())
+        whole = sequence.guide is not None and sequence.guide.complete
+        if not (text.stopped or whole or last in sequence.ends) or choice.scores_only:
+            choice.finish_reason = "length"
+        else:
+            choice.finish_reason = "tool_calls" if text.calls else "stop"
+        self._queue.put_nowait((choice, None))
+
+    def _put(self, choice: Choice, parts: list[Part]) -> None:
+        for part in parts:
+            self._queue.put_nowait((choice, part))

@@ -1,0 +1,334 @@
+"""The adapter to transformers' engine: submit a request, stream its tokens, cancel it.
+
+Only this file and scheduling.py touch the engine. Private names of transformers that are used:
+`ModelRunner._sample` here, `Scheduler._process_candidates` and `._schedule_request` there.
+"""
+
+import asyncio
+import logging
+import queue
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from ..errors import ConfigError
+from ..serving import Usage, usage
+from .errors import STOPPING, APIError
+from .latencies import Latencies
+from .sampling import SEQUENCE, Sampler, Sequence
+from .scheduling import share_steps
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 600.0
+_STOP_SECONDS = 30.0
+
+
+class Engine:
+    """Runs the requests of one model, which `hf_fp8kv.serving.enable` was called on.
+
+    Args:
+        model: The model.
+        batching: A ContinuousBatchingConfig.
+        latencies: Observe each request and token.
+        max_model_tokens: Maximum number of tokens of a prompt and its answer. None means the
+            model's own maximum.
+    """
+
+    def __init__(
+        self, model: Any, batching: Any, latencies: Latencies, max_model_tokens: int | None = None
+    ) -> None:
+        self.model, self._batching, self.latencies = model, batching, latencies
+        text = model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        limit = getattr(text, "max_position_embeddings", None)
+        limits = [n for n in (limit, max_model_tokens) if isinstance(n, int) and n > 0]
+        self.model_tokens = min(limits, default=None)  # of a prompt and its answer
+        self.page_tokens = 0  # that one request may hold
+        self.prompt_tokens = self.new_tokens = 0  # since the start
+        self.stopping = False
+        # Why the host cannot change or read the logits of one request. None means that it can.
+        self.fixed_steps: str | None = None
+        self._sequences: dict[str, Sequence] = {}  # that the engine has, by request
+        self._hooks: list[Any] = []
+        self._manager: Any = None
+
+    def start(self) -> None:
+        """Start the engine's thread, and return when its pages are allocated.
+
+        Raises:
+            ConfigError: The engine cannot run the model with this configuration.
+        """
+        # The planner leaves memory for logits processors if the configuration samples.
+        config = self.model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
+        manager = self.model.init_continuous_batching(
+            generation_config=GenerationConfig(**config | {"use_cache": False}),
+            continuous_batching_config=self._batching,
+        )
+        # Requests choose their own temperature, top-k and so on, whose processors are "warpers".
+        kept = [
+            processor
+            for processor in manager.logit_processor.logits_processor
+            if not type(processor).__name__.endswith("LogitsWarper")
+        ]
+        manager.logit_processor = sampler = Sampler(kept, self.vocabulary)
+        manager.on_processor = lambda processor: self._prepare(processor, sampler)
+        manager.output_router.output_queue = _Discard()
+        self._manager = manager
+        self._hooks = [
+            self.model.register_forward_pre_hook(sampler.ask_for_scores, with_kwargs=True),
+            self.model.register_forward_hook(sampler.take_scores, with_kwargs=True),
+        ]
+        manager.start()
+        deadline = time.monotonic() + _START_SECONDS
+        while manager.batch_processor is None:
+            error = manager.background_thread_status.fatal_error
+            if error is not None or not manager.is_running() or time.monotonic() > deadline:
+                self.stop()
+                raise ConfigError(
+                    f"expected an engine for continuous batching, got: {error or 'no answer'}; "
+                    "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
+                ) from error
+            time.sleep(0.01)
+        self.page_tokens = manager.batch_processor.cache.max_request_tokens()
+        if self.page_tokens < 2:
+            self.stop()
+            raise ConfigError(
+                f"expected pages for some tokens, got {self.page_tokens}; pass a larger "
+                "--cb-num-blocks"
+            )
+
+    def stop(self) -> None:
+        """End the engine's thread; requests that still run fail. Do nothing the second time."""
+        manager, self._manager = self._manager, None
+        self.stopping = True
+        if manager is None:
+            return
+        self._failure = manager.background_thread_status.fatal_error
+        manager.stop(block=True, timeout=_STOP_SECONDS, hard_stop=True)
+        for hook in self._hooks:
+            hook.remove()
+        if manager.is_running():
+            logger.error("the engine's thread did not end within %g s", _STOP_SECONDS)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    _failure: Exception | None = None  # of a stopped engine
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that one request may have, in the pages and for the model."""
+        return min(self.page_tokens, self.model_tokens or self.page_tokens)
+
+    @property
+    def failure(self) -> str | None:
+        """What ended the engine's thread. None means that nothing did."""
+        manager = self._manager
+        error = self._failure if manager is None else manager.background_thread_status.fatal_error
+        return None if error is None else str(error)
+
+    def is_alive(self) -> bool:
+        """Return whether the engine's thread runs and takes requests."""
+        manager = self._manager
+        return manager is not None and manager.is_running() and self.failure is None
+
+    def check(self) -> None:
+        """Raise APIError unless the engine takes requests."""
+        if self.stopping or not self.is_alive():
+            raise APIError(503, self.failure or STOPPING, code="stopping")
+
+    def usage(self) -> Usage | None:
+        """Return what the pages hold."""
+        return usage(self.model) if self.is_alive() else None
+
+    def active(self) -> int:
+        """Return the number of requests in steps, also of clients that have just gone."""
+        processor = None if self._manager is None else self._manager.batch_processor
+        return 0 if processor is None else len(processor.scheduler.active_requests)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    async def stream(
+        self, sequence: Sequence, *, each_token: bool
+    ) -> AsyncGenerator[list[int], None]:
+        """Yield the new tokens of an answer as they come, or all at once at its end.
+
+        Close the generator early to cancel the request: its pages are free after the current step.
+
+        Raises:
+            APIError: The engine does not take the request, or cannot finish it.
+        """
+        self.check()
+        manager, name, seen, ended = self._manager, uuid.uuid4().hex, 0, False
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        # First: an output without a handler is lost.
+        manager.register_result_handler(name, outputs.put_nowait)
+        self._sequences[name] = sequence
+        sequence.submitted_at = time.perf_counter()
+        try:
+            added = manager.add_request(
+                sequence.prompt,
+                request_id=name,
+                max_new_tokens=sequence.max_new_tokens,
+                streaming=each_token,
+                # An engine would replace an empty list by its own ends.
+                eos_token_id=sorted(sequence.ends) or [-1],
+                **{SEQUENCE: sequence},
+            )
+            if added is None:
+                raise APIError(503, self.failure or STOPPING, code="stopping")
+            self.prompt_tokens += len(sequence.prompt)
+            while not ended:
+                output = await outputs.get()
+                while not outputs.empty():  # the last one has all tokens
+                    output = outputs.get_nowait()
+                ended = output.is_finished()
+                if output.error is not None:
+                    raise self._output_error(sequence, str(output.error))
+                new = output.generated_tokens[seen:]
+                seen += len(new)
+                self.new_tokens += len(new)
+                yield new
+        finally:
+            self._sequences.pop(name, None)
+            if not ended:
+                manager.output_router.result_handlers.pop(name, None)
+                manager.cancel_request(name)
+
+    def _output_error(self, sequence: Sequence, message: str) -> APIError:
+        if sequence.guide is not None and sequence.guide.is_to_blame:
+            return APIError(400, message, param=sequence.guide.field)
+        return APIError(500 if self.is_alive() else 503, message)
+
+    # -- the engine's thread calls these ---------------------------------------------------------
+
+    def _prepare(self, processor: Any, sampler: Sampler) -> None:
+        """Have a new batch processor choose tokens as requests ask, before its first step."""
+        self.fixed_steps = why_fixed(processor)
+        tensors, vocabulary = processor.inputs_and_outputs, self.vocabulary
+
+        def sample(_: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+            best, tokens = scores[0].max(-1)
+            failed = best.isfinite().logical_not_()
+            output_ids[0, : len(tokens)] = tokens + failed * vocabulary
+
+        # Private: a row without finite logits gets a token past the vocabulary, so that its
+        # request alone fails. No public part of the engine sees logits and tokens together.
+        processor.model_runner._sample = MethodType(sample, processor.model_runner)
+        finish_step = tensors.prepare_batch_update
+
+        def prepare_batch_update() -> tuple[list[Any], list[int], None]:
+            requests, tokens, _ = finish_step()
+            return (*self._take_tokens(processor, sampler, requests, tokens), None)
+
+        tensors.prepare_batch_update = prepare_batch_update
+        if processor.use_async_batching:  # a step takes the token of the last one on the device
+            carry_over = tensors.carry_over_tokens
+
+            def carry_over_tokens(input_ids: torch.Tensor, *others: torch.Tensor) -> None:
+                carry_over(input_ids, *others)
+                input_ids.remainder_(vocabulary)
+
+            tensors.carry_over_tokens = carry_over_tokens
+        share_steps(processor.scheduler)
+        processor.cache.on_prefix = self._note_prefix
+        processor.cache.takes_prefix = self._takes_prefix
+
+    def _takes_prefix(self, request_id: str) -> bool:
+        """Return whether a request may find its beginning in the pages."""
+        sequence = self._sequences.get(request_id)
+        # What is found is not computed: it has no logits.
+        return sequence is None or sequence.prompt_top is None
+
+    def _note_prefix(self, request_id: str, tokens: int) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.last_token_at is None:  # otherwise it was resumed
+            sequence.cached_tokens = tokens
+
+    def _take_tokens(
+        self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]
+    ) -> tuple[list[Any], list[int]]:
+        """Note the tokens of a step; return the requests that go on, and their tokens."""
+        kept, kept_tokens, rows = [], [], enumerate(tokens)
+        for request in requests:
+            row, token = next(rows) if request.has_new_token else (None, None)
+            state = request.state
+            if state.error is not None:  # it was ended while this step ran
+                continue
+            if row is None or token is None:
+                kept.append(request)
+                continue
+            sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
+            error = why_refused(sequence, token, self.vocabulary)
+            if error is not None:
+                processor.output_router.fail_and_deliver(state, RuntimeError(error))
+                _end(processor, state)
+                continue
+            sampler.record(row, token)
+            sequence.answer.append(token)
+            self.latencies.note_token(sequence, state.lifespan[0])
+            if _is_complete(sequence, self.vocabulary):
+                # No token of the model can end what is whole.
+                state.generated_tokens.append(token)
+                state.status = RequestStatus.FINISHED
+                processor.output_router.deliver(state.to_generation_output())
+                _end(processor, state)
+                continue
+            kept.append(request)
+            kept_tokens.append(token)
+        return kept, kept_tokens
+
+
+def _end(processor: Any, state: Any) -> None:
+    processor.scheduler.finish_request(state.request_id)
+    processor.scheduler.block_new_requests = False
+
+
+def _is_complete(sequence: Sequence, vocabulary: int) -> bool:
+    """Return whether the text is whole and the model has no token that ends an answer."""
+    return (
+        sequence.guide is not None
+        and sequence.guide.complete
+        and not any(end < vocabulary for end in sequence.ends)
+    )
+
+
+def why_refused(sequence: Sequence, token: int, vocabulary: int) -> str | None:
+    """Have a request's grammar continue with a token; return why the token cannot be taken."""
+    guide, rules = sequence.guide, sequence.rules
+    if token < vocabulary:
+        return None if guide is None or token in sequence.ends else guide.follow(token)
+    if guide is not None and (rules.bad_words or rules.min_tokens):
+        guide.is_to_blame = True
+        return f"{guide.field}: bad_words or min_tokens take away every token that may follow"
+    if guide is not None or rules:
+        why = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
+    else:
+        why = ""
+    place = len(sequence.prompt) + len(sequence.answer)
+    return (
+        f"expected finite logits, got none for token {place}: {why}the model overflows on this "
+        "prompt, or with these weights and dtype"
+    )
+
+
+def why_fixed(processor: Any) -> str | None:
+    """Return why the steps of a batch processor cannot change with a request, if they cannot."""
+    if processor.use_async_batching:
+        return "asynchronous batching begins a step before the last token is known"
+    if getattr(processor.model_runner, "pad_inputs", False):
+        return "CUDA graphs and compiled steps cannot change with a request"
+    return None
+
+
+class _Discard(queue.SimpleQueue[Any]):
+    """Where outputs go whose client has gone: no one would ever take them."""
+
+    def put(self, *_: Any, **__: Any) -> None:
+        """Keep nothing."""

@@ -1,0 +1,208 @@
+"""The server's one model: its names, its tokenizer, and prompts made of messages."""
+
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.cli.serving.model_manager import ModelManager
+
+from ..errors import ConfigError
+from .errors import APIError
+from .schemas import (
+    CompletionRequest,
+    FunctionCall,
+    FunctionOutput,
+    Message,
+    Reasoning,
+    Request,
+    ResponseRequest,
+    TokenizeRequest,
+)  # fmt: skip
+
+# Tokens of unknown words, or of spaces that are dropped, stand for more than their own characters.
+_LONG_TOKEN = 128
+
+
+class ServedModel:
+    """A model that `hf_fp8kv.serving.enable` was called on, and its tokenizer.
+
+    Args:
+        model: The model.
+        processor: Its tokenizer, or a processor that has one.
+        name: The model's own name.
+        served_name: The only name that clients may use. None means the model's own, also without
+            its folder.
+        template: A chat template that replaces the tokenizer's.
+        arguments: Filled into the chat template.
+
+    Raises:
+        ConfigError: The model is not a text model that continuous batching can run, or the
+            template does not render a message.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        name: str,
+        *,
+        served_name: str | None = None,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, getattr(processor, "tokenizer", processor)
+        modality = ModelManager.get_model_modality(model, processor=processor).value
+        if modality != "LLM" or not hasattr(self.tokenizer, "backend_tokenizer"):
+            raise ConfigError(
+                f"{name}: expected a text model with a fast tokenizer, got {type(model).__name__} "
+                f"({modality}) with {type(self.tokenizer).__name__}; choose another"
+            )
+        short = name.rstrip("/").rsplit("/", 1)[-1]
+        revision = () if os.path.exists(name) or "@" in name else (f"{name}@main",)
+        self.names = (served_name,) if served_name else (name, *revision, short)
+        self._arguments = dict(arguments or {})
+        if template is not None:
+            self.tokenizer.chat_template = template
+            try:
+                self._render([{"role": "user", "content": "?"}], tokenize=False)
+            except Exception as error:  # a template is a program, which may fail in any way
+                raise ConfigError(
+                    "--chat-template: expected a template that renders a user's message, got "
+                    f"{type(error).__name__}: {error}; correct it, or leave it out for the "
+                    "model's own"
+                ) from error
+        signature = inspect.signature(self.tokenizer.apply_chat_template)
+        self._own_arguments = frozenset(signature.parameters)
+        self._shows_tools = shows_tools(self.tokenizer)
+        self.tokenizer("a")  # it sets itself up when it is first used; later, threads share it
+        # A generous bound on the characters that one token may stand for.
+        self.longest_token = max([_LONG_TOKEN, *map(len, self.tokenizer.get_vocab())])
+
+    def check_name(self, asked: str | None) -> str:
+        """Return the model's name in an answer: as it was asked for, or short.
+
+        Raises:
+            APIError: The request names another model.
+        """
+        if asked is not None and asked not in self.names:
+            raise APIError(
+                404,
+                f"model: expected {self.names[-1]!r}, the only one here, got {asked!r:.100}",
+                param="model",
+                code="model_not_found",
+            )
+        return asked or self.names[-1]
+
+    def describe(self, name: str | None = None) -> dict[str, Any]:
+        """Return the model in the form of OpenAI's list of models."""
+        return {"id": name or self.names[-1], "object": "model", "created": 0, "owned_by": ""}
+
+    def check(self, request: Request) -> None:
+        """Raise APIError for tools or arguments that the chat template does not take."""
+        if request.tools and not self._shows_tools:
+            raise APIError(
+                400,
+                "tools: expected none, since this model's chat template does not show them to the "
+                "model; leave them out, or serve a model that was trained to call tools",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        for name in request.chat_template_kwargs.keys() & self._own_arguments:
+            where = f"chat_template_kwargs.{name}"
+            raise APIError(400, f"{where}: the server sets it; leave it out", param=where)
+
+    def make_prompts(self, request: Request | TokenizeRequest) -> list[list[int]]:
+        """Return the tokens of each prompt of a request.
+
+        Raises:
+            APIError: The chat template refuses the messages.
+        """
+        if isinstance(request, CompletionRequest):
+            return [
+                self._tokenize(prompt, special=request.add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in request.prompts
+            ]
+        if isinstance(request, TokenizeRequest) and request.prompt is not None:
+            return [self._tokenize(request.prompt, special=request.add_special_tokens)]
+        given: dict[str, Any] = {}
+        if isinstance(request, TokenizeRequest):
+            given["add_generation_prompt"] = request.add_generation_prompt
+        else:
+            given = {**request.chat_template_kwargs, "tools": request.plain_tools}
+        try:
+            if isinstance(request, ResponseRequest):
+                messages = _messages_of(request)
+            else:
+                messages = [_plain(message) for message in request.messages]
+            found = self._render(messages, **given)
+        except Exception as error:  # a template is a program, which may refuse anything
+            text = f"{type(error).__name__}: {error}"
+            text = f"cannot make a prompt of these messages: {text:.300}"
+            raise APIError(400, text) from error
+        return [list(found["input_ids"])]
+
+    def _tokenize(self, text: str, *, special: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _render(self, messages: list[dict[str, Any]], **given: Any) -> Any:
+        given = {"add_generation_prompt": True, "return_dict": True, **self._arguments, **given}
+        return self.tokenizer.apply_chat_template(messages, **given)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as chat templates take it: content is text, arguments are objects."""
+    plain = message.model_dump(
+        exclude_unset=True, include={"role", "tool_calls", "tool_call_id", "reasoning_content"}
+    )
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = " ".join(part.text for part in content)
+    for call in plain.get("tool_calls") or ():
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, str):
+            call["function"]["arguments"] = json.loads(arguments)
+    return {"content": content, **{k: value for k, value in plain.items() if value}}
+
+
+def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
+    """Return the input of a response as messages of a chat."""
+    messages, thoughts = list[dict[str, Any]](), None
+    for item in request.input:
+        if isinstance(item, Reasoning):
+            thoughts = "".join(part.text for part in item.content or ())
+        elif isinstance(item, FunctionCall):
+            function = {"name": item.name, "arguments": json.loads(item.arguments)}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, FunctionOutput):
+            answer = {"tool_call_id": item.call_id, "content": item.output}
+            messages.append({"role": "tool", **answer})
+        else:
+            messages.append(_plain(item))
+            if thoughts is not None and item.role == "assistant":
+                messages[-1]["reasoning_content"], thoughts = thoughts, None
+    if request.instructions:
+        if messages and messages[0]["role"] == "system":
+            del messages[0]
+        messages.insert(0, {"role": "system", "content": request.instructions})
+    return messages
+
+
+def shows_tools(tokenizer: Any) -> bool:
+    """Return whether a tool's name is in what the chat template makes of a request with it."""
+    name = "weather_of_tomorrow"
+    function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}], tools=[{"type": "function", "function": function}],
+            tokenize=False, add_generation_prompt=True,
+        )  # fmt: skip
+    except Exception:  # a template is a program, which may refuse anything
+        return False
+    return name in str(text)

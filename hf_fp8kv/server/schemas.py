@@ -1,0 +1,598 @@
+"""Requests of each path: their fields, and the errors that name what was expected.
+
+What the server would ignore (beams, pictures for a text model, ...) is rejected: an answer to a
+different question is worse than none.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from .errors import APIError
+
+MAX_CHOICES = 1024  # of one request, of all its prompts
+_MAX_VALUES = 16_384  # in all lists and objects of a field
+_MAX_CONFIG = 16_384  # characters
+
+# Fields of other servers, with the only values that mean what this one does anyway.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((
+        "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
+        "return_token_ids", "return_tokens_as_token_ids", "details", "return_hidden_states",
+        "background",
+    ), (False,)),
+    **dict.fromkeys((
+        "skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt",
+        "include_reasoning", "separate_reasoning", "stream_reasoning", "cache_prompt",
+    ), (True,)),
+    **dict.fromkeys((
+        "priority", "min_length", "no_repeat_ngram_size", "mirostat", "dry_multiplier",
+        "xtc_probability", "top_n_tokens",
+    ), (0,)),
+    **dict.fromkeys(("length_penalty", "typical_p", "repeat_penalty", "num_beams"), (1,)),
+    **dict.fromkeys((
+        "truncate_prompt_tokens", "allowed_token_ids", "logits_processors", "chat_template",
+        "documents", "mm_processor_kwargs", "guided_json", "guided_regex", "guided_choice",
+        "guided_grammar", "regex", "ebnf", "json_schema", "lora_path", "kv_transfer_params",
+        "vllm_xargs", "cache_salt", "audio", "prediction", "previous_response_id", "conversation",
+        "reasoning_effort", "web_search_options", "moderation", "image", "background_options",
+        "context_management", "access_programs",
+    ), ()),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "include": ([],),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+}  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two JSON values are equal; 1 and 1.0 are, 1 and true are not."""
+    return (type(a) is type(b) or (_is_number(a) and _is_number(b))) and bool(a == b)
+
+
+def invalid(name: str, expected: str, value: Any) -> APIError:
+    """Return the error of a field with another value than what is expected."""
+    # In parts: only the first ones of megabytes are made.
+    text = "".join(itertools.islice(json.JSONEncoder(default=str).iterencode(value), 60))
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return APIError(400, f"{name}: expected {expected}, got {text}", param=name)
+
+
+def unsupported(name: str, expected: str, value: Any) -> APIError:
+    """Return the error of a field with a value that means what the server does not do."""
+    message = f"{invalid(name, expected, value).message}; this server supports nothing else"
+    return APIError(400, message, param=name, code="unsupported_parameter")
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether a JSON value has more than _MAX_VALUES values in its lists and objects."""
+    count, left = 0, [value]
+    while left:
+        value = left.pop()
+        inner = value.values() if isinstance(value, dict) else value
+        if isinstance(value, list | dict):
+            count += len(inner)
+            if count <= _MAX_VALUES:
+                left += [one for one in inner if isinstance(one, list | dict)]
+    return count > _MAX_VALUES
+
+
+_INT64 = 2**63 - 1
+_Count = Annotated[int, Field(ge=1, le=_INT64)]
+_Token = Annotated[int, Field(ge=0, le=_INT64)]
+_End = Annotated[int, Field(ge=-1, le=_INT64)]
+_Choices = Annotated[int, Field(ge=1, le=128)]
+_Top = Annotated[int, Field(ge=0, le=20)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Positive = Annotated[float, Field(gt=0, le=1)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Temperature = Annotated[float, Field(ge=0, le=2)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Label = Annotated[str, Field(max_length=512)]
+_Pairs = Annotated[dict[Annotated[str, Field(max_length=64)], _Label], Field(max_length=16)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+_Word = Annotated[str, Field(min_length=1, max_length=256)]
+_Prompt = Annotated[str, Field(min_length=1)]
+# Millions of tokens fit into a body: one error is enough.
+_Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
+_Prompts = Annotated[
+    list[_Prompt | _Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+]
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Defaults(_Strict):
+    """What a request's `generation_config` sets, instead of the model's own."""
+
+    do_sample: bool | None = None
+    temperature: _Temperature | None = None
+    top_p: _Positive | None = None
+    top_k: _Token | None = None
+    min_p: _Share | None = None
+    max_new_tokens: _Count | None = None
+    eos_token_id: _End | Annotated[list[_End], Field(max_length=128)] | None = None
+
+    _IGNORED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
+    _NEUTRAL: ClassVar[dict[str, Any]] = {
+        "_from_model_config": True, "length_penalty": 1, "min_length": 0, "min_new_tokens": 0,
+        "no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1,
+        "repetition_penalty": 1,
+    }  # fmt: skip
+
+    @classmethod
+    def parse(cls, name: str, text: Any) -> "Defaults":
+        """Return the defaults in a string with a JSON object. Raises APIError."""
+        try:
+            config = json.loads(text)
+            if not isinstance(config, dict) or len(text) > _MAX_CONFIG:
+                raise TypeError
+        except (TypeError, ValueError, RecursionError):
+            expected = f"a JSON object in a string of at most {_MAX_CONFIG} characters"
+            raise invalid(name, expected, text) from None
+        given = {}
+        for field, value in config.items():
+            if value is None or field in cls._IGNORED:
+                continue
+            if field in cls.model_fields:
+                given[field] = value
+            elif value is not False and not _is_same(value, cls._NEUTRAL.get(field)):
+                fields = ", ".join(cls.model_fields)
+                raise unsupported(f"{name}.{field}", f"one of {fields}", value)
+        return validate(cls, given, where=f"{name}.")
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _TextPart(_Open):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class Function(_Open):
+    """A function that is a tool, or a call of it."""
+
+    name: str
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    arguments: Any = None
+
+
+class _Call(_Open):
+    function: Function
+
+
+class Tool(_Open):
+    """A tool, or the choice of it. In responses its function is not inside."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "function" in value:
+            return value
+        function = {name: inner for name, inner in value.items() if name != "type"}
+        return {**{name: value[name] for name in ("type",) if name in value}, "function": function}
+
+
+class Message(_Open):
+    """A message of a chat. Other fields are not used."""
+
+    role: Annotated[str, Field(min_length=1)]
+    tool_calls: list[_Call] | None = None
+    content: Annotated[str | list[_TextPart] | None, Field(validate_default=True)] = None
+
+    @field_validator("content")
+    @classmethod
+    def _check_content(cls, content: Any, info: ValidationInfo) -> Any:
+        # An assistant that calls tools may have nothing to say.
+        if content is None and not info.data.get("tool_calls"):
+            raise ValueError("text, or a list of parts")
+        return content
+
+
+class FunctionCall(_Open):
+    """A call of a tool, in the input of a response."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutput(_Open):
+    """The output of a tool, in the input of a response."""
+
+    call_id: str
+    output: str
+
+
+class _Thought(_Open):
+    text: str
+
+
+class Reasoning(_Open):
+    """Thoughts of the model, in the input of a response."""
+
+    content: list[_Thought] | None = None
+
+
+_KINDS = "one of message, function_call, function_call_output, reasoning"
+
+
+def _kind_of(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    return kind if isinstance(kind, str) else ""
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")],
+    Discriminator(_kind_of, custom_error_type="kind", custom_error_message=_KINDS),
+]
+_Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+def _read_input(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
+    return [value] if isinstance(value, dict) else value
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(_Strict):
+    """The field that all bodies have."""
+
+    model: str | None = None
+
+
+class Request(Body):
+    """A request to generate. Fields that are null are left out before it is validated."""
+
+    # Fields with the only values that mean what this path does anyway; none means no value does.
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    _characters: int = 0  # of its texts
+
+    # What to answer, and how long.
+    messages: _Messages = []
+    prompt: Annotated[_Prompt | _Tokens | _Prompts | None, Field(union_mode="left_to_right")] = None
+    input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_read_input)] = []
+    instructions: str | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, str | bool | int | float | None], Field(max_length=64)
+    ] = {}
+    add_special_tokens: bool = True
+    echo: bool = False
+    n: _Choices = 1
+    best_of: _Choices | None = None
+    max_tokens: _Token | None = None
+    max_completion_tokens: _Count | None = None
+    max_output_tokens: _Count | None = None
+    min_tokens: _Token = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[_Token], Field(max_length=128)] = []
+    # OpenAI's four are too few for tasks of lm_eval.
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = []
+    # In which form.
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: _Count | None = None
+    response_format: Any = None
+    text: Any = None
+    structured_outputs: Any = None
+    # How tokens are chosen, and what is reported of them.
+    generation_config: Any = None  # Defaults
+    temperature: _Temperature | None = None
+    top_p: _Positive | None = None
+    top_k: _End | None = None
+    min_p: _Share | None = None
+    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    # Each bias costs time in each step, in which others wait.
+    logit_bias: Annotated[dict[_TokenText, _Bias], Field(max_length=1024)] = {}
+    bad_words: Annotated[list[_Word], Field(max_length=128)] = []
+    logprobs: bool | _Top | None = None
+    top_logprobs: _Top = 0
+    prompt_logprobs: _Top | None = None
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    # What changes no answer.
+    user: _Label | None = None
+    safety_identifier: _Label | None = None
+    service_tier: _Label | None = None
+    prompt_cache_key: _Label | None = None
+    prompt_cache_retention: _Label | None = None
+    prompt_cache_options: _Pairs | None = None
+    metadata: _Pairs | None = None
+    store: bool | None = None
+
+    @property
+    def limit(self) -> tuple[str | None, int | None]:
+        """The field that limits new tokens, and the limit."""
+        for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+            if getattr(self, name) is not None:
+                return name, getattr(self, name)
+        return None, None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def scores(self) -> tuple[int | None, int | None]:
+        """How many likely tokens to report for the answer and the prompt. None means no scores."""
+        return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of characters of each prompt."""
+        return [self._characters]
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The tool that must be called. "" means any of them, None that none has to be."""
+        if isinstance(self.tool_choice, Tool):
+            return self.tool_choice.function.name
+        return "" if self.tool_choice == "required" else None
+
+    @property
+    def plain_tools(self) -> list[dict[str, Any]] | None:
+        """The tools, as chat templates take them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether usage comes in a separate event, at the end of a stream."""
+        return bool(self.stream_options.include_usage)
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    only: ClassVar = {
+        "echo": (False,), "add_special_tokens": (False,),
+        **dict.fromkeys(("prompt", "input", "instructions", "text", "best_of"), ()),
+    }  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check_all(self) -> Self:
+        if not self.messages:
+            raise invalid("messages", "a list of one message or more", None)
+        _check_tools(self)
+        if self.max_tokens == 0:
+            raise invalid("max_tokens", "an integer of at least 1", 0)
+        if self.logprobs not in (None, False, True):  # 0 is false
+            raise invalid("logprobs", "true or false", self.logprobs)
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "logprobs to be true", self.top_logprobs)
+        return self
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    only: ClassVar = dict.fromkeys(
+        (
+            "messages", "input", "instructions", "text", "response_format", "tools", "tool_choice",
+            "top_logprobs", "chat_template_kwargs",
+        ), ()
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check_all(self) -> Self:
+        prompts = self.prompts
+        if prompts == [None]:
+            raise invalid("prompt", "text, a list of tokens, or a list of prompts", None)
+        if len(prompts) * self.n > MAX_CHOICES:
+            text = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
+            raise invalid("prompt", text, f"{len(prompts)} prompts")
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens", "an integer of at least 1 without echo", 0)
+        if self.logprobs is True:
+            raise invalid("logprobs", "an integer from 0 to 20", True)
+        if self.best_of not in (None, self.n):
+            raise unsupported("best_of", "as many as n", self.best_of)
+        return self
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or a list of tokens."""
+        given: Any = self.prompt
+        is_many = isinstance(given, list) and type(given[0]) is not int
+        return given if is_many else [given]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts]
+
+    @property
+    def scores(self) -> tuple[int | None, int | None]:
+        top = None if self.logprobs is False else self.logprobs
+        return top, top if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+
+class ResponseRequest(Request):
+    """POST /v1/responses."""
+
+    only: ClassVar = {
+        "echo": (False,), "add_special_tokens": (False,), "top_logprobs": (0,), "n": (1,),
+        **dict.fromkeys((
+            "prompt", "messages", "prompt_logprobs", "logprobs", "stop", "max_tokens", "best_of",
+            "max_completion_tokens", "response_format",
+        ), ()),
+    }  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check_all(self) -> Self:
+        if not self.input:
+            raise invalid("input", "text, or a list of one message or more", None)
+        _check_tools(self)
+        return self
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize."""
+
+    prompt: str | None = None
+    messages: _Messages = []
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _check_all(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise APIError(400, "prompt, messages: expected one of them")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[_Token], Field(fail_fast=True)]
+
+
+# -- bodies ----------------------------------------------------------------------------------------
+
+
+def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object in the bytes of a body, without fields that are null.
+
+    Raises:
+        APIError: The bytes are not UTF-8, not JSON or not an object, or have unpaired surrogates.
+    """
+    try:
+        body = json.loads(raw.decode("utf-8"), parse_constant=_reject_constant)
+        # Unpaired surrogates are legal JSON, and no tokenizer takes them; UTF-8 has none.
+        if b"\\ud" in raw or b"\\uD" in raw:
+            json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except UnicodeError as error:
+        raise APIError(400, f"invalid UTF-8: {error}") from None
+    except RecursionError:
+        raise APIError(400, "invalid JSON: nested too deeply") from None
+    except ValueError as error:
+        raise APIError(400, f"invalid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise APIError(400, f"expected a JSON object, got a {type(body).__name__}")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not allowed")
+
+
+def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind:
+    """Return a body as an object; `where` comes before the names of fields in errors.
+
+    Raises:
+        APIError: A field is unknown, invalid, or asks for what this server does not do.
+    """
+    given = dict[str, Any]()
+    only = {**_NEUTRAL, **kind.only} if issubclass(kind, Request) else {}
+    for name, value in sorted(body.items()):
+        if name not in ("prompt", "tokens") and _is_large(value):
+            raise invalid(name, f"at most {_MAX_VALUES} values in all", value)
+        if name in only:
+            if not any(_is_same(value, one) for one in only[name]):
+                expected = " or ".join(map(json.dumps, only[name])) or "nothing"
+                raise unsupported(name, expected, value)
+        elif name in kind.model_fields:
+            given[name] = value
+        else:
+            message = f"{name:.100}: not a field of this path; leave it out"
+            raise APIError(400, message, param=name, code="unknown_parameter")
+    if given.get("stream") and "prompt_logprobs" in given:
+        raise unsupported("prompt_logprobs", "no stream", given["prompt_logprobs"])
+    if "generation_config" in given:
+        given["generation_config"] = Defaults.parse("generation_config", given["generation_config"])
+    try:
+        found = kind.model_validate(given)
+        if isinstance(found, Request):
+            texts = ("messages", "input", "instructions", "tools")
+            found._characters = sum(count_characters(body.get(name)) for name in texts)
+        return found
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_context=False)
+        name = _name_of(first)
+        wanted = dict.fromkeys(_expected(one) for one in (first, *others) if _name_of(one) == name)
+        value = None if first["type"] == "missing" else first["input"]
+        raise invalid(where + name, " or ".join(wanted)[:200], value) from None
+
+
+def _expected(error: Mapping[str, Any]) -> str:
+    text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    text = "a value" if error["type"] == "missing" else text
+    return re.sub(r"^(\w+) should have ", lambda found: f"a {found[1].lower()} with ", text)
+
+
+def _name_of(error: Mapping[str, Any]) -> str:
+    """Return the field of an error of pydantic, within the message or item that has it."""
+    name, *more = error["loc"]
+    if name not in ("messages", "input", "tools") or not more:
+        return str(name)
+    place, *fields = more
+    fields = [] if name == "tools" else [field for field in fields if isinstance(field, str)]
+    if name == "input":  # the kind of an item comes before its fields
+        fields = ["type"] if error["type"] == "kind" else fields[1:]
+    return f"{name}[{place}]" + "".join(f".{field}" for field in fields[:1])
+
+
+def count_characters(value: Any) -> int:
+    """Return the length of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(count_characters(one) for one in inner if isinstance(one, str | list | dict))
+
+
+def _check_tools(request: Request) -> None:
+    """Check tools; leave them out if none are to be called."""
+    choice = request.tool_choice
+    if choice == "none":
+        request.tools = []
+    names = [tool.function.name for tool in request.tools]
+    if isinstance(choice, Tool) and choice.function.name not in names:
+        raise invalid("tool_choice", f"one of the tools {', '.join(names)}", choice.function.name)
+    if choice == "required" and not names:
+        raise invalid("tool_choice", "tools, one of which is to be called", choice)
+    if choice == "auto" and names and request.parallel_tool_calls is False:
+        raise unsupported("parallel_tool_calls", "true with tool_choice auto", False)

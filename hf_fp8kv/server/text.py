@@ -1,0 +1,174 @@
+"""From the tokens of an answer to its parts: text, thoughts and calls of tools."""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an answer; `tokens` is how many tokens the answer had then."""
+
+    tokens: int
+    text: str = ""
+    thought: str = ""
+    call: tuple[str, str] | None = None  # name and arguments, as JSON
+
+
+class TokenDecoder:
+    """Turns tokens into text one by one; `tokenizer` is one of the package tokenizers."""
+
+    def __init__(self, tokenizer: Any, *, skip_special: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special
+        self._stream = DecodeStream([], skip_special_tokens=skip_special)
+        self._open: list[int] = []  # tokens whose text has not been returned
+
+    def step(self, token: int) -> str | None:
+        """Return the text that a token completes; None: a character is incomplete."""
+        self._open.append(token)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token)
+        except Exception:  # of bytes that are not UTF-8 the text changes with the next tokens
+            text = self._tokenizer.decode(self._open, skip_special_tokens=self._skip)
+            self._stream = DecodeStream([token], skip_special_tokens=self._skip)
+        if text is not None:
+            self._open.clear()
+        return text
+
+    def end(self) -> str:
+        """Return the text of tokens that complete no character."""
+        return str(self._tokenizer.decode(self._open, skip_special_tokens=self._skip))
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Return where the first stop string begins; None: the text has none."""
+    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
+    return min(starts, default=None)
+
+
+class AnswerText:
+    """The parts of one answer, as its tokens come.
+
+    Text that may be the beginning of a stop string is kept until more tokens decide it. At a stop
+    string the answer ends: `stopped` is true. `tokenizer` is one of the package tokenizers.
+
+    Args:
+        stops: Strings that end the answer, if more than `min_tokens` tokens have come.
+        hidden: Tokens that end the answer and are not in its text.
+        parser: Finds thoughts and calls in the text; a ResponseParser of transformers.
+        forced: Name of the tool that the text is the arguments of. An empty name means that the
+            text is a list of calls. None means neither.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stops: Sequence[str] = (),
+        hidden: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        parser: Any = None,
+        forced: str | None = None,
+    ) -> None:
+        self._stops, self._hidden, self._min_tokens = stops, hidden, min_tokens
+        self._forced, self._parser = forced, None if forced is not None else parser
+        self._decoder = TokenDecoder(tokenizer, skip_special=self._parser is None)
+        self._kept = ""
+        self.tokens, self.stopped, self.calls = 0, False, 0
+        self._first = [] if self._parser is None else self._parts(self._parser.initial_events)
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether the answer has stop strings."""
+        return bool(self._stops)
+
+    def put(self, tokens: Iterable[int]) -> list[Part]:
+        """Return the parts that new tokens complete."""
+        parts, self._first = self._first, []
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens += 1
+            if token not in self._hidden:
+                parts += self._add(self._decoder.step(token) or "")
+        return parts
+
+    def end(self) -> list[Part]:
+        """Return the parts that are left when no more tokens come."""
+        parts = [*self._first]
+        if not self.stopped:
+            parts += self._add(self._decoder.end())
+            parts += self._release(len(self._kept))
+        if self._forced is not None:
+            parts += self._count(self._read_calls(self._forced))
+        elif self._parser is not None:
+            try:
+                parts += self._parts(self._parser.finalize()[1])
+            except (ValueError, RuntimeError) as error:
+                logger.warning("the end of an answer is not a whole part of a message: %s", error)
+        return parts
+
+    def _add(self, text: str) -> list[Part]:
+        self._kept += text
+        stop = find_stop(self._kept, self._stops) if self.tokens > self._min_tokens else None
+        if stop is None:
+            return self._release(len(self._kept) - self._pending())
+        self._kept, self.stopped = self._kept[:stop], True
+        return self._release(stop)
+
+    def _pending(self) -> int:
+        """Return how many of the last characters may begin a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for length in range(min(longest, len(self._kept)), 0, -1):
+            if any(stop.startswith(self._kept[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+    def _release(self, length: int) -> list[Part]:
+        if not length or self._forced is not None:  # a forced call is read at its end
+            return []
+        text, self._kept = self._kept[:length], self._kept[length:]
+        if self._parser is not None:
+            return self._parts(self._parser.feed(text))
+        return [Part(self.tokens, text)]
+
+    def _parts(self, events: Iterable[dict[str, Any]]) -> list[Part]:
+        found = []
+        for item in response_events_to_chunks(list(events)):
+            if isinstance(item, ToolCall):
+                found.append(Part(self.tokens, call=(item.name, item.arguments)))
+            elif isinstance(item, ReasoningText):
+                found.append(Part(self.tokens, thought=str(item)))
+            else:
+                found.append(Part(self.tokens, item))
+        return self._count(found)
+
+    def _count(self, parts: list[Part]) -> list[Part]:
+        self.calls += sum(part.call is not None for part in parts)
+        return parts
+
+    def _read_calls(self, name: str) -> list[Part]:
+        """Return the calls; of several that were truncated, those that are whole.
+
+        Return the text as it is, if it is only the beginning of the first call.
+        """
+        text = self._kept
+        if name:
+            return [Part(self.tokens, call=(name, text))]
+        calls: list[Part] = []
+        at, decode = 1, json.JSONDecoder().raw_decode  # after "["
+        with contextlib.suppress(ValueError):
+            while at < len(text):
+                call, at = decode(text, at)
+                arguments = json.dumps(call["parameters"])
+                calls.append(Part(self.tokens, call=(call["name"], arguments)))
+                at += len(", ")
+        return calls or ([Part(self.tokens, text)] if text else [])

@@ -1,0 +1,78 @@
+"""The names of transformers' engine that the server uses, and its own limits on them."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra serve")
+from transformers.generation.continuous_batching import (
+    continuous_api,
+    input_outputs,
+    model_runner,
+    requests,
+    scheduler,
+)
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessorList,
+)
+
+from hf_fp8kv.server import sampling
+
+SERVER = Path(inspect.getfile(sampling)).parent
+# Private names of transformers that are assigned or called.
+PRIVATE = {
+    model_runner.ModelRunner: {"_sample"},
+    scheduler.FIFOScheduler: {"_process_candidates", "_schedule_request"},
+}
+PUBLIC = {
+    continuous_api.ContinuousBatchingManager: {
+        "start", "stop", "is_running", "add_request", "cancel_request", "register_result_handler",
+    },
+    continuous_api.OutputRouter: {"fail_and_deliver", "deliver"},
+    input_outputs.ContinuousBatchingIOs: {"prepare_batch_update", "carry_over_tokens"},
+    requests.RequestState: {"to_generation_output", "status"},
+    scheduler.FIFOScheduler: {"finish_request"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [PRIVATE, PUBLIC], ids=["private", "public"])
+def test_names_of_the_engine_are_there(names):
+    missing = {
+        f"{kind.__name__}.{name}"
+        for kind in names
+        for name in names[kind]
+        if not hasattr(kind, name)
+    }
+    assert not missing, f"transformers has no {missing}: change hf_fp8kv/server/engine.py"
+
+
+def test_no_other_private_name_is_used():
+    """These are attributes with an underscore that no class of the server has itself."""
+    text = "\n".join(path.read_text() for path in SERVER.glob("*.py"))
+    own = set(re.findall(r"\bself\.(_\w+)", text)) | set(re.findall(r"\bdef (_\w+)", text))
+    found = {
+        node.attr
+        for path in SERVER.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
+    }
+    assert found - own == set().union(*PRIVATE.values())
+
+
+def test_the_sampler_has_the_methods_of_the_engines_list():
+    """It takes the place of that list, whose other methods the engine does not call."""
+    stock = {
+        name: inspect.signature(method)
+        for name, method in inspect.getmembers(ContinuousBatchingLogitsProcessorList, callable)
+        if not name.startswith("_") and name != "clear"
+    }
+    assert stock
+    for name, signature in stock.items():
+        ours = inspect.signature(getattr(sampling.Sampler, name))
+        assert len(ours.parameters) == len(signature.parameters), name
+    call = inspect.signature(ContinuousBatchingLogitsProcessorList.__call__)
+    assert len(inspect.signature(sampling.Sampler.__call__).parameters) == len(call.parameters)
+    assert {"do_processing", "tensors_required"} <= vars(sampling.Sampler).keys()
