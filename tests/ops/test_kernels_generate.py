@@ -4,7 +4,6 @@ On a GPU where there is one, otherwise in Triton's interpreter.
 """
 
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -27,8 +26,6 @@ from hf_fp8kv.ops.triton.target import recording
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-if "tests.tools.ir" in sys.modules:  # the GPU that it pretends is none for torch.compile
-    GREEDY["disable_compile"] = True
 pytestmark = [
     pytest.mark.text,
     pytest.mark.usefixtures("interpreted"),

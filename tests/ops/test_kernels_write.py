@@ -167,8 +167,6 @@ SHAPES = {
     ("name", "scales", "shape"),
     pairwise(
         [*NAMES, AUTO], list(SCALES), list(SHAPES),
-        always=[("fp8_e3m4", "centered", "decode"),
-                ("fp8_e4m3", "dynamic", "tiles that pages cut")],  # test_ir.py names these
     ),
 )  # fmt: skip
 def test_every_format_and_kind_of_scale(name, scales, shape):

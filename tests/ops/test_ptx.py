@@ -1,0 +1,250 @@
+"""What `make kernels-ptx` stands on: faults in a kernel's PTX are found.
+
+Each fault is one change of the text, as a wrong compiler or a wrong kernel would make it. The list
+was written before the interpreter ran any of them.
+"""
+
+import linecache
+import re
+import sys
+from collections.abc import Callable, Container, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+if "tests.tools.ptx.plugin" not in sys.modules:
+    pytest.skip("runs in `make kernels-ptx`", allow_module_level=True)
+
+import hf_fp8kv.ops.triton
+from hf_fp8kv.formats import AUTO
+from hf_fp8kv.ops import reference
+from hf_fp8kv.ops.triton import plan
+from hf_fp8kv.ops.triton.gather import gather
+from hf_fp8kv.ops.triton.target import Target, assuming
+from tests.ops import test_kernels_write as writing
+from tests.ops.test_kernels_attention import errors, prepared, run, torch_attention
+from tests.ops.test_ops import Case
+from tests.tools.ptx import device, memory
+from tests.tools.ptx.instructions import compile_program
+from tests.tools.ptx.parse import parse
+
+SOURCES = Path(hf_fp8kv.ops.triton.__file__).parent
+_COMMON = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
+
+
+def check_attention(kernel: str, target: str, **more: object) -> None:
+    case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **more})  # type: ignore[arg-type]
+    pages, query, kwargs, expected = prepared(case)
+    with assuming(Target("cuda", int(target[3:]), 4)):
+        found = run(kernel, case, pages, query, **kwargs)
+    theirs = errors(torch_attention(case, pages, query, kwargs), expected)
+    assert (errors(found, expected) <= 2 * theirs).all()
+
+
+def check_plan() -> None:
+    lengths = torch.tensor([700, 130, 64], dtype=torch.int32)
+    table = torch.full((plan.plan_rows(lengths.device, 3, 2), 4), -77, dtype=torch.int32)
+    plan.make_plan(table, lengths, 1, 0, 0, 2)
+    parts = table[: plan.max_parts(table, 3), 0].tolist()
+    count = sum(table[-3:, 1].tolist())
+    assert sorted(parts[:count]) == sorted(
+        b for b, number in enumerate(table[-3:, 1].tolist()) for _ in range(number)
+    )
+    assert set(parts[count:]) == {-1}
+
+
+def check_gather() -> None:
+    case = writing.Case(lengths=(5, 37), page_size=16, center=True)
+    pages, lengths = writing.pages_of(case), torch.tensor(case.lengths, dtype=torch.int32)
+    pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
+    given = (pages, lengths, "k", 0, 38, torch.float32, True)
+    right = reference.gather(*given)
+    torch.testing.assert_close(gather(*given), right, rtol=0, atol=0, equal_nan=True)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "decode": lambda: check_attention("decode", "sm_90"),
+    # Causality hides a token past the end as well.
+    "decode to the end": lambda: check_attention("decode", "sm_90", causal=False),
+    "decode e3m4": lambda: check_attention("decode", "sm_80", key="fp8_e3m4", value="fp8_e3m4"),
+    "extend": lambda: check_attention("extend", "sm_90", lengths=(200, 90), tokens=70),
+    "extend sm_80": lambda: check_attention(
+        "extend", "sm_80", lengths=(200, 90), tokens=70, key=AUTO, value=AUTO
+    ),
+    "plan": check_plan,
+    "write": lambda: writing.check(
+        writing.Case(tokens=37, lengths=(5, 32), page_size=64, k_dim=24, v_dim=40, limit=60)
+    ),
+    "gather": check_gather,
+}
+
+
+class Fault(NamedTuple):
+    """A change in one kernel, in its whole text or at a line of its source."""
+
+    scenario: str
+    kernel: str
+    source: str  # part of the line, or ""
+    old: str
+    new: str | Callable[[re.Match[str]], str]
+
+
+_BETWEEN = r"(?:\t\.loc[^\n]*\n|\t//[^\n]*\n|\$L[^\n]*\n)*"
+
+
+def one_more(found: re.Match[str]) -> str:
+    return f"{found[1]}{int(found[2]) + 1}"
+
+
+FAULTS = {
+    "a wait one group too late": Fault(
+        "decode", "_decode", "", r"(cp\.async\.wait_group\s+)(\d+)", one_more
+    ),
+    "no barrier after a wait": Fault(
+        "decode", "_decode", "", rf"(wait_group\s+\d+.\n{_BETWEEN})\tbar\.sync\s+0", r"\1"
+    ),
+    "no barrier between warps' maxima": Fault(
+        "decode", "_decode", "",
+        rf"(st\.shared\.b32[^\n]*\n{_BETWEEN})\tbar\.sync\s+0", r"\1",
+    ),
+    "copies are in no group": Fault("decode", "_decode", "", r"cp\.async\.commit_group", ""),
+    "half of each copy": Fault(
+        "decode", "_decode", "", r"selp\.b32\s+(%r\d+), 16, 0", r"selp.b32 \1, 8, 0"
+    ),
+    "copies 16 bytes too far": Fault(
+        "decode", "_decode", "", r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+ )0", r"\g<1>16"
+    ),
+    "the page after the right one": Fault(
+        "decode", "_decode", "later * TILE", r"(ld\.global\.b32[^\n]*\+ )0 \]", r"\g<1>4 ]"
+    ),
+    "sums are not rescaled": Fault(
+        "decode", "_decode", "acc * of_rows(alpha",
+        r"mul\.f32\s+(%r\d+), (%r\d+), %r\d+", r"mov.b32 \1, \2",
+    ),
+    "one token too many": Fault(
+        "decode to the end", "_decode", "position < view.end", r"setp\.lt\.s32", "setp.le.s32"
+    ),
+    "K has the scale of V": Fault(
+        "decode", "_decode", "words << 16",
+        r"shl\.b32\s+(%r\d+), (%r\d+), 16", r"and.b32 \1, \2, -65536",
+    ),
+    "a maximum of the wrong lanes": Fault(
+        "decode", "_decode", "", r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+, )4,", r"\g<1>8,"
+    ),
+    "all programs store one head": Fault(
+        "decode", "_decode", "", r"mov\.u32\s+(%r\d+), %ctaid\.x", r"mov.u32 \1, 0"
+    ),
+    "sums of another part": Fault(
+        "decode", "_combine", "split_l = tl.load", r"(ld\.global[^\n]*\+ )0 \]", r"\g<1>8 ]"
+    ),
+    "rows of a product in another order": Fault(
+        "decode e3m4", "_decode", "", r"(mma\.sync[^{]*\{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"
+    ),
+    "a code in the wrong byte": Fault(
+        "decode e3m4", "_decode", "", r"(prmt\.b32 low, %r\d+, 0, )0x9180", r"\g<1>0x9181"
+    ),
+    "no fence before a product": Fault(
+        "extend", "_extend", "", r"fence\.proxy\.async\.shared::cta", ""
+    ),
+    "products are not waited for": Fault(
+        "extend", "_extend", "", r"(wgmma\.wait_group\.sync\.aligned )(\d+)", one_more
+    ),
+    "a matrix is not turned": Fault("decode", "_decode", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
+    "no barrier at all": Fault("extend sm_80", "_extend", "", r"\tbar\.sync\s+0", ""),
+    "rows of an older plan": Fault(
+        "plan", "_plan", "tl.store(plan_ptr + left", r"@%p\d+ st\.global[^;]*", ""
+    ),
+    "a token without a place is stored": Fault(
+        "write", "_write", "tl.store(code_ptrs, codes, mask=exists", r"@%p\d+ (st\.global)", r"\1"
+    ),
+    "codes one byte too far": Fault(
+        "write", "_write", "tl.store(code_ptrs, codes", r"(st\.global[^\n]*\+ )0 \]", r"\g<1>1 ]"
+    ),
+    "scales are rounded down": Fault(
+        "write", "_write", "bits + 0xFFFF", r"add\.s32\s+(%r\d+), (%r\d+), 65535", r"mov.b32 \1, \2"
+    ),
+    "a token after the last one is read": Fault(
+        "gather", "_gather", "position < tl.load(lengths_ptr", r"setp\.lt\.s32", "setp.le.s32"
+    ),
+}  # fmt: skip
+# Those of the fast tier.
+FEW = (
+    "a wait one group too late", "no barrier after a wait", "the page after the right one",
+    "sums of another part", "all programs store one head", "rows of an older plan",
+)  # fmt: skip
+
+
+def change(fault: Fault, text: str) -> str:
+    """Return a module with the fault, if it is in this kernel."""
+    if f".entry {fault.kernel}(" not in text:
+        return text
+    if not fault.source:
+        return re.sub(fault.old, fault.new, text)
+    lines, inside = [], False
+    for line in text.splitlines():
+        if found := re.search(r"\.loc\s.*// (\w+\.py):(\d+)", line):
+            inside = fault.source in linecache.getline(str(SOURCES / found[1]), int(found[2]))
+        lines.append(re.sub(fault.old, fault.new, line) if inside else line)
+    return "\n".join(lines)
+
+
+def marked(names: Iterable[str], fast: Container[str]) -> list[Any]:
+    """Return parameters, of which the fast tier has some."""
+    full = pytest.mark.full
+    return [name if name in fast else pytest.param(name, marks=full) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(SCENARIOS, SCENARIOS.keys() - {"decode to the end"}))
+def test_without_a_fault_nothing_is_found(name):
+    SCENARIOS[name]()
+
+
+@pytest.mark.parametrize("name", marked(FAULTS, FEW))
+def test_a_fault_is_found(name, monkeypatch):
+    fault, changed = FAULTS[name], []
+
+    def edit(text: str) -> str:
+        found = change(fault, text)
+        if found != text:
+            changed.append(found)
+        return found
+
+    monkeypatch.setattr(device, "edit", edit)
+    with pytest.raises(AssertionError):
+        SCENARIOS[fault.scenario]()
+    # It is a kernel that can be executed, and not one that cannot be read.
+    assert changed
+    compile_program(parse(changed[-1]))
+
+
+@triton.jit
+def _sum(x, total, PAST: tl.constexpr):
+    """Store the number of each of four programs. The last one adds all of them."""
+    i = tl.program_id(0)
+    tl.store(x + i + PAST, i + 1)
+    if i == 3:
+        tl.store(total, tl.load(x) + tl.load(x + 1) + tl.load(x + 2) + tl.load(x + 3))
+
+
+@pytest.mark.parametrize(("past", "why"), [(0, "another program stores"), (1, "of all tensors")])
+def test_a_race_and_a_store_past_the_end_are_found(past, why):
+    numbers, total = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(memory.Fault, match=why):
+        _sum[(4,)](numbers, total, past)
+
+
+@triton.jit
+def _unknown(x):
+    moved = tl.inline_asm_elementwise(
+        "brev.b32 $0, $1;", "=r,r", [tl.load(x)], dtype=tl.int32, is_pure=True, pack=1
+    )
+    tl.store(x, moved)
+
+
+def test_an_unknown_instruction_is_refused():
+    with pytest.raises(NotImplementedError, match="brev"):
+        _unknown[(1,)](torch.zeros(1, dtype=torch.int32))

@@ -1,0 +1,118 @@
+"""A driver for Triton whose device executes PTX on the CPU.
+
+Triton compiles as for a GPU of the target that `target_of` returns, up to PTX, and launches through
+this driver with the tensors that the host passes.
+"""
+
+import collections
+import functools
+import struct
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+
+from hf_fp8kv.ops.triton.target import target_of
+
+from .instructions import compile_program
+from .machine import execute
+from .memory import GlobalMemory
+from .parse import Program, parse
+
+# Launches, programs and instructions that were executed, and kernels by name.
+COUNTS: collections.Counter[str] = collections.Counter()
+OPCODES: set[str] = set()
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel: its PTX, and bytes of shared memory."""
+
+    text: str
+    shared: int
+
+
+# A change of the PTX of kernels before they are executed. Tests plant faults with it.
+edit: Callable[[str], str] | None = None
+
+
+@functools.lru_cache(512)
+def _load(text: str) -> tuple[Program, list[Any]]:
+    program = parse(text)
+    OPCODES.update(".".join(instruction.opcode) for instruction in program.code)
+    COUNTS[f"{program.name}"] += 1
+    return program, compile_program(program)
+
+
+def activate() -> None:
+    """Make Triton compile for and launch on this device from now on."""
+    # No cubin is made.
+    CUDABackend.binary_ext = property(lambda _: "ptx", lambda *_: None)
+    triton.knobs.runtime.add_stages_inspection_hook = _end_with_ptx
+    cpu = torch.device("cpu")
+    utils = SimpleNamespace(
+        get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
+        load_binary=lambda _name, ptx, shared, _: (None, Kernel(ptx.decode(), shared), 0, 0, 1024),
+    )
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", _arch(), 32),
+        get_active_torch_device=lambda: cpu,
+        # Triton keeps kernels by device.
+        get_current_device=_arch,
+        get_current_stream=lambda _: 0,
+        launcher_cls=_Launcher,
+        utils=utils,
+    )
+    triton.runtime.driver.set_active(driver)
+
+
+def _arch() -> int:
+    return int(target_of(torch.device("cpu")).arch)
+
+
+def _end_with_ptx(*given: Any) -> Any:
+    if not given:
+        return "ptx", "ptx"
+    stages = given[1]
+    del stages["cubin"]
+    return None
+
+
+class _Launcher:
+    def __init__(self, source: Any, _: Any) -> None:
+        self.signature = tuple(source.signature.values())
+
+    def __call__(self, x: int, y: int, z: int, _stream: int, kernel: Kernel, *rest: Any) -> None:
+        # Metadata and two hooks come first.
+        leaves = list(_leaves(self.signature, rest[4:]))
+        tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
+        # Offsets of pages may lead to other blocks.
+        tensors += [block for x in tensors for block in vars(x).get("blocks", ())]
+        arguments = [_bits(kind, value) for kind, value in leaves]
+        text = edit(kernel.text) if edit is not None else kernel.text
+        program, steps = _load(text)
+        COUNTS["launches"] += 1
+        COUNTS["programs"] += x * y * z
+        # Two addresses of scratch memory, which no kernel has.
+        COUNTS["instructions"] += execute(
+            program, steps, [*arguments, 0, 0], (x, y, z), GlobalMemory(tensors), kernel.shared
+        )
+
+
+def _leaves(signature: Any, values: Any) -> Iterator[tuple[str, Any]]:
+    for kind, value in zip(signature, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from _leaves(kind, value)
+        elif kind != "constexpr":
+            yield kind, value
+
+
+def _bits(kind: str, value: Any) -> int:
+    if kind[0] == "*":
+        return value.data_ptr() if isinstance(value, torch.Tensor) else int(value or 0)
+    if kind == "fp32":
+        return struct.unpack("<I", struct.pack("<f", value))[0]
+    return int(value) & (1 << 64) - 1

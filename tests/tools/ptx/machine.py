@@ -1,0 +1,255 @@
+"""Programs of a launch, executed together: the threads at the lowest instruction come next."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .memory import Array, Fault, GlobalMemory, Ints, SharedMemory
+from .operations import TYPES
+from .parse import Program
+
+# Threads that are executed together, at most.
+LANES = 1 << 13
+# The threads that execute an instruction, `[programs, threads]`. None means all threads.
+Mask = Any
+Step = Callable[["Machine", Mask], None]
+_RUBBISH = 0xDEADBEEFDEADBEEF  # a large number in each type
+
+
+class Copy(NamedTuple):
+    """An asynchronous copy: threads, their groups, where to, and bytes `[n, size]`."""
+
+    lanes: Ints
+    groups: Array
+    places: Ints
+    values: Array
+
+
+class Product(NamedTuple):
+    """A product that runs asynchronously: its group, registers, and places that it reads."""
+
+    group: int
+    names: tuple[str, ...]
+    places: Ints
+
+
+class Machine:
+    """Some programs of a launch.
+
+    Args:
+        program: The kernel.
+        steps: What `compile_program` returns for it.
+        parameters: Their bits, 64 of each.
+        grid: Programs of the launch, on three axes.
+        numbers: Which of them are executed.
+        memory: Global memory.
+        shared: Bytes of shared memory of a program.
+    """
+
+    def __init__(
+        self, program: Program, steps: Sequence[Any], parameters: Array,
+        grid: Sequence[int], numbers: Ints, memory: GlobalMemory, shared: int,
+    ) -> None:  # fmt: skip
+        self.program, self.steps, self.parameters, self.memory = program, steps, parameters, memory
+        threads = program.threads
+        self.shape = len(numbers), threads
+        self.numbers = numbers
+        self.registers: dict[str, Array] = {}
+        x, y, z = numbers % grid[0], numbers // grid[0] % grid[1], numbers // (grid[0] * grid[1])
+        axes = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z"), (x, y, z), strict=True))
+        sizes = dict(zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True))
+        for name, axis in axes.items():
+            self.registers[name] = axis[:, None].astype(np.uint32)
+        for name, size in {**sizes, "%tid.y": 0, "%tid.z": 0, "%ntid.x": threads}.items():
+            self.registers[name] = np.full((1, 1), size, np.uint32)
+        self.registers["%tid.x"] = np.arange(threads, dtype=np.uint32)[None]
+        self.registers["%laneid"] = self.registers["%tid.x"] % 32
+        self.shared = SharedMemory(len(numbers), threads, shared, _find_grain(program))
+        self.groups = np.zeros(self.shape, np.int32)  # of asynchronous copies, that are closed
+        self.copies: list[Copy] = []
+        # Results of products that no wait has ended, the closed groups of products, and those.
+        self.unfinished: dict[str, Array] = {}
+        self.products: list[Product] = []
+        self.product_groups = 0
+        self.live = np.ones(self.shape, bool)
+        self.waiting: dict[int, Array] = {}
+        self.count = 0
+
+    def run(self) -> None:
+        """Execute all threads to their end."""
+        self.waiting = {0: self.live.copy()}
+        try:
+            with np.errstate(all="ignore"):
+                while self.waiting:
+                    at = min(self.waiting)
+                    lanes = self.waiting.pop(at)
+                    self._run_lanes(at, min(self.waiting, default=len(self.steps)), lanes)
+        except Fault as fault:
+            fault.add_note(f"{self.program.name}, {self.program.code[self.at].text}")
+            raise
+        if self.copies:
+            raise Fault(f"{self.program.name}: a program ends before its copies arrive")
+
+    def _run_lanes(self, at: int, until: int, lanes: Array) -> None:
+        """Execute threads up to an instruction that others are at, or that divides them."""
+        active = None if lanes.all() else lanes
+        registers, steps = self.registers, self.steps
+        while at < until:
+            self.at = at
+            guard, negated, target, step = steps[at]
+            here = active
+            if guard:
+                holds = ~registers[guard] if negated else registers[guard]
+                if not holds.all():
+                    here = holds & lanes
+                    if not here.any():
+                        at += 1
+                        continue
+                    here = None if here.all() else here
+            self.count += 1
+            if step is not None:
+                step(self, here)
+                at += 1
+                continue
+            chosen = lanes if here is active else lanes if here is None else here
+            left = lanes & ~chosen
+            if target < 0:
+                self._end(chosen, at + 1, left)
+                return
+            if not left.any():
+                at = target
+                continue
+            self._wait(target, chosen)
+            self._wait(at + 1, left)
+            return
+        self._wait(at, lanes)
+
+    def _wait(self, at: int, lanes: Array) -> None:
+        self.waiting[at] = self.waiting[at] | lanes if at in self.waiting else lanes
+
+    def _end(self, ended: Array, at: int, left: Array) -> None:
+        """End threads. Programs without a thread are forgotten, so that most lanes are in use."""
+        if left.any():
+            self._wait(at, left)
+        self.live &= ~ended
+        keep = self.live.any(1)
+        if keep.all() or not keep.any():
+            return
+        assert not self.products, "a program ends before the products of others"
+        count = self.shape[0]
+        self.shape = int(keep.sum()), self.shape[1]
+        of_programs = lambda x: x[keep] if len(x) == count else x  # noqa: E731
+        self.registers = {name: of_programs(x) for name, x in self.registers.items()}
+        self.waiting = {at: x[keep] for at, x in self.waiting.items()}
+        self.live, self.groups = self.live[keep], self.groups[keep]
+        self.numbers = self.numbers[keep]
+        self.shared.keep(keep)
+        places = np.cumsum(keep) - 1
+        for i, copy in enumerate(self.copies):
+            program, thread = np.divmod(copy.lanes, self.shape[1])
+            if not keep[program].all():
+                raise Fault("a program ends before its copies arrive")
+            self.copies[i] = copy._replace(lanes=places[program] * self.shape[1] + thread)
+
+    # -- what instructions do ----------------------------------------------------------------------
+
+    def put(self, name: str, value: Array, mask: Mask) -> None:
+        """Overwrite a register of some threads."""
+        if mask is not None:
+            old = self.registers.get(name)
+            value = np.where(mask, value, self.make_rubbish(name) if old is None else old)
+        self.registers[name] = value
+
+    def make_rubbish(self, name: str) -> Array:
+        """Return numbers of a register that holds none yet. Compilers store no result of them."""
+        width = self.program.registers[name]
+        rubbish = np.array([[_RUBBISH & (1 << width) - 1]], np.uint64)
+        return rubbish.astype("?" if width == 1 else f"u{width // 8}")
+
+    def lanes(self, mask: Mask) -> Ints:
+        """Return the numbers of the threads of a mask."""
+        size = self.shape[0] * self.shape[1]
+        return np.arange(size) if mask is None else np.flatnonzero(mask)
+
+    def pick(self, x: Array, lanes: Ints) -> Array:
+        """Return the elements of some threads."""
+        return np.broadcast_to(x, self.shape).reshape(-1)[lanes]
+
+    def spread(self, name: str, values: Array, lanes: Ints, mask: Mask) -> None:
+        """Overwrite a register of the threads `lanes`."""
+        if mask is None:
+            self.put(name, values.reshape(self.shape), None)
+            return
+        full = np.zeros(self.shape, values.dtype)
+        full.reshape(-1)[lanes] = values
+        self.put(name, full, mask)
+
+    def programs(self, mask: Mask) -> Array:
+        """Return whether each program is in a mask, in which it must be with all of its threads."""
+        threads = np.broadcast_to(True if mask is None else mask, self.shape)
+        if (threads.any(1) != threads.all(1)).any():
+            raise Fault("some threads of a program do not come")
+        return threads[:, 0]
+
+    def warps(self, mask: Mask) -> Ints:
+        """Return the numbers of the warps of a mask, whose threads must all be in it."""
+        count = self.shape[0] * self.shape[1] // 32
+        if mask is None:
+            return np.arange(count)
+        threads = np.broadcast_to(mask, self.shape).reshape(count, 32)
+        if (threads.any(1) != threads.all(1)).any():
+            raise Fault("some threads of a warp do not come")
+        return np.flatnonzero(threads[:, 0])
+
+    def by_warps(self, x: Array, warps: Ints) -> Array:
+        """Return a register of some warps, `[warps, 32]`."""
+        return np.broadcast_to(x, self.shape).reshape(-1, 32)[warps]
+
+    def put_by_warps(self, name: str, values: Array, warps: Ints, mask: Mask) -> None:
+        """Overwrite a register of some warps, `[warps, 32]`."""
+        lanes = (warps[:, None] * 32 + np.arange(32)).reshape(-1)
+        self.spread(name, np.ascontiguousarray(values).reshape(-1), lanes, mask)
+
+    def programs_of(self, lanes: Ints) -> Ints:
+        """Return the number in the launch of each thread's program."""
+        return self.numbers[lanes // self.shape[1]]
+
+
+def _find_grain(program: Program) -> int:
+    """Return the bytes of the narrowest access to shared memory."""
+    sizes = [4]
+    for instruction in program.code:
+        if instruction.opcode[0] in ("ld", "st") and "shared" in instruction.opcode:
+            sizes.append(TYPES[instruction.opcode[-1]].itemsize)
+    return min(sizes)
+
+
+def execute(
+    program: Program, steps: Sequence[Any], arguments: Sequence[int], grid: Sequence[int],
+    memory: GlobalMemory, shared: int,
+) -> int:  # fmt: skip
+    """Run a launch, and return how many instructions were executed.
+
+    Args:
+        program: The kernel.
+        steps: What `compile_program` returns for it.
+        arguments: The bits of its parameters, in order.
+        grid: Programs on three axes.
+        memory: The tensors.
+        shared: Bytes of shared memory of a program.
+    """
+    assert len(arguments) == program.parameters, "expected an argument for each parameter"
+    parameters = np.array(arguments, np.uint64)
+    numbers = np.arange(grid[0] * grid[1] * grid[2])
+    count = 0
+    for some in _batched(numbers, max(1, LANES // program.threads)):
+        machine = Machine(program, steps, parameters, grid, some, memory, shared)
+        machine.run()
+        count += machine.count
+    memory.check_order()
+    return count
+
+
+def _batched(numbers: Ints, size: int) -> list[Ints]:
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]

@@ -1,0 +1,309 @@
+"""Arithmetic of PTX on numpy arrays, with an element for each thread.
+
+Names, types and results follow the PTX ISA. Functions take and return arrays of the types that
+`find_operation` lists.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+
+_PRED = np.dtype(bool)
+_F32, _F16, _U64, _U32, _U16 = (np.dtype(x) for x in ("<f4", "<f2", "<u8", "<u4", "<u2"))
+# Numbers of 16 bits that numpy lacks are bits here.
+TYPES = {"pred": _PRED, "f16": _F16, "f32": _F32, "f64": np.dtype("<f8"), "bf16": _U16} | {
+    f"{kind}{8 * size}": np.dtype(f"{'i' if kind == 's' else 'u'}{size}")
+    for kind in "bus"
+    for size in (1, 2, 4, 8)
+}
+TYPES |= {"f16x2": _U32, "bf16x2": _U32, "tf32": _F32, "e4m3x2": _U16, "e5m2x2": _U16}
+
+
+class Operation(NamedTuple):
+    """An instruction that computes one register.
+
+    Attributes:
+        compute: The function.
+        sources: The types of its arguments.
+        result: The type of its result.
+    """
+
+    compute: Callable[..., Array]
+    sources: Sequence[np.dtype[Any]]
+    result: np.dtype[Any]
+
+
+@functools.cache
+def find_operation(opcode: tuple[str, ...]) -> Operation | None:
+    """Return the operation with this opcode, or None."""
+    if "ftz" in opcode:
+        found = find_operation(tuple(part for part in opcode if part != "ftz"))
+        assert found is None or {found.result, *found.sources} == {_F32}, opcode
+        return found and found._replace(
+            compute=lambda *given: _flush(found.compute(*map(_flush, given)))
+        )
+    name, *parts = opcode
+    kinds = [part for part in parts if part in TYPES]
+    if name == "cvt":
+        return _find_conversion(parts, *kinds)
+    if not kinds:
+        return None
+    kind = TYPES[kinds[0]]
+    key = ".".join([name, *(p for p in parts if p in _VARIANTS)])
+    if name == "setp":
+        compare = _COMPARISONS.get(parts[0]) if len(parts) == 2 else None
+        if compare is not None and kinds[0] == "bf16":
+            given = compare
+            compare = lambda a, b: given(from_bfloat16(a), from_bfloat16(b))  # noqa: E731
+        return compare and Operation(compare, [kind, kind], _PRED)
+    if name == "selp":
+        return Operation(_select, [kind, kind, _PRED], kind)
+    if name in ("shl", "shr"):
+        return Operation(_shift_left if name == "shl" else _shift_right, [kind, _U32], kind)
+    if name == "shf":
+        assert parts[:2] == ["l", "wrap"], opcode
+        return Operation(_funnel, [kind, kind, _U32], kind)
+    if name == "bfe":
+        return Operation(_extract, [kind, _U32, _U32], kind)
+    if name == "mov":
+        return Operation(lambda x: x, [kind], kind)
+    if name in ("mul", "mad") and "wide" in parts:
+        wide = np.dtype(f"{kind.kind}{2 * kind.itemsize}")
+        sources = [kind, kind, *([wide] if name == "mad" else [])]
+        return Operation(_multiply_wide, sources, wide)
+    group = "f" if kind.kind == "f" else "b" if kind == _PRED else "i"
+    compute = _OPERATIONS.get((key, group))
+    if (
+        compute is None
+        or kinds[0] in ("bf16", "f16", "bf16x2", "f16x2")
+        or (name == "fma" and kind != _F32)
+    ):
+        return None
+    arity = {"mad": 3, "fma": 3, "lop3": 4, "prmt": 3}.get(name) or (1 if name in _UNARY else 2)
+    return Operation(compute, [kind] * arity, kind)
+
+
+_VARIANTS = {"lo", "hi", "relu", "approx", "full"}
+_UNARY = {"abs", "neg", "not", "ex2", "sqrt", "popc"}
+_COMPARISONS: dict[str, Callable[..., Array]] = {
+    "eq": operator.eq, "ne": lambda a, b: (a < b) | (a > b) if a.dtype.kind == "f" else a != b,
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+}  # fmt: skip
+
+
+def _select(a: Array, b: Array, chosen: Array) -> Array:
+    return np.where(chosen, a, b)
+
+
+def _shift_left(x: Array, by: Array) -> Array:
+    bits = 8 * x.itemsize
+    return np.where(by < bits, x << np.minimum(by, bits - 1).astype(x.dtype), x.dtype.type(0))
+
+
+def _shift_right(x: Array, by: Array) -> Array:
+    bits = 8 * x.itemsize
+    shifted = x >> np.minimum(by, bits - 1).astype(x.dtype)
+    return shifted if x.dtype.kind == "i" else np.where(by < bits, shifted, x.dtype.type(0))
+
+
+def _funnel(low: Array, high: Array, by: Array) -> Array:
+    by = by & _U32.type(31)
+    return high << by | _shift_right(low, _U32.type(32) - by)
+
+
+def _extract(x: Array, start: Array, length: Array) -> Array:
+    # Fields reach no bit above the 32nd in what Triton makes.
+    left = _U32.type(8 * x.itemsize) - start - length
+    assert (left < 32).all(), "bfe: expected a field within the register"
+    return (x << left.astype(x.dtype)) >> (left + start).astype(x.dtype)
+
+
+def _multiply_wide(a: Array, b: Array, *sums: Array) -> Array:
+    wide = np.dtype(f"{a.dtype.kind}{2 * a.itemsize}")
+    product = a.astype(wide) * b
+    return product + sums[0] if sums else product
+
+
+def _divide(a: Array, b: Array) -> Array:
+    # Towards zero. A divisor of zero has no defined quotient.
+    b = np.where(b == 0, b.dtype.type(1), b)
+    return (a - np.fmod(a, b)) // b
+
+
+def _fuse(a: Array, b: Array, c: Array) -> Array:
+    # The product is exact. Rounding the sum to odd keeps the bits for the second rounding.
+    product = a.astype(np.float64) * b
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    odd = total.view(np.int64) & 1 == 0
+    inexact = odd & (error != 0) & np.isfinite(total)
+    if inexact.any():
+        towards = np.where(error > 0, np.inf, -np.inf)
+        total = np.where(inexact, np.nextafter(total, towards), total)
+    return total.astype(np.float32)
+
+
+def _flush(x: Array) -> Array:
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(_F32.type(0), x), x)
+
+
+def _permute(a: Array, b: Array, selector: Array) -> Array:
+    if selector.size > 1:
+        return _permute_any(a, b, selector)
+    nibbles = [int(selector.flat[0]) >> 4 * i & 15 for i in range(4)]
+    runs: dict[tuple[int, int, bool], int] = {}  # source, distance, sign: mask
+    for i, nibble in enumerate(nibbles):
+        key = nibble >> 2 & 1, (nibble & 3) - i, nibble > 7
+        runs[key] = runs.get(key, 0) | 0xFF << 8 * i
+    total: Array | None = None
+    for (source, distance, sign), mask in runs.items():
+        x = (a, b)[source]
+        if x.size == 1 and not x.any() and total is not None:
+            continue
+        if sign:
+            x = ((x >> _U32.type(7)) & _U32.type(0x01010101)) * _U32.type(0xFF)
+        by = _U32.type(8 * abs(distance))
+        x = x >> by if distance > 0 else x << by if distance else x
+        x = x & _U32.type(mask) if mask != 0xFFFFFFFF else x
+        total = x if total is None else total | x
+    assert total is not None
+    return total
+
+
+def _permute_any(a: Array, b: Array, selector: Array) -> Array:
+    a, b, selector = np.broadcast_arrays(a, b, selector)
+    both = np.stack([np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (a, b)], -2)
+    both = both.reshape(*a.shape, 8)
+    nibbles = selector[..., None] >> (4 * np.arange(4, dtype=np.uint32)) & _U32.type(15)
+    found = np.take_along_axis(both, (nibbles & 7).astype(np.int64), -1)
+    found = np.where(nibbles > 7, np.where(found > 127, np.uint8(255), np.uint8(0)), found)
+    return np.ascontiguousarray(found).view(np.uint32)[..., 0]
+
+
+def _lookup(a: Array, b: Array, c: Array, table: Array) -> Array:
+    rows = int(table.flat[0])
+    if rows == 0xEA:
+        return (a & b) | c
+    total = np.zeros_like(a)
+    for row in range(8):
+        if rows >> row & 1:
+            terms = (x if row & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1)))
+            total = total | functools.reduce(operator.and_, terms)
+    return total
+
+
+def _multiply_high(a: Array, b: Array) -> Array:
+    bits = 8 * a.itemsize
+    assert bits < 64, "mul.hi: expected at most 32 bits"
+    return (_multiply_wide(a, b) >> bits).astype(a.dtype)
+
+
+_OPERATIONS: dict[tuple[str, str], Callable[..., Array]] = {
+    **{(name, kind): function for kind in "if" for name, function in {
+        "add": np.add, "sub": np.subtract, "neg": np.negative, "abs": np.abs}.items()},
+    **{(name, kind): function for kind in "ib" for name, function in {
+        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+        "not": np.invert}.items()},
+    ("min", "i"): np.minimum, ("max", "i"): np.maximum, ("min", "f"): np.fmin,
+    ("max", "f"): np.fmax, ("max.relu", "i"): lambda a, b: np.maximum(np.maximum(a, b), 0),
+    ("mul.lo", "i"): np.multiply, ("mul", "f"): np.multiply, ("mul.hi", "i"): _multiply_high,
+    ("mad.lo", "i"): lambda a, b, c: a * b + c, ("fma", "f"): _fuse,
+    ("div", "i"): _divide, ("rem", "i"): lambda a, b: np.fmod(a, np.where(b == 0, 1, b)),
+    # Exact results, where the instruction may be two units off.
+    ("div", "f"): np.divide, ("div.full", "f"): np.divide, ("sqrt", "f"): np.sqrt,
+    ("ex2.approx", "f"): np.exp2,
+    ("popc", "i"): lambda x: np.bitwise_count(x).astype(np.uint32),
+    ("prmt", "i"): _permute, ("lop3", "i"): _lookup,
+}  # fmt: skip
+
+
+# -- conversions -----------------------------------------------------------------------------------
+
+
+def to_bfloat16(x: Array) -> Array:
+    """Return the bits of float32 numbers rounded to bfloat16, to nearest even."""
+    bits = x.view(np.uint32)
+    rounded = (bits + _U32.type(0x7FFF) + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: Array) -> Array:
+    """Return the float32 numbers that the bits of bfloat16 ones are."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_tf32(x: Array) -> Array:
+    """Return float32 numbers rounded to 10 bits of mantissa, to nearest, ties away from zero."""
+    rounded = (x.view(np.uint32) + _U32.type(0x1000)) & _U32.type(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x)
+
+
+def _pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    """Return what packs two converted numbers into a register, the second one in the lower half."""
+    return lambda high, low: convert(high).astype(np.uint32) << 16 | convert(low)
+
+
+def _to_half(x: Array) -> Array:
+    return x.astype(np.float16).view(np.uint16)
+
+
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16)
+_E4M3_BITS = _E4M3.view(torch.int16).numpy().view(np.uint16)
+
+
+def _from_e4m3x2(codes: Array) -> Array:
+    return _pair(lambda x: _E4M3_BITS[x])(codes >> 8, codes & 0xFF)
+
+
+def _from_e5m2x2(codes: Array) -> Array:
+    return (codes & _U16.type(0xFF00)).astype(np.uint32) << 16 | (codes & 0xFF).astype(
+        np.uint32
+    ) << 8
+
+
+def _to_integer(kind: np.dtype[Any], rounding: Callable[[Array], Array]) -> Callable[..., Array]:
+    least, most = np.iinfo(kind).min, np.iinfo(kind).max
+
+    def convert(x: Array) -> Array:
+        return np.clip(np.nan_to_num(rounding(x).astype(np.float64)), least, most).astype(kind)
+
+    assert kind.itemsize < 8, "cvt: expected an integer that float64 holds"
+    return convert
+
+
+_ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+_CONVERSIONS: dict[tuple[str, ...], Callable[..., Array]] = {
+    ("rn", "bf16x2", "f32"): _pair(to_bfloat16), ("rn", "f16x2", "f32"): _pair(_to_half),
+    ("rn", "bf16", "f32"): to_bfloat16, ("f32", "bf16"): from_bfloat16,
+    ("rn", "f16", "f32"): lambda x: x.astype(np.float16), ("rna", "tf32", "f32"): to_tf32,
+    ("f32", "f16"): lambda x: x.astype(np.float32), ("f64", "f32"): lambda x: x.astype(np.float64),
+    ("rn", "f32", "f64"): lambda x: x.astype(np.float32),
+    ("rn", "f16x2", "e4m3x2"): _from_e4m3x2, ("rn", "f16x2", "e5m2x2"): _from_e5m2x2,
+}  # fmt: skip
+
+
+def _find_conversion(parts: list[str], to: str, *kinds: str) -> Operation | None:
+    source = kinds[0] if kinds else to
+    result, given = TYPES[to], TYPES[source]
+    known = _CONVERSIONS.get(tuple(parts))
+    if known is not None:
+        return Operation(
+            known, [given] * (2 if to in ("bf16x2", "f16x2") and given == _F32 else 1), result
+        )
+    if parts[0] in _ROUNDINGS and given == _F32:
+        if result == _F32:
+            return Operation(_ROUNDINGS[parts[0]], [given], result)
+        return Operation(_to_integer(result, _ROUNDINGS[parts[0]]), [given], result)
+    integers = given.kind in "iu" and source != "bf16"
+    if integers and (parts == [to, source] or parts == ["rn", "f32", source]):
+        return Operation(lambda x: x.astype(result), [given], result)
+    return None

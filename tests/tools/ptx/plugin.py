@@ -1,0 +1,64 @@
+"""A pytest plugin that runs the kernels of tests from their PTX: `make kernels-ptx`.
+
+`python -m pytest -p tests.tools.ptx.plugin tests/ops`: see device.py.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# Read when conftest.py and Triton are imported.
+os.environ["TRITON_INTERPRET"] = "0"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--target", default="sm_90", help="the GPU that kernels are compiled for")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    from hf_fp8kv.ops import backends
+
+    backends._why_not_triton = lambda: None
+    backends._why_not_on = lambda *_: None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Assume a GPU with four multiprocessors, so that grids are small."""
+    from hf_fp8kv.ops.triton import replay
+    from hf_fp8kv.ops.triton.target import Target, assuming
+
+    from . import device
+
+    # Every launch passes tensors, whose bounds are known.
+    replay._REPLAYS = False
+    device.activate()
+    arch = int(session.config.getoption("--target").removeprefix("sm_"))
+    with assuming(Target("cuda", arch, 4)):
+        return (yield)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+        from . import device
+
+        session.config.workeroutput["ptx"] = dict(device.COUNTS), sorted(device.OPCODES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    from . import device
+
+    counts, opcodes = getattr(node, "workeroutput", {}).get("ptx", ({}, ()))
+    device.COUNTS.update(counts)
+    device.OPCODES.update(opcodes)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    from . import device
+
+    found = ", ".join(f"{name}: {count}" for name, count in sorted(device.COUNTS.items()))
+    terminalreporter.write_line(f"PTX: {len(device.OPCODES)} opcodes, {found}")
