@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fp8kv.utils.environment import make_environment
+from benchmarks.shared import make_environment
 
 pytest.importorskip("triton", reason="Triton compiles the kernels")
 
