@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import random
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from .text import AnswerText, Part
 _NEW_TOKENS = 1024
 # Answers of one request that are made at the same time: others have requests, too.
 _AT_ONCE = 16
+
+# Since a version after 5.18.
+_TAKES_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
 
 
 @dataclass(eq=False)
@@ -105,7 +109,8 @@ class Maker:
         )
         if not isinstance(request, CompletionRequest):
             tools = request.plain_tools
-            parser = build_response_parser(served.tokenizer, served.model, prompt, tools=tools)
+            known = {"tools": tools} if _TAKES_TOOLS else {}
+            parser = build_response_parser(served.tokenizer, served.model, prompt, **known)
         text = AnswerText(
             served.tokenizer.backend_tokenizer,
             stops=request.stops,
