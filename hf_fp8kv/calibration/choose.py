@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS, dynamic_scale, rounding_error
+from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import ROTATED, TensorDict, merge_ranges
@@ -52,23 +52,19 @@ _MOST = 0.95
 
 @dataclass(frozen=True)
 class Candidate:
-    """How K or V ("k" or "v") of a layer may be stored, and the smallest static scales for that.
-
-    Without scales it stands for dynamic ones.
-    """
+    """How K or V ("k" or "v") of a layer may be stored, and the smallest static scales for that."""
 
     side: str
     plan: SidePlan
-    center: torch.Tensor | None = None  # [Hkv, Dk], subtracted from K
-    # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates under it.
-    first: torch.Tensor | None = None
-    reach: torch.Tensor | None = None  # the same, for K at other positions
+    center: torch.Tensor | None  # [Hkv, Dk], subtracted from K
+    first: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates
+    reach: torch.Tensor  # the same, for K at other positions
     granularity: Granularity = "head"
 
     @property
     def fmt(self) -> Format:
         """The format of the scales. For values that are stored as they are, the unit's format."""
-        return FORMATS[STATIC_DTYPE if self.plan.is_auto else self.plan.format]
+        return _scale_format(self.plan)
 
     def transform(
         self, x: torch.Tensor, queries: Queries | None
@@ -84,20 +80,21 @@ class Candidate:
         return weigh(error, kind)
 
     def measure(
-        self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor | None = None
+        self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor
     ) -> torch.Tensor:
         """Return the cost of K or V, `x` `[N, Hkv, D]`, in each head: `[Hkv, 1]`.
 
-        `scale` is static, in the unit of E4M3. None is the plain dynamic scale. Without queries the
-        squared error of every value is returned.
+        `scale` is in the unit of E4M3. Without queries the squared error of every value is
+        returned.
         """
         x, queries = self.transform(x, queries)
-        if scale is None:
-            unit = dynamic_scale(x, self.fmt).float()[..., None]
-        else:
-            unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
+        unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
         error = rounding_error(x, unit, self.fmt)
         return error.square() if queries is None else self.weigh(error, queries, "head")
+
+
+def _scale_format(plan: SidePlan) -> Format:
+    return FORMATS[STATIC_DTYPE if plan.is_auto else plan.format]
 
 
 # The candidates of a layer by side. The first candidate of a side is the fallback.
@@ -226,7 +223,7 @@ def make_candidate(
     # Any scale stores zeros, so their range becomes the range of their neighbors, or 1.
     largest = amax.max()
     amax = torch.where(amax > 0, amax, torch.where(largest > 0, largest, 1.0))
-    most = Candidate(side, plan).fmt.max
+    most = _scale_format(plan).max
     return Candidate(side, plan, center, amax / most, reach / most, granularity)
 
 
@@ -241,7 +238,6 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
     an octave, which are zeros without queries, then the squared errors under these scales, and
     under scales that are larger by whole octaves.
     """
-    assert candidate.first is not None
     x, queries = candidate.transform(x, queries)
     kind, fmt = candidate.granularity, candidate.fmt
     axes = _AXES[kind]
@@ -265,8 +261,6 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
 def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
     """Return the scale of least cost in the unit of E4M3. Without queries it is the smallest."""
     first, reach = candidate.first, candidate.reach
-    assert first is not None
-    assert reach is not None
     cost, room = costs[0], costs[1:]
     step = cost.argmin(0, keepdim=True)  # the first of equals
     rooms = room.gather(1, step[None].expand(len(room), *step.shape))[:, 0]

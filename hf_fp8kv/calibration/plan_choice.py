@@ -6,25 +6,28 @@ the center of K, and rotation then spreads their error over all channels. So the
 same tokens at several positions, and a format has to be better at all of them together.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
-from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, LayerPlan, SidePlan
+from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
+from ..formats.codec import dynamic_errors
+from ..formats.rotation import rotate
 from ..modeling.model_support import accepts, caches_latents
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import fingerprint_weights
-from .choose import Candidate
 from .observe import Batch, paged_layers
 from .positions import find_limit, turns_keys
 from .queries import Queries, observe_queries
@@ -46,7 +49,7 @@ _OTHERS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _MODEL_PLAN = "_hf_fp8kv_plan"
 
 # One window at one position: K and V of a layer, `[N, Hkv, D]`, and some queries.
-_Read = tuple[torch.Tensor, torch.Tensor, Queries]
+_Read = tuple[Tensor, Tensor, Queries | None]
 
 
 def choose_plan(
@@ -89,7 +92,7 @@ def choose_plan(
     for index in sorted(layers):
         center, plan = None, LayerPlan(_SAFE, SidePlan(AUTO) if latent else _SAFE)
         of_layer = reads.pop(index)
-        if of_layer and all(queries is not None for *_, queries in of_layer):
+        if of_layer and all(queries is not None for *_, queries in chain(*of_layer)):
             center, plan = _choose(index, of_layer, may_move=may_move, latent=latent)
         chosen[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
@@ -118,53 +121,113 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
 
 
 def _read(
-    model: PreTrainedModel, layers: frozenset[int], windows: Sequence[torch.Tensor]
-) -> tuple[dict[int, list[Any]], int]:
-    """Return K, V and queries of each layer, and the number of positions that were read."""
+    model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
+) -> tuple[dict[int, list[list[_Read]]], int]:
+    """Return K, V and queries of each layer by window and position, and the positions' number."""
     positions: list[int | None] = [None]
     if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
         most = find_limit(model) - max(map(len, windows))
         positions += [first for first in _POSITIONS[1:] if first <= most]
-    reads: dict[int, list[Any]] = {index: [] for index in layers}
-    for window, first in product(windows, positions):
-        if first not in positions:
-            continue
-        try:
-            observe_queries(
-                model, Batch((window,), first), layers,
-                lambda index, *read: reads[index].append(read),
-            )  # fmt: skip
-        except ConfigError as error:
-            if first is None:
-                raise
-            logger.warning("positions from %d are not tried: %s", first, error)
-            positions = positions[: positions.index(first)]
+    reads: dict[int, list[list[_Read]]] = {index: [] for index in layers}
+    for window in windows:
+        for first in positions:
+            found: dict[int, _Read] = {}
+            try:
+                observe_queries(
+                    model, Batch((window,), first), layers,
+                    lambda index, *read, found=found: found.update({index: read}),
+                )  # fmt: skip
+            except ConfigError as error:
+                if first is None:
+                    raise
+                logger.warning("positions from %d are not tried: %s", first, error)
+                positions = positions[: positions.index(first)]
+                break
+            for index, read in found.items():
+                if first is None:
+                    reads[index].append([])
+                reads[index][-1].append(read)
     return reads, len(positions)
 
 
 def _choose(
-    index: int, reads: Sequence[_Read], *, may_move: bool, latent: bool
-) -> tuple[torch.Tensor | None, LayerPlan]:
+    index: int, windows: Sequence[Sequence[_Read]], *, may_move: bool, latent: bool
+) -> tuple[Tensor | None, LayerPlan]:
     """Return the center of K on the CPU, if it has one, and the plan of least cost of a layer."""
-    center = torch.cat([k for k, _, _ in reads]).mean(0, dtype=torch.float32)
     plain = [_SAFE, *_OTHERS]
-    centered = [] if latent else [replace(plan, centered=True) for plan in plain]
-    k_plans = [*centered, *plain] if may_move else [_SAFE]
-    k_sides = [Candidate("k", plan, center if plan.centered else None) for plan in k_plans]
-    v_sides = [] if latent else [Candidate("v", plan) for plan in plain]
-    found = [
-        torch.cat([c.measure(x, queries) for x, of in ((k, k_sides), (v, v_sides)) for c in of], 1)
-        for k, v, queries in reads
-    ]
-    costs = torch.stack(found).sum(0).T.tolist()  # at once, since it waits for a GPU
-    if not all(map(math.isfinite, chain(*costs))):
+    centered = [replace(plan, centered=True) for plan in plain]
+    k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_SAFE]
+    v_plans = [] if latent else plain
+    k, v = (
+        [torch.stack([(read[0], read[1])[side] for read in window]) for window in windows]
+        for side in (0, 1)
+    )
+    center = torch.cat([x.flatten(0, 1) for x in k]).mean(0, dtype=torch.float32)
+    costs = []
+    for i, window in enumerate(windows):
+        queries = [read[2] for read in window if read[2] is not None]
+        q = torch.stack([x.q for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, Dk]
+        weights = torch.stack([x.weights for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, N]
+        of_k = _candidates(k[i].float(), center, k_plans)
+        of_v = None if latent else _candidates(v[i].float(), None, v_plans)
+        k_errors, v_errors = _errors(of_k, of_v, (*k_plans, *v_plans))
+        cost = _cost_of_keys(q, weights, k_errors, k_plans)
+        if v_errors is not None:
+            cost = torch.cat([cost, _cost_of_values(weights, v_errors)])
+        costs.append(cost)
+    found = torch.stack(costs).sum(0).tolist()  # at once: it waits for a GPU
+    if not all(map(math.isfinite, chain(*found))):
         raise ConfigError(
-            f"layer {index}: expected finite K and V, got NaN or infinity. Load the model in "
+            f"layer {index}: expected finite K and V, got NaN or infinity; load the model in "
             "bfloat16 or float32, and look at the text"
         )
-    v_plan = SidePlan(AUTO) if latent else _pick_cheapest(plain, costs[len(k_plans) :])
-    plan = LayerPlan(_pick_cheapest(k_plans, costs[: len(k_plans)]), v_plan)
+    count = len(k_plans)
+    v_plan = SidePlan(AUTO) if latent else _pick_cheapest(v_plans, found[count:])
+    plan = LayerPlan(_pick_cheapest(k_plans, found[:count]), v_plan)
     return (center.cpu() if plan.k.centered else None), plan
+
+
+def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
+    """Return what each plan scales of K or V `[P, N, Hkv, D]`: `[plans, P, Hkv, N, D]`."""
+    if len(plans) == 1:
+        return x[None].transpose(2, 3)
+    variants = x[None] if center is None else torch.stack([x, x - center])
+    variants = torch.cat([variants, variants @ _hadamard(x.shape[-1], x.device)])
+    which = [plan.centered + len(variants) // 2 * plan.rotated for plan in plans]
+    return variants[which].transpose(2, 3)
+
+
+def _errors(
+    of_k: Tensor, of_v: Tensor | None, plans: Sequence[SidePlan]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the errors of both sides' candidates; K alone may have some."""
+    formats, count = tuple(FORMATS[plan.format] for plan in plans), len(of_k)
+    if of_v is None:
+        return dynamic_errors(of_k, formats), None
+    if of_k.shape[1:] == of_v.shape[1:]:
+        errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
+        return errors[:count], errors[count:]
+    return dynamic_errors(of_k, formats[:count]), dynamic_errors(of_v, formats[count:])
+
+
+def _cost_of_keys(q: Tensor, weights: Tensor, errors: Tensor, plans: Sequence[SidePlan]) -> Tensor:
+    """Return what `Queries.cost_of_keys` does: `[plans, Hkv]`."""
+    # Products of rotated queries with rotated errors are those of the errors.
+    both = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
+    moved = both[[int(plan.rotated) for plan in plans]] @ errors.mT
+    moved = moved - (weights * moved).sum(-1, keepdim=True)
+    return (weights * moved.square()).sum((1, 3, 4))
+
+
+def _cost_of_values(weights: Tensor, errors: Tensor) -> Tensor:
+    """Return what `Queries.cost_of_values` does, which rotation does not change: `[plans, Hkv]`."""
+    return (weights @ errors).square().sum((1, 3, 4))
+
+
+@functools.cache
+def _hadamard(dim: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return rotate(torch.eye(dim, device=device))
 
 
 def _pick_cheapest(plans: Sequence[SidePlan], costs: Sequence[Sequence[float]]) -> SidePlan:
