@@ -175,10 +175,10 @@ def _choose(
         if v_errors is not None:
             cost = torch.cat([cost, _cost_of_values(weights, v_errors)])
         costs.append(cost)
-    found = torch.stack(costs).sum(0).tolist()  # at once: it waits for a GPU
+    found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
         raise ConfigError(
-            f"layer {index}: expected finite K and V, got NaN or infinity; load the model in "
+            f"layer {index}: expected finite K and V, got NaN or infinity. Load the model in "
             "bfloat16 or float32, and look at the text"
         )
     count = len(k_plans)
@@ -200,7 +200,7 @@ def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> 
 def _errors(
     of_k: Tensor, of_v: Tensor | None, plans: Sequence[SidePlan]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the errors of both sides' candidates; K alone may have some."""
+    """Return the errors of both sides' candidates, or None for V without any."""
     formats, count = tuple(FORMATS[plan.format] for plan in plans), len(of_k)
     if of_v is None:
         return dynamic_errors(of_k, formats), None
@@ -212,7 +212,7 @@ def _errors(
 
 def _cost_of_keys(q: Tensor, weights: Tensor, errors: Tensor, plans: Sequence[SidePlan]) -> Tensor:
     """Return what `Queries.cost_of_keys` does: `[plans, Hkv]`."""
-    # Products of rotated queries with rotated errors are those of the errors.
+    # Rotated queries and rotated errors have the same products.
     both = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
     moved = both[[int(plan.rotated) for plan in plans]] @ errors.mT
     moved = moved - (weights * moved).sum(-1, keepdim=True)

@@ -154,7 +154,7 @@ def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor
     """Return what finite numbers change by where they are stored with `dynamic_scale`.
 
     Args:
-        x: `[len(formats), ..., D]`, float32; the first axis is the format.
+        x: `[len(formats), ..., D]`, float32, with the format on the first axis.
         formats: any formats. All are computed together, in few operations.
     """
     shape = (-1,) + (1,) * (x.ndim - 1)

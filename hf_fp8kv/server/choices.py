@@ -23,8 +23,7 @@ from .text import AnswerText, Part
 _NEW_TOKENS = 1024
 # Answers of one request that are made at the same time: others have requests, too.
 _AT_ONCE = 16
-
-# Since a version after 5.18.
+# transformers 5.18 parses answers without the tools.
 _TAKES_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
 
 
@@ -108,8 +107,7 @@ class Maker:
             **self._read_sampling(request, nth),
         )
         if not isinstance(request, CompletionRequest):
-            tools = request.plain_tools
-            known = {"tools": tools} if _TAKES_TOOLS else {}
+            known = {"tools": request.plain_tools} if _TAKES_TOOLS else {}
             parser = build_response_parser(served.tokenizer, served.model, prompt, **known)
         text = AnswerText(
             served.tokenizer.backend_tokenizer,

@@ -52,12 +52,12 @@ class Engine:
         self.model_tokens = min(limits, default=None)  # of a prompt and its answer
         self.page_tokens = 0  # that one request may hold
         self.prompt_tokens = self.new_tokens = 0  # since the start
-        self.stopping = False
         # Why the host cannot change or read the logits of one request. None means that it can.
         self.fixed_steps: str | None = None
         self._sequences: dict[str, Sequence] = {}  # that the engine has, by request
         self._hooks: list[Any] = []
-        self._manager: Any = None
+        self._manager: Any = None  # while it is started
+        self._failure: Exception | None = None  # of a stopped engine
 
     def start(self) -> None:
         """Start the engine's thread, and return when its pages are allocated.
@@ -107,7 +107,6 @@ class Engine:
     def stop(self) -> None:
         """End the engine's thread; requests that still run fail. Do nothing the second time."""
         manager, self._manager = self._manager, None
-        self.stopping = True
         if manager is None:
             return
         self._failure = manager.background_thread_status.fatal_error
@@ -118,8 +117,6 @@ class Engine:
             logger.error("the engine's thread did not end within %g s", _STOP_SECONDS)
 
     # -- state -----------------------------------------------------------------------------------
-
-    _failure: Exception | None = None  # of a stopped engine
 
     @property
     def max_tokens(self) -> int:
@@ -140,7 +137,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise APIError unless the engine takes requests."""
-        if self.stopping or not self.is_alive():
+        if not self.is_alive():
             raise APIError(503, self.failure or STOPPING, code="stopping")
 
     def usage(self) -> Usage | None:

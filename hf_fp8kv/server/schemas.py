@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -375,7 +376,7 @@ class Request(Body):
             return self.tool_choice.function.name
         return "" if self.tool_choice == "required" else None
 
-    @property
+    @cached_property  # one request may have many answers
     def plain_tools(self) -> list[dict[str, Any]] | None:
         """The tools, as chat templates take them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None

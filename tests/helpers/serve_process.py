@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
@@ -57,6 +58,17 @@ SERVE_OPTIONS = (
 )  # fmt: skip
 WAIT = 120.0
 OVERFLOWS = "~"  # after `add_overflow`: a prompt with this character has logits of NaN
+
+
+def step_of(sequences: Sequence[Any], place: int) -> list[Any]:
+    """Return the engine's requests of a step with one new token at `place` of each sequence."""
+    return [
+        SimpleNamespace(
+            state=SimpleNamespace(logit_processor_kwargs={"sequence": one}, position_offset=place),
+            has_new_token=True, query_length=1,
+        )
+        for one in sequences
+    ]  # fmt: skip
 
 
 def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -> str:

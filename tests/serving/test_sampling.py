@@ -1,7 +1,6 @@
 """How the server chooses tokens: distributions, seeds, and rows of logits that are NaN."""
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from tests.helpers.serve_process import (
     add_overflow,
     hosting,
     save_chat_model,
+    step_of,
     text_in,
 )  # fmt: skip
 
@@ -78,16 +78,9 @@ def test_the_largest_noise_is_a_number(position, token):
 def chosen(scores: torch.Tensor, *sequences: sampling.Sequence, place: int = 5) -> torch.Tensor:
     """Return the scores of a step, each row of which is the token of one sequence."""
     sampler = sampling.Sampler([], scores.shape[1])
-    requests = [
-        SimpleNamespace(
-            state=SimpleNamespace(logit_processor_kwargs={"sequence": one}, position_offset=place),
-            has_new_token=True, query_length=1,
-        )
-        for one in sequences
-    ]  # fmt: skip
     arguments = torch.zeros(5, len(scores), dtype=torch.int32)
     sampler.fill_defaults(arguments[:, -1:])
-    sampler.prepare_tensor_args(requests, arguments)
+    sampler.prepare_tensor_args(step_of(sequences, place), arguments)
     return sampler(torch.zeros(len(scores)), scores.clone(), arguments)
 
 

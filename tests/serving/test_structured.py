@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.helpers.serve_process import Endpoint, hosting, save_chat_model, text_in
+from tests.helpers.serve_process import Endpoint, hosting, save_chat_model, step_of, text_in
 
 pytestmark = pytest.mark.text
 
@@ -413,16 +413,9 @@ def test_rows_have_the_masks_of_their_requests(guide):
         Sequence([1], 9), Sequence([1], 9, guide=guide("[a-c]x")), Sequence([1], 9),
         Sequence([1], 9, frozenset({5}), guide=guide("[d-f]?y")),
     ]  # fmt: skip
-    requests = [
-        SimpleNamespace(
-            state=SimpleNamespace(logit_processor_kwargs={"sequence": one}, position_offset=3),
-            has_new_token=True, query_length=1,
-        )
-        for one in sequences
-    ]  # fmt: skip
     scores, arguments = torch.randn(6, vocabulary), torch.zeros(5, 6, dtype=torch.int32)
     sampler.fill_defaults(arguments)
-    sampler.prepare_tensor_args(requests, arguments)
+    sampler.prepare_tensor_args(step_of(sequences, 3), arguments)
     found = sampler(torch.zeros(6), scores.clone(), arguments)
     assert torch.equal(found[[0, 2, 4, 5]], scores[[0, 2, 4, 5]])
     assert letters(found[1].isinf().numpy()) == "abc"

@@ -9,7 +9,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from transformers import AutoTokenizer
@@ -19,7 +18,7 @@ from hf_fp8kv.server.engine import why_refused
 from hf_fp8kv.server.sampling import Sampler, Sequence
 from hf_fp8kv.server.schemas import CompletionRequest
 from hf_fp8kv.server.structured import Grammars, Guide, read_grammar
-from tests.helpers.serve_process import save_chat_model
+from tests.helpers.serve_process import save_chat_model, step_of
 from tests.serving.test_structured import PERSON
 
 ANSWER = (
@@ -37,13 +36,7 @@ def measure(tokenizer: object, guide: Guide, rows: int, guides: int) -> float:
     for _ in range(5):
         forks = [guide.fork() for _ in range(guides)] + [None] * (rows - guides)
         sequences = [Sequence([0], 999, ends, guide=one) for one in forks]
-        requests = [
-            SimpleNamespace(
-                state=SimpleNamespace(logit_processor_kwargs={"sequence": one}, position_offset=1),
-                has_new_token=True, query_length=1,
-            )
-            for one in sequences
-        ]  # fmt: skip
+        requests = step_of(sequences, 1)
         for token in tokenizer(ANSWER)["input_ids"][:-1]:
             scores.fill_(0.5)
             begin = time.perf_counter()

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from .target import Target
 
-_Row: TypeAlias = tuple[int, int, int, int | None]
-_Table: TypeAlias = Mapping[int, _Row]
+_Row = TypeVar("_Row")
+_Table: TypeAlias = Mapping[int, tuple[int, int, int, int | None]]
+_ExtendTable: TypeAlias = Mapping[int, tuple[int, int, int, int]]
 _Config = TypeVar("_Config", "LaunchConfig", "PlanConfig")
 
 
@@ -104,7 +105,7 @@ class Family:
     guess_large: tuple[int, int]
     decode: Mapping[int, _Table]
     decode_rows_first: _Table
-    extend: _Table
+    extend: _ExtendTable
     wide: int = 0
     widened: int | None = None
     limits: bool = False
@@ -173,7 +174,7 @@ _FAMILIES = {
 }  # fmt: skip
 # For float32 operands, which take many registers.
 _DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
-_EXTEND_FLOAT32: _Table = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
+_EXTEND_FLOAT32: _ExtendTable = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _NONE: _Table = {}
 
 _overrides: dict[str, Any] = {}
@@ -215,7 +216,7 @@ def _overridden_programs() -> int:
     return int(_overrides.get("programs", 0))
 
 
-def _look_up(table: _Table, width: int) -> _Row:
+def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 
@@ -282,7 +283,6 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
         return _latent_config(family, workload)
     table = _EXTEND_FLOAT32 if workload.exact else family.extend
     rows, tile, warps, stages = _look_up(table, workload.width)
-    assert stages is not None
     if workload.wide and not workload.exact and workload.width > family.wide:
         stages = max(1, stages - 1)
     if widened:
