@@ -129,7 +129,7 @@ def read_corpus(
 
 
 class _Encoder:
-    """Token ids of items. The arguments are those of `read_corpus`."""
+    """Token ids of items, with arguments of `read_corpus`."""
 
     def __init__(self, tokenizer: Any, text_column: str, chat_template: bool | None) -> None:
         from transformers import PreTrainedTokenizerBase

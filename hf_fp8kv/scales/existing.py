@@ -39,7 +39,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def find_weights(names: Iterable[str]) -> list[str]:
-    """Return the names of a model's weights among those of the files in its folder."""
+    """Return the file names in a model's folder that are weights."""
     scales = (OWN_FILE, SCALES_FILE)
     return [
         name
@@ -53,8 +53,8 @@ def check_place(
 ) -> None:
     """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
 
-    Without `overwrite` they replace nothing, and no config that would be that of weights. They are
-    never written next to scales that would be read instead of them.
+    Without `overwrite` they replace nothing, also not the config of weights. They are never written
+    next to scales that readers prefer.
     """
     own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
     replaced = sorted({*files, *own} & {*existing})

@@ -84,7 +84,7 @@ def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
 
 
 def _largest(scale: torch.Tensor, heads: int | None) -> torch.Tensor:
-    """Return the largest scale, `[]`, or with a number of heads that of each, `[heads, 1]`."""
+    """Return the largest scale, `[]`, or with a number of heads one for each, `[heads, 1]`."""
     if heads is None:
         return scale.max()
     return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()

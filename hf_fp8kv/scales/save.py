@@ -211,7 +211,7 @@ def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str]
 def _transfer(weights: Weights, source: Path, target: Path) -> None:
     """Copy a file, or link it if it has weights and these are linked."""
     if weights == "link" and source.suffix.lower() in WEIGHTS:
-        # The Hub's cache holds symbolic links: the file itself is what stays.
+        # The Hub's cache holds symbolic links, and only the file itself stays.
         os.link(source.resolve(), target)
         return
     shutil.copy2(source, target)

@@ -192,7 +192,7 @@ class _Scores:
         self._sent = self._offset = 0  # tokens, characters
 
     def take(self, count: int, *, chat: bool) -> dict[str, Any]:
-        """Return what there is of the first `count` tokens that was not taken before.
+        """Return the scores of the first `count` tokens that no call has returned before.
 
         The first time the prompt comes before it, if that is repeated.
         """

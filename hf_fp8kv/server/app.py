@@ -205,7 +205,7 @@ class Application:
     def _check_access(self, path: str, method: str, headers: dict[bytes, bytes]) -> None:
         if self._key is not None and not (path == "/health" and method in ("GET", "HEAD")):
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            # Digests have one length, so that the time of the comparison is that of any token.
+            # Digests have one length, so the comparison takes the same time for every token.
             equal = hmac.compare_digest(_digest(token.strip()), self._key)
             if not equal or scheme.lower() != b"bearer":
                 raise APIError(
@@ -464,7 +464,7 @@ class _Stream(StreamingResponse):
 async def _unless_gone(
     request: Request, work: Coroutine[Any, Any, Any], choices: Iterable[Choice] = ()
 ) -> Any:
-    """Return what `work` returns, or cancel it when the client leaves before its last token.
+    """Return the result of `work`, or cancel it if the client leaves before its last token.
 
     Raises:
         _ClientGoneError: The client has left.

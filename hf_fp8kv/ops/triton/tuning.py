@@ -84,13 +84,13 @@ class Family:
     Attributes:
         takes: for a number of query rows, what a program of the decode kernel takes: registers of a
             thread, warps, bytes of shared memory. A plan is made before a kernel is compiled, for
-            all layers; that as many programs fit is checked (`make kernels`).
+            all layers. `make kernels` checks that this number of programs fits.
         guess: the same without warps, of programs that are compiled first.
         guess_large: of latents, and of more than 32 rows.
         decode: for a number of rows, (tile, warps, stages, registers) with swapped operands.
         decode_rows_first: without.
         extend: (rows, tile, warps, stages).
-        wide: the head size up to which tiles of 16 bits have as many stages as tiles of 8.
+        wide: the head size up to which tiles of 16 and 8 bits have the same number of stages.
         widened: stages that the extend kernel has more if codes were converted before. It is None
             where products do not read K and V from shared memory, and no codes are converted.
         limits: whether the extend kernel has a limit of registers under complete masks.
@@ -116,7 +116,7 @@ class Family:
 
 
 # With swapped operands the product's shape has room for 8 rows where it had 16 before, and a warp
-# has half as many instructions for a byte. Codes of K and V of one tile are 16 KB from 128 on; with
+# needs half the instructions per byte. Codes of K and V of one tile are 16 KB from 128 on; with
 # 168 registers six programs of two warps fit.
 _FEW: _Table = {
     64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
@@ -133,7 +133,7 @@ _CUDA = Family(
         16: {width: (*row[:3], row[3] and 240) for width, row in _FEW.items()},
         32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
     },
-    # With as many rows as tokens there is nothing to be saved by swapping.
+    # Swapping saves nothing if rows and tokens are equally many.
     decode_rows_first={
         64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
         1024: (16, 8, 2, None),

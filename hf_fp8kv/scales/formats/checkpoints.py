@@ -24,7 +24,7 @@ from ..layer_scales import ScaleData
 from .tensor_format import TensorFormat, to_json
 
 TGI_ENTRY = "kv_cache_torch_dtype"  # of config.json
-# ModelOpt's readers take the name for that of the format.
+# ModelOpt's readers read the name as the format.
 _PRODUCER = {"name": "modelopt", "version": "0.0.0+hf_fp8kv"}
 
 
@@ -45,7 +45,7 @@ class Tgi(TensorFormat):
 
 
 class AutoFP8(TensorFormat):
-    """AutoFP8. Its names are also those of tools that no other format knows."""
+    """AutoFP8, and tools that use its names and belong to no other format."""
 
     name = "autofp8"
     quant_method = "fp8"
@@ -179,7 +179,7 @@ class ModelOpt(TensorFormat):
 
 
 class Quark(TensorFormat):
-    """AMD's Quark, whose scales are those of the outputs of two projections."""
+    """AMD's Quark, which scales the outputs of two projections."""
 
     name = "quark"
     quant_method = "quark"

@@ -47,7 +47,7 @@ class VllmJson(ScaleFormat):
     ) -> dict[str, bytes]:
         layers, model_type = scales.layers, scales.model_type
         if checkpoint is not None and isinstance(checkpoint.config.get("model_type"), str):
-            # Its readers compare it with that of the checkpoint.
+            # Readers compare it with the model type of the checkpoint.
             model_type = str(checkpoint.config["model_type"])
         if sorted(layers) != list(range(len(layers))):
             raise ScaleError(
