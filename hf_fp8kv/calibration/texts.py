@@ -30,8 +30,8 @@ _SHORTEST = 2
 # In text files, lines with more characters than this share of a window, and than this number, are
 # cut at a space, so that pieces fill their windows.
 _LINES_PER_WINDOW, _SHORTEST_LINE = 8, 32
-# Lines that are tokenized in one call.
-_LINES = 1024
+# Lines that are tokenized in one call, and characters of a text file that are read at once.
+_LINES, _CHARACTERS = 1024, 1 << 16
 
 
 # Tensors have no truth value, so two corpora cannot be compared with `==`.
@@ -231,7 +231,8 @@ def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tupl
         yield from ((f"texts[{number}]", item) for number, item in enumerate(texts))
         return
     path = Path(os.fsdecode(texts))
-    if not os.path.isfile(path):  # unlike Path.is_file, for names of any length
+    # A file or a pipe; unlike those of Path, for names of any length.
+    if os.path.isdir(path) or not os.path.exists(path):
         hint = "Pass [text] for one text, or the path of an existing file"
         raise _error("texts", "a file or a list of texts", format_value(str(path)), hint)
     if path.suffix.lower() == ".jsonl":
@@ -244,10 +245,11 @@ def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tupl
         raise _error(str(path), rule, path.suffix or "no suffix", hint)
 
 
-def _read_lines(path: Path) -> Iterator[str]:
+def _read_lines(path: Path, most: int = -1) -> Iterator[str]:
+    """Yield lines, those of more than `most` characters in several parts."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            yield from file
+            yield from iter(lambda: file.readline(most), "")
     except (OSError, UnicodeDecodeError) as error:
         raise _error(str(path), "UTF-8", error, "Save the file as UTF-8 text") from error
 
@@ -275,14 +277,15 @@ def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str
     own = encoder.encode(str(path), "a")
     room = max(max_length - (0 if own is None else len(own)), 1)
     longest = max(max_length // _LINES_PER_WINDOW, _SHORTEST_LINE)
-    parts = (part for line in _read_lines(path) for part in _cut_line(line, longest))
+    parts = _cut_lines(_read_lines(path, _CHARACTERS), longest)
     held: list[tuple[str, int]] = []
     size = 0
     while some := list(islice(parts, _LINES)):
-        ids = encoder.tokenize(str(path), some, special=False)
-        for part, of_part in zip(some, ids, strict=True):
+        full = [part for part in some if not part.isspace()]
+        ids = iter(encoder.tokenize(str(path), full, special=False) if full else ())
+        for part in some:
             # A blank line counts as one token, so any number of them is cut.
-            tokens = 1 if part.isspace() else max(len(of_part), 1)
+            tokens = 1 if part.isspace() else max(len(next(ids)), 1)
             while held and size + tokens > room:
                 end = _find_end(held, size)
                 yield _join(held[:end])
@@ -293,14 +296,21 @@ def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str
     yield _join(held)
 
 
-def _cut_line(line: str, longest: int) -> Iterator[str]:
-    """Yield parts of at most `longest` characters, cut after a space if possible."""
-    start = 0
-    while len(line) - start > longest:
-        end = line.rfind(" ", start, start + longest) + 1 or start + longest
-        yield line[start:end]
-        start = end
-    yield line[start:]
+def _cut_lines(lines: Iterable[str], longest: int) -> Iterator[str]:
+    """Yield parts of at most `longest` characters of each line, cut after a space if possible."""
+    rest = ""
+    for more in lines:
+        line, start = rest + more, 0
+        while len(line) - start > longest:
+            end = line.rfind(" ", start, start + longest) + 1 or start + longest
+            yield line[start:end]
+            start = end
+        rest = line[start:]
+        if rest.endswith("\n"):
+            yield rest
+            rest = ""
+    if rest:
+        yield rest
 
 
 def _find_end(held: Sequence[tuple[str, int]], size: int) -> int:

@@ -1,7 +1,11 @@
 """What a calibration reads: every kind of texts, no token lost, the same parts in any order."""
 
+import contextlib
 import itertools
 import json
+import os
+import threading
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from hypothesis import given
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hf_fp8kv.calibration import texts as reading
 from hf_fp8kv.calibration.texts import Corpus, read_corpus
 from hf_fp8kv.errors import ConfigError
 
@@ -219,9 +224,48 @@ def test_a_text_file_keeps_all_of_its_letters(tmp_path_factory, text, max_length
     assert (expected - letters).total() <= found.texts
 
 
-def test_blank_lines_are_left_out(tmp_path):
-    (path := tmp_path / "x.txt").write_text("\n" * 5_000 + "a b")
-    assert ids(read(path)) == [[A, B]]
+def traced(*arguments, **options) -> tuple[Corpus, int]:
+    """Read a corpus, and return the peak memory in bytes with it."""
+    tracemalloc.start()
+    try:
+        return read(*arguments, **options), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", [b"x" * 8, b"a b c d\n"])
+def test_a_huge_file_is_streamed(tmp_path, text):
+    os.mkfifo(path := tmp_path / "x.txt")
+    taken = 0
+
+    def write() -> None:
+        nonlocal taken
+        with contextlib.suppress(BrokenPipeError), path.open("wb", buffering=0) as pipe:
+            while taken < 50_000_000:
+                taken += pipe.write(text * 1000)
+
+    read(["a b"])
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    found, peak = traced(path, words(letters=True), max_tokens=1000, max_length=128)
+    writer.join(60)
+    assert taken < 1 << 20, "more of the file was read than is needed, and what a pipe holds"
+    assert peak < 16 << 20
+    assert 999 <= found.tokens <= 1000
+
+
+def test_a_long_line_is_cut_as_if_it_was_read_at_once(tmp_path, monkeypatch):
+    (path := tmp_path / "x.txt").write_text("a b c d " * 3000 + "\n" + "a" * 5000 + " b")
+    whole = read(path, words(letters=True), max_length=64)
+    monkeypatch.setattr(reading, "_CHARACTERS", 100)
+    assert ids(read(path, words(letters=True), max_length=64)) == ids(whole)
+
+
+def test_blank_lines_take_no_memory(tmp_path):
+    (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
+    found, peak = traced(path)
+    assert (ids(found), found.texts) == ([[A, B]], 1)
+    assert peak < 4 << 20
 
 
 def test_a_huge_file_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
