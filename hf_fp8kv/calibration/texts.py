@@ -231,7 +231,7 @@ def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tupl
         yield from ((f"texts[{number}]", item) for number, item in enumerate(texts))
         return
     path = Path(os.fsdecode(texts))
-    # A file or a pipe; unlike those of Path, for names of any length.
+    # A file or a pipe. Path would raise an error for a long name.
     if os.path.isdir(path) or not os.path.exists(path):
         hint = "Pass [text] for one text, or the path of an existing file"
         raise _error("texts", "a file or a list of texts", format_value(str(path)), hint)
@@ -246,7 +246,7 @@ def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tupl
 
 
 def _read_lines(path: Path, most: int = -1) -> Iterator[str]:
-    """Yield lines, those of more than `most` characters in several parts."""
+    """Yield lines, in several parts if they have more than `most` characters."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             yield from iter(lambda: file.readline(most), "")

@@ -249,7 +249,7 @@ def test_a_huge_file_is_streamed(tmp_path, text):
     writer.start()
     found, peak = traced(path, words(letters=True), max_tokens=1000, max_length=128)
     writer.join(60)
-    assert taken < 1 << 20, "more of the file was read than is needed, and what a pipe holds"
+    assert taken < 1 << 20, "more of the file was read than the tokens need and a pipe holds"
     assert peak < 16 << 20
     assert 999 <= found.tokens <= 1000
 
