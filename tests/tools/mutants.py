@@ -273,7 +273,7 @@ MUTANTS = (
     ),
     Mutant(
         "update: a failed step is not undone", "cache/cache.py",
-        "            self._paged.undo_step(layer_idx, key_states.shape[-2])\n", "",
+        "            self._undo_step(layer_idx, key_states.shape[-2])\n", "",
         "tests/cache/test_cache.py tests/cache/test_lengths.py",
     ),
     Mutant(
