@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .codec import decode_for_dot, keep
+from .softmax import of_others, of_rows
 
 
 @triton.jit
@@ -39,12 +40,14 @@ def multiply_latents(query, codes, position_codes, scale, position_scale, CALL: 
     """Return the logits of a tile, and its latents (split into chunks).
 
     `query`: The latent part of the rows (split into chunks) and a factor of its products, and the
-    same two of positions. `scale` and `position_scale`: `[TILE]`, or None if both are static.
+    same two of positions. `scale` and `position_scale`: `[TILE]`, or None if both are static. The
+    logits are `[ROWS, TILE]`, or swapped.
     """
     FEATURES: tl.constexpr = CALL.features
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
     CHUNKS: tl.constexpr = CALL.config.chunks
+    SWAPPED: tl.constexpr = CALL.config.swapped
     q, factor, q_positions, v_factor = query
     latents = keep(decode_for_dot(codes, K_CODEC), K_CODEC)
     positions = keep(decode_for_dot(position_codes, V_CODEC), V_CODEC)
@@ -52,25 +55,34 @@ def multiply_latents(query, codes, position_codes, scale, position_scale, CALL: 
         latents = split_chunks(latents, CHUNKS)
         products = tl.dot(q, tl.permute(latents, [0, 2, 1]), input_precision=FEATURES.precision)
         x = tl.sum(products, 0)
+    elif SWAPPED:
+        x = tl.dot(latents, tl.trans(q), input_precision=FEATURES.precision)
     else:
         x = tl.dot(q, tl.trans(latents), input_precision=FEATURES.precision)
-    y = tl.dot(q_positions, positions, input_precision=FEATURES.precision)
+    if SWAPPED:
+        y = tl.dot(tl.trans(positions), tl.trans(q_positions), input_precision=FEATURES.precision)
+    else:
+        y = tl.dot(q_positions, positions, input_precision=FEATURES.precision)
     if FEATURES.k_dynamic:
-        x *= scale[None, :]
+        x *= of_others(scale, SWAPPED)
     if FEATURES.v_dynamic:
-        y *= position_scale[None, :]
-    return x * factor[:, None] + y * v_factor[:, None], latents
+        y *= of_others(position_scale, SWAPPED)
+    return x * of_rows(factor, SWAPPED) + y * of_rows(v_factor, SWAPPED), latents
 
 
 @triton.jit
 def add_latents(acc, alpha, weights, latents, CALL: tl.constexpr):
     """Return acc, faded by `alpha`, with the weighted latents of a tile added."""
     CHUNKS: tl.constexpr = CALL.config.chunks
+    SWAPPED: tl.constexpr = CALL.config.swapped
     K_CODEC: tl.constexpr = CALL.k_codec
     weights = weights.to(K_CODEC.operand)
     if CHUNKS > 1:
         acc = acc * alpha[None, :, None]
         weights = tl.broadcast_to(weights[None], [CHUNKS, weights.shape[0], weights.shape[1]])
     else:
-        acc = acc * alpha[:, None]
-    return tl.dot(weights, latents, acc, input_precision=CALL.features.precision)
+        acc = acc * of_rows(alpha, SWAPPED)
+    if SWAPPED:
+        return tl.dot(tl.trans(latents), weights, acc, input_precision=CALL.features.precision)
+    else:
+        return tl.dot(weights, latents, acc, input_precision=CALL.features.precision)

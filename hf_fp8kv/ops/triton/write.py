@@ -131,19 +131,20 @@ def _write(
     length = tl.load(lengths_ptr + b) - tokens
     tile = length // TILE + tl.program_id(0)
     table_ptr += b.to(tl.int64) * table_b
+    # Pointers of both branches need different names, since K and V may have different dtypes.
     if tl.program_id(1) < HEADS:
-        x_ptr = key_ptr + b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
+        k_ptr = key_ptr + b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
         center_ptr = k.center
         if center_ptr is not None:
             center_ptr += (b.to(tl.int64) * HEADS + h) * K.dim
         write_side(
-            x_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens,
+            k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens,
             limit, columns, K, PAGE, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
-        x_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
+        v_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         write_side(
-            x_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit,
+            v_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit,
             columns, V, PAGE, TILE, TRANSPOSED=True,
         )  # fmt: skip
 

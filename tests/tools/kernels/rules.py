@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.ops.triton.target import RESOURCES, Target
-from hf_fp8kv.ops.triton.tuning import expected_programs
+from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, expected_programs, family_of
 
 from .assembly import Assembly
 from .variants import Variant
@@ -15,6 +15,19 @@ TARGETS = {
 }
 # Newer versions of ptxas keep a few values outside the main loop that are used after it.
 SPILLS_OUTSIDE = 8
+# The 64 rows of a program of latents take all registers: what is used before and after the main
+# loop, and in the tiles with a mask, is kept in memory. Prompts still take 0.68 to 0.77 of the time
+# of 16 rows without spills (H200).
+LATENT_SPILLS_OUTSIDE = 48
+
+
+def _spills_outside(target: Target, variant: Variant, assembly: Assembly) -> int:
+    if not assembly.loop or not target.is_nvidia:
+        return 0
+    has_many_rows = (
+        family_of(target).latent_many and variant.groups * variant.tokens > FEW_LATENT_ROWS
+    )
+    return LATENT_SPILLS_OUTSIDE if "latent" in variant.extras and has_many_rows else SPILLS_OUTSIDE
 
 
 def find_violations(
@@ -31,7 +44,7 @@ def find_violations(
     """
     if assembly.loop_spills:
         yield f"{assembly.loop_spills} spills in the main loop"
-    elif assembly.spills > (SPILLS_OUTSIDE if assembly.loop and target.is_nvidia else 0):
+    elif assembly.spills > _spills_outside(target, variant, assembly):
         yield f"{assembly.spills} spills"
     if shared > TARGETS[target.name]:
         yield f"{shared} bytes of shared memory, the limit is {TARGETS[target.name]}"

@@ -31,7 +31,8 @@ class Variant:
         dtype: Dtype of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center" or "rotated".
             "complete" is a mask per query token. "latent" means one head whose K holds latents, and
-            V their positions. "k" or "v" is the side to gather.
+            V their positions. "k" or "v" is the side to gather. "float32" keys are those of an
+            engine that has subtracted centers.
         main: Whether the variant must be fast.
     """
 
@@ -114,7 +115,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     ]  # fmt: skip
     writes = [
         *formats, {**static, "extras": ("center",)}, auto,
-        {**e2m5, "extras": ("rotated", "center")},
+        {**e2m5, "extras": ("rotated", "center")}, {"extras": ("float32",)},
     ]  # fmt: skip
     variants = [
         *(Variant("decode", **main, main=True) for main in mains),
@@ -163,8 +164,10 @@ def call_variant(variant: Variant) -> None:
 def _new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
     """Return keys and values with the strides of a projection: a token's heads are contiguous."""
     shape = (BATCH, variant.tokens, variant.heads)
+    key_dtype = torch.float32 if "float32" in variant.extras else variant.dtype
     return tuple(
-        torch.zeros(*shape, dim, dtype=variant.dtype).transpose(1, 2) for dim in variant.dims
+        torch.zeros(*shape, dim, dtype=dtype).transpose(1, 2)
+        for dim, dtype in zip(variant.dims, (key_dtype, variant.dtype), strict=True)
     )
 
 
