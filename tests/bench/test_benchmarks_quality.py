@@ -220,24 +220,39 @@ def test_the_tables_of_the_docs_are_those_of_the_runs(runs, replaced):
 def test_the_tables_of_a_gpu_are_those_of_the_run():
     """README.md and docs/performance.md. Empty cells were not measured.
 
-    The second run replaces rows of the first, whose compiled steps of pages are not shown.
+    The last columns are ratios on the H200 and on an H100, whose second run replaces rows of its
+    first. The first run's compiled steps of pages are not shown.
     """
     root = Path(__file__).parents[2]
-    rows: dict[tuple[str, str, str], Any] = {}
-    for run in ("2026-11-26-gpu-h100", "2026-11-26-gpu-h100-end-to-end"):
-        rows = {key: row for key, row in rows.items() if not re.match("FP8.* compiled", key[2])}
-        result = json.loads((root / "docs" / "benchmarks" / f"{run}.json").read_text())
-        rows |= {(row["section"], row["case"], row["name"]): row for row in result["rows"]}
 
-    def cell(section, case, names, field="us", shares=False):
+    def load(*runs):
+        rows: dict[tuple[str, str, str], Any] = {}
+        for run in runs:
+            rows = {key: row for key, row in rows.items() if not re.match("FP8.* compiled", key[2])}
+            result = json.loads((root / "docs" / "benchmarks" / f"{run}.json").read_text())
+            rows |= {(row["section"], row["case"], row["name"]): row for row in result["rows"]}
+        return rows
+
+    rows = load("2026-11-26-gpu-h200")
+    older = load("2026-11-26-gpu-h100", "2026-11-26-gpu-h100-end-to-end")
+
+    def find(rows, section, case, names, field):
         found = [rows[key] for name in names.split(",")
                  if field in rows.get(key := (section, case, name), {})]  # fmt: skip
-        if not found:
+        order = -1 if field == "tokens_per_s" else 0
+        return sorted(found, key=lambda row: row[field])[order] if found else None
+
+    def cell(section, case, names, field="us", shares=False):
+        row = find(rows, section, case, names, field)
+        if row is None:
             return ""
-        row = sorted(found, key=lambda row: row[field])[-1 if field == "tokens_per_s" else 0]
         value = row[field] / 1e9 if field == "peak_bytes" else row[field]
         text = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
         return f"{text} ({row['of_read']:.2f})" if shares else text
+
+    def ratio(rows, section, case, names, others, field="us"):
+        one, two = (find(rows, section, case, some, field) for some in (names, others))
+        return f"{one[field] / two[field]:.2f}" if one and two else ""
 
     readme = (root / "README.md").read_text()
     flash, cudnn = "sdpa flash,sdpa flash folded", "sdpa cudnn,sdpa cudnn folded"
@@ -253,6 +268,8 @@ def test_the_tables_of_a_gpu_are_those_of_the_run():
          "e4m3", "bf16 pages", f"{flash},{cudnn}", "us"),
         ("`generate()`, 8 x 32k, compiled if possible, tokens/s", "end to end", "8 x 32k",
          f"{paged} compiled", f"{pages} compiled", dynamic, "tokens_per_s"),
+        ("`generate()`, 1 x 32k, compiled if possible, tokens/s", "end to end", "1 x 32k",
+         f"{paged} compiled", f"{pages} compiled", dynamic, "tokens_per_s"),
         ("`generate()`, 8 x 32k, eager, tokens/s", "end to end", "8 x 32k",
          f"{paged} eager", f"{pages} eager", dynamic, "tokens_per_s"),
         ("`generate()`, 8 x 1k, eager, tokens/s", "end to end", "8 x 1k",
@@ -261,16 +278,22 @@ def test_the_tables_of_a_gpu_are_those_of_the_run():
          "e3m4", "bf16 pages", "absorbed in torch,DynamicCache", "us"),
     ):  # fmt: skip
         cells = [cell(section, case, names, field) for names in columns]
+        ours, _, best = columns
+        cells += [ratio(run, section, case, ours, best, field) for run in (rows, older)]
         assert f"\n| {title} | {' | '.join(cells)} |\n" in readme
     page = (root / "docs" / "performance.md").read_text()
     for case in ("8 x 32k", "64 x 32k", "1 x 256k", "2 x 128k", "98 x 4k", "1 x 32k", "1 x 1k"):
         contenders = ("e4m3", "e3m4", "int8", "bf16 pages", flash, cudnn)
         cells = [cell("decode", case, names, shares=True) for names in contenders]
+        cells += [ratio(run, "decode", case, "e4m3", f"{flash},{cudnn}") for run in (rows, older)]
         assert f"\n| {case} | {' | '.join(cells)} |\n" in page
     for stored, new in product((8192, 0, 32768), (64, 512, 2048, 8192)):
         contenders = ("e4m3", "bf16 pages", "sdpa flash", "sdpa cudnn")
-        cells = [cell("extend", f"{new} over {stored}", names) for names in contenders]
-        assert f"\n| {new:,} over {stored:,} | {' | '.join(cells)} | " in page
+        case = f"{new} over {stored}"
+        cells = [cell("extend", case, names) for names in contenders]
+        cells += [ratio(run, "extend", case, other, "e4m3")
+                  for run in (rows, older) for other in ("sdpa flash", "sdpa cudnn")]  # fmt: skip
+        assert f"\n| {new:,} over {stored:,} | {' | '.join(cells)} |\n" in page
     for title, name in (
         ("`FP8PagedCache`, compiled", f"{paged} compiled"),
         ("16-bit pages, compiled", f"{pages} compiled"),

@@ -299,7 +299,7 @@ def test_memory_stays_within_the_plan() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    # Other processes may take or free memory of the GPU before the engine asks how much is free.
+    # Other processes may take or free memory of the GPU while the engine plans.
     free = [torch.cuda.mem_get_info()[0]]
     torch.cuda.reset_peak_memory_stats()
     run(model, prompts, pages=None, page_size=256, max_batch_tokens=8192, max_memory_percent=0.2)
