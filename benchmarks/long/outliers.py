@@ -78,7 +78,7 @@ def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
 def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> int:
     """Plant the outliers of one attention module, and return how many channels have one."""
     config, layer = model.config.get_text_config(decoder=True), module.layer_idx
-    turns, dim = Turns.of(config, layer) or STILL, module.head_dim
+    turns, dim = Turns.of(config)(layer) or STILL, module.head_dim
     pairs = int(dim * turns.share) // 2
     if not pairs:
         return 0

@@ -73,14 +73,13 @@ class PagedLayers:
     ) -> FP8PagedLayer:  # fmt: skip
         """Add a paged layer to the group of its window, and return it.
 
-        `pool` holds the pages of a fork; None: the layer has its own. `turns`: None: the config's.
+        `pool` holds the pages of a fork; None: the layer has its own. `turns`: None: not known.
         """
         group = self._group(window)
         heads, of_queries, size = None, 0, self.options.tensor_parallel.size
         if self.config is not None:
             of_queries = (query_heads(self.config, index) or 0) // size
             heads = kv_heads(self.config, index) if size > 1 else None
-        turns = turns or Turns.of(self.config, index)
         encoding = Encoding(index, self.options, self.first_tokens, heads, turns)
         pool = pool or self.options.new_pool(encoding.plan, self.budget, index)
         member, fixed = group.add(pool), self.fixed.get(window)
@@ -127,12 +126,13 @@ class PagedLayers:
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
-        skipped = find_layers(skip_layers, config, layers)
+        skipped, turns_of = find_layers(skip_layers, config, layers), Turns.of(config)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             room, shares = self.options.max_cache_len, shares_keys(config, index)
             if index not in skipped and type(layer) in _REPLACED and not shares:
                 indexed = isinstance(layer, INDEXED)
-                layers[index] = self.new_layer(index, window, indexed=indexed)
+                turns = turns_of(index)
+                layers[index] = self.new_layer(index, window, turns=turns, indexed=indexed)
             elif shares and room is not None:
                 layers[index] = FixedIndexer(room)
             elif type(layer) is StaticSlidingWindowLayer and room is not None:

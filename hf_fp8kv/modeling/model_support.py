@@ -70,6 +70,7 @@ def caches_latents(config: Any) -> bool:
     return any(isinstance(kind, type) and hasattr(kind, EXPAND) for kind in kinds)
 
 
+@functools.cache
 def accepts(kind: type[Any], argument: str) -> bool:
     """Return whether `forward` of a model class names this argument."""
     return argument in inspect.signature(kind.forward).parameters

@@ -109,7 +109,7 @@ def test_without_a_config() -> None:
     for each in (cache, other):
         model(**batch, past_key_values=each)
     # Without a config, the cache does not know how keys turn.
-    turns = Turns.of(model.config, 0)
+    turns = Turns.of(model.config)(0)
     assert turns is not None
     assert_same(turns.steady(centers(cache)), centers(other))
 
@@ -225,7 +225,7 @@ def test_a_mask_is_for_one_call(room: int | None) -> None:
     model, batch = model_of(), pad(SPANS["right"])
     cache = new_cache(model, room)
     model(**batch, past_key_values=cache)
-    turns = Turns.of(model.config, 0)
+    turns = Turns.of(model.config)(0)
     assert turns is not None
     rows, heads, _, dim = cache.layers[0].keys.shape
     k = torch.randn(rows, heads, WIDTH, dim, generator=torch.Generator().manual_seed(2))

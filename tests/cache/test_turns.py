@@ -55,7 +55,7 @@ def test_keys_turn_as_the_config_says(name: str) -> None:
         model(ids, position_ids=at, past_key_values=caches[-1])
     for near, far in zip(*(cache.paged_layers for cache in caches), strict=True):
         keys, expected = (layer.keys.dense()[:, :, :8].float() for layer in (near, far))
-        turns = Turns.of(model.config, near.index)
+        turns = Turns.of(model.config)(near.index)
         assert turns is not None
         keys = turn(turns, keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
@@ -63,19 +63,19 @@ def test_keys_turn_as_the_config_says(name: str) -> None:
 
 def test_complex_numbers_are_neighbors() -> None:
     model, _ = build("deepseek_v2")  # it ignores position_ids
-    turns = Turns.of(model.config, 0)
+    turns = Turns.of(model.config)(0)
     assert turns is not None
     assert turns.neighbors
 
 
 def test_layers_without_rope_do_not_turn() -> None:
-    assert Turns.of(causal_config("gpt2"), 0) == STILL
+    assert Turns.of(causal_config("gpt2"))(0) == STILL
     smollm3 = causal_config("smollm3", no_rope_layers=[1, 0])
-    assert [Turns.of(smollm3, index) == STILL for index in (0, 1)] == [False, True]
+    assert [Turns.of(smollm3)(index) == STILL for index in (0, 1)] == [False, True]
     granite = [causal_config("granitemoehybrid", position_embedding_type=x) for x in (None, "rope")]
-    assert [Turns.of(config, 1) == STILL for config in granite] == [True, False]
+    assert [Turns.of(config)(1) == STILL for config in granite] == [True, False]
     cohere2 = causal_config("cohere2")
-    found = [Turns.of(cohere2, index) == STILL for index in range(len(cohere2.layer_types))]
+    found = [Turns.of(cohere2)(index) == STILL for index in range(len(cohere2.layer_types))]
     assert found == [kind == "full_attention" for kind in cohere2.layer_types]
 
 
@@ -105,7 +105,7 @@ def test_a_center_keeps_channels_that_hardly_turn() -> None:
     cache = FP8PagedCache(config, plan="fp8 centered")
     k = 20 + torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache.update(k, k, 0)
-    turns, mean = Turns.of(config, 0), k[:, :, -32:].mean(2)
+    turns, mean = Turns.of(config)(0), k[:, :, -32:].mean(2)
     assert turns is not None
     center = read_centers(cache)
     torch.testing.assert_close(center, turns.steady(mean))
@@ -121,6 +121,6 @@ def test_the_default_device_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
     config = causal_config("glm")
     config.__class__ = type("Probe", (type(config),), {"__module__": "configuration_probe"})
     with torch.device("meta"):
-        turns = Turns.of(config, 0)
+        turns = Turns.of(config)(0)
     assert turns is not None
     assert turns.neighbors
