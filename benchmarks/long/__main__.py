@@ -37,7 +37,10 @@ OPTIONS: Options = {
         "metavar": "PATH",
         "help": "Show what --json wrote instead of measuring. Several are allowed.",
     },
-    "--plot": {"metavar": "PATH", "help": "Draw KL by position, for each model (PNG)."},
+    "--plot": {
+        "metavar": "PATH",
+        "help": "Draw KL by position, for each model (PNG). With --from, --caches chooses the lines.",
+    },
 }
 
 
@@ -48,7 +51,8 @@ def main() -> None:
     try:
         results = [_load(path) for path in paths] or [_measure(given, json_path)]
         if picture is not None:
-            plot(results, picture)
+            caches = given.get("caches", "").split(",") if paths else []
+            plot(results, picture, list(filter(None, caches)))
     except FP8KVError as error:
         sys.exit(f"error: {error}")
     for result in results:

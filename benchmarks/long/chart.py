@@ -12,15 +12,18 @@ from .predictions import ALL_KINDS
 # Colors that the color-blind can tell apart (Okabe and Ito). Lines of this package are solid.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARKERS = "osD^vP*Xhp<>d"
-_OURS = ("default", "e3m4", "e4m3", "e2m5", "int8", "e4m3-1.0")
+_OURS = ("default", "adaptive", "e3m4", "e4m3", "e2m5", "int8", "e4m3-1.0")
 # Of one model by cache: positions, and mean KL and its standard error in 1e-3.
 _Lines = dict[str, dict[int, tuple[float, float]]]
 
 
-def plot(results: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+def plot(
+    results: Sequence[Mapping[str, Any]], path: str | Path, caches: Sequence[str] = ()
+) -> None:
     """Write a picture of what `run_long_suite` returned; the end of its name says of which kind.
 
-    Results of the same model share a panel. Bars are standard errors over texts.
+    Results of the same model share a panel, in which later ones replace earlier ones. Bars are
+    standard errors over texts. `caches`: the lines to draw, or empty for all.
 
     Raises:
         ConfigError: no predictions were scored.
@@ -28,7 +31,7 @@ def plot(results: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = _collect_lines(results)
+    lines = _collect_lines(results, caches)
     if not lines:
         raise ConfigError("plot: expected scores of texts, got none; measure some --kinds of text")
     titles = {cache["cache"]: cache["title"] for result in results for cache in result["caches"]}
@@ -52,14 +55,16 @@ def plot(results: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _collect_lines(results: Sequence[Mapping[str, Any]]) -> dict[str, _Lines]:
+def _collect_lines(
+    results: Sequence[Mapping[str, Any]], caches: Sequence[str]
+) -> dict[str, _Lines]:
     """Return the lines of each model, of all kinds of text, positions in order."""
     lines: dict[str, _Lines] = {}
     rows = [
         (result["settings"]["model"], row) for result in results for row in result["predictions"]
     ]
     for model, row in sorted(rows, key=lambda item: int(item[1]["position"])):
-        if row["kind"] == ALL_KINDS:
+        if row["kind"] == ALL_KINDS and (not caches or row["cache"] in caches):
             point = 1e3 * row["kl"], 1e3 * (row["kl_error"] or 0.0)
             lines.setdefault(model, {}).setdefault(row["cache"], {})[row["position"]] = point
     return lines
