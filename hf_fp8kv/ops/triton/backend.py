@@ -36,12 +36,9 @@ def write(
     run_or_replay(
         writing.write, (pages, key, value, lengths, limit),
         layout=(_strided(key), _strided(value)),
-        tensors=(key, value, lengths),
-        numbers=(
-            0, 0, writing.UNLIMITED if limit is None else limit, table.shape[1], table.stride(0),
-            0, 0,
-        ),
-        others=(_describe(pages),),
+        tensors=(key, value, lengths), others=(_describe(pages),),
+        limit=writing.UNLIMITED if limit is None else limit, columns=table.shape[1],
+        table_b=table.stride(0),
     )  # fmt: skip
 
 
@@ -55,9 +52,7 @@ def make_plan(
     run_or_replay(
         planning.make_plan, (plan, lengths, tokens, window, start, heads),
         layout=(_strided(plan), lengths.shape, tokens, window, heads),
-        tensors=(plan, lengths),
-        numbers=(start, 0, 0, 0, 0, 0, 0),
-        others=(),
+        tensors=(plan, lengths), others=(), start=start,
     )  # fmt: skip
 
 
@@ -92,12 +87,10 @@ def attend(
         decode.attend, (*args, partial),
         layout=(_strided(query), scaling, causal, window, softcap, latent),
         tensors=(query, lengths, sinks, mask, bounds),
-        numbers=(
-            start, stop, 0, table.shape[1], table.stride(0),
-            0 if mask is None or len(mask) == 1 else mask.stride(0),
-            0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
-        ),
         others=(_describe(pages), planned or _NO_PLAN),
+        start=start, stop=stop, table_b=table.stride(0),
+        mask_b=0 if mask is None or len(mask) == 1 else mask.stride(0),
+        mask_h=0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
     )  # fmt: skip
     return attended
 

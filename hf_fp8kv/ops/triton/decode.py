@@ -14,7 +14,7 @@ from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish, write_rows
 from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
 from .softmax import of_others, of_rows
-from .target import cdiv, launch
+from .target import allocate, cdiv, launch
 from .tuning import (
     DECODE_ROWS,
     FEW_ROWS,
@@ -82,13 +82,13 @@ def split_kv_decode(
     if plan is None:
         partial, programs = None, programs_of(args, config)
         rows = plan_rows(device, batch, heads * blocks, programs=programs)
-        plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
+        plan = allocate((rows, 4), torch.int32, device)
         make_plan(
             plan, args.tensors.lengths, tokens, args.window, args.start, heads * blocks, programs
         )
     splits = max_parts(plan, batch)
 
-    out = query.new_empty((batch, tokens, q_heads, dim))
+    out = allocate((batch, tokens, q_heads, dim), query.dtype, device)
     sums, stats = partial or make_partial(plan, query, dim)
     launch(
         _decode, (heads, splits, blocks), args.tensors, plan, out, sums, stats, tokens, args.start,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .softmax import last_before_window
-from .target import cdiv, launch, next_power_of_2, target_of
+from .target import allocate, cdiv, launch, next_power_of_2, target_of
 from .tuning import PlanConfig, expected_programs, plan_config
 
 NO_END = tl.constexpr(2**31 - 1)
@@ -88,7 +88,7 @@ def make_partial(plan: torch.Tensor, query: torch.Tensor, dim: int) -> Partial:
     batch, q_heads, tokens, _ = query.shape
     splits = max_parts(plan, batch)
     rows = splits * q_heads * tokens if splits > batch else 0
-    both = query.new_empty(rows * (dim + 2), dtype=torch.float32)
+    both = allocate((rows * (dim + 2),), torch.float32, query.device)
     return Partial(both[: rows * dim], both[rows * dim :])
 
 

@@ -4,9 +4,9 @@ import functools
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +150,6 @@ def is_interpreted() -> bool:
 
 
 _assumed: Target | None = None
-_compile: Callable[..., None] | None = None
 
 
 @functools.cache
@@ -187,22 +186,6 @@ def assuming(target: Target) -> Iterator[None]:
         _assumed = before
 
 
-@contextmanager
-def compiling(take: Callable[..., None]) -> Iterator[None]:
-    """Make `launch` hand its arguments to `take`, and run nothing, inside the `with` block."""
-    global _compile
-    before, _compile = _compile, take
-    try:
-        yield
-    finally:
-        _compile = before
-
-
-def is_listing() -> bool:
-    """Return whether launches are handed to someone, and nothing runs: see `compiling`."""
-    return _compile is not None
-
-
 class Launched(NamedTuple):
     """A launch, and the kernel that Triton compiled or found for it."""
 
@@ -213,8 +196,23 @@ class Launched(NamedTuple):
     compiled: Any
 
 
+@dataclass
+class Recorded:
+    """The work of operations inside of `recording`.
+
+    Attributes:
+        starts: Whether kernels start. Otherwise `compiled` of each launch is None.
+        launches: All launches, in order.
+        allocations: The results of `allocate`, in order.
+    """
+
+    starts: bool
+    launches: list[Launched] = field(default_factory=list)
+    allocations: list[torch.Tensor] = field(default_factory=list)
+
+
 class _Recorder(threading.local):
-    launches: list[Launched] | None = None
+    recorded: Recorded | None = None
 
 
 _recorder = _Recorder()
@@ -225,17 +223,29 @@ _OPTIONS = {"enable_fp_fusion": True}
 
 
 @contextmanager
-def recording() -> Iterator[list[Launched]]:
-    """Return a list to which the launches of this thread inside the `with` block are added.
+def recording(*, starts: bool = True) -> Iterator[Recorded]:
+    """Return a record of this thread's launches inside of the `with` block, none of them replayed.
 
-    Those of calls that are replayed are not.
+    With `starts=False` they start nothing.
     """
-    launches: list[Launched] = []
-    before, _recorder.launches = _recorder.launches, launches
+    before, _recorder.recorded = _recorder.recorded, Recorded(starts)
     try:
-        yield launches
+        yield _recorder.recorded
     finally:
-        _recorder.launches = before
+        _recorder.recorded = before
+
+
+def is_recording() -> bool:
+    """Return whether this thread is inside of `recording`."""
+    return _recorder.recorded is not None
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for launches to write: all of it is allocated here in calls that are replayed."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if _recorder.recorded is not None:
+        _recorder.recorded.allocations.append(made)
+    return made
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -248,9 +258,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if 0 in grid:
         return
-    constants = _OPTIONS | constants
-    if _compile is not None:
-        _compile(kernel, grid, args, constants)
+    constants, recorded = _OPTIONS | constants, _recorder.recorded
+    if recorded is not None and not recorded.starts:
+        recorded.launches.append(Launched(kernel, grid, args, constants, None))
         return
     # Triton starts kernels on the current device, which in a model spread over several GPUs is
     # another one for most layers.
@@ -269,5 +279,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             f"builds a launcher for each kernel, got {error}; install them (gcc, python3-dev), or "
             "pass backend='torch', which is slower"
         ) from error
-    if _recorder.launches is not None:
-        _recorder.launches.append(Launched(kernel, grid, args, constants, compiled))
+    if recorded is not None:
+        recorded.launches.append(Launched(kernel, grid, args, constants, compiled))
