@@ -372,9 +372,11 @@ def test_any_split_gives_the_same_answer(processors, rotated, swapped):
             center=True,
         )  # fmt: skip
     pages, query, kwargs, expected = prepared(case)
-    target = dataclasses.replace(target_of(DEVICE), processors=processors)
     # Any kernel takes a plan that is made for as many programs as it expects.
-    with assuming(target), tuning.override(swapped=swapped, programs=4):
+    parameters = {"swapped": swapped, "programs": 4}
+    with assuming(
+        dataclasses.replace(target_of(DEVICE), processors=processors, parameters=parameters)
+    ):
         found = run("decode", case, pages, query, **kwargs)
         assert errors(found, expected).max() <= bound(case)
         # With a plan made outside, used by two layers.
@@ -428,8 +430,7 @@ _CONFIGURED: list[tuple[Case, str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("case", "kernel", "processors", "config"), _CONFIGURED, ids=str)
 def test_any_launch_gives_the_same_answer(case, kernel, processors, config):
     pages, query, kwargs, expected = prepared(case)
-    target = dataclasses.replace(target_of(DEVICE), processors=processors)
-    with assuming(target), tuning.override(**config):
+    with assuming(dataclasses.replace(target_of(DEVICE), processors=processors, parameters=config)):
         assert errors(run(kernel, case, pages, query, **kwargs), expected).max() <= bound(case)
 
 
@@ -443,7 +444,8 @@ def test_a_window_that_begins_at_the_edge_of_a_page(tokens, slot, from_zero, ker
     case = edge_case(tokens, slot, from_zero)
     kernel = kernel if takes(kernel, case) else "extend"
     pages, query, kwargs, expected = at_the_edge(case)
-    with tuning.override(tile=case.page_size):
+    parameters = {"tile": case.page_size}
+    with assuming(dataclasses.replace(target_of(DEVICE), parameters=parameters)):
         found = run(kernel, case, pages, query, **kwargs)
     assert errors(found, expected).max() <= bound(case)
 
@@ -492,9 +494,8 @@ def test_many_zeros_before_the_first_value():
     ops.write(pages, key, value, torch.tensor([17000], dtype=torch.int32), "reference")
     query, kwargs = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **kwargs)
-    one = dataclasses.replace(target_of(DEVICE), processors=1)
-    config = {"rows": 32, "tile": 1024} if INTERPRETED else {"rows": 32}
-    with assuming(one), tuning.override(programs=1, **config):
+    config = {"programs": 1, "rows": 32} | ({"tile": 1024} if INTERPRETED else {})
+    with assuming(dataclasses.replace(target_of(DEVICE), processors=1, parameters=config)):
         for kernel in KERNELS:
             found = run(kernel, case, pages, query, **kwargs)
             assert errors(found, expected).max() <= bound(case)
@@ -537,8 +538,7 @@ def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
     mask = visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
     kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **kwargs)
-    target = dataclasses.replace(target_of(DEVICE), processors=40)
-    with assuming(target), tuning.override(**config):
+    with assuming(dataclasses.replace(target_of(DEVICE), processors=40, parameters=config)):
         found = run(kernel, case, pages, query, **kwargs)
     assert errors(found, expected).max() <= bound(case)
 

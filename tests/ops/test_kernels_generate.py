@@ -4,6 +4,7 @@ On a GPU where there is one, otherwise in Triton's interpreter.
 """
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.ops.triton import decode, tuning
-from hf_fp8kv.ops.triton.target import recording
+from hf_fp8kv.ops.triton import decode
+from hf_fp8kv.ops.triton.target import assuming, recording, target_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -140,7 +141,8 @@ def test_layers_take_the_plan_of_their_query_rows(cache, count):
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache)
     # As if sequences of any length were worth splitting.
-    with torch.no_grad(), tuning.override(split_cost=0):
+    split = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
+    with torch.no_grad(), assuming(split):
         model(ids, past_key_values=cache)
         with recording() as recorded:
             model(ids[:, :count], past_key_values=cache)

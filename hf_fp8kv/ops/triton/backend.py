@@ -28,17 +28,17 @@ def write(
     limit: int | None = None,
 ) -> None:
     """Store new tokens, see `writing.write`."""
+    most = writing.UNLIMITED if limit is None else limit
     # Prompts have any length: each would be another recording, and there is room for some.
     if key.shape[2] > SINGLE_TOKENS:
-        writing.write(pages, key, value, lengths, limit)
+        writing.write(pages, key, value, lengths, most)
         return
     table = pages.table
     run_or_replay(
-        writing.write, (pages, key, value, lengths, limit),
+        writing.write, (pages, key, value, lengths, most),
         layout=(_strided(key), _strided(value)),
         tensors=(key, value, lengths), others=(_describe(pages),),
-        limit=writing.UNLIMITED if limit is None else limit, columns=table.shape[1],
-        table_b=table.stride(0),
+        limit=most, columns=table.shape[1], table_b=table.stride(0),
     )  # fmt: skip
 
 
@@ -150,9 +150,7 @@ def _describe(pages: Pages) -> Described:
                 pages.token_scales, pages.table, pages.offsets,
             )
         )  # fmt: skip
-        sizes = (
-            k.format, v.format, k.head_dim, v.head_dim, k.rotated, v.rotated, pages.heads,
-            pages.page_size,
-        )  # fmt: skip
+        # Without the tensors of a side: its format, head size and rotation.
+        sizes = k[2:], v[2:], pages.heads, pages.page_size
         described = pages.described = Described(number_of((kind, sizes)), places)
     return described

@@ -55,10 +55,10 @@ def plan_rows(
         rows: query rows per KV head.
         programs: what a processor holds at once; 0: of the decode kernel for `rows`.
     """
-    target, config = target_of(device), plan_config()
+    target = target_of(device)
     places = target.processors * (programs or expected_programs(target, rows))
     ranges = max(1, min(places // heads, MOST_PARTS + 1 - batch))
-    if length is not None and not gains_if_even(length, batch, heads, places, config):
+    if length is not None and not gains_if_even(length, batch, heads, places, plan_config(target)):
         ranges = 1
     return 2 * batch + ranges - 1
 
@@ -102,7 +102,8 @@ def make_plan(
     programs: int = 0,
 ) -> None:
     """Overwrite `plan`, `[plan_rows, 4]`, int32; arguments as in `ops.make_plan`, `plan_rows`."""
-    batch, target, config = lengths.shape[0], target_of(lengths.device), plan_config()
+    batch, target = lengths.shape[0], target_of(lengths.device)
+    config = plan_config(target)
     assert plan.is_contiguous()
     parts = max_parts(plan, batch)
     places = target.processors * (programs or expected_programs(target))

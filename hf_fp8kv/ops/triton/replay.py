@@ -14,26 +14,26 @@ A recording holds no tensor: it serves all layers and caches. What it depends on
     which tensors there are, of which dtype, on which device, and which are not aligned to 16 bytes:
     of pointers that is what Triton compiles a kernel for (for AMD's GPUs also whether there are
     more than 2 GiB);
-    what `assuming` and `override` say, and those settings of Triton that are part of its own key.
+    the `Target`, and those settings of Triton that are part of its own key.
 
 What there is to know of tensors that come again and again, those of pages and plans, is found out
 once (`Described`), and kept with what holds them: such tensors are never given other memory.
 
-Not recorded are calls that hand a tensor to a kernel that torch computed. In the interpreter, inside
-of `recording`, where hooks want to see each launch as Triton makes it, and with versions of Triton
-whose launches are not known to be alike, each call goes the long way.
+Calls that hand a kernel a tensor that torch computed are not recorded. Each call goes the long way
+in the interpreter, inside of `recording`, where hooks want to see each launch as Triton makes it,
+and with versions of Triton whose launches are not known to be alike.
 """
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
 
-from . import tuning
-from .target import Recorded, is_recording, recording, target_of
+from .target import Launched, is_recording, recording, target_of
 
 # Triton's launches are the same in these versions, from the first to before the last.
 _ALIKE = ((3, 6), (3, 10))
@@ -117,13 +117,13 @@ def run_or_replay(
     first = tensors[0]
     assert first is not None
     device = first.device
-    target, overrides = target_of(device), tuning.overrides()
+    target = target_of(device)
     kind, addresses = describe(tensors, sizes=not target.is_nvidia)
     for described in others:
         addresses += described.addresses
     key = (
         operation, layout, device, kind, *[described.kind for described in others], id(target),
-        id(overrides), _settings(),
+        _settings(),
     )  # fmt: skip
     known = _recordings.get(key, 0)
     if isinstance(known, int):
@@ -133,10 +133,10 @@ def run_or_replay(
             result = operation(*args)
         if len(_recordings) >= _MOST_RECORDINGS:
             _recordings.clear()
-        # The objects whose `id` is in the key are kept.
-        source = _Source(device, addresses, numbers, {"kept": (target, overrides)})
+        # Its `id` is in the key.
+        source = _Source(device, addresses, numbers, recorded.allocations, {"kept": target})
         try:
-            _recordings[key] = source.compile(recorded, result)
+            _recordings[key] = source.compile(recorded.launches, result)
         except _UnknownOriginError:
             _recordings[key] = known + 1
         return result
@@ -167,26 +167,26 @@ class _UnknownOriginError(Exception):
     """An argument or a result that no later call could be given."""
 
 
+@dataclass
 class _Source:
     """The source of a function that does the same as a recorded call.
 
-    Args:
+    Attributes:
         device: of the call's tensors.
         addresses: of these. The function gets others in the same order, as `a`.
         numbers: the function gets others by the same names.
-        objects: that the function may name.
+        made: what the call allocated.
+        objects: what the function may name.
     """
 
-    def __init__(
-        self, device: torch.device, addresses: list[int | None], numbers: dict[str, int],
-        objects: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.device, self.addresses, self.numbers, self.objects = device, addresses, numbers, objects
-        self.made: list[torch.Tensor] = []
+    device: torch.device
+    addresses: list[int | None]
+    numbers: dict[str, int]
+    made: list[torch.Tensor]
+    objects: dict[str, Any]
 
-    def compile(self, recorded: Recorded, result: Any) -> Callable[..., torch.Tensor | None]:
+    def compile(self, launches: list[Launched], result: Any) -> Callable[..., torch.Tensor | None]:
         """Return the function. Raise _UnknownOriginError if a call cannot be repeated."""
-        self.made = recorded.allocations
         # (`torch.empty` takes nearly twice as long.)
         self.objects |= {"empty": torch.empty_strided, "driver": triton.runtime.driver}
         lines = [f"def replay({', '.join(['a', *self.numbers])}):"]
@@ -197,13 +197,12 @@ class _Source:
                 f"p{i} = m{i}.data_ptr()",
             ]
         lines.append(f"stream = driver.active.get_current_stream({self.device.index or 0})")
-        for kernel, grid, args, constants, compiled in recorded.launches:
+        for kernel, grid, args, constants, compiled in launches:
             if compiled is None:
                 raise _UnknownOriginError
+            held = compiled.function, compiled.packed_metadata
             # No metadata and no hooks: see `_is_watched`.
-            start = (*(*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata, None, None, None)
-            parts = [self.name(x) for x in start]
-            parts.insert(3, "stream")
+            parts = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(self.name, held), *["None"] * 3]
             for i, parameter in enumerate(kernel.params):
                 is_given = i < len(args)
                 x = args[i] if is_given else constants[parameter.name]

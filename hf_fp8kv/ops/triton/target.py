@@ -4,7 +4,7 @@ import functools
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,6 +40,8 @@ class Target:
         processors: streaming multiprocessors, or compute units.
         interpreted: kernels run in Triton's interpreter, which knows no inline assembly.
         resources: of one processor, as a device says; None: those of a chip of this name.
+        parameters: for experiments, attributes of `LaunchConfig` and `PlanConfig` by their names,
+            and `programs`, the result of `expected_programs`.
     """
 
     vendor: str
@@ -47,6 +49,7 @@ class Target:
     processors: int
     interpreted: bool = False
     resources: Resources | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
@@ -56,9 +59,10 @@ class Target:
     @classmethod
     def parse(cls, name: str) -> "Target":
         """Return the target with this name, of a usual size."""
+        processors, _ = CHIPS.get(name, _UNKNOWN)
         if name.startswith("sm_"):
-            return cls("cuda", int(name[3:]), _PROCESSORS.get(name, 128))
-        return cls("hip", name, _PROCESSORS.get(name, 256))
+            return cls("cuda", int(name[3:]), processors)
+        return cls("hip", name, processors)
 
     @property
     def is_nvidia(self) -> bool:
@@ -78,7 +82,7 @@ class Target:
     @property
     def shares(self) -> Resources:
         """What programs of one processor share: as the device says, or of a chip of this name."""
-        return self.resources or RESOURCES.get(self.name, _UNKNOWN)
+        return self.resources or CHIPS.get(self.name, _UNKNOWN)[1]
 
     def fit(self, registers: int, warps: int, shared: int) -> int:
         """Return how many programs one processor holds at once.
@@ -115,21 +119,17 @@ class Target:
         return is_ocp and str(self.arch).startswith(("gfx95", "gfx12"))
 
 
-# Of the chip that most people have: A100, RTX 3090, RTX 4090, H100, B200, RTX 5090, MI300X, MI355X.
-_PROCESSORS = {
-    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
-    "gfx942": 304, "gfx950": 256,
+# Processors of the chip that most people have, and the resources of each: A100, RTX 3090, RTX 4090,
+# H100, B200, RTX 5090, MI300X, MI355X. They are for kernels that are compiled without a GPU, which
+# would be asked for its own. CUDA C++ Programming Guide, compute capabilities; CDNA 3 and 4 ISA,
+# local data share.
+CHIPS = {
+    "sm_80": (108, Resources(164 << 10, 2048)), "sm_86": (82, Resources(100 << 10, 1536)),
+    "sm_89": (128, Resources(100 << 10, 1536)), "sm_90": (132, Resources(228 << 10, 2048)),
+    "sm_100": (148, Resources(228 << 10, 2048)), "sm_120": (170, Resources(100 << 10, 1536)),
+    "gfx942": (304, Resources(64 << 10, 2048)), "gfx950": (256, Resources(160 << 10, 2048)),
 }  # fmt: skip
-
-# For kernels that are compiled without a GPU; a GPU is asked for its own. CUDA C++ Programming
-# Guide, compute capabilities; CDNA 3 and 4 ISA, local data share.
-RESOURCES = {
-    "sm_80": Resources(164 << 10, 2048), "sm_86": Resources(100 << 10, 1536),
-    "sm_89": Resources(100 << 10, 1536), "sm_90": Resources(228 << 10, 2048),
-    "sm_100": Resources(228 << 10, 2048), "sm_120": Resources(100 << 10, 1536),
-    "gfx942": Resources(64 << 10, 2048), "gfx950": Resources(160 << 10, 2048),
-}  # fmt: skip
-_UNKNOWN = Resources(64 << 10, 1536)
+_UNKNOWN = (128, Resources(64 << 10, 1536))
 # Bytes of shared memory that a program takes on NVIDIA's besides its own.
 _RESERVED = 1024
 
@@ -241,7 +241,7 @@ def is_recording() -> bool:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for launches to write: all of it is allocated here in calls that are replayed."""
+    """Return memory for launches to write. Calls that are replayed allocate nowhere else."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if _recorder.recorded is not None:
         _recorder.recorded.allocations.append(made)
