@@ -1,8 +1,9 @@
 """Search for the fastest launch parameters of the decode kernel and its plan, one at a time."""
 
+from dataclasses import replace
 from typing import Any
 
-from hf_fp8kv.ops.triton import tuning
+from hf_fp8kv.ops.triton.target import assuming, target_of
 
 from .attention import measure_pages
 from .record import Record
@@ -74,7 +75,7 @@ def _attempt(
     if done := record.find(SECTION, case=str(case), name=name):
         return float(done[0]["us"])
     # Some parameters cannot work, such as tiles larger than shared memory. They are failed rows.
-    with tuning.override(**parameters):
+    with assuming(replace(target_of(record.stage.device), parameters=parameters)):
         row = measure_pages(record, sizes, backend, SECTION, case, kind, name)
     if row is None:
         return float("inf")

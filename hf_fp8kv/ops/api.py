@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ..errors import OutOfPagesError
+from ..errors import ConfigError, OutOfPagesError
 from .backends import load_backend, load_triton
 from .pages import PAGE_FIELDS, WRITTEN, AttentionSpec, Pages, flatten, unflatten
 from .sizes import check_sizes
@@ -205,6 +205,8 @@ def _gather(
     lengths: Tensor, side: str, start: int, stop: int, dtype: torch.dtype, ragged: bool,
     backend: str, pages: Pages,
 ) -> Tensor:  # fmt: skip
+    if side not in ("k", "v"):
+        raise ConfigError(f"side: expected 'k' or 'v', got {side!r}")
     check_sizes(pages, lengths, start, stop)
     if backend == _FAKE:
         dim = (pages.k if side == "k" else pages.v).head_dim

@@ -23,25 +23,20 @@ WRITTEN_AT_A_TIME = 512
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     """Store new tokens; arguments and errors are those of `ops.write`."""
     tokens = key.shape[2]
-    if tokens > WRITTEN_AT_A_TIME:
-        locate_all(pages, lengths, tokens)
-        for start in range(0, tokens, WRITTEN_AT_A_TIME):
-            stop = min(start + WRITTEN_AT_A_TIME, tokens)
-            part = slice(start, stop)
-            write(pages, key[:, :, part], value[:, :, part], lengths - (tokens - stop))
-        return
     number, slot, exists = locate(pages, lengths, tokens)
     if pages.table.is_cpu and not bool(exists.all()):
         raise_overrun(pages, lengths, tokens)
-    k, k_scales = quantize(key, pages.k, search=True)
-    v, v_scales = quantize(value, pages.v, search=False)
-    for block, there, chosen in split_places(pages, number, exists):
-        parts, at = pages.layout.split(block), slot[chosen]
-        parts["k"][there, :, at] = k.transpose(1, 2)[chosen]
-        parts["v"][there, :, :, at] = v.transpose(1, 2)[chosen]
-        for i, scales in enumerate((k_scales, v_scales)):
-            if scales is not None:
-                parts["token_scales"][there, :, at, i] = scales.transpose(1, 2)[chosen]
+    for start in range(0, tokens, WRITTEN_AT_A_TIME):
+        part = slice(start, start + WRITTEN_AT_A_TIME)
+        k, k_scales = quantize(key[:, :, part], pages.k, search=True)
+        v, v_scales = quantize(value[:, :, part], pages.v, search=False)
+        for block, there, chosen in split_places(pages, number[:, part], exists[:, part]):
+            parts, at = pages.layout.split(block), slot[:, part][chosen]
+            parts["k"][there, :, at] = k.transpose(1, 2)[chosen]
+            parts["v"][there, :, :, at] = v.transpose(1, 2)[chosen]
+            for i, scales in enumerate((k_scales, v_scales)):
+                if scales is not None:
+                    parts["token_scales"][there, :, at, i] = scales.transpose(1, 2)[chosen]
 
 
 def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
@@ -53,12 +48,6 @@ def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
         needed=most + tokens,
         available=pages.table.shape[1] * pages.page_size,
     )
-
-
-def locate_all(pages: Pages, lengths: Tensor, tokens: int) -> None:
-    """Raise OutOfPagesError, on a CPU, unless every one of `tokens` new tokens has a page."""
-    if pages.table.is_cpu and not bool(locate(pages, lengths, tokens)[2].all()):
-        raise_overrun(pages, lengths, tokens)
 
 
 def locate(pages: Pages, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,13 +59,13 @@ def test_the_host_starts_the_kernels_of_a_step_and_no_others():
     program = """
 import json, torch, triton
 from benchmarks import host
-from hf_fp8kv.ops.triton.target import Target, assuming, compiling
+from hf_fp8kv.ops.triton.target import Target, assuming, recording
 triton.runtime.driver.set_active(host.make_driver())
-started = []
 with torch.no_grad(), assuming(Target.parse(host.GPU)):
     stack = host.make_stack(2)
-    with compiling(lambda kernel, grid, *_: started.append(kernel.__name__)):
+    with recording(starts=False) as recorded:
         stack.step()
+started = [launch.kernel.__name__ for launch in recorded.launches]
 print(json.dumps([started, stack.cache.host_length()]))
 """
     command = [sys.executable, "-c", program]

@@ -16,6 +16,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +32,7 @@ from triton.runtime import jit
 
 from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
-from hf_fp8kv.ops.triton import backend, replay, tuning
+from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming
 
 BATCH, HEADS, QUERIES, DIM, SLOTS, COUNT, COLUMNS = 2, 2, 8, 64, 16, 9, 4
@@ -256,8 +257,8 @@ OTHERS: dict[type, dict[str, list[Any]]] = {
 CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
     lambda: assuming(Target.parse("sm_80")),
     lambda: assuming(Target("cuda", 90, 16)),
-    lambda: tuning.override(warps=4),
-    lambda: tuning.override(tile=32),
+    lambda: assuming(replace(Target.parse("sm_90"), parameters={"warps": 4})),
+    lambda: assuming(replace(Target.parse("sm_90"), parameters={"tile": 32})),
     lambda: patch.object(knobs.runtime, "debug", not knobs.runtime.debug),
 ]
 

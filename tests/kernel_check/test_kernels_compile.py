@@ -138,8 +138,8 @@ def violations(
 ):  # fmt: skip
     """Return the rules that a main decode kernel with four warps and tiles of 64 breaks."""
     gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, extras=extras, main=True)
-    with tuning.override(programs=3 if gpu.is_nvidia else 1):
-        return list(find_violations(gpu, variant, found, shared, warps=4, tile=64, converts=True))
+    gpu = replace(gpu, parameters={"programs": 3 if gpu.is_nvidia else 1})
+    return list(find_violations(gpu, variant, found, shared, warps=4, tile=64, converts=True))
 
 
 # sm_80 has no instruction that converts E4M3, and sm_86 has less shared memory. A warp of AMD's has

@@ -49,7 +49,7 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.ops.triton import decode, extend, plan, tuning
-from hf_fp8kv.ops.triton.target import Target, assuming, compiling, launch, target_of
+from hf_fp8kv.ops.triton.target import Target, assuming, launch, recording, target_of
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
@@ -343,9 +343,9 @@ def test_nothing_is_merged_where_no_sequence_is_split():
     for length in (64, None):
         rows = plan.plan_rows(DEVICE, 2, 2, length)
         table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
-        take = compiling(lambda kernel, *_: started.append(kernel.__name__))
-        with take:
+        with recording(starts=False) as recorded:
             decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
+        started += [launch.kernel.__name__ for launch in recorded.launches]
     assert started == ["_decode", "_decode", "_combine"]
 
 
@@ -372,9 +372,11 @@ def test_any_split_gives_the_same_answer(processors, rotated, swapped):
             center=True,
         )  # fmt: skip
     pages, query, kwargs, expected = prepared(case)
-    target = dataclasses.replace(target_of(DEVICE), processors=processors)
     # Any kernel takes a plan that is made for as many programs as it expects.
-    with assuming(target), tuning.override(swapped=swapped, programs=4):
+    parameters = {"swapped": swapped, "programs": 4}
+    with assuming(
+        dataclasses.replace(target_of(DEVICE), processors=processors, parameters=parameters)
+    ):
         found = run("decode", case, pages, query, **kwargs)
         assert errors(found, expected).max() <= bound(case)
         # With a plan made outside, used by two layers.
@@ -428,8 +430,7 @@ _CONFIGURED: list[tuple[Case, str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("case", "kernel", "processors", "config"), _CONFIGURED, ids=str)
 def test_any_launch_gives_the_same_answer(case, kernel, processors, config):
     pages, query, kwargs, expected = prepared(case)
-    target = dataclasses.replace(target_of(DEVICE), processors=processors)
-    with assuming(target), tuning.override(**config):
+    with assuming(dataclasses.replace(target_of(DEVICE), processors=processors, parameters=config)):
         assert errors(run(kernel, case, pages, query, **kwargs), expected).max() <= bound(case)
 
 
@@ -443,7 +444,8 @@ def test_a_window_that_begins_at_the_edge_of_a_page(tokens, slot, from_zero, ker
     case = edge_case(tokens, slot, from_zero)
     kernel = kernel if takes(kernel, case) else "extend"
     pages, query, kwargs, expected = at_the_edge(case)
-    with tuning.override(tile=case.page_size):
+    parameters = {"tile": case.page_size}
+    with assuming(dataclasses.replace(target_of(DEVICE), parameters=parameters)):
         found = run(kernel, case, pages, query, **kwargs)
     assert errors(found, expected).max() <= bound(case)
 
@@ -492,9 +494,8 @@ def test_many_zeros_before_the_first_value():
     ops.write(pages, key, value, torch.tensor([17000], dtype=torch.int32), "reference")
     query, kwargs = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **kwargs)
-    one = dataclasses.replace(target_of(DEVICE), processors=1)
-    config = {"rows": 32, "tile": 1024} if INTERPRETED else {"rows": 32}
-    with assuming(one), tuning.override(programs=1, **config):
+    config = {"programs": 1, "rows": 32} | ({"tile": 1024} if INTERPRETED else {})
+    with assuming(dataclasses.replace(target_of(DEVICE), processors=1, parameters=config)):
         for kernel in KERNELS:
             found = run(kernel, case, pages, query, **kwargs)
             assert errors(found, expected).max() <= bound(case)
@@ -537,8 +538,7 @@ def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
     mask = visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
     kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **kwargs)
-    target = dataclasses.replace(target_of(DEVICE), processors=40)
-    with assuming(target), tuning.override(**config):
+    with assuming(dataclasses.replace(target_of(DEVICE), processors=40, parameters=config)):
         found = run(kernel, case, pages, query, **kwargs)
     assert errors(found, expected).max() <= bound(case)
 
@@ -547,16 +547,15 @@ def test_the_length_of_a_chunk_is_no_constant():
     """Else each prompt would wait for a compiler."""
     launched: dict[str, set[str]] = {}
 
-    def take(kernel: Any, _grid: Any, _args: Any, constants: dict[str, Any]) -> None:
-        launched.setdefault(kernel.fn.__name__, set()).add(repr(constants))
-
     pages = poisoned(Case("chunk", lengths=(9000,), page_size=64, heads=2))
     lengths = torch.tensor([9000], dtype=torch.int32)
     target = dataclasses.replace(target_of(DEVICE), processors=132)
-    with assuming(target), compiling(take):
+    with assuming(target), recording(starts=False) as recorded:
         for tokens in range(70, 6000, 90):
             query = torch.zeros(1, 8, tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
+    for kernel, _, _, constants, _ in recorded.launches:
+        launched.setdefault(kernel.fn.__name__, set()).add(repr(constants))
     assert {name: len(found) for name, found in launched.items() if name != "_plan"} == {
         "_decode": 1, "_combine": 1, "_extend": 1,
     }  # fmt: skip
@@ -596,14 +595,13 @@ def test_widened_codes_give_the_same_bits(case, monkeypatch):
 
 def test_grids_of_a_million_tokens():
     """Of a grid's axes only the first may be longer than 65535."""
-    grids: list[tuple[int, ...]] = []
     pages = poisoned(Case("long", lengths=(64,), page_size=64))
     query = torch.zeros(32).expand(1, 8, 2**20, 32)
-    with compiling(lambda _kernel, grid, *_: grids.append(grid)):
+    with recording(starts=False) as recorded:
         spec = AttentionSpec(1.0, causal=True)
         extend.attend(query, pages, torch.tensor([64]), 0, 2**20, spec)
-    assert grids
-    assert all(max(grid[1:], default=1) <= 65535 for grid in grids)
+    assert recorded.launches
+    assert all(max(x.grid[1:], default=1) <= 65535 for x in recorded.launches)
 
 
 def test_more_rows_than_shared_memory_holds():

@@ -4,6 +4,7 @@ On a GPU where there is one, otherwise in Triton's interpreter.
 """
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.ops.triton import decode, replay, tuning
-from hf_fp8kv.ops.triton.target import recording
+from hf_fp8kv.ops.triton import decode
+from hf_fp8kv.ops.triton.target import assuming, recording, target_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -99,28 +100,21 @@ def test_a_compiled_step():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replayed call starts its kernels past `launch`, and `recording` does not see them."""
-    monkeypatch.setattr(replay, "_REPLAYS", False)
+def started(recorded: Any) -> list[str]:
+    return [launch.kernel.__name__ for launch in recorded.launches]
 
 
-def started(launches: list[Any]) -> list[str]:
-    return [launch.kernel.__name__ for launch in launches]
-
-
-@pytest.mark.usefixtures("not_replayed")
 def test_a_decode_step_is_two_launches_a_layer():
     """Besides the plan, one for all layers."""
     model, inputs = setting("gqa")
-    with recording() as launches:
+    with recording() as recorded:
         tokens(model, inputs, "triton", max_new_tokens=3)
     layers = model.config.num_hidden_layers
     prefill, step = (
         ["_write"] * layers,
         ["_write", "_plan", "_decode", *["_write", "_decode"] * (layers - 1)],
     )
-    assert started(launches) == [*prefill, *step, *step]
+    assert started(recorded) == [*prefill, *step, *step]
 
 
 @pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 80}], ids=str)
@@ -130,13 +124,12 @@ def test_a_later_prompt_is_two_launches_a_layer(keywords):
     ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # of two query heads per KV head: 80 rows
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
-        with recording() as launches:
+        with recording() as recorded:
             model(ids, past_key_values=cache)
-    found = [name for name in started(launches) if name != "_plan"]
+    found = [name for name in started(recorded) if name != "_plan"]
     assert found == ["_write", "_extend"] * model.config.num_hidden_layers
 
 
-@pytest.mark.usefixtures("not_replayed")
 @pytest.mark.parametrize(("cache", "count"), [({}, 1), ({}, 2), (_STATIC, 1)], ids=str)
 def test_layers_take_the_plan_of_their_query_rows(cache, count):
     """16 rows: fewer programs fit on a processor; a plan for more would be made anew by layers.
@@ -148,12 +141,13 @@ def test_layers_take_the_plan_of_their_query_rows(cache, count):
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache)
     # As if sequences of any length were worth splitting.
-    with torch.no_grad(), tuning.override(split_cost=0):
+    split = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
+    with torch.no_grad(), assuming(split):
         model(ids, past_key_values=cache)
-        with recording() as launches:
+        with recording() as recorded:
             model(ids[:, :count], past_key_values=cache)
-    assert started(launches).count("_plan") == 1
-    assert started(launches).count("_decode") == model.config.num_hidden_layers
+    assert started(recorded).count("_plan") == 1
+    assert started(recorded).count("_decode") == model.config.num_hidden_layers
 
 
 def test_requests_take_the_plan_of_their_query_rows(monkeypatch):

@@ -45,7 +45,7 @@ class Case(test_ops.Case):
     name: str = ""
     lengths: tuple[int, ...] = (5, 0, 30)
     dtype: torch.dtype = torch.bfloat16
-    limit: int | None = None
+    limit: int = UNLIMITED
     released: int = 0  # pages at the start of every table that are gone
     columns: int = 0  # of the table, less than what is needed
     blocks: bool = False
@@ -97,11 +97,14 @@ def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
     found = map_pages(torch.clone, pages)
     k, k_scales = reference.quantize(key, pages.k, search=True)
     v, v_scales = reference.quantize(value, pages.v, search=False)
-    limit = UNLIMITED if case.limit is None else case.limit
     for b, length in enumerate(case.lengths):
         for t in range(case.tokens):
             column, slot = divmod(length + t, case.page_size)
-            if length + t >= limit or column >= pages.table.shape[1] or pages.table[b, column] < 0:
+            if (
+                length + t >= case.limit
+                or column >= pages.table.shape[1]
+                or pages.table[b, column] < 0
+            ):
                 continue
             page = pages.table[b, column]
             found.k_codes[page, :, slot] = k[b, :, t]
@@ -261,9 +264,9 @@ def test_numbers_of_every_kind(name, rows):
 
 
 @triton.jit
-def _encode(x, codes, ENCODER: tl.constexpr, N: tl.constexpr):
+def _encode(x, codes, FORMAT: tl.constexpr, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(codes + at, encoder.encode(tl.load(x + at), ENCODER))
+    tl.store(codes + at, encoder.encode(tl.load(x + at), FORMAT))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -273,9 +276,7 @@ def test_the_encoder_on_numbers_of_every_binade(name):
     lower = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     x = torch.cat([upper | low for low in lower]).view(torch.float32).to(DEVICE)
     found = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
-    _encode[(len(lower),)](
-        x, found, encoder.encoder_for(name), 1 << 16, enable_fp_fusion=False, num_warps=8
-    )
+    _encode[(len(lower),)](x, found, FORMATS[name], 1 << 16, enable_fp_fusion=False, num_warps=8)
     right = codec.encode(x.cpu(), FORMATS[name])
     assert_same(bits(found.cpu(), name), bits(right, name))
 

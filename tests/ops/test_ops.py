@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.errors import BackendError, FP8KVError, OutOfPagesError
+from hf_fp8kv.errors import BackendError, ConfigError, FP8KVError, OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference
@@ -688,6 +688,13 @@ def test_gather_equals_the_reference_exactly(case, backend, layout):
         assert found.dtype == dtype
         assert_same(found, ops.gather(pages, *arguments, "reference"))
         assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_gather_refuses_other_sides(backend):
+    pages, lengths = poisoned(Case("side", lengths=(5,))), torch.tensor([5], dtype=torch.int32)
+    with pytest.raises(ConfigError, match="side: expected 'k' or 'v', got 'x'"):
+        ops.gather(pages, lengths, "x", 0, 5, torch.float32, True, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,7 +14,7 @@ from ...formats.rotation import rotate
 from ..blocks import read_rows
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..reference import gather, write
-from ..visibility import first_visible
+from ..visibility import first_visible, visible
 
 __all__ = ["attend", "gather", "write"]
 
@@ -61,7 +61,6 @@ def attend(
     l_i = torch.ones_like(m_i) if sinks is not None else torch.zeros_like(m_i)
     out = q.new_zeros((batch * heads, rows, v_dim))
 
-    query_position = lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
     step = max((LATENT_CHUNK if spec.latent and rows <= FEW_ROWS else CHUNK) // size, 1)
     for first in range(low // size, -(-high // size), step):
         last = min(first + step, -(-high // size))
@@ -89,13 +88,9 @@ def attend(
                     inner += part.view(len(part), heads, groups, *part.shape[2:])
                 else:
                     inner += part[:, :, None]
-        seen = (position < lengths[:, None])[:, None]
+        seen = visible(lengths, tokens, first * size, last * size, spec.causal, window)
         if left or right < len(position):
             seen = seen & ((position >= start) & (position < stop))
-        if spec.causal:
-            seen = seen & (position <= query_position[..., None])
-        if window:
-            seen = seen & (position >= first_visible(query_position, window)[..., None])
         if mask is not None and not mask.is_floating_point():
             part = mask[:, 0, :, columns].bool()
             part = torch.nn.functional.pad(part, (left, len(position) - right))

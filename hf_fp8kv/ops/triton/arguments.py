@@ -1,4 +1,4 @@
-"""Arguments that the attention kernels share: pointers, numbers and constants of one call."""
+"""Arguments that kernels share: pointers, numbers and constants of one call."""
 
 import functools
 from dataclasses import dataclass
@@ -8,12 +8,11 @@ import torch
 import triton.language as tl
 
 from ...formats import AUTO
-from ...formats.rotation import rotation_factor
+from ...formats.rotation import rotation_block, rotation_factor
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
 from . import softmax
 from .codec import MOVED, Codec, codec_for, widened
-from .rotation import block_of
 from .target import Target, next_power_of_2, target_of
 from .tuning import LaunchConfig, Workload
 
@@ -90,25 +89,30 @@ class Factors(NamedTuple):
 # Compared by identity, since a launch looks its kernel up by its constants: `shape_of` and the
 # others below make one for each set of values.
 @dataclass(frozen=True, eq=False)
-class Shape:
-    """Sizes that kernels are compiled for; widths are dims padded to what a dot product takes.
+class Side:
+    """One side of pages, as kernels are compiled for it.
 
-    Blocks are those of `rotation.block_of`. What begins with `out` is of the values, and so of the
-    result: of V, or of K where that holds latents.
+    Attributes:
+        dim: The head size.
+        width: The head size, padded to what a product takes: a power of two, at least 16.
+        block: Channels that a rotation mixes, or 1.
     """
+
+    dim: int
+    width: int
+    block: int
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """Sizes that attention is compiled for; `out` is the side that the values are."""
 
     heads: int  # KV heads
     groups: int  # query heads per KV head
-    k_dim: int
-    v_dim: int
-    k_width: int
-    v_width: int
     page_size: int
-    k_block: int
-    v_block: int
-    out_dim: int
-    out_width: int
-    out_block: int
+    k: Side
+    v: Side
+    out: Side
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +158,7 @@ class Constants:
     config: LaunchConfig
 
 
+_side_of = functools.cache(Side)
 shape_of = functools.cache(Shape)
 features_of = functools.cache(Features)
 _constants_of = functools.cache(Constants)
@@ -201,7 +206,7 @@ class AttentionArgs:
     def workload(self) -> Workload:
         """What the launch parameters depend on."""
         shape, tensors = self.shape, self.tensors
-        widths = (shape.k_width, shape.v_width)
+        widths = (shape.k.width, shape.v.width)
         return Workload(
             width=max(widths),
             rows=self.rows,
@@ -210,7 +215,7 @@ class AttentionArgs:
             wide=any(side.codes.element_size() > 1 for side in (tensors.k, self.values)),
             biased=tensors.bias is not None or self.features.mask == softmax.ADDITIVE.value,
             complete=self.features.mask == softmax.COMPLETE.value,
-            rotated=max(shape.k_block, shape.v_block) > 1,
+            rotated=max(shape.k.block, shape.v.block) > 1,
             latent=self.features.latent,
             moved=self.k_codec.how >= MOVED.value,
         )
@@ -227,9 +232,11 @@ class AttentionArgs:
         return {"CALL": call, **config.options()}
 
 
-def _pad(size: int) -> int:
-    """Return what a dot product takes: a power of two, at least 16."""
-    return max(16, next_power_of_2(size))
+def side_for(stored: StoredSide) -> Side:
+    """Return what kernels are compiled for; equal sides are the same object."""
+    dim = stored.head_dim
+    width = max(16, next_power_of_2(dim))
+    return _side_of(dim, width, rotation_block(dim) if stored.rotated else 1)
 
 
 def _codec(side: StoredSide, held: torch.dtype, target: Target, exact: bool) -> Codec:
@@ -290,16 +297,13 @@ def prepare(
             bounds = mask_bounds(mask[:, 0, 0] != 0, start)
         mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _broadcast(spec.bias)
-    k_dim, v_dim = pages.k.head_dim, pages.v.head_dim
-    values, values_codec = (pages.k, k_codec) if spec.latent else (pages.v, v_codec)
-    k_block, v_block, out_block = block_of(pages.k), block_of(pages.v), block_of(values)
-    shape = shape_of(
-        pages.heads, query.shape[1] // pages.heads, k_dim, v_dim, _pad(k_dim), _pad(v_dim),
-        pages.page_size, k_block, v_block, values.head_dim, _pad(values.head_dim), out_block,
-    )  # fmt: skip
+    k_side, v_side = side_for(pages.k), side_for(pages.v)
+    values, values_codec = (k_side, k_codec) if spec.latent else (v_side, v_codec)
+    groups = query.shape[1] // pages.heads
+    shape = shape_of(pages.heads, groups, pages.page_size, k_side, v_side, values)
     # Of float32 operands: as exact as float32 on tensor cores, in three products. Their parts of
     # large heads do not fit into shared memory.
-    precise = "tf32x3" if target.is_nvidia and max(shape.k_width, shape.v_width) <= 256 else "ieee"
+    precise = "tf32x3" if target.is_nvidia and max(shape.k.width, shape.v.width) <= 256 else "ieee"
     features = features_of(
         spec.causal, spec.window > 0, spec.softcap != 0, kind, centered, pages.k.is_dynamic,
         pages.v.is_dynamic, spec.latent, precise,
@@ -309,11 +313,11 @@ def prepare(
             query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
         ),
         factors=Factors(
-            spec.scaling * k_codec.factor * rotation_factor(k_block),
+            spec.scaling * k_codec.factor * rotation_factor(k_side.block),
             spec.scaling,
             spec.softcap,
-            spec.scaling * v_codec.factor * rotation_factor(v_block),
-            values_codec.factor * rotation_factor(out_block),
+            spec.scaling * v_codec.factor * rotation_factor(v_side.block),
+            values_codec.factor * rotation_factor(values.block),
         ),
         start=start,
         stop=stop,

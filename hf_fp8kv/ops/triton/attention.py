@@ -179,7 +179,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     masked = before + last - after
 
     query = _load_rows(tensors, factors, rows, strides.query, CALL)
-    WIDTH: tl.constexpr = SHAPE.out_width
+    WIDTH: tl.constexpr = SHAPE.out.width
     if CHUNKS > 1:
         acc = tl.zeros([CHUNKS, ROWS, WIDTH // CHUNKS], tl.float32)
     else:
@@ -243,15 +243,15 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     CHUNKS: tl.constexpr = CALL.config.chunks
     ptrs = tensors.query + _row_offset(strides, rows)
     q, factor, offset = _load_query(
-        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, SHAPE.heads, SHAPE.k_dim,
-        SHAPE.k_width, SHAPE.k_block, CALL.features.centered, K_CODEC,
+        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, SHAPE.heads, SHAPE.k,
+        CALL.features.centered, K_CODEC,
     )  # fmt: skip
     factor *= LOG2E
     # (Triton takes no return before the last statement where other returns differ.)
     if CALL.features.latent:
         positions, v_factor, _ = _load_query(
-            ptrs + SHAPE.k_dim, tensors.v, factors.v_scaling, factors.scaling, rows, SHAPE.heads,
-            SHAPE.v_dim, SHAPE.v_width, SHAPE.v_block, False, V_CODEC,
+            ptrs + SHAPE.k.dim, tensors.v, factors.v_scaling, factors.scaling, rows, SHAPE.heads,
+            SHAPE.v, False, V_CODEC,
         )  # fmt: skip
         # Else their layout would be made for the sums of rotation.
         q = keep(q, K_CODEC)
@@ -265,17 +265,18 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
 
 @triton.jit
 def _load_query(
-    ptrs, side, code_scaling, scaling, rows, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, CODEC: tl.constexpr,
+    ptrs, side, code_scaling, scaling, rows, HEADS: tl.constexpr, SIDE: tl.constexpr,
+    CENTERED: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
     """Return the query rows as the product with codes takes them, what logits lack, and q c.
 
     Args:
         ptrs: `[ROWS]`, where each row begins.
-        side: what the codes are of; DIM, WIDTH, BLOCK and CODEC are its own.
+        side: what the codes are of; SIDE and CODEC are its own.
         code_scaling, scaling: of products with codes, and with keys; see `Factors`.
     """
-    d = tl.arange(0, WIDTH)
+    DIM: tl.constexpr = SIDE.dim
+    d = tl.arange(0, SIDE.width)
     real = rows.exists[:, None] & (d < DIM)[None, :]
     q = tl.load(ptrs[:, None] + d[None, :], mask=real, other=0.0).to(tl.float32)
     offset = tl.zeros([q.shape[0]], tl.float32)
@@ -283,7 +284,7 @@ def _load_query(
         center_ptr = side.center + (rows.b * HEADS + rows.h).to(tl.int64) * DIM
         center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
         offset = tl.sum(q * center[None, :], 1) * scaling
-    q = mix(q, BLOCK)
+    q = mix(q, SIDE.block)
     if side.static_scale is not None:
         scale_ptr = side.static_scale + rows.h * DIM
         q *= tl.load(scale_ptr + d, mask=d < DIM, other=0.0)[None, :]
@@ -360,10 +361,10 @@ def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.
     out = finish(
         acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, factors.out, SHAPE, SWAPPED
     )
-    d = tl.arange(0, SHAPE.out_width)
-    real = of_rows(rows.exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
+    d = tl.arange(0, SHAPE.out.width)
+    real = of_rows(rows.exists, SWAPPED) & of_others(d < SHAPE.out.dim, SWAPPED)
     place = (rows.b * tokens + rows.t) * (SHAPE.heads * SHAPE.groups) + rows.head
-    offset = place.to(tl.int64) * SHAPE.out_dim
+    offset = place.to(tl.int64) * SHAPE.out.dim
     out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(d, SWAPPED)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
 
@@ -384,8 +385,8 @@ def finish(
     # A row that sees nothing has the sum 0, and gives zeros.
     out = acc * of_rows(out_factor / tl.where(l_i == 0, 1.0, l_i), SWAPPED)
     if static_scale_ptr is not None:
-        d = tl.arange(0, SHAPE.out_width)
-        scale_ptr = static_scale_ptr + h * SHAPE.out_dim
-        scale = tl.load(scale_ptr + d, mask=d < SHAPE.out_dim, other=0.0)
+        d = tl.arange(0, SHAPE.out.width)
+        scale_ptr = static_scale_ptr + h * SHAPE.out.dim
+        scale = tl.load(scale_ptr + d, mask=d < SHAPE.out.dim, other=0.0)
         out *= of_others(scale, SWAPPED)
-    return mix(out, SHAPE.out_block, SWAPPED)
+    return mix(out, SHAPE.out.block, SWAPPED)

@@ -28,20 +28,17 @@ def write(
     limit: int | None = None,
 ) -> None:
     """Store new tokens, see `writing.write`."""
+    most = writing.UNLIMITED if limit is None else limit
     # Prompts have any length: each would be another recording, and there is room for some.
     if key.shape[2] > SINGLE_TOKENS:
-        writing.write(pages, key, value, lengths, limit)
+        writing.write(pages, key, value, lengths, most)
         return
     table = pages.table
     run_or_replay(
-        writing.write, (pages, key, value, lengths, limit),
+        writing.write, (pages, key, value, lengths, most),
         layout=(_strided(key), _strided(value)),
-        tensors=(key, value, lengths),
-        numbers=(
-            0, 0, writing.UNLIMITED if limit is None else limit, table.shape[1], table.stride(0),
-            0, 0,
-        ),
-        others=(_describe(pages),),
+        tensors=(key, value, lengths), others=(_describe(pages),),
+        limit=most, columns=table.shape[1], table_b=table.stride(0),
     )  # fmt: skip
 
 
@@ -55,9 +52,7 @@ def make_plan(
     run_or_replay(
         planning.make_plan, (plan, lengths, tokens, window, start, heads),
         layout=(_strided(plan), lengths.shape, tokens, window, heads),
-        tensors=(plan, lengths),
-        numbers=(start, 0, 0, 0, 0, 0, 0),
-        others=(),
+        tensors=(plan, lengths), others=(), start=start,
     )  # fmt: skip
 
 
@@ -92,12 +87,10 @@ def attend(
         decode.attend, (*args, partial),
         layout=(_strided(query), scaling, causal, window, softcap, latent),
         tensors=(query, lengths, sinks, mask, bounds),
-        numbers=(
-            start, stop, 0, table.shape[1], table.stride(0),
-            0 if mask is None or len(mask) == 1 else mask.stride(0),
-            0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
-        ),
         others=(_describe(pages), planned or _NO_PLAN),
+        start=start, stop=stop, table_b=table.stride(0),
+        mask_b=0 if mask is None or len(mask) == 1 else mask.stride(0),
+        mask_h=0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
     )  # fmt: skip
     return attended
 
@@ -157,9 +150,7 @@ def _describe(pages: Pages) -> Described:
                 pages.token_scales, pages.table, pages.offsets,
             )
         )  # fmt: skip
-        sizes = (
-            k.format, v.format, k.head_dim, v.head_dim, k.rotated, v.rotated, pages.heads,
-            pages.page_size,
-        )  # fmt: skip
+        # Without the tensors of a side: its format, head size and rotation.
+        sizes = k[2:], v[2:], pages.heads, pages.page_size
         described = pages.described = Described(number_of((kind, sizes)), places)
     return described

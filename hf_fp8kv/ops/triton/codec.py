@@ -1,4 +1,4 @@
-"""Stored codes as numbers that a dot product takes: the device side of formats.py.
+"""Stored codes as numbers that a dot product takes, or a dense copy: the device side of formats.py.
 
 Where the hardware converts a format, a cast does it. Elsewhere the bits of a code are moved to
 where float16 has them: the result then lacks a power of two, `factor` of `Codec`, which callers

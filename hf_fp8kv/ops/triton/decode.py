@@ -14,15 +14,8 @@ from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish, write_rows
 from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
 from .softmax import of_others, of_rows
-from .target import cdiv, launch
-from .tuning import (
-    DECODE_ROWS,
-    FEW_ROWS,
-    LaunchConfig,
-    decode_config,
-    expected_programs,
-    guessed_programs,
-)
+from .target import allocate, cdiv, launch
+from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
 
 # Splits that a program of `_combine` merges at a time, and the channels of a warp. An H100 took the
 # least time with this pair, out of five, in three of four decode cases.
@@ -77,18 +70,18 @@ def split_kv_decode(
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape
-    heads, dim, device = shape.heads, shape.out_dim, query.device
+    heads, dim, device = shape.heads, shape.out.dim, query.device
     blocks = cdiv(args.rows, config.rows)
     if plan is None:
         partial, programs = None, programs_of(args, config)
         rows = plan_rows(device, batch, heads * blocks, programs=programs)
-        plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
+        plan = allocate((rows, 4), torch.int32, device)
         make_plan(
             plan, args.tensors.lengths, tokens, args.window, args.start, heads * blocks, programs
         )
     splits = max_parts(plan, batch)
 
-    out = query.new_empty((batch, tokens, q_heads, dim))
+    out = allocate((batch, tokens, q_heads, dim), query.dtype, device)
     sums, stats = partial or make_partial(plan, query, dim)
     launch(
         _decode, (heads, splits, blocks), args.tensors, plan, out, sums, stats, tokens, args.start,
@@ -99,7 +92,7 @@ def split_kv_decode(
         launch(
             _combine, (args.rows, heads, batch), plan, sums, stats, args.tensors.sinks,
             args.values.static_scale, out, tokens, splits, args.factors.out, SHAPE=shape,
-            MERGED=MERGED, num_warps=max(1, shape.out_width // MERGED_CHANNELS),
+            MERGED=MERGED, num_warps=max(1, shape.out.width // MERGED_CHANNELS),
         )  # fmt: skip
     return out
 
@@ -107,9 +100,9 @@ def split_kv_decode(
 def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
     """Return how many programs of `_decode` a processor holds at once, as plans assume."""
     workload = args.workload
-    if config.rows <= FEW_ROWS and not (workload.exact or workload.latent or workload.width > 256):
-        return expected_programs(args.target, config.rows)
-    return guessed_programs(args.target, config, latent=workload.latent)
+    other = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
+    chosen = config if other else None
+    return expected_programs(args.target, config.rows, chosen, latent=workload.latent)
 
 
 @triton.jit(
@@ -157,11 +150,11 @@ def _decode(
     if slot < 0:
         write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)
     else:
-        d = tl.arange(0, SHAPE.out_width)
-        real = of_rows(rows.exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
+        d = tl.arange(0, SHAPE.out.width)
+        real = of_rows(rows.exists, SWAPPED) & of_others(d < SHAPE.out.dim, SWAPPED)
         count = SHAPE.groups * tokens
         saved = ((slot * SHAPE.heads + h) * count + rows.row).to(tl.int64)
-        sum_ptrs = partial_ptr + of_rows(saved * SHAPE.out_dim, SWAPPED) + of_others(d, SWAPPED)
+        sum_ptrs = partial_ptr + of_rows(saved * SHAPE.out.dim, SWAPPED) + of_others(d, SWAPPED)
         tl.store(sum_ptrs, acc, mask=real)
         tl.store(stats_ptr + saved * 2, m_i, mask=rows.exists)
         tl.store(stats_ptr + saved * 2 + 1, l_i, mask=rows.exists)
@@ -189,9 +182,9 @@ def _combine(
         return
     count = SHAPE.groups * tokens
     i = tl.arange(0, MERGED)
-    WIDTH: tl.constexpr = SHAPE.out_width
+    WIDTH: tl.constexpr = SHAPE.out.width
     d = tl.arange(0, WIDTH)
-    real = d < SHAPE.out_dim
+    real = d < SHAPE.out.dim
     acc = tl.zeros([1, WIDTH], tl.float32)
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
@@ -201,7 +194,7 @@ def _combine(
         split_m = tl.load(stats_ptr + saved * 2, mask=inside, other=float("-inf"))
         split_l = tl.load(stats_ptr + saved * 2 + 1, mask=inside, other=0.0)
         split_acc = tl.load(
-            partial_ptr + (saved * SHAPE.out_dim)[:, None] + d[None, :],
+            partial_ptr + (saved * SHAPE.out.dim)[:, None] + d[None, :],
             mask=inside[:, None] & real[None, :], other=0.0,
         )  # fmt: skip
         m_new = tl.maximum(m_i, tl.max(split_m, 0))
@@ -217,6 +210,6 @@ def _combine(
         acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, heads, out_factor, SHAPE, SWAPPED=False
     )
     token = b * tokens + row // SHAPE.groups
-    offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out_dim
+    offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out.dim
     out_ptrs = out_ptr + offset + d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real[None, :])

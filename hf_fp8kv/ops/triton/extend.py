@@ -53,7 +53,7 @@ def attend(
     programs = args.shape.heads * batch * cdiv(args.rows, config.rows)
     if programs < args.target.processors and stop > SPLIT_FROM:
         return split_kv_decode(args, config, None)
-    out = query.new_empty((batch, tokens, q_heads, args.shape.out_dim))
+    out = query.new_empty((batch, tokens, q_heads, args.shape.out.dim))
     launch(
         _extend, (programs,), args.tensors, out, batch, tokens, start, stop, args.window,
         args.factors, args.query_strides, *args.strides, **args.options(config),

@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 
 from ..pages import Pages
-from .arguments import pointers_to
-from .encoder import decode
+from .arguments import pointers_to, side_for
+from .codec import AS_IS, codec_for, decode_for_dot
 from .places import find_place, in_page
 from .rotation import rotate
-from .target import launch
-from .write import limit_registers, num_warps, side_for, tile_size
+from .target import launch, target_of
+from .write import launch_options, tile_size
 
 
 def gather(
@@ -29,14 +29,16 @@ def gather(
     batch = pages.table.shape[0]
     out = pages.block.new_empty((batch, heads, stop - start, dim), dtype=dtype)
     tile, constants = tile_size(pages.page_size), side_for(stored)
+    codec = codec_for(
+        stored.format, target_of(out.device), tl.float32, exact=True, keep_nan=True
+    )  # fmt: skip
     # Tiles begin at multiples of their size, wherever `start` is.
     tiles = (stop - 1) // tile - start // tile + 1 if stop > start else 0
     launch(
         _gather, (tiles, heads, batch), pointers_to(pages, side), pages.token_scales, out, lengths,
-        pages.table, start, stop, pages.table.stride(0), SIDE=constants, HEADS=heads,
+        pages.table, start, stop, pages.table.stride(0), SIDE=constants, CODEC=codec, HEADS=heads,
         PAGE=pages.page_size, TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile,
-        num_warps=num_warps(constants.width), enable_fp_fusion=False,
-        **limit_registers(out.device, stored.rotated),
+        **launch_options(out.device, constants.width, rotated=stored.rotated),
     )  # fmt: skip
     return out
 
@@ -44,8 +46,8 @@ def gather(
 @triton.jit(do_not_specialize=["start", "stop", "table_b"])
 def _gather(
     side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_b, SIDE: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr,
-    TILE: tl.constexpr,
+    CODEC: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write dense K, or V (TRANSPOSED). The grid is tiles of positions, KV heads and sequences.
 
@@ -54,12 +56,11 @@ def _gather(
         out_ptr: `[B, Hkv, stop - start, D]`, floating.
         lengths_ptr: `[B]`, int32, read if RAGGED.
         table_ptr: `[B, M]`, int32; table_b: its batch stride.
-        SIDE: See `Side`.
+        SIDE, CODEC: See `Side` and `Codec`.
     """
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
     BLOCK: tl.constexpr = SIDE.block
-    ENCODER: tl.constexpr = SIDE.encoder
     h = tl.program_id(1)
     b = tl.program_id(2)
     tile = start // TILE + tl.program_id(0)
@@ -97,10 +98,10 @@ def _gather(
             code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
         codes = tl.load(code_ptrs, mask=exists[:, None] & real, other=0)
 
-    if ENCODER is None:
+    if CODEC.how == AS_IS:
         x = codes
     else:
-        x = decode(codes, ENCODER)
+        x = decode_for_dot(codes, CODEC) * CODEC.factor
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:

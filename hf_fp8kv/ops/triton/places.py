@@ -41,11 +41,11 @@ def load_codes(
         view: See `View`.
     """
     PAGE: tl.constexpr = SHAPE.page_size
-    DK: tl.constexpr = SHAPE.k_dim
-    DV: tl.constexpr = SHAPE.v_dim
+    DK: tl.constexpr = SHAPE.k.dim
+    DV: tl.constexpr = SHAPE.v.dim
     n = tl.arange(0, TILE)
-    d = tl.arange(0, SHAPE.k_width)
-    dv = tl.arange(0, SHAPE.v_width)
+    d = tl.arange(0, SHAPE.k.width)
+    dv = tl.arange(0, SHAPE.v.width)
     if PAGE % TILE == 0:
         # One page, known by one number: the addresses of a tile are one base and constants.
         slot = (j % (PAGE // TILE)) * TILE
@@ -68,11 +68,11 @@ def load_codes(
         v_ptr = in_page(tensors.v.codes, place, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
         k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE
-    if SHAPE.k_width == DK:
+    if SHAPE.k.width == DK:
         k_codes = tl.load(k_ptrs)
     else:
         k_codes = tl.load(k_ptrs, mask=(d < DK)[None, :], other=0)
-    if SHAPE.v_width == DV:
+    if SHAPE.v.width == DV:
         v_codes = tl.load(v_ptrs)
     else:
         v_codes = tl.load(v_ptrs, mask=(dv < DV)[:, None], other=0)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .softmax import last_before_window
-from .target import cdiv, launch, next_power_of_2, target_of
+from .target import allocate, cdiv, launch, next_power_of_2, target_of
 from .tuning import PlanConfig, expected_programs, plan_config
 
 NO_END = tl.constexpr(2**31 - 1)
@@ -55,10 +55,10 @@ def plan_rows(
         rows: query rows per KV head.
         programs: what a processor holds at once; 0: of the decode kernel for `rows`.
     """
-    target, config = target_of(device), plan_config()
+    target = target_of(device)
     places = target.processors * (programs or expected_programs(target, rows))
     ranges = max(1, min(places // heads, MOST_PARTS + 1 - batch))
-    if length is not None and not gains_if_even(length, batch, heads, places, config):
+    if length is not None and not gains_if_even(length, batch, heads, places, plan_config(target)):
         ranges = 1
     return 2 * batch + ranges - 1
 
@@ -88,7 +88,7 @@ def make_partial(plan: torch.Tensor, query: torch.Tensor, dim: int) -> Partial:
     batch, q_heads, tokens, _ = query.shape
     splits = max_parts(plan, batch)
     rows = splits * q_heads * tokens if splits > batch else 0
-    both = query.new_empty(rows * (dim + 2), dtype=torch.float32)
+    both = allocate((rows * (dim + 2),), torch.float32, query.device)
     return Partial(both[: rows * dim], both[rows * dim :])
 
 
@@ -102,7 +102,8 @@ def make_plan(
     programs: int = 0,
 ) -> None:
     """Overwrite `plan`, `[plan_rows, 4]`, int32; arguments as in `ops.make_plan`, `plan_rows`."""
-    batch, target, config = lengths.shape[0], target_of(lengths.device), plan_config()
+    batch, target = lengths.shape[0], target_of(lengths.device)
+    config = plan_config(target)
     assert plan.is_contiguous()
     parts = max_parts(plan, batch)
     places = target.processors * (programs or expected_programs(target))

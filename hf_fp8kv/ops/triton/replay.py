@@ -4,43 +4,36 @@ Before a kernel starts, codecs, launch parameters and some forty arguments are p
 Triton looks at each argument to find what it has compiled. In a model that decodes all of this is
 the same in every layer and step, but for the addresses of the tensors and a few numbers. So the
 first call is recorded: which tensors it allocated, which kernels it started, and where in their
-arguments the addresses and numbers of the call are. A later call that differs in nothing else
-allocates the same, and starts the same compiled kernels.
+arguments the addresses and numbers of the call are. A later call that differs in nothing else runs
+a Python function made from the record. It allocates the same, and starts the same compiled kernels.
 
 A recording holds no tensor: it serves all layers and caches. What it depends on is its key:
 
-    the operation, and its arguments that are neither tensors nor in `NUMBERS`: `layout`;
+    the operation, and its arguments that are neither tensors nor numbers: `layout`;
     shapes and strides as far as the operation looks at them: part of `layout`, too;
     which tensors there are, of which dtype, on which device, and which are not aligned to 16 bytes:
     of pointers that is what Triton compiles a kernel for (for AMD's GPUs also whether there are
     more than 2 GiB);
-    what `assuming` and `override` say, and those settings of Triton that are part of its own key.
+    the `Target`, and those settings of Triton that are part of its own key.
 
 What there is to know of tensors that come again and again, those of pages and plans, is found out
 once (`Described`), and kept with what holds them: such tensors are never given other memory.
 
-Not recorded are calls that compute something besides starting kernels. In the interpreter, while
-kernels are only listed, where hooks want to see each launch as Triton makes it, and with versions
-of Triton whose launches are not known to be alike, each call goes the long way.
+Calls that hand a kernel a tensor that torch computed are not recorded. Each call goes the long way
+in the interpreter, inside of `recording`, where hooks want to see each launch as Triton makes it,
+and with versions of Triton whose launches are not known to be alike.
 """
 
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
-from . import target as launching
-from . import tuning
-from .target import target_of
-
-# Parameters of kernels that have other values in each call, and for which no kernel is specialized.
-NUMBERS = ("start", "stop", "limit", "columns", "table_b", "mask_b", "mask_h")
-Numbers = tuple[int, int, int, int, int, int, int]
+from .target import Launched, is_recording, recording, target_of
 
 # Triton's launches are the same in these versions, from the first to before the last.
 _ALIKE = ((3, 6), (3, 10))
@@ -48,25 +41,12 @@ _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _REPLAYS = _ALIKE[0] <= _version < _ALIKE[1] and not knobs.runtime.interpret
 
 _MOST_RECORDINGS = 256
-# A first call may compute what it remembers for later ones.
+# Two tensors at one address, of which a recording cannot tell which one a kernel took, are rare.
 _ATTEMPTS = 3
 _2_GIB = 2**31 - 1
 
-
-class _Launch(NamedTuple):
-    """A compiled kernel, and what to start it with.
-
-    Attributes:
-        run, function, metadata: of Triton's `CompiledKernel`.
-        grid: of three axes.
-        pick: takes the values of a call (`Recording.start`) and returns the arguments.
-    """
-
-    run: Callable[..., None]
-    function: Any
-    metadata: Any
-    grid: tuple[int, int, int]
-    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
+# By key, functions of addresses and numbers. An integer: how often a call could not be recorded.
+_recordings: dict[tuple[Any, ...], Callable[..., torch.Tensor | None] | int] = {}
 
 
 class Described(NamedTuple):
@@ -79,53 +59,6 @@ class Described(NamedTuple):
 
     kind: Hashable
     addresses: list[int | None]
-
-
-class Recording(NamedTuple):
-    """What a call did.
-
-    Attributes:
-        device: of its tensors.
-        allocations: sizes, strides and dtypes of the tensors that it allocated.
-        offsets: pairs of an allocation and a number of bytes: addresses within it.
-        constants: arguments that are the same in each call.
-        groups: of the values, tuples among the arguments, inner ones first.
-        launches: in order.
-        result: which allocation it returned; None: nothing.
-        kept: objects whose `id` is in the key.
-    """
-
-    device: torch.device
-    allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    offsets: tuple[tuple[int, int], ...]
-    constants: tuple[Any, ...]
-    groups: tuple[Callable[[Sequence[Any]], tuple[Any, ...]], ...]
-    launches: tuple[_Launch, ...]
-    result: int | None
-    kept: tuple[object, ...]
-
-    def start(self, addresses: list[int | None], numbers: Numbers) -> torch.Tensor | None:
-        """Do the same at these addresses, with these numbers; `addresses` is used up."""
-        # (`torch.empty` takes nearly twice as long.)
-        made = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-            for shape, strides, dtype in self.allocations
-        ]
-        values: list[Any] = addresses
-        values += [made[i].data_ptr() + offset for i, offset in self.offsets]
-        values += numbers
-        values += self.constants
-        for group in self.groups:
-            values.append(group(values))
-        stream = triton.runtime.driver.active.get_current_stream(self.device.index or 0)
-        for run, function, metadata, grid, pick in self.launches:
-            # No metadata and no hooks: see `_is_watched`.
-            run(*grid, stream, function, metadata, None, None, None, *pick(values))
-        return None if self.result is None else made[self.result]
-
-
-# By key; a number: how often such a call could not be recorded.
-_recordings: dict[tuple[Any, ...], Recording | int] = {}
 
 
 def describe(tensors: Sequence[torch.Tensor | None], *, sizes: bool = True) -> Described:
@@ -165,51 +98,58 @@ def run_or_replay(
     args: tuple[Any, ...],
     layout: tuple[Any, ...],
     tensors: Sequence[torch.Tensor | None],
-    numbers: Numbers,
     others: Sequence[Described],
+    **numbers: int,
 ) -> Any:
     """Return `operation(*args)`, by what an equal call did if there was one.
 
     Args:
-        operation: returns None, or a tensor that it allocated.
+        operation: returns None, or a tensor of `allocate`.
         args: of the operation.
         layout: all that it depends on, besides what follows.
         tensors: those that differ in each call; the first one says the device.
-        numbers: values of `NUMBERS`, which it hands to kernels by these names, or not at all.
         others: all other tensors among its arguments.
+        numbers: what differs in each call, too. It hands them to kernels by these names, which no
+            kernel is specialized for, or not at all.
     """
-    if not _REPLAYS or launching.is_listing() or _is_watched():
+    if not _REPLAYS or is_recording() or _is_watched():
         return operation(*args)
     first = tensors[0]
     assert first is not None
     device = first.device
-    target, overrides = target_of(device), tuning.overrides()
+    target = target_of(device)
     kind, addresses = describe(tensors, sizes=not target.is_nvidia)
     for described in others:
         addresses += described.addresses
     key = (
         operation, layout, device, kind, *[described.kind for described in others], id(target),
-        id(overrides), _settings(),
+        _settings(),
     )  # fmt: skip
     known = _recordings.get(key, 0)
     if isinstance(known, int):
         if known >= _ATTEMPTS:
             return operation(*args)
-        return _record(key, known, operation, args, addresses, numbers, (target, overrides))
+        with recording() as recorded:
+            result = operation(*args)
+        if len(_recordings) >= _MOST_RECORDINGS:
+            _recordings.clear()
+        # Its `id` is in the key.
+        source = _Source(device, addresses, numbers, recorded.allocations, {"kept": target})
+        try:
+            _recordings[key] = source.compile(recorded.launches, result)
+        except _UnknownOriginError:
+            _recordings[key] = known + 1
+        return result
     if device.index is not None and first.is_cuda and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return known.start(addresses, numbers)
-    return known.start(addresses, numbers)
+            return known(addresses, **numbers)
+    return known(addresses, **numbers)
 
 
 def _is_watched() -> bool:
     """Return whether hooks are set that are told of each launch."""
-    runtime = knobs.runtime
-    return _has_hooks(runtime.launch_enter_hook) or _has_hooks(runtime.launch_exit_hook)
-
-
-def _has_hooks(hook: Any) -> bool:
-    return bool(hook is not None and getattr(hook, "calls", True))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _settings() -> tuple[Any, ...]:
@@ -223,160 +163,86 @@ def _settings() -> tuple[Any, ...]:
     )
 
 
-# -- recording -----------------------------------------------------------------------------------
-
-
-class _Allocations(TorchDispatchMode):
-    """Take down what torch allocates, and whether it computes anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[torch.Tensor] = []
-        self.computes = False
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function in _ALLOCATE:
-            self.made.append(result)
-        elif not all(x.alias_info and not x.alias_info.is_write for x in function._schema.returns):
-            self.computes = True
-        return result
-
-
-_ALLOCATE = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
-
-
-def _record(
-    key: tuple[Any, ...],
-    failures: int,
-    operation: Callable[..., Any],
-    args: tuple[Any, ...],
-    addresses: list[int | None],
-    numbers: Numbers,
-    kept: tuple[object, ...],
-) -> Any:
-    """Return `operation(*args)`, and note under `key` what it did."""
-    with launching.recording() as launches, _Allocations() as allocations:
-        result = operation(*args)
-    recording = None
-    if not allocations.computes:
-        notes = _Notes(addresses, allocations.made, numbers)
-        recording = notes.finish(launches, result, key[2], kept)
-    if len(_recordings) >= _MOST_RECORDINGS:
-        _recordings.clear()
-    _recordings[key] = failures + 1 if recording is None else recording
-    return result
-
-
-# Where an argument comes from: a section of the values of `Recording.start`, and a place in it.
-_Place = tuple[str, int]
-_SECTIONS = ("addresses", "offsets", "numbers", "constants", "groups")
-
-
 class _UnknownOriginError(Exception):
-    """An argument that no later call could be given."""
+    """An argument or a result that no later call could be given."""
 
 
-class _Notes:
-    """Where the arguments of recorded launches come from."""
+@dataclass
+class _Source:
+    """The source of a function that does the same as a recorded call.
 
-    def __init__(
-        self, addresses: list[int | None], made: list[torch.Tensor], numbers: Numbers
-    ) -> None:
-        self.addresses, self.made = addresses, made
-        self.numbers = dict(zip(NUMBERS, numbers, strict=True))
-        self.offsets: list[tuple[int, int]] = []
-        self.constants: list[Any] = []
-        self.groups: list[list[_Place]] = []
+    Attributes:
+        device: of the call's tensors.
+        addresses: of these. The function gets others in the same order, as `a`.
+        numbers: the function gets others by the same names.
+        made: what the call allocated.
+        objects: what the function may name.
+    """
 
-    def locate(self, x: Any, parameter: Any = None) -> _Place:
-        """Return where a later call finds an argument; `parameter` is Triton's of the kernel."""
+    device: torch.device
+    addresses: list[int | None]
+    numbers: dict[str, int]
+    made: list[torch.Tensor]
+    objects: dict[str, Any]
+
+    def compile(self, launches: list[Launched], result: Any) -> Callable[..., torch.Tensor | None]:
+        """Return the function. Raise _UnknownOriginError if a call cannot be repeated."""
+        # (`torch.empty` takes nearly twice as long.)
+        self.objects |= {"empty": torch.empty_strided, "driver": triton.runtime.driver}
+        lines = [f"def replay({', '.join(['a', *self.numbers])}):"]
+        for i, x in enumerate(self.made):
+            memory = [self.name(y) for y in (tuple(x.shape), x.stride(), x.dtype, self.device)]
+            lines += [
+                f"m{i} = empty({memory[0]}, {memory[1]}, dtype={memory[2]}, device={memory[3]})",
+                f"p{i} = m{i}.data_ptr()",
+            ]
+        lines.append(f"stream = driver.active.get_current_stream({self.device.index or 0})")
+        for kernel, grid, args, constants, compiled in launches:
+            if compiled is None:
+                raise _UnknownOriginError
+            held = compiled.function, compiled.packed_metadata
+            # No metadata and no hooks: see `_is_watched`.
+            parts = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(self.name, held), *["None"] * 3]
+            for i, parameter in enumerate(kernel.params):
+                is_given = i < len(args)
+                x = args[i] if is_given else constants[parameter.name]
+                parts.append(self.express(x, parameter if is_given else None))
+            lines.append(f"{self.name(compiled.run)}({', '.join(parts)})")
+        returned = [i for i, x in enumerate(self.made) if x is result]
+        if result is not None:
+            if not returned:
+                raise _UnknownOriginError
+            lines.append(f"return m{returned[0]}")
+        exec("\n    ".join(lines), self.objects)
+        replay: Callable[..., torch.Tensor | None] = self.objects["replay"]
+        return replay
+
+    def name(self, x: Any) -> str:
+        """Return a name that the function has for an object."""
+        name = f"x{len(self.objects)}"
+        self.objects[name] = x
+        return name
+
+    def express(self, x: Any, parameter: Any = None) -> str:
+        """Return an argument as the function puts it; `parameter` is Triton's of the kernel."""
         if isinstance(x, tuple):
-            return self._locate_group([self.locate(element) for element in x], x)
+            parts = [self.express(element) for element in x]
+            return f"({', '.join(parts)},)" if set(parts) - self.objects.keys() else self.name(x)
         if isinstance(x, torch.Tensor):
-            return self._locate_address(x.data_ptr())
+            return self.express_address(x.data_ptr())
         if parameter is not None and parameter.name in self.numbers:
             if x != self.numbers[parameter.name] or not parameter.do_not_specialize:
                 raise _UnknownOriginError
-            return "numbers", NUMBERS.index(parameter.name)
-        return self._add_constant(x)
+            return str(parameter.name)
+        return self.name(x)
 
-    def _add_constant(self, x: Any) -> _Place:
-        self.constants.append(x)
-        return "constants", len(self.constants) - 1
-
-    def _locate_group(self, places: list[_Place], x: tuple[Any, ...]) -> _Place:
-        if all(section == "constants" for section, _ in places):
-            return self._add_constant(x)
-        self.groups.append(places)
-        return "groups", len(self.groups) - 1
-
-    def _locate_address(self, address: int) -> _Place:
+    def express_address(self, address: int) -> str:
+        """Return an address as the function finds it."""
         if not address:
-            return self._add_constant(0)  # of a tensor without elements
+            return "0"  # of a tensor without elements
         for i, tensor in enumerate(self.made):
-            offset = address - tensor.data_ptr()
-            if 0 <= offset < tensor.nbytes:
-                self.offsets.append((i, offset))
-                return "offsets", len(self.offsets) - 1
-        # Of two tensors at one address it cannot be told which one it was.
+            if 0 <= address - tensor.data_ptr() < tensor.nbytes:
+                return f"p{i} + {address - tensor.data_ptr()}"
         if self.addresses.count(address) != 1:
             raise _UnknownOriginError
-        return "addresses", self.addresses.index(address)
-
-    def finish(
-        self, launches: list[Any], result: Any, device: torch.device, kept: tuple[object, ...]
-    ) -> Recording | None:
-        """Return the recording; None: it could not be repeated."""
-        results = [i for i, tensor in enumerate(self.made) if tensor is result]
-        try:
-            if (result is not None and not results) or any(x.compiled is None for x in launches):
-                return None
-            all_places = [self._places(x) for x in launches]
-        except _UnknownOriginError:
-            return None
-        sizes = {
-            "addresses": len(self.addresses), "offsets": len(self.offsets),
-            "numbers": len(NUMBERS), "constants": len(self.constants), "groups": len(self.groups),
-        }  # fmt: skip
-        begins = {name: sum(sizes[x] for x in _SECTIONS[:i]) for i, name in enumerate(_SECTIONS)}
-
-        def picker(places: list[_Place]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-            return _make_picker([begins[section] + i for section, i in places])
-
-        return Recording(
-            device=device,
-            allocations=tuple((tuple(x.shape), x.stride(), x.dtype) for x in self.made),
-            offsets=tuple(self.offsets),
-            constants=tuple(self.constants),
-            groups=tuple(picker(places) for places in self.groups),
-            launches=tuple(
-                _Launch(
-                    x.compiled.run, x.compiled.function, x.compiled.packed_metadata,
-                    (*x.grid, 1, 1)[:3], picker(places),
-                )
-                for x, places in zip(launches, all_places, strict=True)
-            ),
-            result=results[0] if results else None,
-            kept=kept,
-        )  # fmt: skip
-
-    def _places(self, launch: Any) -> list[_Place]:
-        """Return the places of all arguments of a launch, constexpr ones among them."""
-        places = []
-        parameters = launch.kernel.params
-        for i, parameter in enumerate(parameters):
-            if i < len(launch.args):
-                places.append(self.locate(launch.args[i], parameter))
-            else:
-                places.append(self._add_constant(launch.constants[parameter.name]))
-        return places
-
-
-def _make_picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return what takes these elements of a sequence."""
-    if len(indices) == 1:
-        return lambda values: (values[indices[0]],)
-    return operator.itemgetter(*indices)
+        return f"a[{self.addresses.index(address)}]"

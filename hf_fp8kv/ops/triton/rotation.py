@@ -7,18 +7,10 @@ divide a head: what pads a head to a power of two is in blocks of its own.
 import triton
 import triton.language as tl
 
-from ...formats.rotation import rotation_block
-from ..pages import StoredSide
-
-
-def block_of(stored: StoredSide) -> int:
-    """Return how many numbers of a side are rotated together; 1: none are."""
-    return rotation_block(stored.head_dim) if stored.rotated else 1
-
 
 @triton.jit
 def rotate(x, BLOCK: tl.constexpr):
-    """Return the rows of `x`, `[N, W]`, float32, rotated; BLOCK: `block_of` a side."""
+    """Return the rows of `x`, `[N, W]`, float32, rotated; BLOCK: see `Side`."""
     if BLOCK > 1:
         x = mix(x, BLOCK) * BLOCK**-0.5
     return x

@@ -4,9 +4,9 @@ import functools
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ class Target:
         processors: streaming multiprocessors, or compute units.
         interpreted: kernels run in Triton's interpreter, which knows no inline assembly.
         resources: of one processor, as a device says; None: those of a chip of this name.
+        parameters: for experiments, attributes of `LaunchConfig` and `PlanConfig` by their names,
+            and `programs`, the result of `expected_programs`.
     """
 
     vendor: str
@@ -47,6 +49,7 @@ class Target:
     processors: int
     interpreted: bool = False
     resources: Resources | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
@@ -56,9 +59,10 @@ class Target:
     @classmethod
     def parse(cls, name: str) -> "Target":
         """Return the target with this name, of a usual size."""
+        processors, _ = CHIPS.get(name, _UNKNOWN)
         if name.startswith("sm_"):
-            return cls("cuda", int(name[3:]), _PROCESSORS.get(name, 128))
-        return cls("hip", name, _PROCESSORS.get(name, 256))
+            return cls("cuda", int(name[3:]), processors)
+        return cls("hip", name, processors)
 
     @property
     def is_nvidia(self) -> bool:
@@ -78,7 +82,7 @@ class Target:
     @property
     def shares(self) -> Resources:
         """What programs of one processor share: as the device says, or of a chip of this name."""
-        return self.resources or RESOURCES.get(self.name, _UNKNOWN)
+        return self.resources or CHIPS.get(self.name, _UNKNOWN)[1]
 
     def fit(self, registers: int, warps: int, shared: int) -> int:
         """Return how many programs one processor holds at once.
@@ -115,21 +119,17 @@ class Target:
         return is_ocp and str(self.arch).startswith(("gfx95", "gfx12"))
 
 
-# Of the chip that most people have: A100, RTX 3090, RTX 4090, H100, B200, RTX 5090, MI300X, MI355X.
-_PROCESSORS = {
-    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
-    "gfx942": 304, "gfx950": 256,
+# Processors of the chip that most people have, and the resources of each: A100, RTX 3090, RTX 4090,
+# H100, B200, RTX 5090, MI300X, MI355X. They are for kernels that are compiled without a GPU, which
+# would be asked for its own. CUDA C++ Programming Guide, compute capabilities; CDNA 3 and 4 ISA,
+# local data share.
+CHIPS = {
+    "sm_80": (108, Resources(164 << 10, 2048)), "sm_86": (82, Resources(100 << 10, 1536)),
+    "sm_89": (128, Resources(100 << 10, 1536)), "sm_90": (132, Resources(228 << 10, 2048)),
+    "sm_100": (148, Resources(228 << 10, 2048)), "sm_120": (170, Resources(100 << 10, 1536)),
+    "gfx942": (304, Resources(64 << 10, 2048)), "gfx950": (256, Resources(160 << 10, 2048)),
 }  # fmt: skip
-
-# For kernels that are compiled without a GPU; a GPU is asked for its own. CUDA C++ Programming
-# Guide, compute capabilities; CDNA 3 and 4 ISA, local data share.
-RESOURCES = {
-    "sm_80": Resources(164 << 10, 2048), "sm_86": Resources(100 << 10, 1536),
-    "sm_89": Resources(100 << 10, 1536), "sm_90": Resources(228 << 10, 2048),
-    "sm_100": Resources(228 << 10, 2048), "sm_120": Resources(100 << 10, 1536),
-    "gfx942": Resources(64 << 10, 2048), "gfx950": Resources(160 << 10, 2048),
-}  # fmt: skip
-_UNKNOWN = Resources(64 << 10, 1536)
+_UNKNOWN = (128, Resources(64 << 10, 1536))
 # Bytes of shared memory that a program takes on NVIDIA's besides its own.
 _RESERVED = 1024
 
@@ -150,7 +150,6 @@ def is_interpreted() -> bool:
 
 
 _assumed: Target | None = None
-_compile: Callable[..., None] | None = None
 
 
 @functools.cache
@@ -187,22 +186,6 @@ def assuming(target: Target) -> Iterator[None]:
         _assumed = before
 
 
-@contextmanager
-def compiling(take: Callable[..., None]) -> Iterator[None]:
-    """Make `launch` hand its arguments to `take`, and run nothing, inside the `with` block."""
-    global _compile
-    before, _compile = _compile, take
-    try:
-        yield
-    finally:
-        _compile = before
-
-
-def is_listing() -> bool:
-    """Return whether launches are handed to someone, and nothing runs: see `compiling`."""
-    return _compile is not None
-
-
 class Launched(NamedTuple):
     """A launch, and the kernel that Triton compiled or found for it."""
 
@@ -213,8 +196,23 @@ class Launched(NamedTuple):
     compiled: Any
 
 
+@dataclass
+class Recorded:
+    """The work of operations inside of `recording`.
+
+    Attributes:
+        starts: Whether kernels start. Otherwise `compiled` of each launch is None.
+        launches: All launches, in order.
+        allocations: The results of `allocate`, in order.
+    """
+
+    starts: bool
+    launches: list[Launched] = field(default_factory=list)
+    allocations: list[torch.Tensor] = field(default_factory=list)
+
+
 class _Recorder(threading.local):
-    launches: list[Launched] | None = None
+    recorded: Recorded | None = None
 
 
 _recorder = _Recorder()
@@ -225,17 +223,29 @@ _OPTIONS = {"enable_fp_fusion": True}
 
 
 @contextmanager
-def recording() -> Iterator[list[Launched]]:
-    """Return a list to which the launches of this thread inside the `with` block are added.
+def recording(*, starts: bool = True) -> Iterator[Recorded]:
+    """Return a record of this thread's launches inside of the `with` block, none of them replayed.
 
-    Those of calls that are replayed are not.
+    With `starts=False` they start nothing.
     """
-    launches: list[Launched] = []
-    before, _recorder.launches = _recorder.launches, launches
+    before, _recorder.recorded = _recorder.recorded, Recorded(starts)
     try:
-        yield launches
+        yield _recorder.recorded
     finally:
-        _recorder.launches = before
+        _recorder.recorded = before
+
+
+def is_recording() -> bool:
+    """Return whether this thread is inside of `recording`."""
+    return _recorder.recorded is not None
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for launches to write. Calls that are replayed allocate nowhere else."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if _recorder.recorded is not None:
+        _recorder.recorded.allocations.append(made)
+    return made
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -248,9 +258,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if 0 in grid:
         return
-    constants = _OPTIONS | constants
-    if _compile is not None:
-        _compile(kernel, grid, args, constants)
+    constants, recorded = _OPTIONS | constants, _recorder.recorded
+    if recorded is not None and not recorded.starts:
+        recorded.launches.append(Launched(kernel, grid, args, constants, None))
         return
     # Triton starts kernels on the current device, which in a model spread over several GPUs is
     # another one for most layers.
@@ -269,5 +279,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             f"builds a launcher for each kernel, got {error}; install them (gcc, python3-dev), or "
             "pass backend='torch', which is slower"
         ) from error
-    if _recorder.launches is not None:
-        _recorder.launches.append(Launched(kernel, grid, args, constants, compiled))
+    if recorded is not None:
+        recorded.launches.append(Launched(kernel, grid, args, constants, compiled))

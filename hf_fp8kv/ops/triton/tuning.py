@@ -5,10 +5,9 @@ compiling for each target (`make kernels`): no spills, and registers and shared 
 room for `expected_programs` programs of the decode kernel on one processor.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from .target import Target
 
@@ -186,12 +185,10 @@ _DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (
 _EXTEND_FLOAT32: _ExtendTable = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _NONE: _Table = {}
 
-_overrides: dict[str, Any] = {}
 
-
-def plan_config() -> PlanConfig:
+def plan_config(target: Target) -> PlanConfig:
     """Return how sequences are split."""
-    return _apply_overrides(PlanConfig())
+    return _replace(PlanConfig(), target)
 
 
 def family_of(target: Target) -> Family:
@@ -199,30 +196,27 @@ def family_of(target: Target) -> Family:
     return next(x for name, x in _FAMILIES.items() if target.name.startswith(name))
 
 
-def expected_programs(target: Target, rows: int = 1) -> int:
+def expected_programs(
+    target: Target, rows: int = 1, config: LaunchConfig | None = None, *, latent: bool = False
+) -> int:
     """Return how many programs of the decode kernel one processor should hold.
 
-    `rows`: query rows per KV head. Up to FEW_ROWS launch parameters are chosen for it, for any
-    heads and format; with more it is a guess.
+    Args:
+        target: the GPU.
+        rows: query rows per KV head. Up to FEW_ROWS launch parameters are chosen for the number, of
+            any heads up to 256 and any format.
+        config: other launch parameters, of more rows or for other products. The number is a guess.
+        latent: whether what is read are latents.
     """
-    takes = family_of(target).takes
-    known = [most for most in takes if rows <= most]
-    if known:
-        return _overridden_programs() or max(1, target.fit(*takes[min(known)]))
-    config = decode_config(target, Workload(128, rows, False, False, False))
-    return guessed_programs(target, config)
-
-
-def guessed_programs(target: Target, config: LaunchConfig, *, latent: bool = False) -> int:
-    """Return how many programs with these launch parameters one processor holds, about."""
     family = family_of(target)
-    most, shared = family.guess_large if latent or config.rows > 32 else family.guess
-    fit = target.fit(config.registers or most, config.warps, shared)
-    return _overridden_programs() or max(1, fit)
-
-
-def _overridden_programs() -> int:
-    return int(_overrides.get("programs", 0))
+    if config is None and rows > FEW_ROWS:
+        config = decode_config(target, Workload(128, rows, False, False, False))
+    if config is None:
+        takes = family.takes[min(most for most in family.takes if rows <= most)]
+    else:
+        most, shared = family.guess_large if latent or config.rows > 32 else family.guess
+        takes = config.registers or most, config.warps, shared
+    return int(target.parameters.get("programs") or max(1, target.fit(*takes)))
 
 
 def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
@@ -259,7 +253,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
     family = family_of(target)
     if workload.latent:
-        return _latent_config(family, workload)
+        return _latent_config(target, workload)
     width, rows, exact, wide, biased, complete, *_ = workload
     few = min((most for most in (*family.takes, 32) if rows <= most), default=64)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
@@ -277,9 +271,8 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     # Half of the others' tiles; what a complete mask or a bias says of each query and token, in a
     # tile as large, would spill.
     masked_tile = 16 if complete or biased else max(16, tile // 2)
-    return _apply_overrides(
-        LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped)
-    )
+    config = LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped)
+    return _replace(config, target)
 
 
 def extend_config(target: Target, workload: Workload, *, widened: bool = False) -> LaunchConfig:
@@ -289,7 +282,7 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
     """
     family = family_of(target)
     if workload.latent:
-        return _latent_config(family, workload)
+        return _latent_config(target, workload)
     table = _EXTEND_FLOAT32 if workload.exact else family.extend
     rows, tile, warps, stages = _look_up(table, workload.width)
     if workload.wide and not workload.exact and workload.width > family.wide:
@@ -299,11 +292,12 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
     if family.limits and workload.complete and not workload.exact:
         config = replace(config, registers=_MANY_REGISTERS)
-    return _apply_overrides(config)
+    return _replace(config, target)
 
 
-def _latent_config(family: Family, workload: Workload) -> LaunchConfig:
+def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of either kernel, of latents."""
+    family = family_of(target)
     rows, tile, warps, stages = 16, 32, family.latent, family.latent_stages
     in_chunks = family.latent_moved and workload.moved
     is_masked, swapped = workload.complete or workload.biased, False
@@ -319,34 +313,10 @@ def _latent_config(family: Family, workload: Workload) -> LaunchConfig:
             warps, in_chunks = family.latent_rotated, True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
     config = LaunchConfig(rows, tile, warps, stages, swapped=swapped, chunks=chunks)
-    config = _apply_overrides(config)
+    config = _replace(config, target)
     return replace(config, swapped=config.swapped and config.chunks == 1)
 
 
-def overrides() -> Mapping[str, Any]:
-    """Return what `override` replaces; another object as soon as it replaces something else."""
-    return _overrides
-
-
-def _apply_overrides(config: _Config) -> _Config:
-    chosen = {name: value for name, value in _overrides.items() if hasattr(config, name)}
+def _replace(config: _Config, target: Target) -> _Config:
+    chosen = {name: x for name, x in target.parameters.items() if hasattr(config, name)}
     return replace(config, **chosen) if chosen else config
-
-
-@contextmanager
-def override(**parameters: Any) -> Iterator[None]:
-    """Replace attributes of `LaunchConfig` and `PlanConfig` inside the `with` block.
-
-    For experiments. `programs` replaces the results of `expected_programs` and
-    `guessed_programs`.
-    """
-    global _overrides
-    fields = {*LaunchConfig.__dataclass_fields__, *PlanConfig.__dataclass_fields__}
-    unknown = parameters.keys() - {"programs", *fields}
-    if unknown:
-        raise TypeError(f"expected launch parameters, got {sorted(unknown)}")
-    before, _overrides = _overrides, {**_overrides, **parameters}
-    try:
-        yield
-    finally:
-        _overrides = before

@@ -1,27 +1,25 @@
 """Storing new tokens: center, rotate, scale, encode and scatter K and V in one launch."""
 
-import functools
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..pages import Pages, StoredSide
-from .arguments import pointers_to
+from ...formats import FORMATS
+from ..pages import Pages
+from .arguments import pointers_to, side_for
 from .encoder import (
     SEARCH_STEPS,
-    Encoder,
     encode,
-    encoder_for,
     search_scale,
     search_scale_at_once,
     smallest_scale,
     to_bfloat16,
 )
 from .places import find_place, in_page
-from .rotation import block_of, lay_out_like, rotate
-from .target import launch, next_power_of_2, target_of
+from .rotation import lay_out_like, rotate
+from .target import launch, target_of
 from .tuning import SINGLE_TOKENS
 
 # Positions that a program stores at once where there are more. A page holds a whole number of such
@@ -35,68 +33,45 @@ WARPS = (4, 16)
 UNLIMITED = 2**31 - 1
 
 
-# Compared by identity, since a launch looks its kernel up by its constants.
-@dataclass(frozen=True, eq=False)
-class Side:
-    """How kernels write or gather one side of pages, a constexpr parameter.
-
-    Attributes:
-        dim: The head size.
-        width: The head size, padded to a power of two.
-        block: Channels that a rotation mixes, or 1.
-        encoder: The format, or None for numbers that are stored as they are.
-    """
-
-    dim: int
-    width: int
-    block: int
-    encoder: Encoder | None
-
-
-_new_side = functools.cache(Side)
-
-
-def side_for(stored: StoredSide) -> Side:
-    """Return the constexpr parameter for a side; equal ones are the same object."""
-    dim = stored.head_dim
-    return _new_side(dim, next_power_of_2(dim), block_of(stored), encoder_for(stored.format))
-
-
 def write(
     pages: Pages,
     key: torch.Tensor,
     value: torch.Tensor,
     lengths: torch.Tensor,
-    limit: int | None = None,
+    limit: int = UNLIMITED,
 ) -> None:
     """Store what `reference.write` stores for the same arguments, to the bit.
 
-    A token without a page, or at a position from
-    `limit` on, is not stored.
+    A token without a page, or at a position from `limit` on, is not stored.
     """
     batch, heads, tokens, _ = key.shape
     k_side, v_side = side_for(pages.k), side_for(pages.v)
     tile = 1 if tokens <= SINGLE_TOKENS else tile_size(pages.page_size)
     # Tiles begin at multiples of their size, wherever a sequence ends.
     tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
-    options = limit_registers(pages.table.device, pages.k.rotated or pages.v.rotated)
+    options = launch_options(
+        pages.table.device, max(k_side.width, v_side.width),
+        rotated=pages.k.rotated or pages.v.rotated,
+    )  # fmt: skip
     launch(
         _write, (tiles, 2 * heads, batch), key, value, lengths, pages.table,
         pointers_to(pages, "k"), pointers_to(pages, "v"), pages.token_scales, tokens,
-        UNLIMITED if limit is None else limit, pages.table.shape[1], pages.table.stride(0),
-        key.stride(), value.stride(),
-        K=k_side, V=v_side, HEADS=heads, PAGE=pages.page_size, TILE=tile,
-        num_warps=num_warps(max(k_side.width, v_side.width)), enable_fp_fusion=False, **options,
+        limit, pages.table.shape[1], pages.table.stride(0), key.stride(), value.stride(),
+        K=k_side, V=v_side, K_FORMAT=FORMATS.get(pages.k.format),
+        V_FORMAT=FORMATS.get(pages.v.format), HEADS=heads, PAGE=pages.page_size, TILE=tile,
+        **options,
     )  # fmt: skip
 
 
-def limit_registers(device: torch.device, rotated: bool) -> dict[str, int]:
-    """Return the launch options that a rotation needs.
+def launch_options(device: torch.device, width: int, *, rotated: bool) -> dict[str, Any]:
+    """Return the options of a launch that stores or gathers heads padded to `width`.
 
-    Without a limit ptxas spills before it takes as many registers as any number of warps has room
-    for, on sm_100 and sm_120.
+    Products are not fused with sums, see encoder.py. Without a limit of registers for a rotation,
+    ptxas spills before it takes as many as any number of warps has room for, on sm_100 and sm_120.
     """
-    return {"maxnreg": 128} if rotated and target_of(device).is_nvidia else {}
+    warps = min(max(width // CHANNELS_PER_WARP, WARPS[0]), WARPS[1])
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return options | ({"maxnreg": 128} if rotated and target_of(device).is_nvidia else {})
 
 
 def tile_size(page_size: int) -> int:
@@ -105,16 +80,11 @@ def tile_size(page_size: int) -> int:
     return divisor if divisor >= MIN_TILE else TILE
 
 
-def num_warps(width: int) -> int:
-    """Return the warps of a program, for a head size padded to `width`."""
-    return min(max(width // CHANNELS_PER_WARP, WARPS[0]), WARPS[1])
-
-
 @triton.jit(do_not_specialize=["tokens", "limit", "columns", "table_b"])
 def _write(
     key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, scales_ptr, tokens, limit, columns, table_b,
-    key_strides, value_strides, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr,
+    key_strides, value_strides, K: tl.constexpr, V: tl.constexpr, K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens. The grid is tiles of positions, KV heads (K's, then V's), and sequences.
 
@@ -125,6 +95,7 @@ def _write(
         k, v: pointers, see `SidePointers`; scales_ptr: see `Pages.token_scales`.
         tokens, limit: T, and the most tokens that a sequence may hold.
         K, V: See `Side`.
+        K_FORMAT, V_FORMAT: The formats, or None for numbers that are stored as they are.
     """
     h = tl.program_id(1) % HEADS
     b = tl.program_id(2)
@@ -139,26 +110,26 @@ def _write(
             center_ptr += (b.to(tl.int64) * HEADS + h) * K.dim
         write_side(
             k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens,
-            limit, columns, K, PAGE, TILE, TRANSPOSED=False,
+            limit, columns, K, K_FORMAT, PAGE, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         v_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         write_side(
             v_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit,
-            columns, V, PAGE, TILE, TRANSPOSED=True,
+            columns, V, V_FORMAT, PAGE, TILE, TRANSPOSED=True,
         )  # fmt: skip
 
 
 @triton.jit
 def write_side(
     x_ptr, strides, side, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit,
-    columns, SIDE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    columns, SIDE: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of one head's K, or V (TRANSPOSED)."""
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
     BLOCK: tl.constexpr = SIDE.block
-    ENCODER: tl.constexpr = SIDE.encoder
     start = tile * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
@@ -184,29 +155,29 @@ def write_side(
     place = find_place(side, tl.maximum(page, 0))
     codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
 
-    if ENCODER is None:
+    if FORMAT is None:
         codes = tl.load(x_ptrs, mask=given, other=0.0).to(side.codes.dtype.element_ty)
     elif side.static_scale is not None:
         x = rotate(_load_centered(x_ptrs, given, center_ptr, d, DIM), BLOCK)
         scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
-        codes = encode(x * tl.div_rn(1.0, scale)[None, :], ENCODER)
+        codes = encode(x * tl.div_rn(1.0, scale)[None, :], FORMAT)
     else:
         x = rotate(_load_centered(x_ptrs, given, center_ptr, d, DIM), BLOCK)
         if TRANSPOSED:
-            scale = smallest_scale(x, ENCODER)
+            scale = smallest_scale(x, FORMAT)
         elif TILE == 1:
             # Read once for each scale that is tried, so that every thread has numbers to try.
             again = tl.zeros([SEARCH_STEPS, 1], tl.int32)
             copies = _load_centered(x_ptrs + again, given & (again == 0), center_ptr, d, DIM)
             if BLOCK > 1:
                 copies = lay_out_like(tl.broadcast_to(x, [SEARCH_STEPS, WIDTH]), copies)
-            scale = search_scale_at_once(copies, ENCODER)
+            scale = search_scale_at_once(copies, FORMAT)
         else:
-            scale = search_scale(x, ENCODER)
+            scale = search_scale(x, FORMAT)
         scale_ptrs = in_page(scales_ptr, place, h, PAGE * 2)
         scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
-        codes = encode(x * tl.div_rn(1.0, scale)[:, None], ENCODER)
+        codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
 
     if not TRANSPOSED:
         code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]

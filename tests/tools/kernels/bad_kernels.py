@@ -5,12 +5,12 @@ The kernels resemble the decode kernel. "good" breaks no rule. Other cases chang
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from hf_fp8kv.ops.triton import tuning
 from hf_fp8kv.ops.triton.target import Target
 
 from .check import Row, compile_variants, make_row, set_target
@@ -80,6 +80,5 @@ def compile_bad(name: str) -> Iterator[Row]:
     q, table = torch.zeros(16, 128, dtype=torch.float16), torch.zeros(64, dtype=torch.int32)
     arguments = (q, pool, pool, table, torch.zeros(16, 128), stride, 63)
     compiled = _decode.warmup(*arguments, grid=(1,), **constants)
-    with tuning.override(programs=3):
-        variant = Variant("decode", main=True)
-        yield make_row(Target.parse("sm_90"), variant, "_decode", compiled, constants)
+    target = replace(Target.parse("sm_90"), parameters={"programs": 3})
+    yield make_row(target, Variant("decode", main=True), "_decode", compiled, constants)

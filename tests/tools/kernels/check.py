@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hf_fp8kv.ops.triton.codec import AS_IS
-from hf_fp8kv.ops.triton.target import Target, assuming, compiling
+from hf_fp8kv.ops.triton.target import Target, assuming, recording
 
 from .assembly import read_assembly
 from .rules import find_violations
@@ -82,13 +82,11 @@ def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
     set_target(name)
     target = Target.parse(name)
     seen: set[str] = set()
-    launches: list[tuple[Any, ...]] = []
     for variant in chosen:
-        launches.clear()
         try:
-            with assuming(target), compiling(lambda *launch: launches.append(launch)):
+            with assuming(target), recording(starts=False) as recorded:
                 call_variant(variant)
-            for kernel, grid, args, constants in launches:
+            for kernel, grid, args, constants, _ in recorded.launches:
                 compiled = kernel.warmup(*args, grid=grid, **constants)
                 if compiled.hash not in seen:
                     seen.add(compiled.hash)

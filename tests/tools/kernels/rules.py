@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.ops.triton.target import RESOURCES, Target
+from hf_fp8kv.ops.triton.target import CHIPS, Target
 from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, expected_programs, family_of
 
 from .assembly import Assembly
@@ -11,7 +11,7 @@ from .variants import Variant
 
 # Bytes of shared memory that one program may have. NVIDIA reserves one KiB.
 TARGETS = {
-    name: has.shared - (1024 if name.startswith("sm_") else 0) for name, has in RESOURCES.items()
+    name: has.shared - (1024 if name.startswith("sm_") else 0) for name, (_, has) in CHIPS.items()
 }
 # Newer versions of ptxas keep a few values outside the main loop that are used after it.
 SPILLS_OUTSIDE = 8
