@@ -75,9 +75,6 @@ def application(
             "model: expected one that hf_fp8kv.serving.enable() was called on, got another "
             f"{type(model).__name__}; call it first"
         )
-    for name, value in (("max_waiting", max_waiting), ("max_body", max_body)):
-        if value < 1:
-            raise ConfigError(f"{name}: expected an integer of at least 1, got {value}")
     own_name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return Application(
         ServedModel(

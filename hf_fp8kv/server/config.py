@@ -42,8 +42,10 @@ class ServerConfig:
                 f"--host {host}: expected an access token, since other machines can reach it, got "
                 f"none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
-        if others.get("max_body", 1) < 1:
-            raise ConfigError("--max-body: expected one byte or more, got 0")
+        for name in ("max_waiting", "max_body"):
+            if (value := others.get(name, 1)) < 1:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option}: expected at least 1, got {value}")
         local_host = None if key else host
         return cls(api_key=key or None, local_host=local_host, **others)  # type: ignore[arg-type]
 

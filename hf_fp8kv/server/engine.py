@@ -135,11 +135,6 @@ class Engine:
         manager = self._manager
         return manager is not None and manager.is_running() and self.failure is None
 
-    def check(self) -> None:
-        """Raise APIError unless the engine takes requests."""
-        if not self.is_alive():
-            raise APIError(503, self.failure or STOPPING, code="stopping")
-
     def usage(self) -> Usage | None:
         """Return what the pages hold."""
         return usage(self.model) if self.is_alive() else None
@@ -161,7 +156,8 @@ class Engine:
         Raises:
             APIError: The engine does not take the request, or cannot finish it.
         """
-        self.check()
+        if not self.is_alive():
+            raise APIError(503, self.failure or STOPPING, code="stopping")
         manager, name, seen, ended = self._manager, uuid.uuid4().hex, 0, False
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         # First: an output without a handler is lost.

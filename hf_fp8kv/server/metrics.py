@@ -30,10 +30,6 @@ class Metrics(Collector):
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: names are not checked when this is registered, before the engine runs."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Return counters and gauges."""
         engine, used = self._engine, self._engine.usage()

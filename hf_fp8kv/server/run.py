@@ -13,16 +13,14 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.utils import logging as transformers_logging
 
 from .. import serving
 from ..errors import ConfigError, EngineError
 from .app import Application
-from .config import KEY_VARIABLE, ServerConfig, listen
+from .config import ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
-from .errors import APIError
 from .model import ServedModel
 from .options import LOADING_OPTIONS, batching_config, template_arguments
 
@@ -125,29 +123,6 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
         ) from error
 
 
-class _HostCheck:
-    """Rejects a `Host` that does not name this machine, if no token is required.
-
-    A web page can rebind its own name to this machine. What is mounted accepts any name.
-    """
-
-    def __init__(self, app: Application) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = {name.lower(): value for name, value in scope["headers"]}
-            host = headers.get(b"host", b"localhost").decode("latin-1")
-            if not self._app.config.accepts_host(host):
-                expected = "a name of this machine, such as localhost, without an access token"
-                text = (
-                    f"host: expected {expected}, got {host!r:.100}; set {KEY_VARIABLE} for others"
-                )
-                await APIError(421, text, code="wrong_host").response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 def _is_logged(record: logging.LogRecord) -> bool:
     """Return whether uvicorn logs an access. Anyone may request /health at any rate."""
     return str(record.args[2]).partition("?")[0] != "/health"  # type: ignore[index]
@@ -164,7 +139,7 @@ class _Server(uvicorn.Server):
     def __init__(self, app: Application, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                _HostCheck(app),
+                app,
                 http=limit_connections(
                     max_connections(), app.config.head_seconds, app.config.client_seconds
                 ),

@@ -48,12 +48,6 @@ class TokenDecoder:
         return str(self._tokenizer.decode(self._open, skip_special_tokens=self._skip))
 
 
-def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Return where the first stop string begins; None: the text has none."""
-    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
-    return min(starts, default=None)
-
-
 class AnswerText:
     """The parts of one answer, as its tokens come.
 
@@ -78,17 +72,12 @@ class AnswerText:
         parser: Any = None,
         forced: str | None = None,
     ) -> None:
-        self._stops, self._hidden, self._min_tokens = stops, hidden, min_tokens
+        self.stops, self._hidden, self._min_tokens = stops, hidden, min_tokens
         self._forced, self._parser = forced, None if forced is not None else parser
         self._decoder = TokenDecoder(tokenizer, skip_special=self._parser is None)
         self._kept = ""
         self.tokens, self.stopped, self.calls = 0, False, 0
         self._first = [] if self._parser is None else self._parts(self._parser.initial_events)
-
-    @property
-    def can_stop(self) -> bool:
-        """Whether the answer has stop strings."""
-        return bool(self._stops)
 
     def put(self, tokens: Iterable[int]) -> list[Part]:
         """Return the parts that new tokens complete."""
@@ -118,17 +107,17 @@ class AnswerText:
 
     def _add(self, text: str) -> list[Part]:
         self._kept += text
-        stop = find_stop(self._kept, self._stops) if self.tokens > self._min_tokens else None
-        if stop is None:
+        starts = [start for stop in self.stops if (start := self._kept.find(stop)) >= 0]
+        if not starts or self.tokens <= self._min_tokens:
             return self._release(len(self._kept) - self._pending())
-        self._kept, self.stopped = self._kept[:stop], True
-        return self._release(stop)
+        self._kept, self.stopped = self._kept[: min(starts)], True
+        return self._release(min(starts))
 
     def _pending(self) -> int:
         """Return how many of the last characters may begin a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
+        longest = max(map(len, self.stops), default=1) - 1
         for length in range(min(longest, len(self._kept)), 0, -1):
-            if any(stop.startswith(self._kept[-length:]) for stop in self._stops):
+            if any(stop.startswith(self._kept[-length:]) for stop in self.stops):
                 return length
         return 0
 
