@@ -16,7 +16,6 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION
-from ..ops import Pages
 from .config import ServingConfig
 from .engines import StockCache
 from .engines.common import EngineCache, sizes
@@ -128,23 +127,15 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         windows = check_kinds(config)
         kinds = list(dict.fromkeys(windows))
         self.kinds = [LayerKind(window, _SLOTS) for window in kinds]
-        self._kind_index = [kinds.index(window) for window in windows]
-        self._pages: dict[int, Pages] = {}
-        self._device = model.device
+        self._kind_of = {layer: kinds.index(window) for layer, window in enumerate(windows)}
+        size = len(LENGTHS) * self.page_layout.bytes_per_page
+        self._pages = {
+            layer: self.page_layout.carve(torch.zeros(size, dtype=torch.uint8, device=model.device))
+            for layer in self._kind_of
+        }
 
     def begin(self, starts: list[int], counts: list[int]) -> None:
         """Record the tokens of each text in the next step."""
         batch = object()
         for page, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.record(batch, start, count, [[page]] * len(self.kinds))
-
-    def kind_index(self, layer: int) -> int:
-        return self._kind_index[layer]
-
-    def layer_pages(self, layer: int) -> Pages:
-        """Return the pages of a layer, made when they are first needed."""
-        if layer not in self._pages:
-            size = len(LENGTHS) * self.page_layout.bytes_per_page
-            memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            self._pages[layer] = self.page_layout.carve(memory)
-        return self._pages[layer]
