@@ -80,9 +80,14 @@ def application(
         ServedModel(
             model, tokenizer, own_name, served_name=served_name, arguments=chat_template_kwargs
         ),
-        ServerConfig.parse(None, api_key, max_waiting=max_waiting, max_body=max_body),
-        batching=batching_config({}, model.device.type) if batching is None else batching,
-        seed=seed,
-        max_model_tokens=max_model_len,
-        cors=cors,
+        ServerConfig.parse(
+            None,
+            api_key,
+            max_waiting=max_waiting,
+            max_body=max_body,
+            max_model_tokens=max_model_len,
+            seed=seed,
+            cors=cors,
+        ),
+        batching_config({}, model.device.type) if batching is None else batching,
     )

@@ -1,6 +1,7 @@
 """Answers in OpenAI's format: chats and completions, whole and streamed."""
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
@@ -197,10 +198,7 @@ class _Scores:
         if chat:
             return {"content": [self._chat_entry(one) for one in found], "refusal": None}
         texts = [self._texts(one if isinstance(one, int) else one.token) for one in found]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
             "token_logprobs": [None if isinstance(one, int) else one.logprob for one in found],

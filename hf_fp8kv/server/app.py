@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -28,7 +27,6 @@ from .choices import Choice, Maker, Visit
 from .config import KEY_VARIABLE, ServerConfig
 from .engine import Engine
 from .errors import INTERNAL, STOPPING, APIError
-from .latencies import Latencies
 from .metrics import Metrics
 from .model import ServedModel
 from .responses import ResponseAnswer
@@ -64,25 +62,12 @@ class Application:
         served: The model.
         config: Access and limits.
         batching: A ContinuousBatchingConfig.
-        seed: See `Maker`.
-        max_model_tokens: See `Engine`.
-        cors: Whether pages of other origins may read answers.
     """
 
-    def __init__(
-        self,
-        served: ServedModel,
-        config: ServerConfig,
-        *,
-        batching: Any,
-        seed: int | None = None,
-        max_model_tokens: int | None = None,
-        cors: bool = False,
-    ) -> None:
-        self.served, self.config = served, config
+    def __init__(self, served: ServedModel, config: ServerConfig, batching: Any) -> None:
+        self.served, self.config, self._batching = served, config, batching
         self.engine: Engine | None = None  # while it is started
         self.stopping = False
-        self._batching, self._seed, self._max_model_tokens = batching, seed, max_model_tokens
         self._key = None if config.api_key is None else _digest(config.api_key.encode())
         self._lock = threading.Lock()
         self._held = 0  # bytes of bodies, see `_BODIES`
@@ -93,7 +78,7 @@ class Application:
         self._prompts = ThreadPoolExecutor(2, "hf_fp8kv prompts")
         self._api = self._build()
         self._asgi: Any = self._guard
-        if cors:
+        if config.cors:
             self._asgi = CORSMiddleware(
                 self._guard, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
             )
@@ -109,16 +94,15 @@ class Application:
         with self._lock:
             if self.engine is not None:
                 return
-            registry = CollectorRegistry()
-            latencies = Latencies(self.served.names[-1], registry)
-            engine = Engine(self.served.model, self._batching, latencies, self._max_model_tokens)
+            metrics, longest = Metrics(self.served.names[-1]), self.config.max_model_tokens
+            engine = Engine(self.served.model, self._batching, metrics, longest)
             try:
                 engine.start()
             except BaseException:
                 engine.stop()
                 raise
-            self.metrics = Metrics(engine, registry)
-            self._maker = Maker(self.served, engine, self._seed)
+            metrics.engine, self.metrics = engine, metrics
+            self._maker = Maker(self.served, engine, self.config.seed)
             self.stopping, self.engine = False, engine
 
     def stop(self) -> None:
@@ -327,29 +311,27 @@ class Application:
         add("/version", self._version, "GET")
         return api
 
-    async def _list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self.served.describe()]})
+    async def _list_models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self.served.describe()]}
 
-    async def _describe_model(self, request: Request) -> Response:
-        name = self.served.check_name(request.path_params["name"])
-        return JSONResponse(
-            {**self.served.describe(name), "max_model_len": self._started().max_tokens}
-        )
+    async def _describe_model(self, name: str) -> dict[str, Any]:
+        described = self.served.describe(self.served.check_name(name))
+        return {**described, "max_model_len": self._started().max_tokens}
 
     async def _load_model(self, request: Request) -> Response:
         async with self._read(request, schemas.Body) as (_, name):
             event = format_event({"status": "ready", "model": name, "cached": True})
         return Response(event, media_type="text/event-stream")
 
-    async def _version(self, _: Request) -> Response:
+    async def _version(self) -> dict[str, str]:
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-        return JSONResponse({"version": versions["hf-fp8kv"], **versions})
+        return {"version": versions["hf-fp8kv"], **versions}
 
-    async def _show_metrics(self, _: Request) -> Response:
+    async def _show_metrics(self) -> Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self.metrics.format(), media_type=kind)
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self) -> Any:
         try:
             engine = self._started()
         except APIError as error:
@@ -357,9 +339,7 @@ class Application:
             content = {"status": "unhealthy", "reason": reason, **error.body()}
             return JSONResponse(content, error.status)
         active, waiting = engine.active(), self.metrics.waiting()
-        return JSONResponse(
-            {"status": "ok", "requests_active": active, "requests_waiting": waiting}
-        )
+        return {"status": "ok", "requests_active": active, "requests_waiting": waiting}
 
     async def _tokenize(self, request: Request) -> Response:
         async with self._read(request, schemas.TokenizeRequest) as (asked, _):
@@ -386,34 +366,36 @@ class Application:
             self.metrics.unfinished[visit] = 1
             held.callback(self.metrics.unfinished.pop, visit, None)
             choices = await _unless_gone(request, self._prepare(asked))
-            answer: Any
+            answer: Answers | ResponseAnswer
             if isinstance(asked, schemas.ResponseRequest):
                 answer = ResponseAnswer(asked, name, choices[0])
             else:
                 answer = Answers(asked, name, choices, self._texts)
+            found = visit.run(choices, streaming=asked.stream)
             if not asked.stream:
-                work = self._collect(visit, answer, choices)
-                return JSONResponse(await _unless_gone(request, work, choices))
-            return _Stream(request, _events(visit, answer, choices), choices, held.pop_all())
+                return JSONResponse(await _unless_gone(request, _collect(found, answer), choices))
+            return _Stream(request, _events(found, answer), choices, held.pop_all())
 
     async def _prepare(self, asked: schemas.Request) -> list[Choice]:
         long = sum(asked.lengths) > _LONG
         prompts = await _run(self._prompts if long else None, self.served.make_prompts, asked)
         return await self._maker.make(asked, prompts)
 
-    async def _collect(self, visit: Visit, answer: Any, choices: list[Choice]) -> Any:
-        parts: list[tuple[Choice, Part | None]] = []
-        async with contextlib.aclosing(visit.run(choices, streaming=False)) as found:
-            async for some in found:
-                parts += some
-        # Log probabilities are megabytes, and other clients would wait for them.
-        return await asyncio.to_thread(answer.whole, parts)
+
+_Found = AsyncGenerator[list[tuple[Choice, Part | None]], None]
 
 
-async def _events(visit: Visit, answer: Any, choices: list[Choice]) -> AsyncGenerator[str, None]:
+async def _collect(found: _Found, answer: Answers | ResponseAnswer) -> dict[str, Any]:
+    async with contextlib.aclosing(found):
+        parts = [part async for some in found for part in some]
+    # Log probabilities are megabytes, and other clients would wait for them.
+    return await asyncio.to_thread(answer.whole, parts)
+
+
+async def _events(found: _Found, answer: Answers | ResponseAnswer) -> AsyncGenerator[str, None]:
     """Yield the events of a streamed answer, of which an error may be the last."""
     try:
-        async with contextlib.aclosing(visit.run(choices, streaming=True)) as found:
+        async with contextlib.aclosing(found):
             async for event in answer.stream(found):
                 yield event
     except Exception as error:

@@ -45,12 +45,7 @@ class Choice:
 
 
 class Maker:
-    """Makes the answers that requests ask for.
-
-    Args:
-        seed: Makes answers to requests without a seed the same in each run that has the same
-            requests in the same order.
-    """
+    """Makes the answers that requests ask for; `seed` is the server's."""
 
     def __init__(self, served: ServedModel, engine: Engine, seed: int | None) -> None:
         self._served, self._engine = served, engine
@@ -292,7 +287,7 @@ class Visit:
                     self._put(choice, text.put(tokens))
                 if text.stopped:
                     break
-        self._engine.latencies.note_end(sequence)
+        self._metrics.note_end(sequence)
         if not choice.scores_only:
             self._put(choice, text.end())
         whole = sequence.guide is not None and sequence.guide.complete

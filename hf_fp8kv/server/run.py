@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -48,15 +49,13 @@ def serve(
     on_ready: Callable[[str], None],
     served_name: str | None = None,
     template: str | None = None,
-    max_model_tokens: int | None = None,
 ) -> None:
     """Serve a model until a signal ends it.
 
     SIGTERM or SIGINT: new requests get 503, running ones `config.grace` seconds; a second signal
     ends these at once. `name` is a folder or a hub id, `pages` the keywords of
     `hf_fp8kv.serving.enable`, `options` those of transformers' own command; `on_ready` gets the
-    address when requests are answered. `served_name` and `template`: see `ServedModel`;
-    `max_model_tokens`: see `Engine`.
+    address when requests are answered. `served_name` and `template`: see `ServedModel`.
 
     Raises:
         ConfigError: The model, its pages or the address are not available, or torchrun started
@@ -83,13 +82,9 @@ def serve(
             serving.enable(model, **pages), processor, name,
             served_name=served_name, template=template, arguments=template_arguments(options),
         )  # fmt: skip
-        app = Application(
-            served, config,
-            batching=batching_config(options, model.device.type),
-            seed=options.get("default_seed"),
-            max_model_tokens=max_model_tokens,
-            cors=bool(options.get("enable_cors", False)),
-        )  # fmt: skip
+        seed, cors = options.get("default_seed"), bool(options.get("enable_cors", False))
+        config = dataclasses.replace(config, seed=seed, cors=cors)
+        app = Application(served, config, batching_config(options, model.device.type))
         stack.callback(app.stop)
         app.start()  # before uvicorn: an error is one line then, and a signal ends the process
         engine = app.engine

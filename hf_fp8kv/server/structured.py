@@ -82,16 +82,12 @@ def _read_format(where: str, given: Any, inner: str) -> _Asked | None:
     if kind != "json_schema":
         _check_names(where, given, ("type",))
         return None if kind == "text" else _json(where, {"type": "object"})
-    names: tuple[str, ...] = ("name", "description", "schema", "strict")
     if inner:
         _check_names(where, given, ("type", inner))
         where, given = f"{where}.{inner}", given.get(inner)
-    else:
-        names = (*names, "type")
-    _check_names(where, given, names)
-    if not isinstance(given.get("schema"), dict):
-        raise _wrong(f"{where}.schema", "a JSON schema, which is an object")
-    return _json(f"{where}.schema", given["schema"])
+    more = () if inner else ("type",)
+    _check_names(where, given, ("name", "description", "schema", "strict", *more))
+    return _json(f"{where}.schema", given.get("schema"))
 
 
 def _read_structured_outputs(given: Any) -> _Asked | None:
@@ -110,8 +106,6 @@ def _read_structured_outputs(given: Any) -> _Asked | None:
         if isinstance(value, str):  # as other servers take it
             with contextlib.suppress(ValueError):
                 value = from_json(value, allow_inf_nan=False)
-        if not isinstance(value, dict):
-            raise _wrong(where, "a JSON schema, which is an object")
         return _json(where, value)
     if name == "regex":
         if not isinstance(value, str) or not value:
@@ -158,7 +152,9 @@ def _read_tools(request: Any) -> _Asked | None:
     return _limited(CHOICE, lark, make, *schemas.values())
 
 
-def _json(where: str, schema: dict[str, Any]) -> _Asked:
+def _json(where: str, schema: Any) -> _Asked:
+    if not isinstance(schema, dict):
+        raise _wrong(where, "a JSON schema, which is an object")
     options = {"whitespace_pattern": _WHITESPACE}
     text = json.dumps(schema, ensure_ascii=False)
     make = lambda matcher: str(matcher.grammar_from_json_schema(text, defaults=options))  # noqa: E731

@@ -23,31 +23,6 @@ class Part:
     call: tuple[str, str] | None = None  # name and arguments, as JSON
 
 
-class TokenDecoder:
-    """Turns tokens into text one by one; `tokenizer` is one of the package tokenizers."""
-
-    def __init__(self, tokenizer: Any, *, skip_special: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special
-        self._stream = DecodeStream([], skip_special_tokens=skip_special)
-        self._open: list[int] = []  # tokens whose text has not been returned
-
-    def step(self, token: int) -> str | None:
-        """Return the text that a token completes; None: a character is incomplete."""
-        self._open.append(token)
-        try:
-            text: str | None = self._stream.step(self._tokenizer, token)
-        except Exception:  # of bytes that are not UTF-8 the text changes with the next tokens
-            text = self._tokenizer.decode(self._open, skip_special_tokens=self._skip)
-            self._stream = DecodeStream([token], skip_special_tokens=self._skip)
-        if text is not None:
-            self._open.clear()
-        return text
-
-    def end(self) -> str:
-        """Return the text of tokens that complete no character."""
-        return str(self._tokenizer.decode(self._open, skip_special_tokens=self._skip))
-
-
 class AnswerText:
     """The parts of one answer, as its tokens come.
 
@@ -74,7 +49,9 @@ class AnswerText:
     ) -> None:
         self.stops, self._hidden, self._min_tokens = stops, hidden, min_tokens
         self._forced, self._parser = forced, None if forced is not None else parser
-        self._decoder = TokenDecoder(tokenizer, skip_special=self._parser is None)
+        self._tokenizer, self._skip = tokenizer, self._parser is None
+        self._stream = DecodeStream([], skip_special_tokens=self._skip)
+        self._open: list[int] = []  # tokens whose text has not been returned
         self._kept = ""
         self.tokens, self.stopped, self.calls = 0, False, 0
         self._first = [] if self._parser is None else self._parts(self._parser.initial_events)
@@ -87,14 +64,14 @@ class AnswerText:
                 break
             self.tokens += 1
             if token not in self._hidden:
-                parts += self._add(self._decoder.step(token) or "")
+                parts += self._add(self._decode(token))
         return parts
 
     def end(self) -> list[Part]:
         """Return the parts that are left when no more tokens come."""
         parts = [*self._first]
         if not self.stopped:
-            parts += self._add(self._decoder.end())
+            parts += self._add(self._decode_open())
             parts += self._release(len(self._kept))
         if self._forced is not None:
             parts += self._count(self._read_calls(self._forced))
@@ -104,6 +81,21 @@ class AnswerText:
             except (ValueError, RuntimeError) as error:
                 logger.warning("the end of an answer is not a whole part of a message: %s", error)
         return parts
+
+    def _decode(self, token: int) -> str:
+        """Return the text that a token completes."""
+        self._open.append(token)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token)
+        except Exception:  # of bytes that are not UTF-8 the text changes with the next tokens
+            text = self._decode_open()
+            self._stream = DecodeStream([token], skip_special_tokens=self._skip)
+        if text is not None:
+            self._open.clear()
+        return text or ""
+
+    def _decode_open(self) -> str:
+        return str(self._tokenizer.decode(self._open, skip_special_tokens=self._skip))
 
     def _add(self, text: str) -> list[Part]:
         self._kept += text

@@ -7,7 +7,6 @@ to, so that page `n` is the same bytes for every kind; a block starts at a multi
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -54,10 +53,6 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             heads = max(heads // helper.tp_size, 1)
         page_size = continuous_batching_config.page_size
         self.prefix_hits = self.prefix_tokens = 0
-        # Called for each request that found a prefix, with the number of tokens.
-        self.on_prefix: Callable[[str, int], None] = lambda *_: None
-        # Whether a request may find a prefix.
-        self.takes_prefix: Callable[[str], bool] = lambda _: True
         self.scheduler: weakref.ref[Any] | None = None  # the engine's, if it has one
         self._prepare(chosen, config, heads, page_size, dtype, device)
         allocators = {
@@ -111,15 +106,11 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Return the tokens of a prompt that are in the cache, as the engine does; count them."""
-        if not self.takes_prefix(request_id):
-            return 0
         if self._stored is not None:
             self._stored.fetch(request_id, prompt_ids)
         tokens = int(super().search_prefix_match(request_id, prompt_ids))
-        if tokens:
-            self.prefix_hits += 1
-            self.prefix_tokens += tokens
-            self.on_prefix(request_id, tokens)
+        self.prefix_hits += tokens > 0
+        self.prefix_tokens += tokens
         return tokens
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
