@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.switching import eval_mode, get_implementations, set_implementations
+from ..attention.switching import eval_mode, paged_attention
 from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import exact_states
-from ..modeling.model_support import ATTENTION
 from .config import ServingConfig
 from .engines import StockCache
 from .engines.common import EngineCache, sizes
@@ -57,11 +56,9 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
     name = type(model).__name__
     vocabulary = model.config.get_text_config().vocab_size
     ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
-    before = get_implementations(model)
     try:
-        with torch.no_grad(), eval_mode(model), exact_states():
-            # For both: the model's own may leave something out, such as sdpa a softcap.
-            model.set_attn_implementation(ATTENTION)
+        # One attention for both: the model's may leave something out, such as sdpa a softcap.
+        with torch.no_grad(), eval_mode(model), exact_states(), paged_attention(model):
             wanted = [
                 model(input_ids=text, use_cache=False).logits[0].float()
                 for text in ids.split(LENGTHS, 1)
@@ -75,8 +72,6 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
             f"expected a model that takes packed requests, got {name}, which fails with them: "
             f"{type(error).__name__}: {error}; use generate() with FP8PagedCache"
         ) from error
-    finally:
-        set_implementations(model, before)
     difference = _relative_error(torch.cat(packed), torch.cat(wanted))
     if not difference < TOLERANCES.get(model.dtype, TOLERANCE_16):
         raise ConfigError(
