@@ -18,7 +18,7 @@ _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class Metrics(Collector):
-    """Counts of a server and its `engine`; histograms have the label `model`."""
+    """Counts of a server and its `engine`. Histograms have `model` as their label."""
 
     engine: Any  # an Engine, once it is started
 

@@ -87,12 +87,15 @@ def unsupported(name: str, expected: str, value: Any) -> APIError:
 
 def walk(value: Any) -> Iterator[Any]:
     """Yield a JSON value and all values in its lists and objects."""
-    left = [value]
+    left = [iter([value])]  # nothing is copied: a list may have millions of values
     while left:
-        value = left.pop()
-        yield value
-        if isinstance(value, dict | list):
-            left.extend(value.values() if isinstance(value, dict) else value)
+        for value in left[-1]:
+            yield value
+            if isinstance(value, dict | list):
+                left.append(iter(value.values() if isinstance(value, dict) else value))
+                break
+        else:
+            left.pop()
 
 
 _INT64 = 2**63 - 1
