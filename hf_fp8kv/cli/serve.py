@@ -139,6 +139,7 @@ def serve(
         grace=grace,
         client_seconds=client_timeout,
         metrics_interval=metrics_interval,
+        max_model_tokens=max_model_len,
     )
     name = model or str(demo_model_path())
     from ..server.run import serve as run
@@ -154,7 +155,6 @@ def serve(
             on_ready=lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"),
             served_name=served_model_name,
             template=None if chat_template is None else chat_template.read_text("utf-8"),
-            max_model_tokens=max_model_len,
         )
 
 

@@ -75,17 +75,19 @@ def application(
             "model: expected one that hf_fp8kv.serving.enable() was called on, got another "
             f"{type(model).__name__}; call it first"
         )
-    for name, value in (("max_waiting", max_waiting), ("max_body", max_body)):
-        if value < 1:
-            raise ConfigError(f"{name}: expected an integer of at least 1, got {value}")
     own_name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return Application(
         ServedModel(
             model, tokenizer, own_name, served_name=served_name, arguments=chat_template_kwargs
         ),
-        ServerConfig.parse(None, api_key, max_waiting=max_waiting, max_body=max_body),
-        batching=batching_config({}, model.device.type) if batching is None else batching,
-        seed=seed,
-        max_model_tokens=max_model_len,
-        cors=cors,
+        ServerConfig.parse(
+            None,
+            api_key,
+            max_waiting=max_waiting,
+            max_body=max_body,
+            max_model_tokens=max_model_len,
+            seed=seed,
+            cors=cors,
+        ),
+        batching_config({}, model.device.type) if batching is None else batching,
     )

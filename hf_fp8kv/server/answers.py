@@ -1,6 +1,7 @@
 """Answers in OpenAI's format: chats and completions, whole and streamed."""
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
@@ -14,6 +15,8 @@ from .sampling import TokenLogprob
 from .schemas import ChatRequest, CompletionRequest
 from .text import Part
 
+# An end of an answer has None.
+Parts = Sequence[tuple[Choice, Part | None]]
 DONE = "data: [DONE]\n\n"
 
 
@@ -46,60 +49,94 @@ class Answers:
     """Writes the answers to one request; `name` is the model's, as the client gave it."""
 
     def __init__(
-        self, request: ChatRequest | CompletionRequest, name: str, texts: TokenTexts
+        self,
+        request: ChatRequest | CompletionRequest,
+        name: str,
+        choices: list[Choice],
+        texts: TokenTexts,
     ) -> None:
-        self._request, self._texts = request, texts
+        self._request, self._choices, self._texts = request, choices, texts
         self._chat = isinstance(request, ChatRequest)
         prefix, kind = "cmpl", "text_completion"
         if self._chat:
             prefix, kind = "chatcmpl", "chat.completion" + (".chunk" if request.stream else "")
         self._base: dict[str, Any] = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind}
         self._base |= {"created": int(time.time()), "model": name}
+        self._usage_last = bool(request.stream_options.include_usage)
+        self._message = "delta" if request.stream else "message"
         self._prefix, self._with_scores = f"call_{uuid.uuid4().hex}", request.scores[0] is not None
-        self._scores: list[_Scores] = []
+        self._scores = [_Scores(choice, texts, echo=request.echo) for choice in choices]
         self._begun = Counter[int]()  # calls that were written, of the choices that have begun
 
-    # -- one JSON object -------------------------------------------------------------------------
-
-    def whole(self, choices: list[Choice], parts: Iterable[tuple[Choice, Part]]) -> dict[str, Any]:
-        """Return the answer. With log probabilities this may take seconds."""
-        found: list[list[Part]] = [[] for _ in choices]
+    def whole(self, parts: Parts) -> dict[str, Any]:
+        """Return the answer of all parts. With log probabilities this may take seconds."""
+        written = [self._begin(choice) for choice in self._choices]
         for choice, part in parts:
-            found[choice.index].append(part)
-        written = [self._whole_choice(c, p) for c, p in zip(choices, found, strict=True)]
-        answer = {**self._base, "choices": written, "usage": count_usage(choices)}
-        if self._chat and self._request.scores[1] is not None:
-            answer["prompt_logprobs"] = _Scores(choices[0], self._texts).prompt()
+            _join(written[choice.index], self._write(choice, part))
+        answer = {**self._base, "choices": written, "usage": count_usage(self._choices)}
+        if self._request.prompt_logprobs is not None:
+            places = [answer] if self._chat else written
+            for scores, place in zip(self._scores, places, strict=False):
+                place["prompt_logprobs"] = scores.prompt()
         return answer
 
-    def _whole_choice(self, choice: Choice, parts: list[Part]) -> dict[str, Any]:
-        text = "".join(part.text for part in parts)
-        written: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
-        scores = _Scores(choice, self._texts, echo=self._request.echo)
+    async def stream(self, found: AsyncIterator[Parts]) -> AsyncIterator[str]:
+        """Yield the events of the answer."""
         if self._chat:
-            message: dict[str, Any] = {"role": "assistant", "content": text}
-            if thought := "".join(part.thought for part in parts):
-                message["reasoning_content"] = thought
-            calls = [part for part in parts if part.call is not None]
-            if calls:
-                message["tool_calls"] = [self._call(choice, i, p) for i, p in enumerate(calls)]
-            written["message"] = message
-        else:
-            written["text"] = self._echo(choice) + text
-            if self._request.scores[1] is not None and self._request.prompt_logprobs is not None:
-                written["prompt_logprobs"] = scores.prompt()
+            yield "".join(self._event(self._begin(choice)) for choice in self._choices)
+        async for parts in found:
+            if self._with_scores and self._request.echo:
+                # The first part has the scores of the prompt, for which other clients would wait.
+                yield await asyncio.to_thread(self._events, parts)
+            else:
+                yield self._events(parts)
+        if self._usage_last:
+            event = {**self._base, "choices": [], "usage": count_usage(self._choices)}
+            yield format_event(event)
+        yield DONE
+
+    def _events(self, parts: Parts) -> str:
+        """Return the events of parts; the end of a single answer may have its usage."""
+        alone = len(self._choices) == 1 and not self._usage_last
+        return "".join(
+            self._event(self._write(choice, part), usage=alone and part is None)
+            for choice, part in parts
+        )
+
+    def _event(self, written: dict[str, Any], *, usage: bool = False) -> str:
+        used = {"usage": count_usage(self._choices)} if usage else {}
+        return format_event({**self._base, "choices": [written], **used})
+
+    def _begin(self, choice: Choice) -> dict[str, Any]:
+        empty: Any = {self._message: {"role": "assistant", "content": ""}}
+        empty = empty if self._chat else {"text": ""}
+        return {"index": choice.index, "finish_reason": None, **empty}
+
+    def _write(self, choice: Choice, part: Part | None) -> dict[str, Any]:
+        """Return the fields of a part of an answer. None is its end."""
+        written: dict[str, Any] = {"index": choice.index}
+        written["finish_reason"] = choice.finish_reason if part is None else None
         if self._with_scores:
-            written["logprobs"] = scores.take(choice.tokens, chat=self._chat)
+            tokens = choice.tokens if part is None else part.tokens
+            written["logprobs"] = self._scores[choice.index].take(tokens, chat=self._chat)
+        if self._chat:
+            written[self._message] = self._delta(choice, part)
+        else:
+            said = "" if choice.index in self._begun else self._echo(choice)
+            written["text"] = said + (part.text if part else "")
+        self._begun[choice.index] += part is not None and part.call is not None
         return written
 
-    def _call(self, choice: Choice, number: int, part: Part) -> dict[str, Any]:
-        assert part.call is not None
-        name, arguments = part.call
-        return {
-            "id": f"{self._prefix}_{choice.index}_{number}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+    def _delta(self, choice: Choice, part: Part | None) -> dict[str, Any]:
+        if part is None:
+            return {}
+        if part.call is None:
+            return {"reasoning_content": part.thought} if part.thought else {"content": part.text}
+        (name, arguments), number = part.call, self._begun[choice.index]
+        place = {"index": number} if self._request.stream else {}
+        called = {"id": f"{self._prefix}_{choice.index}_{number}", "type": "function"}
+        function = {"name": name, "arguments": arguments}
+        return {"tool_calls": [{**place, **called, "function": function}]}
 
     def _echo(self, choice: Choice) -> str:
         if not self._request.echo:
@@ -108,64 +145,22 @@ class Answers:
         given = self._request.prompts[choice.index // self._request.n]
         return given if isinstance(given, str) else self._texts.decode(given)
 
-    # -- streams ---------------------------------------------------------------------------------
-
-    async def stream(
-        self, choices: list[Choice], found: AsyncIterator[list[tuple[Choice, Part | None]]]
-    ) -> AsyncIterator[str]:
-        """Yield the events of the answer."""
-        self._scores = [_Scores(c, self._texts, echo=self._request.echo) for c in choices]
-        usage = len(choices) == 1 and not self._request.include_usage
-        if self._chat:
-            role = {"role": "assistant", "content": ""}
-            yield "".join(self._event(choice, delta=role) for choice in choices)
-        async for parts in found:
-            if self._with_scores and self._request.echo:
-                # The first part has the scores of the prompt, for which other clients would wait.
-                yield await asyncio.to_thread(self._write, parts, usage)
-            else:
-                yield self._write(parts, usage)
-        if self._request.include_usage:
-            yield format_event({**self._base, "choices": [], "usage": count_usage(choices)})
-        yield DONE
-
-    def _write(self, parts: list[tuple[Choice, Part | None]], usage: bool) -> str:
-        """Return the events of parts; the last event of an answer may have its usage."""
-        events = []
-        for choice, part in parts:
-            more: dict[str, Any] = {}
-            if self._with_scores:
-                tokens = choice.tokens if part is None else part.tokens
-                more["logprobs"] = self._scores[choice.index].take(tokens, chat=self._chat)
-            if part is None:
-                more["finish_reason"] = choice.finish_reason
-                if usage:
-                    more["usage"] = count_usage([choice])
-            if self._chat:
-                more["delta"] = self._delta(choice, part)
-            else:
-                said = "" if choice.index in self._begun else self._echo(choice)
-                more["text"] = said + (part.text if part else "")
-            self._begun[choice.index] += part is not None and part.call is not None
-            events.append(self._event(choice, **more))
-        return "".join(events)
-
-    def _delta(self, choice: Choice, part: Part | None) -> dict[str, Any]:
-        if part is None:
-            return {}
-        if part.call is None:
-            return {"reasoning_content": part.thought} if part.thought else {"content": part.text}
-        number = self._begun[choice.index]
-        return {"tool_calls": [{"index": number, **self._call(choice, number, part)}]}
-
-    def _event(self, choice: Choice, usage: Any = None, **fields: Any) -> str:
-        written = {"index": choice.index, "finish_reason": None, **fields}
-        event = {**self._base, "choices": [written]}
-        return format_event(event if usage is None else event | {"usage": usage})
-
     def failed(self, error: APIError) -> str:
         """Return the events of an error in a stream."""
         return format_event(error.body()) + DONE
+
+
+def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add the fields of a part: texts and lists at the end, and objects by their fields."""
+    for name, value in part.items():
+        known = whole.get(name)
+        if isinstance(known, dict):
+            _join(known, value)
+        elif isinstance(known, str | list):
+            known += value
+            whole[name] = known
+        else:
+            whole[name] = value
 
 
 def count_usage(choices: Iterable[Choice]) -> dict[str, Any]:
@@ -203,10 +198,7 @@ class _Scores:
         if chat:
             return {"content": [self._chat_entry(one) for one in found], "refusal": None}
         texts = [self._texts(one if isinstance(one, int) else one.token) for one in found]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
             "token_logprobs": [None if isinstance(one, int) else one.logprob for one in found],

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -24,10 +24,9 @@ from ..errors import FP8KVError
 from . import schemas
 from .answers import Answers, TokenTexts, format_event
 from .choices import Choice, Maker, Visit
-from .config import ServerConfig
+from .config import KEY_VARIABLE, ServerConfig
 from .engine import Engine
 from .errors import INTERNAL, STOPPING, APIError
-from .latencies import Latencies
 from .metrics import Metrics
 from .model import ServedModel
 from .responses import ResponseAnswer
@@ -35,11 +34,10 @@ from .text import Part
 
 logger = logging.getLogger(__name__)
 
-_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _KINDS: dict[str, type[schemas.Request]] = {
-    _CHAT: schemas.ChatRequest,
-    _COMPLETIONS: schemas.CompletionRequest,
-    _RESPONSES: schemas.ResponseRequest,
+    "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/completions": schemas.CompletionRequest,
+    "/v1/responses": schemas.ResponseRequest,
 }
 _PACKAGES = ("hf-fp8kv", "transformers", "torch")
 _NOT_STARTED = (
@@ -64,25 +62,12 @@ class Application:
         served: The model.
         config: Access and limits.
         batching: A ContinuousBatchingConfig.
-        seed: See `Maker`.
-        max_model_tokens: See `Engine`.
-        cors: Whether pages of other origins may read answers.
     """
 
-    def __init__(
-        self,
-        served: ServedModel,
-        config: ServerConfig,
-        *,
-        batching: Any,
-        seed: int | None = None,
-        max_model_tokens: int | None = None,
-        cors: bool = False,
-    ) -> None:
-        self.served, self.config = served, config
+    def __init__(self, served: ServedModel, config: ServerConfig, batching: Any) -> None:
+        self.served, self.config, self._batching = served, config, batching
         self.engine: Engine | None = None  # while it is started
         self.stopping = False
-        self._batching, self._seed, self._max_model_tokens = batching, seed, max_model_tokens
         self._key = None if config.api_key is None else _digest(config.api_key.encode())
         self._lock = threading.Lock()
         self._held = 0  # bytes of bodies, see `_BODIES`
@@ -93,7 +78,7 @@ class Application:
         self._prompts = ThreadPoolExecutor(2, "hf_fp8kv prompts")
         self._api = self._build()
         self._asgi: Any = self._guard
-        if cors:
+        if config.cors:
             self._asgi = CORSMiddleware(
                 self._guard, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
             )
@@ -109,16 +94,15 @@ class Application:
         with self._lock:
             if self.engine is not None:
                 return
-            registry = CollectorRegistry()
-            latencies = Latencies(self.served.names[-1], registry)
-            engine = Engine(self.served.model, self._batching, latencies, self._max_model_tokens)
+            metrics, longest = Metrics(self.served.names[-1]), self.config.max_model_tokens
+            engine = Engine(self.served.model, self._batching, metrics, longest)
             try:
                 engine.start()
             except BaseException:
                 engine.stop()
                 raise
-            self.metrics = Metrics(engine, registry)
-            self._maker = Maker(self.served, engine, self._seed)
+            metrics.engine, self.metrics = engine, metrics
+            self._maker = Maker(self.served, engine, self.config.seed)
             self.stopping, self.engine = False, engine
 
     def stop(self) -> None:
@@ -192,17 +176,25 @@ class Application:
             await send(message)
 
         path = _path_of(scope)
-        gone = scope["hf_fp8kv.gone"] = []  # not empty if the client has left
         try:
             self._check_access(path, scope["method"], headers)
             await self._api(scope, receive, send_noted)
         except APIError as error:
             await error.response()(scope, receive, send_noted)
+        except ClientDisconnect:
+            status = _CLIENT_GONE
+        except Exception:  # `_explain` has logged it
+            pass
         finally:
             if scope["method"] == "POST" and path in _KINDS and self.engine is not None:
-                self.metrics.statuses[_CLIENT_GONE if gone else status] += 1
+                self.metrics.statuses[status] += 1
 
     def _check_access(self, path: str, method: str, headers: dict[bytes, bytes]) -> None:
+        host = headers.get(b"host", b"localhost").decode("latin-1")
+        if not self.config.accepts_host(host):
+            expected = "a name of this machine, such as localhost, without an access token"
+            text = f"host: expected {expected}, got {host!r:.100}; set {KEY_VARIABLE} for others"
+            raise APIError(421, text, code="wrong_host")
         if self._key is not None and not (path == "/health" and method in ("GET", "HEAD")):
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             # Digests have one length, so the comparison takes the same time for every token.
@@ -224,8 +216,8 @@ class Application:
             headers = {**_RETRY, "connection": "close"}
             raise APIError(503, STOPPING, code="stopping", headers=headers)
         if not engine.is_alive():
-            reason = engine.failure or "it ended"
-            raise APIError(503, f"the engine is not running: {reason}", code="engine_dead")
+            text = f"the engine is not running: {self.failure}"
+            raise APIError(503, text, code="engine_dead")
         return engine
 
     def _check_capacity(self) -> Engine:
@@ -255,9 +247,25 @@ class Application:
             raise APIError(415, f"content-type: expected application/json, got {media!r:.100}")
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
             raise _too_large(limit)
-        content, held = bytearray(), _Held()
+        seconds = min(self.config.body_seconds, self.config.client_seconds)
+        content, held = bytearray(), 0
         try:
-            await self._receive(request, content, held)
+            try:
+                async with asyncio.timeout(seconds):
+                    async for chunk in request.stream():
+                        content += chunk
+                        if len(content) > limit:
+                            raise _too_large(limit)
+                        counted = max(len(content) - _BUFFER, 0)
+                        self._held += counted - held
+                        held = counted
+                        if counted and self._held > _BODIES * limit:
+                            expected = f"at most {_BODIES * limit} bytes of all requests"
+                            text = f"expected {expected}; try again later"
+                            raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
+            except TimeoutError:
+                text = f"expected a body within {seconds:g} s"
+                raise APIError(408, text, headers={"connection": "close"}) from None
             if len(content) > _LONG:
                 found = await _run(self._bodies, self._check, kind, content)
             else:
@@ -265,34 +273,7 @@ class Application:
             del content
             yield found
         finally:
-            self._held -= held.bytes
-
-    async def _receive(self, request: Request, content: bytearray, held: "_Held") -> None:
-        """Add a body to `content`. Raises APIError if it takes too long or is too large."""
-        limit, seconds = self.config.max_body, self.config.body_seconds
-        seconds = min(seconds, self.config.client_seconds)
-        try:
-            async with asyncio.timeout(seconds):
-                more = True
-                while more:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        request.scope["hf_fp8kv.gone"].append(True)
-                        raise _ClientGoneError
-                    content += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(content) > limit:
-                        raise _too_large(limit)
-                    counted = max(len(content) - _BUFFER, 0)
-                    self._held += counted - held.bytes
-                    held.bytes = counted
-                    if counted and self._held > _BODIES * limit:
-                        expected = f"at most {_BODIES * limit} bytes of all requests"
-                        text = f"expected {expected}; try again later"
-                        raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
-        except TimeoutError:
-            text = f"expected a body within {seconds:g} s"
-            raise APIError(408, text, headers={"connection": "close"}) from None
+            self._held -= held
 
     def _check(self, kind: type[schemas.Body], content: bytearray) -> tuple[Any, str]:
         asked = schemas.validate(kind, schemas.parse_body(content))
@@ -305,26 +286,16 @@ class Application:
     # -- paths -----------------------------------------------------------------------------------
 
     def _build(self) -> FastAPI:
-        api = FastAPI(title="hf-fp8kv", version=importlib.metadata.version("hf-fp8kv"))
+        kinds: tuple[Any, ...] = (APIError, HTTPException, Exception)
+        api = FastAPI(
+            title="hf-fp8kv", version=importlib.metadata.version("hf-fp8kv"),
+            exception_handlers=dict.fromkeys(kinds, _explain),
+        )  # fmt: skip
 
         def add(path: str, answer: Callable[..., Any], *methods: str) -> None:
-            async def endpoint(request: Request) -> Response:
-                try:
-                    response: Response = await answer(request)
-                    return response
-                except APIError as error:
-                    return error.response()
-                except _ClientGoneError:
-                    return Response(status_code=_CLIENT_GONE)
-                except RecursionError:
-                    return APIError(400, "nested too deeply").response()
-                except Exception:
-                    logger.exception("%s %s", request.method, path)
-                    return APIError(500, INTERNAL).response()
-
             for method in methods:
                 api.add_api_route(
-                    path, endpoint, methods=[method], name=answer.__name__.strip("_"),
+                    path, answer, methods=[method], name=answer.__name__.strip("_"),
                     response_model=None, include_in_schema=method != "HEAD",
                 )  # fmt: skip
 
@@ -338,37 +309,29 @@ class Application:
         add("/health", self._health, "GET", "HEAD")
         add("/metrics", self._show_metrics, "GET", "HEAD")
         add("/version", self._version, "GET")
-
-        async def explain(request: Request, error: Any) -> Response:
-            text = f"{request.url.path}: {error.detail}"
-            return APIError(error.status_code, text, headers=dict(error.headers or {})).response()
-
-        api.add_exception_handler(HTTPException, explain)
         return api
 
-    async def _list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self.served.describe()]})
+    async def _list_models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self.served.describe()]}
 
-    async def _describe_model(self, request: Request) -> Response:
-        name = self.served.check_name(request.path_params["name"])
-        return JSONResponse(
-            {**self.served.describe(name), "max_model_len": self._started().max_tokens}
-        )
+    async def _describe_model(self, name: str) -> dict[str, Any]:
+        described = self.served.describe(self.served.check_name(name))
+        return {**described, "max_model_len": self._started().max_tokens}
 
     async def _load_model(self, request: Request) -> Response:
         async with self._read(request, schemas.Body) as (_, name):
             event = format_event({"status": "ready", "model": name, "cached": True})
         return Response(event, media_type="text/event-stream")
 
-    async def _version(self, _: Request) -> Response:
+    async def _version(self) -> dict[str, str]:
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-        return JSONResponse({"version": versions["hf-fp8kv"], **versions})
+        return {"version": versions["hf-fp8kv"], **versions}
 
-    async def _show_metrics(self, _: Request) -> Response:
+    async def _show_metrics(self) -> Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self.metrics.format(), media_type=kind)
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self) -> Any:
         try:
             engine = self._started()
         except APIError as error:
@@ -376,9 +339,7 @@ class Application:
             content = {"status": "unhealthy", "reason": reason, **error.body()}
             return JSONResponse(content, error.status)
         active, waiting = engine.active(), self.metrics.waiting()
-        return JSONResponse(
-            {"status": "ok", "requests_active": active, "requests_waiting": waiting}
-        )
+        return {"status": "ok", "requests_active": active, "requests_waiting": waiting}
 
     async def _tokenize(self, request: Request) -> Response:
         async with self._read(request, schemas.TokenizeRequest) as (asked, _):
@@ -405,35 +366,37 @@ class Application:
             self.metrics.unfinished[visit] = 1
             held.callback(self.metrics.unfinished.pop, visit, None)
             choices = await _unless_gone(request, self._prepare(asked))
-            answer: Any
+            answer: Answers | ResponseAnswer
             if isinstance(asked, schemas.ResponseRequest):
-                answer = ResponseAnswer(asked, name)
+                answer = ResponseAnswer(asked, name, choices[0])
             else:
-                answer = Answers(asked, name, self._texts)
+                answer = Answers(asked, name, choices, self._texts)
+            found = visit.run(choices, streaming=asked.stream)
             if not asked.stream:
-                work = self._collect(visit, answer, choices)
-                return JSONResponse(await _unless_gone(request, work, choices))
-            return _Stream(request, _events(visit, answer, choices), choices, held.pop_all())
+                return JSONResponse(await _unless_gone(request, _collect(found, answer), choices))
+            return _Stream(request, _events(found, answer), choices, held.pop_all())
 
     async def _prepare(self, asked: schemas.Request) -> list[Choice]:
         long = sum(asked.lengths) > _LONG
         prompts = await _run(self._prompts if long else None, self.served.make_prompts, asked)
         return await self._maker.make(asked, prompts)
 
-    async def _collect(self, visit: Visit, answer: Any, choices: list[Choice]) -> Any:
-        parts: list[tuple[Choice, Part]] = []
-        async with contextlib.aclosing(visit.run(choices, streaming=False)) as found:
-            async for some in found:
-                parts += [(choice, part) for choice, part in some if part is not None]
-        # Log probabilities are megabytes, and other clients would wait for them.
-        return await asyncio.to_thread(answer.whole, choices, parts)
+
+_Found = AsyncGenerator[list[tuple[Choice, Part | None]], None]
 
 
-async def _events(visit: Visit, answer: Any, choices: list[Choice]) -> AsyncGenerator[str, None]:
+async def _collect(found: _Found, answer: Answers | ResponseAnswer) -> dict[str, Any]:
+    async with contextlib.aclosing(found):
+        parts = [part async for some in found for part in some]
+    # Log probabilities are megabytes, and other clients would wait for them.
+    return await asyncio.to_thread(answer.whole, parts)
+
+
+async def _events(found: _Found, answer: Answers | ResponseAnswer) -> AsyncGenerator[str, None]:
     """Yield the events of a streamed answer, of which an error may be the last."""
     try:
-        async with contextlib.aclosing(visit.run(choices, streaming=True)) as found:
-            async for event in answer.stream(choices, found):
+        async with contextlib.aclosing(found):
+            async for event in answer.stream(found):
                 yield event
     except Exception as error:
         if not isinstance(error, APIError):
@@ -457,8 +420,7 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._held, contextlib.aclosing(self._events):
-            with contextlib.suppress(_ClientGoneError):
-                await _unless_gone(self._request, self.stream_response(send), self._choices)
+            await _unless_gone(self._request, self.stream_response(send), self._choices)
 
 
 async def _unless_gone(
@@ -467,7 +429,7 @@ async def _unless_gone(
     """Return the result of `work`, or cancel it if the client leaves before its last token.
 
     Raises:
-        _ClientGoneError: The client has left.
+        ClientDisconnect: The client has left.
     """
 
     async def leave() -> None:
@@ -480,8 +442,7 @@ async def _unless_gone(
         # A client that has its last token may leave before the last, empty part is sent.
         ended = [bool(choice.finish_reason) for choice in choices]
         if not task.done() and not (ended and all(ended)):
-            request.scope["hf_fp8kv.gone"].append(True)
-            raise _ClientGoneError
+            raise ClientDisconnect
         return await task
     finally:
         gone.cancel()
@@ -491,12 +452,17 @@ async def _unless_gone(
                 await task
 
 
-class _ClientGoneError(Exception):
-    pass
-
-
-class _Held:
-    bytes = 0  # of a body that are counted
+async def _explain(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that failed."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_GONE)
+    if isinstance(error, HTTPException):
+        text, headers = f"{request.url.path}: {error.detail}", dict(error.headers or {})
+        error = APIError(error.status_code, text, headers=headers)
+    if not isinstance(error, APIError):
+        logger.error("%s %s", request.method, request.url.path, exc_info=error)
+        error = APIError(500, INTERNAL)
+    return error.response()
 
 
 def _too_large(limit: int) -> APIError:

@@ -45,12 +45,7 @@ class Choice:
 
 
 class Maker:
-    """Makes the answers that requests ask for.
-
-    Args:
-        seed: Makes answers to requests without a seed the same in each run that has the same
-            requests in the same order.
-    """
+    """Makes the answers that requests ask for; `seed` is the server's."""
 
     def __init__(self, served: ServedModel, engine: Engine, seed: int | None) -> None:
         self._served, self._engine = served, engine
@@ -84,15 +79,16 @@ class Maker:
     ) -> list[Choice]:
         rules = self._read_rules(request)
         return [
-            Choice(place * request.n + i, i == 0, *self._make_one(request, prompt, i, rules, guide))
+            self._make_one(request, prompt, place * request.n + nth, nth, rules, guide)
             for place, prompt in enumerate(prompts)
-            for i in range(request.n)
+            for nth in range(request.n)
         ]
 
     def _make_one(
-        self, request: Request, prompt: list[int], nth: int, rules: TokenRules, guide: Guide | None
-    ) -> tuple[Sequence, AnswerText, bool]:
-        served, forced, parser = self._served, request.forced_tool, None
+        self, request: Request, prompt: list[int], index: int, nth: int, rules: TokenRules,
+        guide: Guide | None,
+    ) -> Choice:  # fmt: skip
+        served, parser = self._served, None
         top, prompt_top = request.scores
         new, scores_only = self._count_new_tokens(request, prompt)
         ends = [] if request.ignore_eos else _as_list(self._default(request, "eos_token_id"))
@@ -115,9 +111,9 @@ class Maker:
             hidden=frozenset(request.stop_token_ids),
             min_tokens=request.min_tokens,
             parser=parser,
-            forced=forced,
+            forced=request.forced_tool,
         )
-        return sequence, text, scores_only
+        return Choice(index, nth == 0, sequence, text, scores_only)
 
     def _default(self, request: Request, name: str) -> Any:
         defaults = request.generation_config or self._served.model.generation_config
@@ -281,7 +277,7 @@ class Visit:
 
     async def _generate(self, choice: Choice, begun: asyncio.Event, each_token: bool) -> None:
         sequence, text = choice.sequence, choice.text
-        stream = self._engine.stream(sequence, each_token=each_token or text.can_stop)
+        stream = self._engine.stream(sequence, each_token=each_token or bool(text.stops))
         last: int | None = None
         async with contextlib.aclosing(stream):
             async for tokens in stream:
@@ -291,7 +287,7 @@ class Visit:
                     self._put(choice, text.put(tokens))
                 if text.stopped:
                     break
-        self._engine.latencies.note_end(sequence)
+        self._metrics.note_end(sequence)
         if not choice.scores_only:
             self._put(choice, text.end())
         whole = sequence.guide is not None and sequence.guide.complete

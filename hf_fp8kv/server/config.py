@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -25,10 +26,15 @@ class ServerConfig:
     head_seconds: float = 15.0  # that a client may take to send a request's headers
     body_seconds: float = 30.0  # that it may take to send the body
     client_seconds: float = 60.0  # that it may neither send nor read
+    max_model_tokens: int | None = None  # of a prompt and its answer. None means the model's own
+    # Makes answers to requests without a seed the same in each run that has the same requests in
+    # the same order.
+    seed: int | None = None
+    cors: bool = False  # whether web pages of other origins may read answers
     local_host: str | None = None  # where it listens, if only this machine may name it
 
     @classmethod
-    def parse(cls, host: str | None, api_key: str | None, **others: float) -> "ServerConfig":
+    def parse(cls, host: str | None, api_key: str | None, **others: Any) -> "ServerConfig":
         """Return the configuration of a server that listens at `host`, or is mounted (None).
 
         Raises:
@@ -42,10 +48,12 @@ class ServerConfig:
                 f"--host {host}: expected an access token, since other machines can reach it, got "
                 f"none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
-        if others.get("max_body", 1) < 1:
-            raise ConfigError("--max-body: expected one byte or more, got 0")
+        for name in ("max_waiting", "max_body"):
+            if (value := others.get(name, 1)) < 1:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option}: expected at least 1, got {value}")
         local_host = None if key else host
-        return cls(api_key=key or None, local_host=local_host, **others)  # type: ignore[arg-type]
+        return cls(api_key=key or None, local_host=local_host, **others)
 
     def accepts_host(self, header: str) -> bool:
         """Return whether a request may have this `Host`.

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from ..errors import ConfigError
 from ..serving import Usage, usage
 from .errors import STOPPING, APIError
-from .latencies import Latencies
+from .metrics import Metrics
 from .sampling import SEQUENCE, Sampler, Sequence
 from .scheduling import share_steps
 
@@ -36,15 +36,15 @@ class Engine:
     Args:
         model: The model.
         batching: A ContinuousBatchingConfig.
-        latencies: Observe each request and token.
+        metrics: Count each token.
         max_model_tokens: Maximum number of tokens of a prompt and its answer. None means the
             model's own maximum.
     """
 
     def __init__(
-        self, model: Any, batching: Any, latencies: Latencies, max_model_tokens: int | None = None
+        self, model: Any, batching: Any, metrics: Metrics, max_model_tokens: int | None = None
     ) -> None:
-        self.model, self._batching, self.latencies = model, batching, latencies
+        self.model, self._batching, self._metrics = model, batching, metrics
         text = model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
         limit = getattr(text, "max_position_embeddings", None)
@@ -61,6 +61,8 @@ class Engine:
 
     def start(self) -> None:
         """Start the engine's thread, and return when its pages are allocated.
+
+        Call `stop` after an error.
 
         Raises:
             ConfigError: The engine cannot run the model with this configuration.
@@ -90,7 +92,6 @@ class Engine:
         while manager.batch_processor is None:
             error = manager.background_thread_status.fatal_error
             if error is not None or not manager.is_running() or time.monotonic() > deadline:
-                self.stop()
                 raise ConfigError(
                     f"expected an engine for continuous batching, got: {error or 'no answer'}; "
                     "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
@@ -98,7 +99,6 @@ class Engine:
             time.sleep(0.01)
         self.page_tokens = manager.batch_processor.cache.max_request_tokens()
         if self.page_tokens < 2:
-            self.stop()
             raise ConfigError(
                 f"expected pages for some tokens, got {self.page_tokens}; pass a larger "
                 "--cb-num-blocks"
@@ -135,11 +135,6 @@ class Engine:
         manager = self._manager
         return manager is not None and manager.is_running() and self.failure is None
 
-    def check(self) -> None:
-        """Raise APIError unless the engine takes requests."""
-        if not self.is_alive():
-            raise APIError(503, self.failure or STOPPING, code="stopping")
-
     def usage(self) -> Usage | None:
         """Return what the pages hold."""
         return usage(self.model) if self.is_alive() else None
@@ -161,7 +156,8 @@ class Engine:
         Raises:
             APIError: The engine does not take the request, or cannot finish it.
         """
-        self.check()
+        if not self.is_alive():
+            raise APIError(503, self.failure or STOPPING, code="stopping")
         manager, name, seen, ended = self._manager, uuid.uuid4().hex, 0, False
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         # First: an output without a handler is lost.
@@ -234,19 +230,18 @@ class Engine:
 
             tensors.carry_over_tokens = carry_over_tokens
         share_steps(processor.scheduler)
-        processor.cache.on_prefix = self._note_prefix
-        processor.cache.takes_prefix = self._takes_prefix
+        find = processor.cache.search_prefix_match
 
-    def _takes_prefix(self, request_id: str) -> bool:
-        """Return whether a request may find its beginning in the pages."""
-        sequence = self._sequences.get(request_id)
-        # What is found is not computed: it has no logits.
-        return sequence is None or sequence.prompt_top is None
+        def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.prompt_top is not None:
+                return 0  # what is found is not computed: it has no logits
+            tokens = int(find(request_id, prompt_ids))
+            if sequence is not None and sequence.last_token_at is None:  # otherwise it was resumed
+                sequence.cached_tokens = tokens
+            return tokens
 
-    def _note_prefix(self, request_id: str, tokens: int) -> None:
-        sequence = self._sequences.get(request_id)
-        if sequence is not None and sequence.last_token_at is None:  # otherwise it was resumed
-            sequence.cached_tokens = tokens
+        processor.cache.search_prefix_match = search_prefix_match
 
     def _take_tokens(
         self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]
@@ -269,7 +264,7 @@ class Engine:
                 continue
             sampler.record(row, token)
             sequence.answer.append(token)
-            self.latencies.note_token(sequence, state.lifespan[0])
+            self._metrics.note_token(sequence, state.lifespan[0])
             if _is_complete(sequence, self.vocabulary):
                 # No token of the model can end what is whole.
                 state.generated_tokens.append(token)

@@ -1,42 +1,72 @@
-"""Metrics of the server: counts for Prometheus, and a line of the log."""
+"""Metrics of the server: counts and histograms for Prometheus, and a line of the log."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..utils.terminal import format_size
-from .engine import Engine
+from .sampling import Sequence
+
+# Seconds. A CPU needs minutes where a GPU needs a second.
+_LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class Metrics(Collector):
-    """Counts of a server and its engine; `registry` has the histograms of Latencies."""
+    """Counts of a server and its `engine`. Histograms have `model` as their label."""
 
-    def __init__(self, engine: Engine, registry: CollectorRegistry) -> None:
-        self._engine, self._registry = engine, registry
+    engine: Any  # an Engine, once it is started
+
+    def __init__(self, model: str) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def make(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            histogram = Histogram(
+                f"hf_fp8kv_{name}_seconds", text, ["model_name"], buckets=buckets, registry=registry
+            )
+            return histogram.labels(model_name=model)
+
+        self._queue = make("queue_time", "From a request to its first step", _LONG)
+        self._first = make("time_to_first_token", "From a request to its first token", _LONG)
+        self._next = make("inter_token_latency", "From one token of a request to the next", _SHORT)
+        self._whole = make("request_duration", "From a request to its last token", _LONG)
         # Finished requests to generate by HTTP status; 499 is a client that went away.
         self.statuses: Counter[int] = Counter()
         # For each request that is answered, how many of its answers are not finished.
         self.unfinished: Counter[object] = Counter()
         registry.register(self)
 
+    def note_token(self, sequence: Sequence, began: float) -> None:
+        """Note that a request has one more token; `began` is when its first step began."""
+        now = time.perf_counter()
+        if sequence.last_token_at is None:
+            self._first.observe(now - sequence.submitted_at)
+            self._queue.observe(max(began - sequence.submitted_at, 0.0))
+        else:
+            self._next.observe(now - sequence.last_token_at)
+        sequence.last_token_at = now
+
+    def note_end(self, sequence: Sequence) -> None:
+        """Note that a request has all its tokens."""
+        self._whole.observe(time.perf_counter() - sequence.submitted_at)
+
     def waiting(self) -> int:
         """Return the number of answers that have not had a step."""
-        return max(sum(list(self.unfinished.values())) - self._engine.active(), 0)
+        active: int = self.engine.active()
+        return max(sum(list(self.unfinished.values())) - active, 0)
 
     def format(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: names are not checked when this is registered, before the engine runs."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Return counters and gauges."""
-        engine, used = self._engine, self._engine.usage()
+        engine, used = self.engine, self.engine.usage()
 
         def gauge(name: str, text: str, value: float) -> Metric:
             return GaugeMetricFamily(f"hf_fp8kv_{name}", text, value)
@@ -70,7 +100,7 @@ class Metrics(Collector):
 
     def summary(self, tokens_per_second: float) -> str:
         """Return what runs and what the pages hold, in one line."""
-        engine, used = self._engine, self._engine.usage()
+        engine, used = self.engine, self.engine.usage()
         parts = [
             f"requests: {engine.active()} active, {self.waiting()} waiting, "
             f"{self.statuses.total()} answered",

@@ -2,10 +2,10 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from .answers import count_usage, format_event
+from .answers import Parts, count_usage, format_event
 from .choices import Choice
 from .errors import APIError
 from .schemas import ResponseRequest
@@ -17,7 +17,8 @@ _INCOMPLETE = {"reason": "max_output_tokens"}
 class ResponseAnswer:
     """Writes the answer to one request; `name` is the model's, as the client gave it."""
 
-    def __init__(self, request: ResponseRequest, name: str) -> None:
+    def __init__(self, request: ResponseRequest, name: str, choice: Choice) -> None:
+        self._choice = choice
         self._id, self._sequence = uuid.uuid4().hex, 0
         self._base = {
             "id": f"resp_{self._id}",
@@ -31,18 +32,15 @@ class ResponseAnswer:
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the item that text is added to
 
-    def whole(self, choices: list[Choice], parts: Iterable[tuple[Choice, Part]]) -> dict[str, Any]:
-        """Return the answer."""
+    def whole(self, parts: Parts) -> dict[str, Any]:
+        """Return the answer of all parts."""
         for _, part in parts:
-            for _event in self._add(part):
-                pass
-        for _event in self._finish():
-            pass
-        return self._last(choices[0])
+            if part is not None:
+                self._add(part)
+        self._finish()
+        return self._last()
 
-    async def stream(
-        self, choices: list[Choice], found: AsyncIterator[list[tuple[Choice, Part | None]]]
-    ) -> AsyncIterator[str]:
+    async def stream(self, found: AsyncIterator[Parts]) -> AsyncIterator[str]:
         """Yield the events of the answer."""
         yield "".join(
             self._event(f"response.{name}", response=self._response(status, []))
@@ -53,7 +51,7 @@ class ResponseAnswer:
             if written:
                 yield "".join(written)
         yield "".join(self._finish())
-        last = self._last(choices[0])
+        last = self._last()
         yield self._event(f"response.{last['status']}", response=last)
 
     def failed(self, error: APIError) -> str:
@@ -67,8 +65,8 @@ class ResponseAnswer:
     def _response(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
         return {**self._base, "status": status, "output": output, **more}
 
-    def _last(self, choice: Choice) -> dict[str, Any]:
-        used = count_usage([choice])
+    def _last(self) -> dict[str, Any]:
+        used = count_usage([self._choice])
         usage = {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -76,7 +74,7 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": used["total_tokens"],
         }
-        if choice.finish_reason == "length":
+        if self._choice.finish_reason == "length":
             return self._response(
                 "incomplete", self._items, usage=usage, incomplete_details=_INCOMPLETE
             )

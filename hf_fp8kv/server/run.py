@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -13,16 +14,14 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.utils import logging as transformers_logging
 
 from .. import serving
 from ..errors import ConfigError, EngineError
 from .app import Application
-from .config import KEY_VARIABLE, ServerConfig, listen
+from .config import ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
-from .errors import APIError
 from .model import ServedModel
 from .options import LOADING_OPTIONS, batching_config, template_arguments
 
@@ -50,15 +49,13 @@ def serve(
     on_ready: Callable[[str], None],
     served_name: str | None = None,
     template: str | None = None,
-    max_model_tokens: int | None = None,
 ) -> None:
     """Serve a model until a signal ends it.
 
     SIGTERM or SIGINT: new requests get 503, running ones `config.grace` seconds; a second signal
     ends these at once. `name` is a folder or a hub id, `pages` the keywords of
     `hf_fp8kv.serving.enable`, `options` those of transformers' own command; `on_ready` gets the
-    address when requests are answered. `served_name` and `template`: see `ServedModel`;
-    `max_model_tokens`: see `Engine`.
+    address when requests are answered. `served_name` and `template`: see `ServedModel`.
 
     Raises:
         ConfigError: The model, its pages or the address are not available, or torchrun started
@@ -85,13 +82,9 @@ def serve(
             serving.enable(model, **pages), processor, name,
             served_name=served_name, template=template, arguments=template_arguments(options),
         )  # fmt: skip
-        app = Application(
-            served, config,
-            batching=batching_config(options, model.device.type),
-            seed=options.get("default_seed"),
-            max_model_tokens=max_model_tokens,
-            cors=bool(options.get("enable_cors", False)),
-        )  # fmt: skip
+        seed, cors = options.get("default_seed"), bool(options.get("enable_cors", False))
+        config = dataclasses.replace(config, seed=seed, cors=cors)
+        app = Application(served, config, batching_config(options, model.device.type))
         stack.callback(app.stop)
         app.start()  # before uvicorn: an error is one line then, and a signal ends the process
         engine = app.engine
@@ -125,29 +118,6 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
         ) from error
 
 
-class _HostCheck:
-    """Rejects a `Host` that does not name this machine, if no token is required.
-
-    A web page can rebind its own name to this machine. What is mounted accepts any name.
-    """
-
-    def __init__(self, app: Application) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = {name.lower(): value for name, value in scope["headers"]}
-            host = headers.get(b"host", b"localhost").decode("latin-1")
-            if not self._app.config.accepts_host(host):
-                expected = "a name of this machine, such as localhost, without an access token"
-                text = (
-                    f"host: expected {expected}, got {host!r:.100}; set {KEY_VARIABLE} for others"
-                )
-                await APIError(421, text, code="wrong_host").response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 def _is_logged(record: logging.LogRecord) -> bool:
     """Return whether uvicorn logs an access. Anyone may request /health at any rate."""
     return str(record.args[2]).partition("?")[0] != "/health"  # type: ignore[index]
@@ -164,7 +134,7 @@ class _Server(uvicorn.Server):
     def __init__(self, app: Application, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                _HostCheck(app),
+                app,
                 http=limit_connections(
                     max_connections(), app.config.head_seconds, app.config.client_seconds
                 ),

@@ -7,7 +7,7 @@ different question is worse than none.
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import from_json
 
 from .errors import APIError
 
@@ -65,13 +66,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_same(a: Any, b: Any) -> bool:
     """Return whether two JSON values are equal; 1 and 1.0 are, 1 and true are not."""
-    return (type(a) is type(b) or (_is_number(a) and _is_number(b))) and bool(a == b)
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
 def invalid(name: str, expected: str, value: Any) -> APIError:
@@ -88,17 +85,17 @@ def unsupported(name: str, expected: str, value: Any) -> APIError:
     return APIError(400, message, param=name, code="unsupported_parameter")
 
 
-def _is_large(value: Any) -> bool:
-    """Return whether a JSON value has more than _MAX_VALUES values in its lists and objects."""
-    count, left = 0, [value]
+def walk(value: Any) -> Iterator[Any]:
+    """Yield a JSON value and all values in its lists and objects."""
+    left = [iter([value])]  # nothing is copied: a list may have millions of values
     while left:
-        value = left.pop()
-        inner = value.values() if isinstance(value, dict) else value
-        if isinstance(value, list | dict):
-            count += len(inner)
-            if count <= _MAX_VALUES:
-                left += [one for one in inner if isinstance(one, list | dict)]
-    return count > _MAX_VALUES
+        for value in left[-1]:
+            yield value
+            if isinstance(value, dict | list):
+                left.append(iter(value.values() if isinstance(value, dict) else value))
+                break
+        else:
+            left.pop()
 
 
 _INT64 = 2**63 - 1
@@ -381,11 +378,6 @@ class Request(Body):
         """The tools, as chat templates take them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether usage comes in a separate event, at the end of a stream."""
-        return bool(self.stream_options.include_usage)
-
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
@@ -499,26 +491,16 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a body, without fields that are null.
 
     Raises:
-        APIError: The bytes are not UTF-8, not JSON or not an object, or have unpaired surrogates.
+        APIError: The bytes are not UTF-8, not JSON or not an object, have unpaired surrogates, or
+            have lists and objects more than 200 deep.
     """
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=_reject_constant)
-        # Unpaired surrogates are legal JSON, and no tokenizer takes them; UTF-8 has none.
-        if b"\\ud" in raw or b"\\uD" in raw:
-            json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except UnicodeError as error:
-        raise APIError(400, f"invalid UTF-8: {error}") from None
-    except RecursionError:
-        raise APIError(400, "invalid JSON: nested too deeply") from None
+        body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise APIError(400, f"invalid JSON: {error}") from None
     if not isinstance(body, dict):
         raise APIError(400, f"expected a JSON object, got a {type(body).__name__}")
     return {name: value for name, value in body.items() if value is not None}
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not allowed")
 
 
 def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind:
@@ -530,7 +512,8 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
     given = dict[str, Any]()
     only = {**_NEUTRAL, **kind.only} if issubclass(kind, Request) else {}
     for name, value in sorted(body.items()):
-        if name not in ("prompt", "tokens") and _is_large(value):
+        more = itertools.islice(walk(value), _MAX_VALUES + 1, None)  # the first is `value`
+        if name not in ("prompt", "tokens") and any(True for _ in more):
             raise invalid(name, f"at most {_MAX_VALUES} values in all", value)
         if name in only:
             if not any(_is_same(value, one) for one in only[name]):
@@ -548,8 +531,10 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
     try:
         found = kind.model_validate(given)
         if isinstance(found, Request):
-            texts = ("messages", "input", "instructions", "tools")
-            found._characters = sum(count_characters(body.get(name)) for name in texts)
+            texts = walk(
+                [body.get(name) for name in ("messages", "input", "instructions", "tools")]
+            )
+            found._characters = sum(len(text) for text in texts if isinstance(text, str))
         return found
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_context=False)
@@ -575,14 +560,6 @@ def _name_of(error: Mapping[str, Any]) -> str:
     if name == "input":  # the kind of an item comes before its fields
         fields = ["type"] if error["type"] == "kind" else fields[1:]
     return f"{name}[{place}]" + "".join(f".{field}" for field in fields[:1])
-
-
-def count_characters(value: Any) -> int:
-    """Return the length of all texts in a JSON value."""
-    if isinstance(value, str):
-        return len(value)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(count_characters(one) for one in inner if isinstance(one, str | list | dict))
 
 
 def _check_tools(request: Request) -> None:

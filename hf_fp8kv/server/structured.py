@@ -6,19 +6,22 @@ request.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
 import llguidance
 import numpy as np
+from pydantic_core import from_json
 
 from .errors import APIError
+from .schemas import walk
 
 logger = logging.getLogger(__name__)
 
@@ -63,42 +66,28 @@ def read_grammar(request: Any) -> _Asked | None:
     return asked[0] if asked else None
 
 
-def _read_response_format(given: Any) -> _Asked | None:
-    where = "response_format"
-    kind = _kind(where, given)
-    if kind != "json_schema":
-        _check_names(where, given, ("type",))
-        return None if kind == "text" else _json(where, {"type": "object"})
-    _check_names(where, given, ("type", "json_schema"))
-    return _read_schema(f"{where}.json_schema", given.get("json_schema"), ())
-
-
 def _read_text(given: Any) -> _Asked | None:
     _check_names("text", given, ("format", "verbosity"))
     if given.get("verbosity") not in (None, "medium"):
         raise _wrong("text.verbosity", "medium")
-    where, inner = "text.format", given.get("format")
-    if inner is None:
-        return None
-    kind = _kind(where, inner)
-    if kind == "json_schema":
-        return _read_schema(where, inner, ("type",))
-    _check_names(where, inner, ("type",))
-    return None if kind == "text" else _json(where, {"type": "object"})
+    form = given.get("format")
+    return None if form is None else _read_format("text.format", form, "")
 
 
-def _kind(where: str, given: Any) -> str:
+def _read_format(where: str, given: Any, inner: str) -> _Asked | None:
+    """Read a form, whose schema is in its object `inner`. Without a name it is in the form."""
     kind = given.get("type") if isinstance(given, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
         raise _wrong(f"{where}.type", "one of text, json_object, json_schema")
-    return str(kind)
-
-
-def _read_schema(where: str, given: Any, others: tuple[str, ...]) -> _Asked:
-    _check_names(where, given, ("name", "description", "schema", "strict", *others))
-    if not isinstance(given.get("schema"), dict):
-        raise _wrong(f"{where}.schema", "a JSON schema, which is an object")
-    return _json(f"{where}.schema", given["schema"])
+    if kind != "json_schema":
+        _check_names(where, given, ("type",))
+        return None if kind == "text" else _json(where, {"type": "object"})
+    if inner:
+        _check_names(where, given, ("type", inner))
+        where, given = f"{where}.{inner}", given.get(inner)
+    more = () if inner else ("type",)
+    _check_names(where, given, ("name", "description", "schema", "strict", *more))
+    return _json(f"{where}.schema", given.get("schema"))
 
 
 def _read_structured_outputs(given: Any) -> _Asked | None:
@@ -115,12 +104,8 @@ def _read_structured_outputs(given: Any) -> _Asked | None:
         return _json(where, {"type": "object"})
     if name == "json":
         if isinstance(value, str):  # as other servers take it
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                value = None
-        if not isinstance(value, dict):
-            raise _wrong(where, "a JSON schema, which is an object")
+            with contextlib.suppress(ValueError):
+                value = from_json(value, allow_inf_nan=False)
         return _json(where, value)
     if name == "regex":
         if not isinstance(value, str) or not value:
@@ -136,7 +121,7 @@ def _read_structured_outputs(given: Any) -> _Asked | None:
 
 
 _READERS: Mapping[str, Callable[[Any], _Asked | None]] = {
-    "response_format": _read_response_format,
+    "response_format": lambda given: _read_format("response_format", given, "json_schema"),
     "text": _read_text,
     STRUCTURED: _read_structured_outputs,
 }
@@ -167,7 +152,9 @@ def _read_tools(request: Any) -> _Asked | None:
     return _limited(CHOICE, lark, make, *schemas.values())
 
 
-def _json(where: str, schema: dict[str, Any]) -> _Asked:
+def _json(where: str, schema: Any) -> _Asked:
+    if not isinstance(schema, dict):
+        raise _wrong(where, "a JSON schema, which is an object")
     options = {"whitespace_pattern": _WHITESPACE}
     text = json.dumps(schema, ensure_ascii=False)
     make = lambda matcher: str(matcher.grammar_from_json_schema(text, defaults=options))  # noqa: E731
@@ -184,7 +171,7 @@ def _limited(where: str, text: str, make: Callable[[Any], str], *schemas: dict[s
         raise _wrong(where, f"at most {_CHARACTERS} characters")
     if any("x-guidance" in schema for schema in schemas):
         raise _wrong(where, "no x-guidance, which would make keywords of the schema optional")
-    values = list(_walk(list(schemas)))
+    values = [value for value in walk(list(schemas)) if isinstance(value, dict)]
     # llguidance makes a state for each remainder, also of several at once.
     numbers = [v["multipleOf"] for v in values if isinstance(v.get("multipleOf"), int | float)]
     multiples = [Fraction(str(n)).numerator for n in numbers if 0 < n < math.inf]
@@ -199,18 +186,6 @@ def _limited(where: str, text: str, make: Callable[[Any], str], *schemas: dict[s
     if sum(map(len, names + patterns)) > _EXPRESSIONS:
         raise _wrong(where, f"patterns of at most {_EXPRESSIONS} characters")
     return where, make
-
-
-def _walk(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects in a JSON value."""
-    left = [schema]
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            yield value
-            left.extend(value.values())
-        elif isinstance(value, list):
-            left.extend(value)
 
 
 def _check_names(where: str, given: Any, names: tuple[str, ...]) -> None:

@@ -23,37 +23,6 @@ class Part:
     call: tuple[str, str] | None = None  # name and arguments, as JSON
 
 
-class TokenDecoder:
-    """Turns tokens into text one by one; `tokenizer` is one of the package tokenizers."""
-
-    def __init__(self, tokenizer: Any, *, skip_special: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special
-        self._stream = DecodeStream([], skip_special_tokens=skip_special)
-        self._open: list[int] = []  # tokens whose text has not been returned
-
-    def step(self, token: int) -> str | None:
-        """Return the text that a token completes; None: a character is incomplete."""
-        self._open.append(token)
-        try:
-            text: str | None = self._stream.step(self._tokenizer, token)
-        except Exception:  # of bytes that are not UTF-8 the text changes with the next tokens
-            text = self._tokenizer.decode(self._open, skip_special_tokens=self._skip)
-            self._stream = DecodeStream([token], skip_special_tokens=self._skip)
-        if text is not None:
-            self._open.clear()
-        return text
-
-    def end(self) -> str:
-        """Return the text of tokens that complete no character."""
-        return str(self._tokenizer.decode(self._open, skip_special_tokens=self._skip))
-
-
-def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Return where the first stop string begins; None: the text has none."""
-    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
-    return min(starts, default=None)
-
-
 class AnswerText:
     """The parts of one answer, as its tokens come.
 
@@ -78,17 +47,14 @@ class AnswerText:
         parser: Any = None,
         forced: str | None = None,
     ) -> None:
-        self._stops, self._hidden, self._min_tokens = stops, hidden, min_tokens
+        self.stops, self._hidden, self._min_tokens = stops, hidden, min_tokens
         self._forced, self._parser = forced, None if forced is not None else parser
-        self._decoder = TokenDecoder(tokenizer, skip_special=self._parser is None)
+        self._tokenizer, self._skip = tokenizer, self._parser is None
+        self._stream = DecodeStream([], skip_special_tokens=self._skip)
+        self._open: list[int] = []  # tokens whose text has not been returned
         self._kept = ""
         self.tokens, self.stopped, self.calls = 0, False, 0
         self._first = [] if self._parser is None else self._parts(self._parser.initial_events)
-
-    @property
-    def can_stop(self) -> bool:
-        """Whether the answer has stop strings."""
-        return bool(self._stops)
 
     def put(self, tokens: Iterable[int]) -> list[Part]:
         """Return the parts that new tokens complete."""
@@ -98,14 +64,14 @@ class AnswerText:
                 break
             self.tokens += 1
             if token not in self._hidden:
-                parts += self._add(self._decoder.step(token) or "")
+                parts += self._add(self._decode(token))
         return parts
 
     def end(self) -> list[Part]:
         """Return the parts that are left when no more tokens come."""
         parts = [*self._first]
         if not self.stopped:
-            parts += self._add(self._decoder.end())
+            parts += self._add(self._decode_open())
             parts += self._release(len(self._kept))
         if self._forced is not None:
             parts += self._count(self._read_calls(self._forced))
@@ -116,19 +82,34 @@ class AnswerText:
                 logger.warning("the end of an answer is not a whole part of a message: %s", error)
         return parts
 
+    def _decode(self, token: int) -> str:
+        """Return the text that a token completes."""
+        self._open.append(token)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token)
+        except Exception:  # of bytes that are not UTF-8 the text changes with the next tokens
+            text = self._decode_open()
+            self._stream = DecodeStream([token], skip_special_tokens=self._skip)
+        if text is not None:
+            self._open.clear()
+        return text or ""
+
+    def _decode_open(self) -> str:
+        return str(self._tokenizer.decode(self._open, skip_special_tokens=self._skip))
+
     def _add(self, text: str) -> list[Part]:
         self._kept += text
-        stop = find_stop(self._kept, self._stops) if self.tokens > self._min_tokens else None
-        if stop is None:
+        starts = [start for stop in self.stops if (start := self._kept.find(stop)) >= 0]
+        if not starts or self.tokens <= self._min_tokens:
             return self._release(len(self._kept) - self._pending())
-        self._kept, self.stopped = self._kept[:stop], True
-        return self._release(stop)
+        self._kept, self.stopped = self._kept[: min(starts)], True
+        return self._release(min(starts))
 
     def _pending(self) -> int:
         """Return how many of the last characters may begin a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
+        longest = max(map(len, self.stops), default=1) - 1
         for length in range(min(longest, len(self._kept)), 0, -1):
-            if any(stop.startswith(self._kept[-length:]) for stop in self._stops):
+            if any(stop.startswith(self._kept[-length:]) for stop in self.stops):
                 return length
         return 0
 

@@ -7,7 +7,6 @@ model.generate_batch(prompts)          # and generate(cache_implementation="page
 """
 
 import os
-import threading
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -23,7 +22,7 @@ from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
 from .engines import StockManager, cache_class
-from .fp8_manager import Enabled, FP8Manager, enabled_state, restore_attention
+from .fp8_manager import Enabled, FP8Manager, enabled_state, running_managers
 from .probe import check_kinds, check_packing
 from .usage import Usage, usage
 
@@ -92,7 +91,7 @@ def enable(
             "expected a model whose attention can read pages, got "
             f"{type(model).__name__}: {why}; use it without"
         )
-    if any(type(m) is StockManager and m.model is model for m in _running_managers()):
+    if any(type(manager) is StockManager for manager in running_managers(model)):
         raise ConfigError(
             "expected a model that no engine of transformers' own runs, got one with a running "
             "ContinuousBatchingManager: it would meet another attention in the middle of a step; "
@@ -144,13 +143,6 @@ def manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
     return state(*args, **kwargs)
 
 
-def _running_managers() -> list[Any]:
-    """Return the managers whose threads run, of transformers' own class or of ours."""
-    targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
-    owners = [getattr(target, "__self__", None) for target in targets]
-    return [owner for owner in owners if isinstance(owner, StockManager)]
-
-
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `enable`; do nothing where it was not called. Return the model.
 
@@ -164,5 +156,4 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     state = enabled_state(model)
     if state is not None:
         state.remove(model)
-        restore_attention(model)
     return model

@@ -27,8 +27,6 @@ _KEPT = "_cached_continuous_batching_manager"
 _BLOCKS = 32
 
 _lock = threading.Lock()
-# The managers that have been made, of all models.
-_alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Enabled:
@@ -66,13 +64,14 @@ class Enabled:
         vars(model)[_METHOD] = cls(model, config, vars(model).pop(_KEPT, None))
 
     def remove(self, model: Any) -> None:
-        """Undo `install`."""
+        """Undo `install`, and restore the attention unless a manager runs."""
         del vars(model)[_METHOD]
         self._hook.remove()
         if vars(model).get(_KEPT) in self.managers:
             model.destroy_cached_continuous_batching_manager()
         if self.kept is not None and _KEPT not in vars(model):
             vars(model)[_KEPT] = self.kept
+        restore_attention(model)
 
     @property
     def managers(self) -> list[Any]:
@@ -113,23 +112,17 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._enabled: Enabled = vars(model)[_METHOD]
-        self._restore_at_end = False
         # Called in the engine's thread with a new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
-        before = get_implementations(model)
         try:
             super().__init__(model, *args, **kwargs)
             requested, hints = _bind_arguments(args, kwargs)
             self._check_compilation()
             self._choose_graphs(requested, hints)
         except BaseException:
-            set_implementations(model, before)
-            if _is_other_attention(before):
-                vars(model).pop(_BEFORE, None)
+            restore_attention(model)
             raise
         self._enabled.add(self)
-        with _lock:
-            _alive.add(self)
 
     def _check_compilation(self) -> None:
         """Refuse to compile attention, which works from lists of each step."""
@@ -170,28 +163,25 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         """Set the attention "fp8_paged"; `stop` puts back what the model ran before."""
         with _lock:
             before = get_implementations(model)
-            if _is_other_attention(before):
+            if any(name not in (ATTENTION, None) for name in before.values()):
                 vars(model)[_BEFORE] = before
                 model.set_attn_implementation(ATTENTION)
 
     def start(self) -> None:
         """Start the engine's thread; also after `stop`, which put the model's attention back."""
         if not self.is_running():
-            self._restore_at_end = False
             self.switch_to_cb_friendly_attn(self.model)
         super().start()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stop the engine's thread; restore the attention when no manager of the model runs."""
         super().stop(*args, **kwargs)
-        self._restore_at_end = True
         if not self.is_running():
-            restore_attention(self.model, excluding=self)
+            restore_attention(self.model)
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         super()._run_generation_loop(*args, **kwargs)
-        if self._restore_at_end:  # `stop` did not wait for this thread
-            restore_attention(self.model, excluding=self)
+        restore_attention(self.model, excluding=self)  # `stop` may not have waited for this thread
 
     def warmup(self) -> None:
         """Capture graphs and compile ahead, as the stock method does."""
@@ -236,19 +226,21 @@ def _let_newcomers_in(scheduler: Any) -> None:
     scheduler.clear_cancelled_requests = clear_cancelled_requests
 
 
+def running_managers(model: Any) -> list[Any]:
+    """Return the managers whose threads run a model, of transformers' own class or of ours."""
+    targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
+    owners = [getattr(target, "__self__", None) for target in targets]
+    return [one for one in owners if isinstance(one, StockManager) and one.model is model]
+
+
 def restore_attention(model: Any, *, excluding: FP8Manager | None = None) -> None:
     """Set the attention of before, unless a manager of ours (another one) still runs the model."""
     with _lock:
-        others = [m for m in _alive if m is not excluding and m.model is model]
-        if not any(manager.is_running() for manager in others):
+        running = [m for m in running_managers(model) if m is not excluding]
+        if not any(isinstance(manager, FP8Manager) for manager in running):
             before = vars(model).pop(_BEFORE, None)
             if before is not None:
                 set_implementations(model, before)
-
-
-def _is_other_attention(attention: dict[str, Any]) -> bool:
-    """Return whether a model, or a part of it, runs another attention than "fp8_paged"."""
-    return any(name not in (ATTENTION, None) for name in attention.values())
 
 
 def _bind_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

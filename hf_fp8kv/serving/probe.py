@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.switching import eval_mode, get_implementations, set_implementations
+from ..attention.switching import eval_mode, paged_attention
 from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import exact_states
-from ..modeling.model_support import ATTENTION
-from ..ops import Pages
 from .config import ServingConfig
 from .engines import StockCache
 from .engines.common import EngineCache, sizes
@@ -58,11 +56,9 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
     name = type(model).__name__
     vocabulary = model.config.get_text_config().vocab_size
     ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
-    before = get_implementations(model)
     try:
-        with torch.no_grad(), eval_mode(model), exact_states():
-            # For both: the model's own may leave something out, such as sdpa a softcap.
-            model.set_attn_implementation(ATTENTION)
+        # One attention for both: the model's may leave something out, such as sdpa a softcap.
+        with torch.no_grad(), eval_mode(model), exact_states(), paged_attention(model):
             wanted = [
                 model(input_ids=text, use_cache=False).logits[0].float()
                 for text in ids.split(LENGTHS, 1)
@@ -76,8 +72,6 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
             f"expected a model that takes packed requests, got {name}, which fails with them: "
             f"{type(error).__name__}: {error}; use generate() with FP8PagedCache"
         ) from error
-    finally:
-        set_implementations(model, before)
     difference = _relative_error(torch.cat(packed), torch.cat(wanted))
     if not difference < TOLERANCES.get(model.dtype, TOLERANCE_16):
         raise ConfigError(
@@ -128,23 +122,15 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         windows = check_kinds(config)
         kinds = list(dict.fromkeys(windows))
         self.kinds = [LayerKind(window, _SLOTS) for window in kinds]
-        self._kind_index = [kinds.index(window) for window in windows]
-        self._pages: dict[int, Pages] = {}
-        self._device = model.device
+        self._kind_of = {layer: kinds.index(window) for layer, window in enumerate(windows)}
+        size = len(LENGTHS) * self.page_layout.bytes_per_page
+        self._pages = {
+            layer: self.page_layout.carve(torch.zeros(size, dtype=torch.uint8, device=model.device))
+            for layer in self._kind_of
+        }
 
     def begin(self, starts: list[int], counts: list[int]) -> None:
         """Record the tokens of each text in the next step."""
         batch = object()
         for page, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.record(batch, start, count, [[page]] * len(self.kinds))
-
-    def kind_index(self, layer: int) -> int:
-        return self._kind_index[layer]
-
-    def layer_pages(self, layer: int) -> Pages:
-        """Return the pages of a layer, made when they are first needed."""
-        if layer not in self._pages:
-            size = len(LENGTHS) * self.page_layout.bytes_per_page
-            memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            self._pages[layer] = self.page_layout.carve(memory)
-        return self._pages[layer]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from .. import ops
+from ..ops.blocks import upload
 from ..ops.visibility import first_visible
 
 _Ints = npt.NDArray[np.int32]
@@ -154,12 +155,7 @@ class _Planner:
         self.index, self.device = index, device
 
     def send(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
-        host = torch.from_numpy(np.asarray(x, dtype))
-        if self.device.type == "cuda" and host.numel():
-            # A copy from other memory would wait for all that the stream still has to do: with
-            # use_async_batching that is the step before this one.
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        return upload(np.asarray(x, dtype), self.device)
 
     def plan(self, entries: Sequence[_Entry], count: int) -> LayerWork:
         chunks = [entry for entry in entries if self.wraps(entry)]

@@ -1,10 +1,10 @@
 """Usage of an engine's pages."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..formats import count_plans
-from ..prefix.store import PrefixStore
 from .fp8_manager import enabled_state
 
 
@@ -39,9 +39,9 @@ class Usage:
     requests_active: int
     requests_waiting: int
     plans: dict[str, int]
-    store_tokens: int = 0
-    store_bytes_read: int = 0
-    store_bytes_written: int = 0
+    store_tokens: int
+    store_bytes_read: int
+    store_bytes_written: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers by name, for JSON."""
@@ -65,6 +65,8 @@ def usage(of: Any) -> Usage | None:
     active = list(scheduler.active_requests.values())
     lengths = {state.request_id: state.position_offset for state in active}
     total, used, page, tokens = cache.memory_usage(lengths)
+    store = cache.chosen.store
+    stored = Counter[str]({} if store is None else store.counts())  # of this process
     return Usage(
         pages_total=total // page,
         pages_used=-(-used // page),
@@ -76,17 +78,7 @@ def usage(of: Any) -> Usage | None:
         requests_active=len(active),
         requests_waiting=len(scheduler.waiting_requests) + of.input_queue.qsize(),
         plans=count_plans({i: layer.plan for i, layer in enumerate(cache.storage)}),
-        **_store_usage(cache.chosen.store),
+        store_tokens=stored["tokens_found"],
+        store_bytes_read=stored["bytes_read"],
+        store_bytes_written=stored["bytes_written"],
     )
-
-
-def _store_usage(store: PrefixStore | None) -> dict[str, int]:
-    """Return what this process had of a store; its folder is not looked at."""
-    if store is None:
-        return {}
-    counts = store.counts()
-    return {
-        "store_tokens": counts["tokens_found"],
-        "store_bytes_read": counts["bytes_read"],
-        "store_bytes_written": counts["bytes_written"],
-    }

@@ -165,7 +165,8 @@ def test_a_hot_beginning_outlives_what_came_later(tmp_path: Path) -> None:
 def test_a_request_is_asked_about_once(tmp_path: Path) -> None:
     with engine(PrefixStore(tmp_path)) as (ask, cache):
         asked: list[str] = []
-        cache.takes_prefix = lambda request: asked.append(request) or True
+        find = cache.search_prefix_match
+        cache.search_prefix_match = lambda name, ids: asked.append(name) or find(name, ids)
         ask(words(4 * PAGE))
         assert len(asked) == 1
 
@@ -231,7 +232,8 @@ def test_blocks_that_are_there_already_stay_free(tmp_path: Path) -> None:
             del ledger.cached_blocks[blocks[2]]
             del ledger.hash_to_block[ledger.block_to_hash.pop(blocks[2])]
             pool.free_blocks(allocator.index, [blocks[2]])
-            cache.takes_prefix = lambda _request, taken=taken: taken
+            if not taken:
+                cache.search_prefix_match = lambda *_: 0
             before = (store.usage().hits, held(allocator))
             assert ask(text) == expected[0]
             assert store.usage().hits == before[0] + taken

@@ -274,8 +274,6 @@ def test_answers_of_one_request_leave_room_for_others(folder, count):
     begun: list[int] = []
 
     class Engine:
-        latencies = SimpleNamespace(note_end=lambda _: None)
-
         async def stream(self, sequence, *, each_token):
             nonlocal running, most
             begun.append(sequence.prompt[0])
@@ -293,7 +291,7 @@ def test_answers_of_one_request_leave_room_for_others(folder, count):
     ]
 
     async def run() -> int:
-        visit = Visit(Engine(), SimpleNamespace(unfinished=Counter()))
+        visit = Visit(Engine(), SimpleNamespace(unfinished=Counter(), note_end=lambda _: None))
         return sum([len(parts) async for parts in visit.run(choices, streaming=False)])
 
     assert asyncio.run(run()) == 120  # a part of text for each, and an end

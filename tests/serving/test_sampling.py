@@ -19,9 +19,7 @@ from tests.helpers.serve_process import (
 pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
-from prometheus_client import CollectorRegistry  # noqa: E402
-
-from hf_fp8kv.server import latencies, sampling  # noqa: E402
+from hf_fp8kv.server import metrics, sampling  # noqa: E402
 from hf_fp8kv.server.text import AnswerText  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
@@ -164,16 +162,15 @@ def test_latencies_of_each_request_and_token_are_counted(server, stream):
 
 
 def test_latencies_are_those_of_their_names(monkeypatch):
-    registry = CollectorRegistry()
-    found = latencies.Latencies("m", registry)
+    found = metrics.Metrics("m")
     clock = iter([100.0, 101.0, 104.0, 110.0])
-    monkeypatch.setattr(latencies.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
     request = sampling.Sequence([1], 9, submitted_at=90.0)
     for _ in range(3):
         found.note_token(request, 93.0)
     found.note_end(request)
     sums = {
-        name: registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
+        name: found._registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
         for name in ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
     }
     assert list(sums.values()) == [3.0, 10.0, 4.0, 20.0]

@@ -690,7 +690,7 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model, slow_step
         (["--host", "::", "--device", "cpu"], 1, "HF_FP8KV_API_KEY"),
         (["--log-level", "loud"], 1, "--log-level: expected one of"),
         (["--default-seed", str(2**70)], 1, "--default-seed: expected"),
-        (["--max-body", "0"], 1, "--max-body: expected one byte"),
+        (["--max-body", "0"], 1, "--max-body: expected at least 1"),
         (["--device", "toaster"], 1, "cannot load a language model"),
         (["--device", "cpu", "--dtype", "int8"], 1, "cannot load a language model"),
         (["--cb-num-blocks", "0"], 1, "--cb-num-blocks: expected a number above 0"),

@@ -1,9 +1,7 @@
 """The part of an engine's cache that does not depend on the engine: pages, steps, attention."""
 
 import math
-import weakref
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,22 +51,6 @@ def peak_elements(config: Any) -> int:
     return hidden + queries + 2 * heads * dim
 
 
-def count_tokens(kind: Any, kept: list[int], lengths: dict[str, int], size: int) -> int:
-    """Return the tokens in the blocks of one kind of layers; a shared block counts once.
-
-    `kind` has the block tables, and a window if the layers do. `kept` are full blocks that are only
-    there for reuse; `lengths` the tokens of each live request; `size` those of a page.
-    """
-    tokens = dict.fromkeys(kept, size)
-    # Copies: the engine's thread goes on meanwhile.
-    for request, blocks in list(kind.block_table.items()):
-        left = min(lengths.get(request, 0), getattr(kind, "sliding_window", 2**62))
-        for block in list(blocks):
-            tokens[block] = max(tokens.get(block, 0), min(left, size))
-            left = max(left - size, 0)
-    return sum(tokens.values())
-
-
 class EngineCache:
     """The base of a cache for an engine, beside the engine's own class.
 
@@ -81,6 +63,8 @@ class EngineCache:
     page_layout: EnginePages
     kinds: list[LayerKind]  # of the attention layers, in the engine's order
     storage: list[LayerStorage]  # of each layer, for this rank
+    _kind_of: Mapping[int, int]  # by layer, the index into `kinds`
+    _pages: Mapping[int, Pages]  # by layer, as the block tables count them
     backend: str  # a key of `ops.BACKENDS`
 
     def _prepare(
@@ -103,27 +87,10 @@ class EngineCache:
         self.page_layout = EnginePages.of(chosen.options, layers, heads, dim, page_size, dtype)
         self.storage = chosen.layer_storage(layers, heads, dim, device)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
-        self.prefix_hits = self.prefix_tokens = 0
-        # Told of each request that found a prefix, and of how many tokens.
-        self.on_prefix: Callable[[str, int], None] | None = None
-        # The engine's scheduler, if it has one.
-        self.scheduler: weakref.ref[Any] | None = None
-        # Whether a request may find one; None: all may.
-        self.takes_prefix: Callable[[str], bool] | None = None
         self._step = EngineStep([])
         self._batch: object = None
         self._work: dict[int, LayerWork] = {}
         self._last_layer = -1
-
-    @staticmethod
-    def check(model: Any, chosen: ServingConfig) -> None:
-        """Raise ConfigError or ScaleError if no engine of this model can have this config."""
-        config = model.config.get_text_config()
-        heads, dim = sizes(config)
-        heads //= chosen.options.tensor_parallel.size
-        chosen.layer_storage(config.num_hidden_layers, heads, dim)
-        EngineCache.bytes_per_token(config, chosen, model.dtype)  # pages of one size
-        ops.choose_backend(chosen.options.backend, model.device)
 
     @staticmethod
     def bytes_per_token(config: Any, chosen: ServingConfig, dtype: torch.dtype) -> float:
@@ -134,56 +101,9 @@ class EngineCache:
         page = EnginePages.of(chosen.options, layers, heads, dim, 64, dtype)
         return page.bytes_per_page / page.slots * float(layers)
 
-    def _wait_for_pages(self) -> None:
-        """Wait until the pages are zero; an engine has a stream of its own, which does not."""
-        device = self.layer_pages(0).block.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Return bytes planned, bytes taken, bytes of a page of all layers, and tokens held.
-
-        `lengths` has the tokens stored for each live request.
-        """
-        raise NotImplementedError
-
-    def fits_alone(self, tokens: int) -> bool:
-        """Return whether one request may hold so many tokens, with all pages to itself."""
-        raise NotImplementedError
-
-    def max_request_tokens(self) -> int:
-        """Return the most tokens that one request may hold; 0: not even one.
-
-        One that outgrows all pages stops the engine: it has to be known before it is accepted. With
-        windows in all layers there is no such number, and a very large one is returned.
-        """
-        return bisect_left(range(1, 2**31), True, key=lambda tokens: not self.fits_alone(tokens))
-
-    def kind_index(self, layer: int) -> int:
-        """Return the index into `kinds` of a layer."""
-        raise NotImplementedError
-
     def layer_pages(self, layer: int) -> Pages:
-        """Return the pages of a layer, as the block tables count them."""
-        raise NotImplementedError
-
-    def _request_pages(self, request_id: str) -> Sequence[Sequence[int]]:
-        """Return the pages of a request, for each kind."""
-        raise NotImplementedError
-
-    def extend_read_and_write_indices(
-        self,
-        request_id: str,
-        past_length: int,
-        query_length: int,
-        read_index: list[list[int]] | None,
-        write_index: list[list[int]],
-    ) -> None:
-        """Record a request of the next step; the engine gets no indices.
-
-        The engine makes a new list for each step, and asks for its requests in order.
-        """
-        self.record(write_index, past_length, query_length, self._request_pages(request_id))
+        """Return the pages of a layer."""
+        return self._pages[layer]
 
     def record(self, batch: object, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
         """Record a request of the next step; `batch` is one object for all requests of a step."""
@@ -211,7 +131,7 @@ class EngineCache:
         `engine` is what the engine passes to every layer: a "block_table" if the step is one.
         """
         layer: int = module.layer_idx  # type: ignore[assignment]
-        kind = self.kind_index(layer)
+        kind = self._kind_of[layer]
         if engine.get("block_table") is not None:
             work = self._decode_work(layer, kind, engine)
         else:
@@ -238,22 +158,6 @@ class EngineCache:
             lengths = (ends[1:] - ends[:-1]).int()
             self._work[kind] = decode_work(table, lengths, self.page_layout.slots)
         return self._work[kind]
-
-    def fetch_prefix(self, request_id: str, prompt_ids: list[int]) -> None:
-        """Put what a store has of a prompt where the engine finds it; nothing without a store."""
-
-    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Return the tokens of a prompt that are in the cache, as the engine does; count them."""
-        if self.takes_prefix is not None and not self.takes_prefix(request_id):
-            return 0
-        self.fetch_prefix(request_id, prompt_ids)
-        engine: Any = super()
-        tokens = int(engine.search_prefix_match(request_id, prompt_ids))
-        self.prefix_hits += tokens > 0
-        self.prefix_tokens += tokens
-        if tokens and self.on_prefix is not None:
-            self.on_prefix(request_id, tokens)
-        return tokens
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return new keys and values for attention over pages, which stores them.

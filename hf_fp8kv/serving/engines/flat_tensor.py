@@ -5,6 +5,8 @@ common multiple of the kinds' blocks. All pages have the same size here, whichev
 to, so that page `n` is the same bytes for every kind; a block starts at a multiple of its layers.
 """
 
+import weakref
+from bisect import bisect_left
 from itertools import islice
 from typing import Any
 
@@ -12,13 +14,13 @@ import torch
 from transformers.generation.continuous_batching import cache
 
 from ...errors import ConfigError
-from ...ops import Pages
+from ...ops import Pages, choose_backend
 from ...prefix.engine import StoredBlocks
 from ...prefix.pages import check_store
 from ..layout import EnginePages, from_page
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
-from .common import EngineCache, count_tokens, peak_elements, sizes
+from .common import EngineCache, peak_elements, sizes
 
 # What it has depends on the version of transformers.
 stock: Any = cache
@@ -50,6 +52,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             # An uneven number is an error of the engine itself, before it allocates anything.
             heads = max(heads // helper.tp_size, 1)
         page_size = continuous_batching_config.page_size
+        self.prefix_hits = self.prefix_tokens = 0
+        self.scheduler: weakref.ref[Any] | None = None  # the engine's, if it has one
         self._prepare(chosen, config, heads, page_size, dtype, device)
         allocators = {
             kind: type(
@@ -68,12 +72,14 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             LayerKind(getattr(allocator, "sliding_window", None), page_size)
             for allocator in self.cache_allocators.values()
         ]
-        self._pages: dict[int, Pages] = {
+        self._kind_of = {n: one.index for n, one in self.layer_to_allocator.items()}
+        self._pages = {
             layer: from_page(allocator.fp8_pages, place)
             for allocator in self.cache_allocators.values()
             for place, layer in enumerate(allocator.layer_indices)
         }
-        self._wait_for_pages()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)  # a stream of its own zeroes the pages
         self._stored: StoredBlocks | None = None
         if chosen.store is not None and self.use_prefix_sharing:
             (allocator,) = self.cache_allocators.values()
@@ -81,10 +87,16 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
     @staticmethod
     def check(model: Any, chosen: Any) -> None:
-        EngineCache.check(model, chosen)
+        """Raise ConfigError or ScaleError if no engine of this model can have this config."""
+        config = model.config.get_text_config()
+        heads, dim = sizes(config)
+        heads //= chosen.options.tensor_parallel.size
+        chosen.layer_storage(config.num_hidden_layers, heads, dim)
+        Cache.bytes_per_token(config, chosen, model.dtype)  # pages of one size
+        choose_backend(chosen.options.backend, model.device)
         if chosen.store is not None:
             check_store(chosen.store, chosen.options, model.config)
-        kinds = list(stock.group_layers_by_attn_type(model.config.get_text_config()))
+        kinds = list(stock.group_layers_by_attn_type(config))
         if chosen.store is not None and kinds != [stock.FULL_ATTENTION]:
             raise ConfigError(
                 "prefix_store: expected a model whose layers all attend to the whole text, since "
@@ -92,9 +104,14 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
                 "out, or use generate()"
             )
 
-    def fetch_prefix(self, request_id: str, prompt_ids: list[int]) -> None:
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Return the tokens of a prompt that are in the cache, as the engine does; count them."""
         if self._stored is not None:
             self._stored.fetch(request_id, prompt_ids)
+        tokens = int(super().search_prefix_match(request_id, prompt_ids))
+        self.prefix_hits += tokens > 0
+        self.prefix_tokens += tokens
+        return tokens
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Note that a request's blocks are full, as the engine does, and leave them in a store."""
@@ -112,21 +129,35 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         return _MemoryHandler(**planned)
 
     def fits_alone(self, tokens: int) -> bool:
+        """Return whether one request may hold `tokens` tokens, with all pages to itself."""
         needed = sum(a.needs_new_sectors("", 0, tokens) for a in self.cache_allocators.values())
         return bool(needed <= self.num_sectors)
 
-    def kind_index(self, layer: int) -> int:
-        return int(self.layer_to_allocator[layer].index)
+    def max_request_tokens(self) -> int:
+        """Return the most tokens that one request may hold; 0: not even one.
 
-    def layer_pages(self, layer: int) -> Pages:
-        """Return the pages of a layer: that of a block is its first, and the layer's place."""
-        return self._pages[layer]
+        One that outgrows all pages stops the engine: it has to be known before it is accepted. With
+        windows in all layers there is no such number, and a very large one is returned.
+        """
+        return bisect_left(range(1, 2**31), True, key=lambda tokens: not self.fits_alone(tokens))
 
-    def _request_pages(self, request_id: str) -> list[list[int]]:
-        return [
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Record a request of the next step; the engine gets no indices.
+
+        The engine makes a new list for each step, and asks for its requests in order.
+        """
+        pages = [
             [block * allocator.pages_per_block for block in allocator.block_table[request_id]]
             for allocator in self.cache_allocators.values()
         ]
+        self.record(write_index, past_length, query_length, pages)
 
     def evict_cached_blocks(self) -> bool:
         """Give up prefixes until requests have room, the least recently used first.
@@ -167,6 +198,10 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         return enough and bool(self.compute_free_capacity() >= least)
 
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+        """Return bytes planned, bytes taken, bytes of a page of all layers, and tokens held.
+
+        `lengths` has the tokens stored for each live request.
+        """
         total = self.num_sectors * self.bytes_per_sector
         free = int(self.compute_free_capacity(relative=False))
         page = self.page_layout.bytes_per_page * self.config.num_hidden_layers
@@ -175,6 +210,22 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         kept = list(allocator.ledger.cached_blocks)
         tokens = count_tokens(allocator, kept, lengths, self.page_layout.slots)
         return total, total - free, page, tokens
+
+
+def count_tokens(kind: Any, kept: list[int], lengths: dict[str, int], size: int) -> int:
+    """Return the tokens in the blocks of one kind of layers; a shared block counts once.
+
+    `kind` has the block tables, and a window if the layers do. `kept` are full blocks that are only
+    there for reuse; `lengths` the tokens of each live request; `size` those of a page.
+    """
+    tokens = dict.fromkeys(kept, size)
+    # Copies: the engine's thread goes on meanwhile.
+    for request, blocks in list(kind.block_table.items()):
+        left = min(lengths.get(request, 0), getattr(kind, "sliding_window", 2**62))
+        for block in list(blocks):
+            tokens[block] = max(tokens.get(block, 0), min(left, size))
+            left = max(left - size, 0)
+    return sum(tokens.values())
 
 
 class _FP8Pages:
