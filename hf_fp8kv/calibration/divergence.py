@@ -119,17 +119,10 @@ def compare_caches(
 def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return logits `[B, T, vocabulary]` of a call; not scored: of the last token alone.
+    """Return logits `[B, T, vocabulary]` of a call, or without `scored` of its last token alone.
 
-    Args:
-        model: in the attention to measure.
-        ids: `[B, T]`, int64: the tokens that follow those in the cache.
-        cache: gets them, too.
-        inputs: further arguments of the model.
-        scored: whether the logits of all tokens are wanted.
-
-    Raises:
-        ConfigError: the model does not give a logit per token.
+    `ids` is `[B, T]`, int64, the tokens that follow those in the cache. ConfigError is raised for a
+    model that does not give a logit per token.
     """
     text = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = with_cache(model, cache) | ({} if scored else last_logit_only(model))

@@ -174,6 +174,8 @@ GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "conver
         (1, GENERATE + "--scales 0", "scale"),
         (1, GENERATE + "--scales nan", "scale"),
         (1, GENERATE + "--scales /no/such/file.json", "/no/such/file.json"),
+        (1, "generate --model /no/such/folder --plan no_such_plan", "place of a saved plan"),
+        (1, "generate --model /no/such/folder --plan int8 --key-dtype fp8", "key_dtype: expected"),
         (2, GENERATE + "--backend abacus", "auto, torch, numba, triton; got 'abacus'"),
         (1, GENERATE + "--page-size 48", "page_size"),
         (1, GENERATE + "--attn no_such_attention", "no_such_attention"),
