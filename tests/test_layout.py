@@ -28,7 +28,7 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1526, "bench": 974, "cache": 3357, "calibration": 2493, "cli": 1853,
+    "attention": 1526, "bench": 973, "cache": 3357, "calibration": 2483, "cli": 1851,
     "enabling": 242, "errors": 63, "formats": 486, "__init__": 62, "modeling": 633, "ops": 7745,
     "paging": 1699, "prefix": 1059, "scales": 3409, "server": 4220, "serving": 1868,
     "utils": 529, "vllm": 1022,

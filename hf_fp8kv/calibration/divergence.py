@@ -10,22 +10,9 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import accepts, with_cache
+from ..scales.report import QualityRow
 
 UNQUANTISED = "unquantised"
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How far one cache is from the unquantised one, on the same text; see `QualityRow`.
-
-    The perplexity is NaN where no token of the text is known to follow a scored one.
-    """
-
-    kl: float
-    kl_max: float
-    top1: float
-    perplexity: float
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -36,10 +23,13 @@ class Scores:
     same: torch.Tensor  # [n]: 1 where the most likely next token is the same, else 0
     surprise: torch.Tensor  # [m]: minus the log-probability of the text's next token, where one is
 
-    @property
-    def quality(self) -> Quality:
-        """The mean over all tokens."""
-        return Quality(
+    def summarize(self, cache: str = "") -> QualityRow:
+        """Return the means over all tokens, under the name of a cache.
+
+        The perplexity is NaN where no token of the text is known to follow a scored one.
+        """
+        return QualityRow(
+            cache,
             self.kl.mean().item(),
             self.kl.max().item(),
             self.same.mean().item(),

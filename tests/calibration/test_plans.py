@@ -240,7 +240,7 @@ def compare(model: Any, plan: StoragePlan, tokens: int = 300) -> tuple[float, fl
     }
     with paged_attention(model):
         scores = compare_caches(model, ids, caches, prefill=tokens // 2)
-    return scores["default"].quality.kl, scores["plan"].quality.kl
+    return scores["default"].summarize().kl, scores["plan"].summarize().kl
 
 
 def test_gaussian_numbers_get_narrow_rotated_formats(llama: Any, chosen: StoragePlan) -> None:
