@@ -186,7 +186,7 @@ def _find_paragraphs(text: str) -> set[str]:
 def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choices]:
     """Return the ranges of K and V, and scales for each format and granularity."""
     partners = measure_partners(job.model, corpus.windows[0], job.layers)
-    ranges = collect_ranges(job, make_batches(corpus.windows, 1), partners)
+    ranges = collect_ranges(job, "text", make_batches(corpus.windows, 1), partners)
     choices = {}
     for fmt, (name, kind) in product(MEASURED, STATIC.items()):
         options = replace(job.options, granularity=kind, fmt=FORMATS[fmt])

@@ -134,14 +134,15 @@ def report_percents(
 
 
 def summarize_texts(by_text: Sequence[Scores]) -> Result:
-    """Return the fields of `Quality` over all texts, with standard errors over the texts.
+    """Return the numbers of `QualityRow` over all texts, with standard errors over the texts.
 
     `kl_error` and `top1_error` are None for a single text; `kl_by_text` and `top1_by_text` are the
     means within each text.
     """
-    result = asdict(Scores.concat(by_text).quality)
+    result = asdict(Scores.concat(by_text).summarize())
+    del result["cache"]
     for name in ("kl", "top1"):
-        means: list[float] = [getattr(scores.quality, name) for scores in by_text]
+        means: list[float] = [getattr(scores.summarize(), name) for scores in by_text]
         error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
         result |= {f"{name}_error": error, f"{name}_by_text": means}
     return result

@@ -61,8 +61,7 @@ def measure_quality(
         progress: Function that is called with the cache and the share that is done.
 
     Returns:
-        The entries of `describe_run`, `settings`, and `rows` with `cache` and the fields of
-        `Quality`.
+        The entries of `describe_run`, `settings`, and `rows` with the fields of `QualityRow`.
 
     Raises:
         ConfigError: Python's manual has fewer texts of this length.
@@ -89,7 +88,7 @@ def measure_quality(
             model, name, topics, prefill=prefill, score=score, chunk=chunk
         ),
         "rows": [
-            {"cache": cache, **asdict(Scores.concat(batch[cache] for batch in scores).quality)}
+            asdict(Scores.concat(batch[cache] for batch in scores).summarize(cache))
             for cache in caches
         ],
     }

@@ -76,7 +76,11 @@ class FirstTokens:
     def take_padding(
         self, mask: torch.Tensor | None, start: int | torch.Tensor, tokens: int
     ) -> None:
-        """Note the last tokens of each sequence in a call, as a `PaddingObserver`."""
+        """Note the last tokens of each sequence in a call of `tokens` tokens after `start` others.
+
+        `mask` is `[B, at least start + tokens]`, where False or 0 is padding, or None without any.
+        In a preallocated cache `start` is a tensor `[]`.
+        """
         if mask is None:
             self.is_open = False
             return

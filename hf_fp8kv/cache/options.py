@@ -195,9 +195,10 @@ class CacheOptions:
         `advice`: what to do with a plan.
         """
         if isinstance(self.scales, KVScales):
+            name = "plan" if isinstance(self.scales, StoragePlan) else "scales"
             return ScaleError(
-                f"scales ({self.scales.origin}): expected {what}; use the scales of this very "
-                f"model, or {KEEP_OUT}"
+                f"{name} ({self.scales.origin}): expected {what}; use the {name} of this model, or "
+                f"{KEEP_OUT}"
             )
         return ConfigError(f"plan: expected {what}; {advice}, or {KEEP_OUT}")
 

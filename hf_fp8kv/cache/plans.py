@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..formats import LayerPlan, SidePlan
-from ..scales.kv_scales import StoragePlan
+from ..formats import ALIASES, AUTO, FORMATS, LayerPlan, SidePlan
+from ..scales.kv_scales import KVScales, StoragePlan
 
 Plan = StoragePlan | LayerPlan | Mapping[int, LayerPlan]
 _HOW = "plan='fp8_e3m4 centered' or plan=('int8 rotated centered', 'fp8_e2m5 rotated') are examples"
@@ -26,9 +26,17 @@ def parse_plan(plan: object) -> Plan | None:
     """
     if plan is None or isinstance(plan, StoragePlan):
         return plan
+    if isinstance(plan, KVScales):
+        raise ConfigError(f"plan: expected a plan, got {plan!r}. Pass static scales as `scales`")
     if isinstance(plan, os.PathLike) or (isinstance(plan, str) and _is_place(plan)):
         return StoragePlan.load(plan)
     if isinstance(plan, str):
+        if (plan.split() or [""])[0] not in (known := (AUTO, *ALIASES, *FORMATS)):
+            raise ConfigError(
+                f"plan: expected the place of a saved plan, or text that begins with one of "
+                f"{', '.join(known)}, got {plan!r}. Check the path. Plans are made by "
+                "hf_fp8kv.choose_plan(model), and by enable(model, dtype='adaptive')"
+            )
         side = SidePlan.parse(plan)
         plan = LayerPlan(side, replace(side, centered=False))
     elif isinstance(plan, list | tuple) and len(plan) == 2 and not isinstance(plan, LayerPlan):

@@ -10,22 +10,9 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import accepts, with_cache
+from ..scales.report import QualityRow
 
 UNQUANTISED = "unquantised"
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How far one cache is from the unquantised one, on the same text; see `QualityRow`.
-
-    The perplexity is NaN where no token of the text is known to follow a scored one.
-    """
-
-    kl: float
-    kl_max: float
-    top1: float
-    perplexity: float
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -36,10 +23,13 @@ class Scores:
     same: torch.Tensor  # [n]: 1 where the most likely next token is the same, else 0
     surprise: torch.Tensor  # [m]: minus the log-probability of the text's next token, where one is
 
-    @property
-    def quality(self) -> Quality:
-        """The mean over all tokens."""
-        return Quality(
+    def summarize(self, cache: str = "") -> QualityRow:
+        """Return the means over all tokens, under the name of a cache.
+
+        The perplexity is NaN where no token of the text is known to follow a scored one.
+        """
+        return QualityRow(
+            cache,
             self.kl.mean().item(),
             self.kl.max().item(),
             self.same.mean().item(),
@@ -119,17 +109,10 @@ def compare_caches(
 def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return logits `[B, T, vocabulary]` of a call; not scored: of the last token alone.
+    """Return logits `[B, T, vocabulary]` of a call, or without `scored` of its last token alone.
 
-    Args:
-        model: in the attention to measure.
-        ids: `[B, T]`, int64: the tokens that follow those in the cache.
-        cache: gets them, too.
-        inputs: further arguments of the model.
-        scored: whether the logits of all tokens are wanted.
-
-    Raises:
-        ConfigError: the model does not give a logit per token.
+    `ids` is `[B, T]`, int64, the tokens that follow those in the cache. ConfigError is raised for a
+    model that does not give a logit per token.
     """
     text = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = with_cache(model, cache) | ({} if scored else last_logit_only(model))

@@ -76,17 +76,13 @@ class _ObservedCache(DynamicCache):
 
 def paged_layers(model: PreTrainedModel) -> frozenset[int]:
     """Return the layers that `FP8PagedCache` stores in 8 bits; raise ConfigError without any."""
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"model: expected a PreTrainedModel, got {type(model).__name__}; of a model that is "
-            "compiled or wrapped, pass the model inside (model._orig_mod, model.module)"
-        )
+    parts = tensor_parallel(model).size
     if model.main_input_name != "input_ids":
         raise ConfigError(
             f"model: expected a model that reads text, got {type(model).__name__}, which reads "
             f"{model.main_input_name}; use dynamic scales, which need no calibration"
         )
-    if (parts := tensor_parallel(model).size) > 1:
+    if parts > 1:
         raise ConfigError(
             f"model: expected one with all of its heads, got one of {parts} parts "
             "(tensor parallelism); load it in one process (device_map='auto' spreads its layers), "

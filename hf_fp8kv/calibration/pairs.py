@@ -48,10 +48,17 @@ def measure_partners(
         return unknown
     room = find_trained(model)
     ids = window[: min(TOKENS, max(room // 4, 2))]
+
+    def record(first: int) -> dict[int, list[torch.Tensor]]:
+        found: dict[int, list[torch.Tensor]] = {}
+        observe(
+            model, Batch((ids,), first), layers,
+            lambda index, *pair: found.update({index: [x.double().cpu() for x in pair]}),
+        )  # fmt: skip
+        return found
+
     try:
-        here, there = (
-            _record_states(model, Batch((ids,), first), layers) for first in (0, room // 2)
-        )
+        here, there = record(0), record(room // 2)
     except torch.OutOfMemoryError:
         raise
     except (ConfigError, RuntimeError) as error:  # it does not expect such positions
@@ -61,18 +68,6 @@ def measure_partners(
         index: Partners(match_channels(k, there[index][0]), match_channels(v, there[index][1]))
         for index, (k, v) in here.items()
     }
-
-
-def _record_states(
-    model: PreTrainedModel, batch: Batch, layers: frozenset[int]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        states[index] = (k.double().cpu(), v.double().cpu())
-
-    observe(model, batch, layers, on_states)
-    return states
 
 
 def match_channels(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:

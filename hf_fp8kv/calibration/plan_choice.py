@@ -65,7 +65,7 @@ def choose_plan(
         model: A language model in one process, on any device or devices.
         texts: As in `calibrate`. Some windows of them are read. None means random token ids, always
             the same.
-        tokenizer, text_column, chat_template: As in `calibrate`.
+        tokenizer, text_column, chat_template: As in `calibrate`, for `texts`.
 
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
@@ -82,11 +82,16 @@ def choose_plan(
             text_column=text_column, chat_template=chat_template,
         )  # fmt: skip
         windows = sample_windows(corpus.windows, _WINDOWS)
+    tokens = sum(map(len, windows))
+    if texts is not None and tokens < _TOKENS:
+        logger.warning(
+            "texts: the plan is chosen on %d tokens, fewer than the %d random ones that are read "
+            "without texts; pass more texts, or none", tokens, _TOKENS,
+        )  # fmt: skip
     with eval_mode(model):
         reads, positions = _read(model, layers, windows)
     latent = caches_latents(model.config.get_text_config(decoder=True))
     may_move = positions > 1 or not turns_keys(model)
-    tokens = sum(map(len, windows))
     source = f"chosen on {tokens} {'random tokens' if texts is None else 'tokens of text'}"
     chosen = {}
     for index in sorted(layers):
@@ -113,7 +118,9 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
     if dtype != ADAPTIVE:
         return dtype, parse_plan(plan)
     if plan is not None:
-        raise ConfigError(f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}")
+        raise ConfigError(
+            f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}. Leave one out"
+        )
     kept: StoragePlan | None = vars(model).get(_MODEL_PLAN)
     if kept is None or kept.made_for(model) is False:
         kept = vars(model)[_MODEL_PLAN] = choose_plan(model)
@@ -169,12 +176,10 @@ def _choose(
         q = torch.stack([x.q for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, Dk]
         weights = torch.stack([x.weights for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, N]
         of_k = _candidates(k[i].float(), center, k_plans)
-        of_v = None if latent else _candidates(v[i].float(), None, v_plans)
+        of_v = of_k[:0] if latent else _candidates(v[i].float(), None, v_plans)
         k_errors, v_errors = _errors(of_k, of_v, (*k_plans, *v_plans))
         cost = _cost_of_keys(q, weights, k_errors, k_plans)
-        if v_errors is not None:
-            cost = torch.cat([cost, _cost_of_values(weights, v_errors)])
-        costs.append(cost)
+        costs.append(torch.cat([cost, _cost_of_values(weights, v_errors)]))
     found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
         raise ConfigError(
@@ -197,13 +202,9 @@ def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> 
     return variants[which].transpose(2, 3)
 
 
-def _errors(
-    of_k: Tensor, of_v: Tensor | None, plans: Sequence[SidePlan]
-) -> tuple[Tensor, Tensor | None]:
-    """Return the errors of both sides' candidates, or None for V without any."""
+def _errors(of_k: Tensor, of_v: Tensor, plans: Sequence[SidePlan]) -> tuple[Tensor, Tensor]:
+    """Return the errors of both sides' candidates."""
     formats, count = tuple(FORMATS[plan.format] for plan in plans), len(of_k)
-    if of_v is None:
-        return dynamic_errors(of_k, formats), None
     if of_k.shape[1:] == of_v.shape[1:]:
         errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
         return errors[:count], errors[count:]

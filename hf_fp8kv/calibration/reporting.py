@@ -186,12 +186,12 @@ def _score_quality(
         static, dynamic = (scores[cache].kl for cache in list(caches)[:2])
         what = fmt if scales.plan is None else "the plan"
         scoring.warn_if_worse(static, dynamic, what, batches)
-    rows = {name: scores[name].quality for name in (UNQUANTISED, *caches)}
-    finite = {n: q for n, q in rows.items() if math.isfinite(q.kl) and math.isfinite(q.perplexity)}
+    rows = [scores[name].summarize(name) for name in (UNQUANTISED, *caches)]
+    finite = [row for row in rows if math.isfinite(row.kl) and math.isfinite(row.perplexity)]
     if len(finite) < len(rows):
-        lost = ", ".join(sorted(rows.keys() - finite))
+        lost = ", ".join(sorted(row.cache for row in rows if row not in finite))
         logger.warning("the model gives logits that are not finite: %s not compared", lost)
-    return tuple(QualityRow(name, **vars(quality)) for name, quality in finite.items())
+    return tuple(finite)
 
 
 def _without_scales(scales: KVScales) -> StoragePlan:

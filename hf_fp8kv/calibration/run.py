@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from tqdm import tqdm
@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
+from ..cache.plans import Plan
 from ..errors import ConfigError
-from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
+from ..formats import AUTO, FORMATS, STATIC_DTYPE, parse_dtype
 from ..modeling.model_support import caches_latents
 from ..scales.kv_scales import KVScales, resolve, warn_if_stale
 from ..scales.layer_scales import Granularity
@@ -25,6 +26,7 @@ from . import choose, scoring, stages
 from .observe import TensorDict, make_batches, paged_layers
 from .pairs import Partners, measure_partners
 from .positions import Beyond, check_count, find_reach, turns_keys
+from .queries import observe_queries
 from .reporting import make_report
 from .stages import CalibrationOptions, Job
 from .texts import read_model_corpus
@@ -43,7 +45,7 @@ def calibrate(
     granularity: Granularity = "head",
     center: bool = True,
     dtype: str | torch.dtype | None = None,
-    plan: Literal["measured"] | LayerPlan | Mapping[int, LayerPlan] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     margin: float = 1.0,
     max_tokens: int = 2**18,
     max_length: int = 1024,
@@ -74,9 +76,9 @@ def calibrate(
         dtype: The format that scales are chosen for. They can be used for any. None means
             "fp8_e4m3".
         plan: How each layer is stored, in 8 bits. "measured" chooses the format, rotation and
-            center of least cost. A `LayerPlan` is for all layers, a mapping for each. The scales
-            then only fit caches with this plan, and no other server. None leaves the format to the
-            cache, without rotation.
+            center of least cost. Other plans are as of a cache, and centers are calibrated with
+            the scales. The scales then only fit caches with this plan, and no other server. None
+            leaves the format to the cache, without rotation.
         margin: Factor of the largest magnitude. 1.1 leaves a tenth of room for other texts.
         max_tokens: Maximum number of tokens, where reading stops.
         max_length: Tokens of the longest window that the model reads.
@@ -106,7 +108,7 @@ def calibrate(
     with _run_in_eval_mode(model, layers, options, progress) as job:
         partners = measure_partners(model, corpus.windows[0], layers)
         batches = make_batches(corpus.windows, batch_size)
-        ranges = stages.collect_ranges(job, batches, partners)
+        ranges = stages.collect_ranges(job, "text", batches, partners)
         _warn_of_gaps(job, ranges, partners)
         beyond = _find_beyond(model, beyond, partners)
         beyond, near, far = _collect_samples(job, corpus.windows, partners, beyond)
@@ -163,13 +165,12 @@ def measure(
     layers = paged_layers(model)
     options = _options(model, "head", False, dtype, 1.0, None)
     beyond = Beyond(find_reach(model, max_length, max_position))
-    resolved = resolve(scales)
-    if not isinstance(resolved, KVScales):
+    if not isinstance(found := resolve(scales), KVScales):
         raise ConfigError(
             f"scales: expected KVScales, a path or a repository id, got {scales!r}; "
             "KVScales.uniform(num_layers) has a constant for each layer"
         )
-    scales = resolved
+    scales = found
     warn_if_stale(model, scales)
     stored = dtype if scales.plan is not None else options.fmt.name
     FP8PagedCache(model.config, dtype=stored, **scoring.keyword(scales))  # layers that are missing
@@ -180,7 +181,7 @@ def measure(
     scored = scoring.first_windows(corpus.windows, _SCORED)
     with _run_in_eval_mode(model, layers, options, progress) as job:
         partners = measure_partners(model, corpus.windows[0], layers)
-        ranges = stages.collect_ranges(job, make_batches(corpus.windows, 1), partners)
+        ranges = stages.collect_ranges(job, "text", make_batches(corpus.windows, 1), partners)
         beyond = _find_beyond(model, beyond, partners)
         centers = "Centers were not tried: the scales were given."
         return make_report(job, scales, ranges, centers, corpus.windows, scored, beyond)
@@ -237,10 +238,10 @@ def _collect_samples(
     """Return the ranges near and far for `find_centers`; far ones only where they are known."""
     if not job.options.center and job.options.plan is None:
         return beyond, {}, {}
-    near = stages.collect_sample(job, stages.sample_near(windows), partners, "sample")
-    batches = stages.sample_far(windows, beyond)
+    batches = stages.sample_near(windows), stages.sample_far(windows, beyond)
+    near = stages.collect_ranges(job, "sample", batches[0], partners, observe_queries)
     try:
-        far = stages.collect_sample(job, batches, partners, "far sample")
+        far = stages.collect_ranges(job, "far sample", batches[1], partners, observe_queries)
     except ConfigError as error:
         logger.warning("positions up to %d are not tried: %s", beyond.reach, error)
         return replace(beyond, untried=f"the model cannot be run at others: {error}"), near, {}

@@ -82,7 +82,7 @@ def check_plans(
             logger.warning("%s are not tried: %s", what.lower(), error)
             return safe, f"{kept} the model's predictions could not be compared.{note}"
         gain = scores["without"].kl - scores["with"].kl
-        kl = [f"{scores[cache].quality.kl:.2e} {cache}" for cache in caches]
+        kl = [f"{scores[cache].summarize().kl:.2e} {cache}" for cache in caches]
         found.append(f"KL {', '.join(kl)}, on {len(gain)} tokens {place}")
         deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
         if not gain.mean().item() > 2 * deviation:

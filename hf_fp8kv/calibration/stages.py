@@ -80,34 +80,36 @@ def fold_layers(
 
 
 def collect_ranges(
-    job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners]
-) -> dict[int, TensorDict]:
-    """Return the range of K and V of each layer.
+    job: Job, name: str, batches: Sequence[Batch], partners: Mapping[int, Partners],
+    see: Callable[..., None] = observe,
+) -> dict[int, TensorDict]:  # fmt: skip
+    """Return the range of K and V of each layer, and the sums of `weigh_keys` if `see` has queries.
 
     Raises:
         ConfigError: K or V has NaN or infinity, or a layer has no V.
     """
 
-    def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
-        return _measure_finite_range(job, index, k, v, partners[index])
-
-    return fold_layers(job, "text", batches, measure, merge_ranges, observe)
-
-
-def collect_sample(
-    job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners], name: str
-) -> dict[int, TensorDict]:
-    """Return the range of each layer on a sample, with the sums of `weigh_keys`.
-
-    Without batches there are no layers. Errors are as in `collect_ranges`.
-    """
-
     def measure(
-        index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None
+        index: int, k: torch.Tensor, v: torch.Tensor, *queries: Queries | None
     ) -> TensorDict:
-        return _measure_finite_range(job, index, k, v, partners[index]) | weigh_keys(k, queries)
+        if not v.shape[-1]:
+            raise ConfigError(
+                f"layer {index}: expected keys and values, got latents without positions, which "
+                "hold no V. Leave scales out: dynamic ones are right for every layer"
+            )
+        of_layer = measure_range(k, v, partners[index].k, partners[index].v)
+        for side in "kv":
+            if not torch.isfinite(of_layer[f"{side}_pair"]).all():
+                raise ConfigError(
+                    f"layer {index}: expected finite {side.upper()}, got NaN or infinity. Load the "
+                    "model in bfloat16 or float32, and look at the text"
+                )
+        if job.options.plan is not None:
+            rotated = measure_range(rotate(k), rotate(v), None, None)
+            of_layer |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
+        return of_layer | (weigh_keys(k, *queries) if queries else {})
 
-    return fold_layers(job, name, batches, measure, merge_ranges)
+    return fold_layers(job, name, batches, measure, merge_ranges, see)
 
 
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
@@ -119,27 +121,6 @@ def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
     weights = torch.ones_like(k, dtype=torch.float32) if queries is None else queries.weigh_keys()
     sums = {"weight_sum": weights, "weighted_sum": weights * k.float()}
     return {name: x.sum(0, dtype=torch.float64).cpu() for name, x in sums.items()}
-
-
-def _measure_finite_range(
-    job: Job, index: int, k: torch.Tensor, v: torch.Tensor, partners: Partners
-) -> TensorDict:
-    if not v.shape[-1]:
-        raise ConfigError(
-            f"layer {index}: expected keys and values, got latents without positions, which hold "
-            "no V. Leave scales out: dynamic ones are right for every layer"
-        )
-    of_layer = measure_range(k, v, partners.k, partners.v)
-    for side in "kv":
-        if not torch.isfinite(of_layer[f"{side}_pair"]).all():
-            raise ConfigError(
-                f"layer {index}: expected finite {side.upper()}, got NaN or infinity. Load the "
-                "model in bfloat16 or float32, and look at the text"
-            )
-    if job.options.plan is not None:
-        rotated = measure_range(rotate(k), rotate(v), None, None)
-        of_layer |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
-    return of_layer
 
 
 def sample_windows(windows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:

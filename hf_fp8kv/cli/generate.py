@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..cache.cache import FP8PagedCache
+from ..formats import ADAPTIVE
 from .arguments import (
     SIZE,
     Backend,
@@ -72,6 +74,8 @@ def generate(
         "page_size": page_size,
         "backend": backend,
     }
+    if kv_cache_dtype != ADAPTIVE:
+        FP8PagedCache(**options)  # raises for wrong options before minutes are spent
     text = sys.stdin.read().strip() if prompt == "-" else prompt
     loaded, tokenizer = load_model(model, device)
     # None overrides what the checkpoint recommends for sampling.

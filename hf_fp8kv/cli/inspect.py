@@ -93,9 +93,8 @@ def inspect(
             }
             print(json.dumps(known))
         else:
-            console = make_console(160)
-            for part in inspect_table(source, report, console.width):
-                console.print(part)
+            width = make_console(160).width
+            print_parts(inspect_table(source, report, width), piped_width=width)
 
 
 def _is_cache(path: str) -> bool:

@@ -32,11 +32,9 @@ _NOT_MEASURED = (
 def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | Path) -> None:
     """Write a PNG with the magnitudes of K and V and the errors of 8 bits, atomically.
 
-    Args:
-        scales: the scales.
-        report: of their calibration, or of `measure`. None: the plot shows the largest magnitude
-            that the scales represent (448 × scale), and says that errors were not measured.
-        path: the file.
+    `report` is the result of their calibration or of `measure`. Without it the plot shows the
+    largest magnitude that the scales represent (448 × scale), and notes that errors were not
+    measured.
     """
     picture = io.BytesIO()
     scales_figure(scales, report).savefig(picture, dpi=_DPI, format="png")

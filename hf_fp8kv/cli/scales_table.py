@@ -113,10 +113,8 @@ def inspect_table(
 ) -> "list[RenderableType]":
     """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
 
-    Args:
-        scales: the scales.
-        report: of their calibration, or of `measure`; None: show only the scales.
-        width: columns of the terminal. The table of layers is cut into several that fit.
+    Without a report only the scales are shown. The table of layers is cut into several that fit
+    into `width` columns of the terminal.
     """
     from rich.table import Table
     from rich.text import Text

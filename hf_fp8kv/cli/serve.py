@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from ..cache.plans import parse_plan
 from ..errors import ConfigError
 from ..prefix.store import PrefixStore
 from ..utils.demo_model import demo_model_path
@@ -24,11 +25,11 @@ class Serve(TyperCommand):
         """Return our parameters, then transformers' own; only when the command is used."""
         own = super().get_params(ctx)
         taken = {name for param in own for name in param.opts}
-        return [*own, *(p for p in self._stock_parameters if not taken & set(p.opts))]
+        return [*own, *(p for p in self.stock_parameters if not taken & set(p.opts))]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, with transformers' options in `ctx.obj`."""
-        names = [param.name for param in self._stock_parameters]
+        names = [param.name for param in self.stock_parameters]
         ctx.obj = {name: ctx.params.pop(name) for name in names if name in ctx.params}
         source = ctx.get_parameter_source("continuous_batching")
         given = source is not None and source.name == "COMMANDLINE"
@@ -36,12 +37,9 @@ class Serve(TyperCommand):
             raise ConfigError("--no-continuous-batching: not supported; leave it out")
         return super().invoke(ctx)
 
-    def stock_defaults(self) -> dict[str, Any]:
-        """Return the defaults of transformers' own options, by parameter."""
-        return {param.name: param.default for param in self._stock_parameters}
-
     @cached_property
-    def _stock_parameters(self) -> list[Any]:
+    def stock_parameters(self) -> list[Any]:
+        """The parameters of `transformers serve` without those that are ours."""
         from ..server.options import OWN_OPTIONS, require_server
 
         require_server()
@@ -121,7 +119,7 @@ def serve(
         "dtype": kv_cache_dtype,
         "key_dtype": key_dtype,
         "value_dtype": value_dtype,
-        "plan": plan,
+        "plan": parse_plan(plan),  # read before the model is loaded
         "scales": scales,
         "backend": backend,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
@@ -130,7 +128,7 @@ def serve(
     from ..server.options import check_options
 
     command: Any = ctx.command
-    check_options(options, command.stock_defaults())
+    check_options(options, {param.name: param.default for param in command.stock_parameters})
     config = ServerConfig.parse(
         host,
         api_key,

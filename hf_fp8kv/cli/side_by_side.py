@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -71,12 +72,11 @@ class Comparison:
 
     def run_dense(self) -> Run:
         """Answer with transformers' default cache and the model's own attention."""
-        cache = DynamicCache(config=self.model.config)
-        answer = self._generate(lambda: DynamicCache(config=self.model.config), cache)
+        cache, ids, speed = self._generate(partial(DynamicCache, config=self.model.config))
         size = sum(t.nbytes for layer in cache.layers for t in collect_tensors(vars(layer)))
         tokens = cache.get_seq_length()
         name = f"DynamicCache {str(self.model.dtype).removeprefix('torch.')}"
-        return self._run(answer, name, "none", tokens, size, size / tokens)
+        return self._run(ids, speed, name, "none", tokens, size, size / tokens)
 
     def run_paged(self, attn: str, options: Mapping[str, Any]) -> Run:
         """Answer with FP8 pages, read by the attention `attn`."""
@@ -86,8 +86,7 @@ class Comparison:
             raise ConfigError(f"--attn {attn} does not work with {self.name}: {error}") from error
         dtype, plan = resolve_plan(self.model, options["dtype"], options["plan"])
         keywords = {**options, "dtype": dtype, "plan": plan}
-        cache = FP8PagedCache(self.model.config, **keywords)
-        answer = self._generate(lambda: FP8PagedCache(self.model.config, **keywords), cache)
+        cache, ids, speed = self._generate(partial(FP8PagedCache, self.model.config, **keywords))
         warn_if_stale(self.model, cache.options.scales)
         sizes, page = cache.memory_footprint(), options["page_size"]
         # The last page is partly filled: a token's size is its share of a full page.
@@ -99,10 +98,12 @@ class Comparison:
         is_auto = all(side.is_auto for plan in plans for side in plan)
         scales = "none" if is_auto else str(options["scales"] or "dynamic")
         size = sizes.used_bytes + sizes.other_bytes
-        return self._run(answer, f"pages of {page}, {stored}", scales, sizes.tokens, size, share)
+        return self._run(
+            ids, speed, f"pages of {page}, {stored}", scales, sizes.tokens, size, share
+        )
 
-    def _generate(self, warm_up: Callable[[], Any], cache: Any) -> tuple[list[int], float | None]:
-        """Return the new tokens, and the tokens per second after the first one."""
+    def _generate(self, make_cache: Callable[[], Any]) -> tuple[Any, list[int], float | None]:
+        """Return the filled cache, the new tokens, and the tokens per second after the first."""
         stamps: list[float] = []
 
         def stamp(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -112,21 +113,20 @@ class Comparison:
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
         # Two tokens for warming up: kernels are compiled at their first use.
-        call = {**self.inputs, CACHE: warm_up(), "max_new_tokens": 2, "min_new_tokens": 2}
+        call = {**self.inputs, CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2}
         self.model.generate(**call, do_sample=False)
         torch.manual_seed(self.seed)
-        call = {**self.inputs, CACHE: cache, **self.sampling}
+        call = {**self.inputs, CACHE: (cache := make_cache()), **self.sampling}
         ids = self.model.generate(**call, stopping_criteria=[stamp])[0]
         ids = ids[self.inputs["input_ids"].shape[1] :].tolist()
         stamps = stamps[-len(ids) :]
         steps = len(stamps) - 1
-        return ids, steps / (stamps[-1] - stamps[0]) if steps > 0 else None
+        return cache, ids, steps / (stamps[-1] - stamps[0]) if steps > 0 else None
 
     def _run(
-        self, answer: tuple[list[int], float | None], cache: str, scales: str,
+        self, ids: list[int], speed: float | None, cache: str, scales: str,
         tokens: int, size: int, per_token: float,
     ) -> Run:  # fmt: skip
-        ids, speed = answer
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         attention, fit = str(self.model.config._attn_implementation), int(self.room / per_token)
         return Run(cache, scales, attention, text, ids, speed, tokens, size, per_token, fit)

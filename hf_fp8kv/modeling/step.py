@@ -9,23 +9,7 @@ until the next request, and a mask of other sizes ignores it.
 """
 
 import threading
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
-
-
-class PaddingObserver(Protocol):
-    """What depends on the padding of new tokens."""
-
-    def take_padding(self, mask: Tensor | None, start: int | Tensor, tokens: int) -> None:
-        """Note which tokens of a call are padding.
-
-        Args:
-            mask: `[B, at least start + tokens]`, False or 0 is padding. None means that there is
-                none.
-            start: Tokens before the call. In a preallocated cache a tensor `[]`.
-            tokens: Number of tokens in the call.
-        """
+from typing import Any, NamedTuple
 
 
 class MaskRequest(NamedTuple):
@@ -35,13 +19,13 @@ class MaskRequest(NamedTuple):
         sizes: New tokens, columns of the mask, and the position of the first column.
         preallocated: Whether columns after the new tokens are room that is not filled.
         growing: Whether the cache grows. The mask of the text must then cover all columns.
-        observer: Receives the padding. None means that nothing depends on it.
+        observer: The `FirstTokens` of the cache. None means that nothing depends on padding.
     """
 
     sizes: tuple[int, int, int] | None = None
     preallocated: bool = False
     growing: bool = False
-    observer: PaddingObserver | None = None
+    observer: Any = None
 
 
 class _Step(threading.local):

@@ -51,22 +51,17 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"model: expected a PreTrainedModel, got {type(model).__name__}; of a model that is "
-            "wrapped, pass the model inside"
+            f"model: expected a PreTrainedModel, got {type(model).__name__}. Pass the model inside "
+            "of one that is compiled or wrapped (model._orig_mod, model.module)"
         )
-    mesh = _mesh(model)
-    if mesh is None or mesh.size() == 1 or not _splits_heads(model):
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if mesh is None or "tp" not in mesh.mesh_dim_names:
+        return TensorParallel()
+    mesh = mesh["tp"]
+    if mesh.size() == 1 or not _splits_heads(model):
         return TensorParallel()
     check_divides(model.config.get_text_config(decoder=True), mesh.size())
     return TensorParallel(mesh.get_local_rank(), mesh.size())
-
-
-def _mesh(model: Any) -> Any:
-    """Return the processes that share this model's heads: a one-dimensional mesh, or None."""
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is None:
-        return None
-    return mesh["tp"] if "tp" in mesh.mesh_dim_names else None
 
 
 def _splits_heads(model: Any) -> bool:

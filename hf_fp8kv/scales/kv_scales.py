@@ -274,7 +274,8 @@ class StoragePlan(KVScales):
         """
         found = resolve(place)
         if not isinstance(found, StoragePlan):
-            raise ScaleError(f"plan: expected a StoragePlan in {place}, got {found!r}")
+            what = f"plan: expected a StoragePlan in {place}, got {found!r}"
+            raise ScaleError(f"{what}. Pass static scales as `scales`")
         return found
 
 

@@ -45,8 +45,8 @@ def demo_model_path() -> Path:
     """Return the folder with the demo model, in `HF_HOME`. The first call makes it.
 
     Raises:
-        ConfigError: the package with the model, `gguf` or `accelerate` is not installed.
-        OSError: the cache folder cannot be written.
+        ConfigError: The package with the model, `gguf` or `accelerate` is not installed.
+        OSError: The cache folder cannot be written.
     """
     return make_copy(NAME, find_gguf_file)
 
@@ -55,11 +55,7 @@ def make_copy(name: str, find_source: Callable[[], Path]) -> Path:
     """Return a folder with a model as bf16 safetensors, and its tokenizer.
 
     The first call converts the GGUF file that `find_source` returns, while other processes wait.
-    The folder gets its name when it is complete.
-
-    Raises:
-        ConfigError: the package `gguf` or `accelerate` is not installed.
-        OSError: the cache folder cannot be written.
+    The folder gets its name when it is complete. Errors are as in `demo_model_path`.
     """
     folder = Path(constants.HF_HOME) / "hf_fp8kv" / name
     if _is_complete(folder):

@@ -85,8 +85,7 @@ def commit(folder: Path = Path(__file__).parents[1]) -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", "__init__.py")
-        dirty = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -140,8 +140,8 @@ def test_a_lost_token_shows_in_predictions():
     ids = torch.arange(4, 64)[None]
     with paged_attention(model):
         scores = predictions.score_text(model, ids, WHOLE_AND_FORGETFUL, positions=[60], scored=10)
-    assert scores[60, "whole"].quality.kl == 0
-    assert scores[60, "forgetful"].quality.kl > 1e-6
+    assert scores[60, "whole"].summarize().kl == 0
+    assert scores[60, "forgetful"].summarize().kl > 1e-6
 
 
 def test_an_answer_is_right_if_its_token_is_above_all_wrong_ones():

@@ -166,6 +166,8 @@ SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
         ({"scales": planned_scales(is_dynamic=True)}, "pass it as plan"),
         ({"plan": {}}, "expected a StoragePlan"),
         ({"plan": 7}, "expected a StoragePlan"),
+        ({"plan": "no_such_plan"}, "place of a saved plan, or text that begins with one of auto"),
+        ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
         ({"plan": ("int8", "int9")}, "expected one of"),
         ({"plan": {0: SAFE}}, "got none for layer 1; add it"),
         ({"plan": dict.fromkeys(range(5), SAFE)}, r"from 0 to 2, .*got \[3, 4\], too; leave these"),
@@ -192,7 +194,7 @@ def test_a_plan_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
         SidePlan("int8", "rotated")
     planned_scales().save_pretrained(tmp_path)
-    with pytest.raises(ScaleError, match="expected a StoragePlan"):
+    with pytest.raises(ScaleError, match=r"expected a StoragePlan in .* Pass static scales as"):
         FP8PagedCache(config(), plan=tmp_path)
     with pytest.raises(ScaleError, match="without static scales"):
         StoragePlan(planned_scales().layers)
@@ -224,5 +226,7 @@ def test_a_plan_of_other_layers_is_refused(size: dict[str, int]) -> None:
     assert FP8PagedCache(config(), scales=planned_scales(2), skip_layers=[2], **size).plan
     with pytest.raises(ScaleError, match=r"from 0 to 2, .*\[3, 4\], too; use the scales"):
         FP8PagedCache(config(), scales=planned_scales(5), **size)
+    with pytest.raises(ScaleError, match=r"^plan \(.*none for layer 2.*use the plan of this model"):
+        FP8PagedCache(config(), plan=planned_scales(2, is_dynamic=True), **size)
     # Without a plan, scales may name more layers: checkpoints have layers for drafts.
     assert FP8PagedCache(config(), scales=KVScales.uniform(5), **size).plan

@@ -388,7 +388,7 @@ def chosen_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, choose.
     """What scales are made, and of what."""
     job = job_of(model)
     partners = measure_partners(model, windows[0], job.layers)
-    ranges = stages.collect_ranges(job, [Batch((w,)) for w in windows], partners)
+    ranges = stages.collect_ranges(job, "text", [Batch((w,)) for w in windows], partners)
     tried = {i: listed(of_layer, partners[i].k, job.options) for i, of_layer in ranges.items()}
     made = choose.make_scales(job, windows, tried)
     return choose.choose_scales(job, windows, Beyond(0), made)[0], tried
@@ -530,7 +530,7 @@ def test_a_sample_is_weighed_by_the_queries_of_the_model(llama):
     job, windows = job_of(llama, center=True), windows_of(24, 24, 24)
     batches = stages.sample_near(windows)
     partners = measure_partners(llama, windows[0], job.layers)
-    sample = stages.collect_sample(job, batches, partners, "sample")
+    sample = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
     weighed: dict[int, list[torch.Tensor]] = {index: [] for index in sample}
 
     def weigh(index, k, v, queries):

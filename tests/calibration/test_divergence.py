@@ -13,7 +13,8 @@ from transformers import DynamicCache, QuantizedCache, cache_utils
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.calibration.divergence import UNQUANTISED, Quality, compare_caches, compute_scores
+from hf_fp8kv.calibration.divergence import UNQUANTISED, compare_caches, compute_scores
+from hf_fp8kv.scales.report import QualityRow
 from tests.helpers.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.text
@@ -23,7 +24,7 @@ PREFILL, SCORED = 128, 64
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("real", marks=pytest.mark.full)])
-def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, Quality]]:
+def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]]:
     """The demo model shows real magnitudes. The tiny one shows the same order of formats."""
     if request.param == "tiny":
         model, _ = tiny("llama")
@@ -47,7 +48,7 @@ def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, Quality]]:
         caches["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
     with paged_attention(model):
         scores = compare_caches(model, ids, caches, prefill=PREFILL)
-    return request.param, {name: of_cache.quality for name, of_cache in scores.items()}
+    return request.param, {name: of_cache.summarize() for name, of_cache in scores.items()}
 
 
 BOUNDS = {"e4m3": 3e-3, "e3m4": 8e-4, "e5m2": 1.5e-2, "K auto, V e4m3": 5e-4}
@@ -99,7 +100,7 @@ def test_scores_of_a_tiny_model(chunk: int) -> None:
     plain = by_hand(model, ids, DynamicCache(config=model.config), prefill, chunk)
     moved = by_hand(model, ids, FP8PagedCache(model.config, scales=0.25), prefill, chunk)
     for name, logs in ((UNQUANTISED, plain), ("fp8", moved)):
-        quality = found[name].quality
+        quality = found[name].summarize()
         kl = (plain.exp() * (plain - logs)).sum(-1)
         assert quality.tokens == 2 * (24 - prefill)
         assert quality.kl == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-9)
@@ -110,7 +111,7 @@ def test_scores_of_a_tiny_model(chunk: int) -> None:
         known = logs[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(known, ids[:, prefill + 1 :].flatten())
         assert quality.perplexity == pytest.approx(loss.exp().item(), rel=1e-3)
-    assert found["fp8"].quality.kl > 1e-6
+    assert found["fp8"].summarize().kl > 1e-6
 
 
 def logs(*rows: list[float]) -> torch.Tensor:
@@ -126,7 +127,7 @@ def test_kl_has_a_direction_and_a_largest() -> None:
     assert scores.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, third])
     assert scores.same.tolist() == [0.0, 1.0, 1.0]
     assert scores.surprise.tolist() == pytest.approx([math.log(4), math.log(2)])
-    quality = scores.quality
+    quality = scores.summarize()
     assert quality.kl == pytest.approx((0.25 * math.log(2) + third) / 3)
     assert quality.kl_max == pytest.approx(0.25 * math.log(2))
     assert quality.top1 == pytest.approx(2 / 3)

@@ -150,14 +150,14 @@ def test_static_scales_of_outliers_that_turn_are_not_rotated() -> None:
 def test_keys_stay_as_they_are_where_other_positions_cannot_be_tried(
     biased: Any, monkeypatch: Any
 ) -> None:
-    real = stages.collect_sample
+    real = stages.collect_ranges
 
-    def sample(job: Any, batches: Any, partners: Any, name: str) -> Any:
+    def collect(job: Any, name: str, *args: Any) -> Any:
         if name.startswith("far"):
             raise ConfigError("it takes no position_ids")
-        return real(job, batches, partners, name)
+        return real(job, name, *args)
 
-    monkeypatch.setattr(stages, "collect_sample", sample)
+    monkeypatch.setattr(stages, "collect_ranges", collect)
     scales = calibrate(biased, texts(8), plan="measured", **FEW)
     assert {plan.k.rotated or plan.k.centered for plan in scales.plan.values()} == {False}
 
@@ -206,7 +206,7 @@ def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path:
         ({"plan": "measured", "dtype": "fp8"}, "dtype: expected None"),
         ({"plan": E4M3, "dtype": "fp8"}, "dtype: expected None"),
         ({"granularity": "token"}, "granularity: expected one of"),
-        ({"plan": "best"}, "expected one of"),
+        ({"plan": "best"}, "expected the place of a saved plan, or text that begins with"),
         ({"plan": {0: E4M3}}, "got none for layer 1; add"),
         ({"plan": dict.fromkeys(range(4), E4M3)}, r"got \[2, 3\]"),
         ({"plan": BY_HAND, "center": False}, "a plan with centers"),
@@ -240,7 +240,7 @@ def compare(model: Any, plan: StoragePlan, tokens: int = 300) -> tuple[float, fl
     }
     with paged_attention(model):
         scores = compare_caches(model, ids, caches, prefill=tokens // 2)
-    return scores["default"].quality.kl, scores["plan"].quality.kl
+    return scores["default"].summarize().kl, scores["plan"].summarize().kl
 
 
 def test_gaussian_numbers_get_narrow_rotated_formats(llama: Any, chosen: StoragePlan) -> None:
@@ -375,6 +375,14 @@ def test_a_plan_on_texts(llama: Any) -> None:
     rows = [{"body": t} for t in text]
     by_column = choose_plan(llama, rows, tokenizer=tokenizer, text_column="body")
     assert by_column.digest == plan.digest
+
+
+def test_a_plan_on_few_tokens_is_one_warning(llama: Any, caplog: Any) -> None:
+    choose_plan(llama, [[5, 6, 7], list(range(3, 75))])
+    (message,) = caplog.messages
+    assert "chosen on 75 tokens, fewer than the 128 random ones" in message
+    choose_plan(llama, [list(range(3, 67))] * 2)
+    assert caplog.messages == [message]
 
 
 def test_what_no_plan_can_be_chosen_on(llama: Any) -> None:

@@ -51,7 +51,7 @@ def kl_at(model, scales, first: int | None) -> float:
     ids = torch.stack(texts()[:8])
     found = compare_caches(model, ids, caches, prefill=12, first_position=first)
     model.set_attn_implementation("sdpa")
-    return found["static"].quality.kl
+    return found["static"].summarize().kl
 
 
 def test_centers_that_hold_within_the_windows_only_are_not_chosen(turning, near, plain):
