@@ -18,7 +18,7 @@ from ..utils.digests import fingerprint_weights
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
 from .checkpoint.folder import HubOptions
-from .formats import SCALE_FORMATS, WRITTEN_FORMATS, ScaleFormat
+from .formats import SCALE_FORMATS, ScaleFormat
 from .layer_scales import LayerScales, ScaleData
 from .load import read_checkpoint, read_file
 from .report import CalibrationReport
@@ -28,6 +28,7 @@ from .validation import KEEP_OUT, check_constant, check_ranks, scalar
 
 logger = logging.getLogger(__name__)
 
+_TRTLLM = "trtllm"  # which is only read
 _STALE = (
     "static scales (%s) were made for other weights than %s has now: the attention of layers %s "
     "differs. %s. Calibrate again (hf_fp8kv.calibrate), or use dynamic scales (scales=None); "
@@ -43,7 +44,7 @@ class KVScales(ScaleData):
 
     Attributes:
         layers: the scales of each layer, in the order of the layers.
-        format: what they were read from, one of `SCALE_FORMATS`.
+        format: what they were read from, one of `SCALE_FORMATS` or "trtllm".
         model_type: the model they were made for, as transformers names it, where the file says so.
         origin: the file, folder or repository they were read from.
         report: what their calibration found, where it is known.
@@ -54,10 +55,8 @@ class KVScales(ScaleData):
     """
 
     def __post_init__(self) -> None:
-        if self.format not in SCALE_FORMATS:
-            raise ScaleError(
-                f"format: expected one of {', '.join(SCALE_FORMATS)}, got {self.format!r}"
-            )
+        if self.format not in (names := (*SCALE_FORMATS, _TRTLLM)):
+            raise ScaleError(f"format: expected one of {', '.join(names)}, got {self.format!r}")
         super().__post_init__()
 
     def with_report(self, report: CalibrationReport) -> "KVScales":
@@ -188,7 +187,7 @@ class KVScales(ScaleData):
 
         Args:
             folder: where to; it is made when it is not there.
-            format: one of `WRITTEN_FORMATS`.
+            format: one of `SCALE_FORMATS`.
             checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
                 a copy of it with the scales. Its weights stay the same to the byte.
             weights: "link": the weights of the copy are hard links, on the same disk.
@@ -290,10 +289,10 @@ def _warn_of_losses(place: object, format: str, losses: list[str]) -> None:
 
 def _find_format(name: str, tp_size: int) -> ScaleFormat:
     """Return the format of this name; raise ScaleError if it cannot hold so many ranks."""
-    if name not in WRITTEN_FORMATS:
+    if name not in SCALE_FORMATS:
         raise ScaleError(
-            f"format: expected one of {', '.join(WRITTEN_FORMATS)}, got {name!r}; choose one"
-            + (", since nothing reads scales in it without weights" * (name in SCALE_FORMATS))
+            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
+            + (", since nothing reads scales in it without weights" * (name == _TRTLLM))
         )
     format = SCALE_FORMATS[name]
     valid = isinstance(tp_size, int) and tp_size > 0

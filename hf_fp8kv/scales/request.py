@@ -1,7 +1,7 @@
 """Request: what a caller wants of a file of scales, and whether what was read is that."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,22 +40,33 @@ class Request:
             )
         return range(count)
 
-    def expect_layers(self, layers: Collection[int], config: Mapping[str, object]) -> Sequence[int]:
-        """Return the layers that should have scales; without a config, all up to the last one."""
-        if not config:
-            return range(max(layers) + 1)
-        owners = layers_with_cache(config)
-        return sorted(layers) if owners is None else owners
-
     def select_layers(
-        self, layers: dict[int, LayerScales], expected: Sequence[int], origin: str
+        self,
+        layers: Mapping[int, LayerScales],
+        config: Mapping[str, object],
+        origin: str,
+        *,
+        exactly: bool = False,
     ) -> dict[int, LayerScales]:
-        """Return the layers that the model has, without those past its end, as of a draft head."""
+        """Return the layers that the model has, without those past its end, as of a draft head.
+
+        Without a config, all layers up to the last one are expected. With `exactly`, more than the
+        expected ones are an error.
+        """
+        expected: Sequence[int] = range(max(layers) + 1)
+        if config:
+            owners = layers_with_cache(config)
+            expected = sorted(layers) if owners is None else owners
+        extra = format_list(index for index in layers if index not in expected)
+        if extra and exactly and self.strict:
+            raise ScaleError(
+                f"{origin}: expected {len(expected)} layers, got also layers {extra}; use this "
+                "model's scales, or pass strict=False (--lenient)"
+            )
         last = expected[-1] if expected else -1
-        extra = [index for index in layers if index > last]
-        if extra:
-            logger.info("%s: left out the layers %s, past the last one", origin, format_list(extra))
         kept = {index: layer for index, layer in layers.items() if index <= last}
+        if past := format_list(index for index in layers if index > last):
+            logger.info("%s: left out the layers %s, past the last one", origin, past)
         missing = format_list(index for index in expected if index not in kept)
         if not kept or (missing and self.strict):
             raise ScaleError(
@@ -69,7 +80,7 @@ class Request:
 
 def take_largest(
     origin: object, parts: Sequence[Mapping[int, LayerScales]]
-) -> Mapping[int, LayerScales]:
+) -> dict[int, LayerScales]:
     """Return the largest scale of each layer over ranks, with a warning if they differ."""
     layers, differ = dict(parts[0]), False
     for index, first in layers.items() if len(parts) > 1 else ():

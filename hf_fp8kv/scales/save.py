@@ -20,21 +20,30 @@ from ..errors import ScaleError
 from ..utils.files import WEIGHTS, read_header, read_json, read_weight_map, write_all
 from ..utils.text import format_list, format_value
 from .card import CARD_FILE, make_card
-from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
+from .checkpoint.checkpoint import (
+    FIRST_FILE,
+    INDEX_FILE,
+    JSON_FILE,
+    ONLY_FILE,
+    OWN_FILE,
+    OWN_FOLDER,
+    Checkpoint,
+)
 from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, text_config
-from .checkpoint.folder import translate_hub_errors
+from .checkpoint.folder import LocalFolder, translate_hub_errors
 from .existing import check_place, find_weights, list_files, open_source
-from .formats import OWN_FILES, ScaleFormat
-from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER, HfFp8kv
-from .formats.tensor_format import TensorFormat, to_json
+from .formats import ScaleFormat
+from .formats.base import TensorFormat, to_json
+from .formats.hf_fp8kv import HfFp8kv
 from .layer_scales import ScaleData
-from .load import read_checkpoint
+from .load import read_folder
 from .reduce import reduce_scales
+from .report import REPORT_FILE
 from .request import Request
 
 Weights = Literal["copy", "link"]
 # Where our own files can be.
-_PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in HfFp8kv.own_files]
+_PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in (REPORT_FILE, OWN_FILE)]
 # The bytes of a file, a function that makes it, or None for a file that is deleted.
 _Content = bytes | Callable[[Path], object] | None
 
@@ -138,7 +147,7 @@ def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, b
         return dict(files)
     apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
     start = f"{OWN_FOLDER}/" if apart else ""
-    placed = {start + n if n in HfFp8kv.own_files else n: file for n, file in files.items()}
+    placed = {start + n if n in (OWN_FILE, REPORT_FILE) else n: file for n, file in files.items()}
     return {**dict.fromkeys(name for name in _PLACES if name in existing), **placed}
 
 
@@ -223,7 +232,7 @@ def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
     """Make `target` a copy of `source` with these files; on any error it is not there at all."""
-    left_out = {*OWN_FILES, *_PLACES, *contents}
+    left_out = {JSON_FILE, *_PLACES, *contents}
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         staging.mkdir(parents=True)
@@ -255,7 +264,7 @@ def _read_back(
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_bytes(content)
         try:
-            read = read_checkpoint(name, Request(0, tp_size))
+            read = read_folder(LocalFolder(folder, target), Request(0, tp_size))
         except ScaleError as error:
             raise ScaleError(str(error).replace(name, str(target))) from error
     if read.digest != scales.digest:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import WRITTEN_FORMATS, KVScales, LayerScales, save
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, save
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
 from tests.scales.test_scales import assert_same
@@ -101,7 +101,7 @@ def folder(model, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_what_is_written_is_read_back(tmp_path, caplog, format, kind):
     scales = random_scales(kind)
     paths = scales.save_pretrained(tmp_path, format=format)
@@ -116,7 +116,7 @@ def test_what_is_written_is_read_back(tmp_path, caplog, format, kind):
 
 @given(
     values=st.lists(st.tuples(*[st.floats(2**-60, 2**60, width=32)] * 2), min_size=1, max_size=4),
-    format=st.sampled_from([f for f in WRITTEN_FORMATS if f != "vllm-json"]),
+    format=st.sampled_from([f for f in SCALE_FORMATS if f != "vllm-json"]),
 )
 def test_any_pair_survives_to_the_bit(tmp_path_factory, values, format):
     folder = tmp_path_factory.mktemp("pair")
@@ -131,7 +131,7 @@ def test_any_pair_survives_to_the_bit(tmp_path_factory, values, format):
 
 
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS),
-       format=st.sampled_from(WRITTEN_FORMATS))  # fmt: skip
+       format=st.sampled_from(tuple(SCALE_FORMATS)))  # fmt: skip
 def test_a_reduction_makes_nothing_saturate(tmp_path_factory, seed, kind, format):
     scales = random_scales(kind, seed, layers=1)
     folder = tmp_path_factory.mktemp("reduced")
@@ -211,7 +211,7 @@ def test_what_cannot_be_written_writes_nothing(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_nothing_is_replaced_without_being_asked(tmp_path, format):
     first, second = random_scales("tensor", 1), random_scales("tensor", 2)
     first.save_pretrained(tmp_path, format=format)
@@ -232,7 +232,7 @@ def test_the_files_of_a_checkpoint_are_never_replaced(folder, format):
     assert content(folder) == before
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, format, at):
     random_scales("tensor", 1).save_pretrained(tmp_path, format=format)
@@ -287,7 +287,7 @@ def patched(source: Path, target: Path, format: str, kind: str = "tensor", **opt
     return target
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 @pytest.mark.parametrize("source", ["model", "shards"])
 def test_a_copy_has_the_same_weights_and_reads_back(tmp_path, request, source, format):
     """transformers, vLLM, SGLang and TGI load it: as one file, or by an index that is whole."""
@@ -876,7 +876,7 @@ def hub(monkeypatch, tmp_path_factory):
     return install
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_what_is_uploaded_is_what_is_saved(tmp_path, hub, format):
     fake = hub("README.md")
     scales = random_scales("tensor")

@@ -34,11 +34,12 @@ class LocalFolder:
     """A folder on this machine."""
 
     root: Path
+    place: Path | None = None  # where its files will be, for messages
 
     @property
     def origin(self) -> str:
         """What messages call it."""
-        return str(self.root)
+        return str(self.place or self.root)
 
     def path(self, name: str) -> Path | None:
         """Return a file, fetched if it is remote, or None if there is none."""
