@@ -27,9 +27,9 @@ from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
 from .formats.hf_fp8kv import METADATA, read_own_file
 from .formats.vllm_json import parse_json
-from .layer_scales import ScaleData
+from .layer_scales import LayerScales, ScaleData
 from .report import REPORT_FILE
-from .request import Request, take_largest
+from .request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -138,14 +138,16 @@ def _find_rank_files(checkpoint: Checkpoint) -> dict[int, str]:
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
     """Return one rank's scales, or for one process the largest over the ranks."""
     _check_ranks(checkpoint, files)
-    parts = []
-    for rank in request.choose_ranks(checkpoint.origin, len(files)):
+    found: list[ScaleData] = []
+
+    def read(rank: int) -> Mapping[int, LayerScales]:
         names = checkpoint.folder.header(files[rank]) or ()
         of_rank = replace(checkpoint, files=dict.fromkeys(names, files[rank]))
-        parts.append(read_tensors(of_rank, request))
-    return replace(
-        parts[0], layers=take_largest(checkpoint.origin, [part.layers for part in parts])
-    )
+        found.append(read_tensors(of_rank, request))
+        return found[-1].layers
+
+    layers = request.merge_ranks(checkpoint.origin, len(files), read)
+    return replace(found[0], layers=layers)
 
 
 def _check_ranks(checkpoint: Checkpoint, files: Mapping[int, str]) -> None:

@@ -23,7 +23,14 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
     """
     if format.holds_centers:
         return scales, []
-    _check_plan(scales, format)
+    rotated = [i for i, plan in (scales.plan or {}).items() if plan.k.rotated or plan.v.rotated]
+    if rotated or scales.is_dynamic:
+        what = f"rotated numbers in layers {format_list(rotated)}" if rotated else "each token"
+        raise ScaleError(
+            f"format {format.name!r}: expected scales of K and V as they are, got scales for "
+            f"{what} ({scales.origin}); its readers cannot store that: save as 'hf_fp8kv', or "
+            "calibrate without a plan"
+        )
     losses: dict[str, list[int]] = defaultdict(list)
     losses["the formats of the plan are left out, servers store E4M3"] = list(scales.plan or ())
     losses["K's scales make room for the centers, which are left out"] = [
@@ -46,17 +53,6 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         layers[index] = LayerScales(k, v, source=layer.source)
     texts = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
     return replace(scales, layers=layers), texts
-
-
-def _check_plan(scales: ScaleData, format: ScaleFormat) -> None:
-    rotated = [i for i, plan in (scales.plan or {}).items() if plan.k.rotated or plan.v.rotated]
-    if rotated or scales.is_dynamic:
-        what = f"rotated numbers in layers {format_list(rotated)}" if rotated else "each token"
-        raise ScaleError(
-            f"format {format.name!r}: expected scales of K and V as they are, got scales for "
-            f"{what} ({scales.origin}); its readers cannot store that: save as 'hf_fp8kv', or "
-            "calibrate without a plan"
-        )
 
 
 def _drop_center(layer: LayerScales) -> LayerScales:

@@ -1,7 +1,7 @@
 """Request: what a caller wants of a file of scales, and whether what was read is that."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,19 +26,36 @@ class Request:
     def __post_init__(self) -> None:
         check_ranks(self.tp_rank, self.tp_size)
 
-    def choose_ranks(self, origin: object, count: int) -> Sequence[int]:
-        """Return which of `count` ranks to read: the caller's, or all for the largest scale.
+    def merge_ranks(
+        self, origin: object, count: int, read: Callable[[int], Mapping[int, LayerScales]]
+    ) -> dict[int, LayerScales]:
+        """Return the caller's of `count` ranks, or the largest scale of each layer over all.
 
-        The scales of one rank are those of the whole model: they hold for each part of it.
+        The scales of a single rank are those of the whole model: they hold for each part of it.
         """
         if self.tp_size == count:
-            return [self.tp_rank]
+            return dict(read(self.tp_rank))
         if self.tp_size > 1 and count > 1 and self.strict:
             raise ScaleError(
                 f"{origin}: expected the scales of {self.tp_size} ranks, got {count}; pass "
                 "strict=False (--lenient) to use the largest of all ranks"
             )
-        return range(count)
+        parts = [read(rank) for rank in range(count)]
+        layers, differ = dict(parts[0]), False
+        for index, first in layers.items() if count > 1 else ():
+            pairs = [part[index].static for part in parts if index in part]
+            if len(pairs) < count or any(scale.ndim for pair in pairs for scale in pair):
+                raise ScaleError(
+                    f"{origin}: expected one number a side of layer {index} from every rank, got "
+                    "less or more; read one rank with tp_rank and tp_size"
+                )
+            differ = differ or any(pair != pairs[0] for pair in pairs)
+            k, v = (torch.stack(side).max() for side in zip(*pairs, strict=True))
+            layers[index] = replace(first, k=k, v=v)
+        if differ:
+            message = "%s: the scales of its %d ranks differ: the largest one is used of each layer"
+            logger.warning(message, origin, count)
+        return layers
 
     def select_layers(
         self,
@@ -76,27 +93,3 @@ class Request:
         if missing:
             logger.warning("%s: layers without scales: %s", origin, missing)
         return kept
-
-
-def take_largest(
-    origin: object, parts: Sequence[Mapping[int, LayerScales]]
-) -> dict[int, LayerScales]:
-    """Return the largest scale of each layer over ranks, with a warning if they differ."""
-    layers, differ = dict(parts[0]), False
-    for index, first in layers.items() if len(parts) > 1 else ():
-        pairs = [part[index].static for part in parts if index in part]
-        if len(pairs) < len(parts) or any(scale.ndim for pair in pairs for scale in pair):
-            raise ScaleError(
-                f"{origin}: expected one number a side of layer {index} from every rank, got less "
-                "or more; read one rank with tp_rank and tp_size"
-            )
-        differ = differ or any(pair != pairs[0] for pair in pairs)
-        k, v = (torch.stack(side).max() for side in zip(*pairs, strict=True))
-        layers[index] = replace(first, k=k, v=v)
-    if differ:
-        logger.warning(
-            "%s: the scales of its %d ranks differ: the largest one is used of each layer",
-            origin,
-            len(parts),
-        )
-    return layers

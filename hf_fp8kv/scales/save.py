@@ -4,6 +4,7 @@ Nothing is changed before all files are complete next to their places, and `conf
 until then a folder holds the same weights under the old config.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +33,7 @@ from .checkpoint.checkpoint import (
 from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, text_config
 from .checkpoint.folder import LocalFolder, translate_hub_errors
 from .existing import check_place, find_weights, list_files, open_source
-from .formats import ScaleFormat
+from .formats import READ_ONLY, SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, to_json
 from .formats.hf_fp8kv import HfFp8kv
 from .layer_scales import ScaleData
@@ -40,6 +41,8 @@ from .load import read_folder
 from .reduce import reduce_scales
 from .report import REPORT_FILE
 from .request import Request
+
+logger = logging.getLogger(__name__)
 
 Weights = Literal["copy", "link"]
 # Where our own files can be.
@@ -49,10 +52,11 @@ _Content = bytes | Callable[[Path], object] | None
 
 
 def save_scales(
-    scales: ScaleData, target: Path, format: ScaleFormat, *, checkpoint: Path | None,
-    weights: Weights, overwrite: bool, tp_size: int, base_model: str | None,
-) -> tuple[list[Path], list[str]]:  # fmt: skip
-    """Write scales as `KVScales.save_pretrained` does; return the new files, and what was lost."""
+    scales: ScaleData, target: Path, name: str, *, checkpoint: Path | None, weights: Weights,
+    overwrite: bool, tp_size: int, base_model: str | None,
+) -> list[Path]:  # fmt: skip
+    """Write scales as `KVScales.save_pretrained` does; return the new files."""
+    format = _find_format(name, tp_size)
     reduced, losses = reduce_scales(scales, format)
     source = target if checkpoint is None else checkpoint
     existing = list_files(source)
@@ -96,15 +100,17 @@ def save_scales(
             f"{target}: expected a folder that can be written, got {error}; choose another"
             + (", or weights='copy' (--weights copy)" if weights == "link" else "")
         ) from error
-    return [target / name for name, content in contents.items() if content is not None], losses
+    _warn_of_losses(target, format, losses)
+    return [target / name for name, content in contents.items() if content is not None]
 
 
 def push_scales(
-    scales: ScaleData, repo_id: str, format: ScaleFormat, *, private: bool | None,
+    scales: ScaleData, repo_id: str, name: str, *, private: bool | None,
     token: str | bool | None, revision: str | None, commit_message: str, overwrite: bool,
     tp_size: int, base_model: str | None,
-) -> tuple[str, list[str]]:  # fmt: skip
-    """Upload scales as `KVScales.push_to_hub` does; return the address, and what was lost."""
+) -> str:  # fmt: skip
+    """Upload scales as `KVScales.push_to_hub` does; return the address."""
+    format = _find_format(name, tp_size)
     reduced, losses = reduce_scales(scales, format)
     files = format.files(reduced, tp_size)
     api = HfApi(token=token)
@@ -138,7 +144,31 @@ def push_scales(
             commit_message=commit_message,
             revision=revision,
         )
-    return str(commit.commit_url), losses + format.missing_facts(scales)
+    _warn_of_losses(repo_id, format, losses + format.missing_facts(scales))
+    return str(commit.commit_url)
+
+
+def _warn_of_losses(place: object, format: ScaleFormat, losses: list[str]) -> None:
+    if losses:
+        logger.warning("%s: written as %s: %s", place, format.name, "; ".join(losses))
+
+
+def _find_format(name: str, tp_size: int) -> ScaleFormat:
+    """Return the format of this name; raise ScaleError if it cannot hold so many ranks."""
+    if name not in SCALE_FORMATS:
+        raise ScaleError(
+            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
+            + (", since nothing reads scales in it without weights" * (name == READ_ONLY))
+        )
+    format = SCALE_FORMATS[name]
+    valid = isinstance(tp_size, int) and tp_size > 0
+    if not valid or (tp_size > 1 and not format.holds_ranks):
+        ranked = " or ".join(repr(f.name) for f in SCALE_FORMATS.values() if f.holds_ranks)
+        raise ScaleError(
+            f"tp_size: expected 1, or the number of ranks for {ranked}, got {tp_size!r} for "
+            f"{name!r}; only that format names ranks"
+        )
+    return format
 
 
 def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
@@ -154,6 +184,11 @@ def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, b
 def _check_copy(target: Path, weights: Weights) -> None:
     if weights not in ("copy", "link"):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
+    if target.resolve() == Path.cwd():
+        raise ScaleError(
+            f"{target}: expected a folder inside of the working folder or elsewhere, got the "
+            "working folder itself, which a copy cannot replace; name another"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ScaleError(
             f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
@@ -233,6 +268,7 @@ def _write_copy(
 ) -> None:
     """Make `target` a copy of `source` with these files; on any error it is not there at all."""
     left_out = {JSON_FILE, *_PLACES, *contents}
+    target = target.resolve()  # ".." has no name
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         staging.mkdir(parents=True)
@@ -260,7 +296,7 @@ def _read_back(
             if (source / config).is_file():
                 shutil.copyfile(source / config, folder / config)
         for file, content in files.items():
-            if content is not None:
+            if content is not None and not file.endswith(REPORT_FILE):
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_bytes(content)
         try:

@@ -340,8 +340,8 @@ MUTANTS = (
     ),
     Mutant(
         "scales: NaN is accepted", "scales/validation.py",
-        "bad = ~((scale >= _LOWEST) & (scale <= _HIGHEST))",
-        "bad = (scale < _LOWEST) | (scale > _HIGHEST)", "tests/scales/test_scales.py",
+        "valid = (values >= _LOWEST) & (values <= _HIGHEST)",
+        "valid = ~((values < _LOWEST) | (values > _HIGHEST))", "tests/scales/test_scales.py",
     ),
     Mutant(
         "scales: one side stands for both", "scales/reduce.py",

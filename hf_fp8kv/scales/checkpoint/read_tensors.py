@@ -44,7 +44,6 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
         raise _no_scales(checkpoint)
     _check_foreign(checkpoint)
     layers = _pair_sides(checkpoint, scale_tensors)
-    _check_heads(layers, head_counts(config))
     layers = _rotate(checkpoint, _add_biases(checkpoint, layers), scale_tensors)
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
@@ -68,11 +67,8 @@ def _check_declaration(checkpoint: Checkpoint, has_scales: bool) -> None:
         )
     if declaration.kind == "dynamic":
         raise ScaleError(
-            f"{origin}: expected no scales in the checkpoint, as its config declares "
-            f"{declaration.what}, got some; use scales=None (dynamic), or correct the config"
-            if has_scales
-            else f"{origin}: expected a config that declares static scales, got {declaration.what},"
-            " which needs none; use scales=None, which is dynamic"
+            f"{origin}: expected a config that declares static scales, got {declaration.what}, "
+            "which needs none; use scales=None (dynamic), or correct the config"
         )
     if declaration.remark and has_scales:
         logger.warning("%s: %s", origin, declaration.remark)
@@ -99,17 +95,6 @@ def _check_foreign(checkpoint: Checkpoint) -> None:
                 f"{checkpoint.origin}: {name}: expected a zero point of 0, got another; asymmetric "
                 "scales cannot be used"
             )
-
-
-def _check_heads(layers: Mapping[int, LayerScales], heads: set[int]) -> None:
-    for index, layer in layers.items():
-        for scale in layer.static:
-            if scale.ndim and heads and scale.shape[0] not in heads:
-                raise ScaleError(
-                    f"{layer.source}: expected one scale, or one for each of the heads that config"
-                    f".json names ({sorted(heads)}), got {scale.shape[0]} in layer {index}; use "
-                    "this model's scales"
-                )
 
 
 def _load(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -143,12 +128,13 @@ def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.
             f"{checkpoint.origin}: {name}: expected one of {format_list(_FLOATS)}, got "
             f"{tensor.dtype}; these are not scales of an FP8 cache"
         )
-    single, per_head = all(n == 1 for n in shape), shape[1:] in ([1], [1, 1])
-    vector = len(shape) == 1 and shape[0] in heads
-    if not (single or vector or (per_head and shape[0] > 0)):
+    single = all(n == 1 for n in shape)
+    per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(heads))
+    if not single and not (per_head and shape[0] in (heads or shape[:1]) and shape[0]):
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one number, or the shape [heads] or [heads, 1, "
-            f"1] with the heads of config.json, got {shape}; calibrate per tensor or per head"
+            f"1] with the heads that config.json names ({sorted(heads)}), got {shape}; use this "
+            "model's scales, calibrated per tensor or per head"
         )
     return tensor.float().reshape(() if single else (-1, 1))
 
@@ -233,20 +219,15 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     oddities: dict[str, list[int]] = defaultdict(list)
     layers = {}
     for index, of_layer in by_layer.items():
-        _check_duplicates(checkpoint, of_layer, values)
-        k_tensor, v_tensor = _choose_pair(of_layer)
+        k_tensor, v_tensor = _choose_pair(checkpoint, of_layer, values)
         if k_tensor is None or v_tensor is None:
             only = "K" if v_tensor is None else "V"
             oddities[f"only {only} has a scale, which is used for both sides"].append(index)
-        either = k_tensor or v_tensor
-        assert either is not None, "a layer is only listed with a scale"
-        k_name, v_name = (k_tensor or either).name, (v_tensor or either).name
+        k_name, v_name = ((t or k_tensor or of_layer[0]).name for t in (k_tensor, v_tensor))
         k, v = values[k_name], values[v_name]
-        shared = next((s.name for s in of_layer if s.side == "kv"), None)
-        if shared not in (None, k_name, v_name):
-            largest = max(k.max().item(), v.max().item())
-            if values[str(shared)].max().item() != largest:
-                oddities["kv_scale is not the larger one of the pair, which is used"].append(index)
+        shared = next((s.name for s in of_layer if s.side == "kv"), k_name)
+        if shared not in (k_name, v_name) and values[shared].max() != max(k.max(), v.max()):
+            oddities["kv_scale is not the larger one of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
         source = f"{checkpoint.origin}/{checkpoint.files[k_name]}: {names}"
         layers[index] = LayerScales(k, v, source=source)
@@ -255,33 +236,27 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     return layers
 
 
-def _choose_pair(of_layer: list[ScaleTensor]) -> tuple[ScaleTensor | None, ScaleTensor | None]:
-    """Return the tensors for K and V: the first priority with both, else the best of each side."""
-
-    def best(side: str, priority: int | None = None) -> ScaleTensor | None:
-        return next(
-            (s for s in of_layer if side in s.side and priority in (None, s.priority)), None
-        )
-
-    for priority in sorted({s.priority for s in of_layer}):
-        k, v = best("k", priority), best("v", priority)
-        if k is not None and v is not None:
-            return k, v
-    return best("k"), best("v")
-
-
-def _check_duplicates(
+def _choose_pair(
     checkpoint: Checkpoint, of_layer: list[ScaleTensor], values: Mapping[str, torch.Tensor]
-) -> None:
-    """Raise ScaleError for two names of one scale that differ: nothing says which one is meant."""
+) -> tuple[ScaleTensor | None, ScaleTensor | None]:
+    """Return the tensors for K and V: the first priority with both, else the best of each side.
+
+    ScaleError is raised for two names of one scale that differ: nothing says which one is meant.
+    """
     first: dict[tuple[int, str], ScaleTensor] = {}
     for tensor in of_layer:
-        other = first.setdefault((tensor.priority, tensor.side), tensor)
-        if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
-            raise ScaleError(
-                f"{checkpoint.origin}: expected one scale for {tensor.side.upper()} of layer "
-                f"{tensor.layer}, got {other.name} and {tensor.name}, which differ; delete one"
-            )
+        for side in tensor.side:
+            other = first.setdefault((tensor.priority, side), tensor)
+            if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
+                raise ScaleError(
+                    f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
+                    f"{tensor.layer}, got {other.name} and {tensor.name}, which differ; delete one"
+                )
+    for priority, _ in first:
+        if (priority, "k") in first and (priority, "v") in first:
+            return first[priority, "k"], first[priority, "v"]
+    k, v = (next((t for (_, s), t in first.items() if s == side), None) for side in "kv")
+    return k, v
 
 
 def _no_scales(checkpoint: Checkpoint) -> ScaleError:

@@ -56,13 +56,8 @@ class HfFp8kv(ScaleFormat):
 
 def read_own_file(path: Path) -> ScaleData:
     """Return the scales of a file of ours, with the report next to it."""
-    with convert_read_errors(path, "a file of scales as save_pretrained writes it"):
-        scales = _read(path)
-    return _add_report(scales, path.parent)
-
-
-def _read(path: Path) -> ScaleData:
-    with safe_open(path, "pt") as file:
+    expected = "a file of scales as save_pretrained writes it"
+    with convert_read_errors(path, expected), safe_open(path, "pt") as file:
         about = json.loads(file.metadata()[METADATA])
         if about | _KIND != about:
             raise ScaleError(
@@ -74,16 +69,18 @@ def _read(path: Path) -> ScaleData:
         for name in file.keys():  # noqa: SIM118
             _, index, part = name.split(".")
             parts.setdefault(int(index), {})[part] = file.get_tensor(name)
-    layers = {
-        index: LayerScales(
-            part.pop("k_scale", None), part.pop("v_scale", None), part.pop("k_center", None),
-            f"{path}: layers.{index}", plans.get(index), **part,
+        layers = {
+            index: LayerScales(
+                part.pop("k_scale", None), part.pop("v_scale", None), part.pop("k_center", None),
+                f"{path}: layers.{index}", plans.get(index), **part,
+            )
+            for index, part in parts.items()
+        }  # fmt: skip
+        fingerprint = {int(index): str(digits) for index, digits in about["fingerprint"].items()}
+        scales = ScaleData(
+            layers, HfFp8kv.name, about["model_type"], str(path), fingerprint=fingerprint
         )
-        for index, part in parts.items()
-    }  # fmt: skip
-    fingerprint = {int(index): str(digits) for index, digits in about["fingerprint"].items()}
-    model_type = about["model_type"]
-    return ScaleData(layers, HfFp8kv.name, model_type, str(path), fingerprint=fingerprint)
+    return _add_report(scales, path.parent)
 
 
 def _add_report(scales: ScaleData, folder: Path) -> ScaleData:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import ScaleError
@@ -11,7 +11,7 @@ from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, Checkpoint
 from ..checkpoint.config import Config
 from ..layer_scales import LayerScales, ScaleData
-from ..request import Request, take_largest
+from ..request import Request
 from ..validation import check_constant, scalar
 from .base import ScaleFormat, to_json
 
@@ -77,14 +77,14 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
     ranks = _parse_ranks(path, cache.get("scaling_factor"))
     if all(scales == ranks[0] for scales in ranks.values()):
         ranks = {0: ranks[0]}
-    parts = [
-        {
+
+    def read(rank: int) -> dict[int, LayerScales]:
+        return {
             layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
             for layer, scale in ranks[rank].items()
         }
-        for rank in request.choose_ranks(path, len(ranks))
-    ]
-    layers = take_largest(path, parts)
+
+    layers = request.merge_ranks(path, len(ranks), read)
     # Its readers refuse a file with another number of layers, too many as well as too few.
     layers = request.select_layers(layers, config, str(path), exactly=True)
     return ScaleData(layers, VllmJson.name, model_type, str(path))
@@ -92,23 +92,12 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
 
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     """Return the numbers of every rank, each of them checked."""
-    if not isinstance(factors, dict) or not factors:
-        raise ScaleError(
-            f"{path}: kv_cache.scaling_factor: expected an object of ranks, got "
-            f'{format_value(factors)}; it looks like {{"0": {{"0": 0.02}}}}'
-        )
     ranks: dict[int, dict[int, float]] = {}
-    for rank_key, entries in factors.items():
-        # "rank0" is an old spelling of "0".
-        rank = _parse_key(path, rank_key, r"(?:rank)?([0-9]{1,9})", "a rank", ranks)
-        if not isinstance(entries, dict) or not entries:
-            raise ScaleError(
-                f"{path}: rank {rank}: expected an object of layers, got {format_value(entries)}; "
-                'it looks like {"0": 0.02}'
-            )
+    where = f"{path}: kv_cache.scaling_factor"
+    # "rank0" is an old spelling of "0".
+    for rank, entries in _parse_keys(where, factors, "rank", "(?:rank)?"):
         ranks[rank] = {}
-        for layer_key, value in entries.items():
-            layer = _parse_key(path, layer_key, r"([0-9]{1,9})", "a layer", ranks[rank])
+        for layer, value in _parse_keys(f"{path}: rank {rank}", entries, "layer"):
             what = f"{path}: rank {rank}, layer {layer}"
             if isinstance(value, str):
                 with convert_read_errors(what, "a number"):
@@ -128,12 +117,26 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     return ranks
 
 
-def _parse_key(path: Path, key: str, pattern: str, what: str, seen: Collection[int]) -> int:
-    match = re.fullmatch(pattern, key)
-    if match is None:
+def _parse_keys(
+    where: str, entries: object, what: str, prefix: str = ""
+) -> Iterator[tuple[int, object]]:
+    """Yield the entries of an object by their numbers, each of which it may have once."""
+    if not isinstance(entries, dict) or not entries:
         raise ScaleError(
-            f"{path}: expected {what} such as '0' as the key, got {format_value(key)}; rename it"
+            f"{where}: expected an object of {what}s, got {format_value(entries)}; "
+            'kv_cache.scaling_factor looks like {"0": {"0": 0.02}}'
         )
-    if int(match[1]) in seen:
-        raise ScaleError(f"{path}: expected {what} {match[1]} once, got it twice; delete one")
-    return int(match[1])
+    seen = set()
+    for key, value in entries.items():
+        match = re.fullmatch(prefix + r"([0-9]{1,9})", key)
+        if match is None:
+            raise ScaleError(
+                f"{where}: expected a {what} such as '0' as the key, got {format_value(key)}; "
+                "rename it"
+            )
+        if int(match[1]) in seen:
+            raise ScaleError(
+                f"{where}: expected a {what} {match[1]} once, got it twice; delete one"
+            )
+        seen.add(int(match[1]))
+        yield int(match[1]), value
