@@ -1,6 +1,5 @@
 """Existing files and scales of the place that scales are written to, and their removal."""
 
-import copy
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
 
@@ -16,17 +15,10 @@ from .checkpoint.checkpoint import (
     find_in_shards,
     find_indexed,
 )
-from .checkpoint.config import HF_QUANT_CONFIG, Config, check_layer_counts, nested_configs
-from .checkpoint.declaration import (
-    BLOCKS,
-    CACHE_ENTRIES,
-    TOP_ENTRIES,
-    Declaration,
-    find_declaration,
-    targets_projections,
-)
+from .checkpoint.config import HF_QUANT_CONFIG, check_layer_counts
+from .checkpoint.declaration import Declaration, remove_declaration
 from .checkpoint.folder import LocalFolder
-from .checkpoint.tensor_names import BIAS, FOREIGN, TENSOR_NAMES, ZERO_POINT
+from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import ScaleFormat
 from .formats.base import TensorFormat
 
@@ -111,9 +103,7 @@ def open_source(
     files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
     if whole and isinstance(format, TensorFormat) and not files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
-    patterns = [known.pattern for known in TENSOR_NAMES] + [pattern for pattern, _ in FOREIGN]
-    patterns += [ZERO_POINT, BIAS]
-    present = [name for name in files if any(p.fullmatch(name) for p in patterns)]
+    present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
     for file in sorted(set(files.values())):
         names = {name for name, other in files.items() if other == file}
         # An interrupted call may have removed some scales.
@@ -136,59 +126,7 @@ def open_source(
         )
     if config and (present or not whole):
         second = read_json(second_path, unique=False) if second_path.is_file() else None
-        config = _remove_declaration(str(source), config, second, format)
+        config = remove_declaration(str(source), config, second, format.name)
     for name in present:
         del files[name]
     return Checkpoint(folder, config, Declaration(), files, frozenset(present))
-
-
-def _remove_declaration(
-    origin: str, config: Config, second: Config | None, format: ScaleFormat
-) -> Config:
-    """Return a `config.json` without its entries about scales; those about weights stay.
-
-    Entries that `format` will write again are left to it. ScaleError is raised if an entry stays
-    that would be wrong with scales in this format, such as one in `second`, ModelOpt's config.
-    """
-    config = copy.deepcopy(config)
-    stays = find_declaration(config, second).dialect == format.name
-    for _, owner in nested_configs(config):
-        if not isinstance(owner, dict):
-            continue
-        for entry in BLOCKS:
-            block = owner.get(entry)
-            if isinstance(block, dict):
-                _remove_outputs(block.get("config_groups"))
-                if not stays:
-                    _pop(block, CACHE_ENTRIES)
-                    _pop(block.get("quantization"), CACHE_ENTRIES)
-                    compressed = block.get("quant_method") == "compressed-tensors"
-                    if compressed and not (
-                        block.get("config_groups") or block.get("sparsity_config")
-                    ):
-                        del owner[entry]  # it quantizes nothing
-        if not stays:
-            _pop(owner, TOP_ENTRIES)
-    left = find_declaration(config, second)
-    if not stays and left.kind != "none":
-        raise ScaleError(
-            f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
-            f"{format.name!r}, got one that declares {left.what}; choose {left.dialect}"
-        )
-    return config
-
-
-def _remove_outputs(groups: object) -> None:
-    """Remove the outputs of K's and V's projections from the groups of compressed-tensors."""
-    if isinstance(groups, dict):
-        for name, group in list(groups.items()):
-            if isinstance(group, dict) and targets_projections(group):
-                _pop(group, ("output_activations",))
-                if not group.get("weights") and not group.get("input_activations"):
-                    del groups[name]
-
-
-def _pop(owner: object, entries: Collection[str]) -> None:
-    if isinstance(owner, dict):
-        for entry in entries:
-            owner.pop(entry, None)

@@ -147,6 +147,12 @@ def test_a_reduction_makes_nothing_saturate(tmp_path_factory, seed, kind, format
     assert bool((before.v <= after.v).all())
 
 
+def test_a_warning_about_what_is_written_names_its_place(tmp_path, caplog):
+    KVScales.uniform(2, 1.0, 1.0).save_pretrained(tmp_path / "a", format="autofp8")
+    [message] = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert message.startswith(f"{tmp_path / 'a'}: every KV scale is exactly 1.0")
+
+
 def test_the_warnings_say_what_is_lost(tmp_path, caplog):
     random_scales("centered-channel").save_pretrained(tmp_path / "a", format="vllm-json")
     assert [r.message for r in caplog.records] == [
@@ -768,6 +774,16 @@ def test_a_copy_never_replaces_anything(tmp_path, model):
     assert content(tmp_path) == {"mine/file": b"mine"}
     (tmp_path / "empty").mkdir()
     assert patched(model, tmp_path / "empty", "tgi")
+
+
+@pytest.mark.parametrize("target", [".", "new/.."])
+def test_a_copy_does_not_replace_the_working_folder(tmp_path, model, monkeypatch, target):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with refused("got the working folder itself", target):
+        patched(model, target, "tgi")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
+    assert patched(model, Path("../here/copy"), "tgi").is_dir()
 
 
 OPTIONS = {

@@ -1,23 +1,25 @@
 """Declaration: the KV cache that the configs of a checkpoint declare, in the words of each tool."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
 
-from .config import HF_QUANT_CONFIG, as_mapping, get_entry, nested_configs
+from ...errors import ScaleError
+from .config import HF_QUANT_CONFIG, Config, as_mapping, get_entry, nested_configs
 
 # Entries of a config that say how weights are quantized, and with them the cache.
-BLOCKS = ("quantization_config", "compression_config", "quantization")
+_BLOCKS = ("quantization_config", "compression_config", "quantization")
 # Those of a quantization config, and of config.json, that are of a KV cache.
-CACHE_ENTRIES = (
+_CACHE_ENTRIES = (
     "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype",
     "static_kv_dtype", "static_attention_dtype",  # of AutoRound
 )  # fmt: skip
 TGI_ENTRY = "kv_cache_torch_dtype"
-TOP_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
+_TOP_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
 _STATIC = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
 _FNUZ = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
 _DYNAMIC = ("dynamic", "fp8_per_token_head")
@@ -51,7 +53,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
     owners = [*nested_configs(config)]
     declarations: list[Declaration] = []
     dialect = ""
-    for entry in BLOCKS:
+    for entry in _BLOCKS:
         for path, owner in owners:
             block = as_mapping(get_entry(owner, entry))
             if block:
@@ -62,7 +64,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
         declarations += _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config), "modelopt")
     dialect = dialect or "tgi"
-    for entry in TOP_ENTRIES:
+    for entry in _TOP_ENTRIES:
         for path, owner in owners:
             declarations += _parse_entry(path + entry, get_entry(owner, entry), dialect)
     fnuz = any(declaration.fnuz for declaration in declarations)
@@ -96,7 +98,7 @@ def find_dialect(entry: str, block: Mapping[str, object]) -> str:
 def _parse_block(where: str, block: Mapping[str, object], dialect: str) -> list[Declaration]:
     inner = as_mapping(block.get("quantization"))
     declarations: list[Declaration] = []
-    for entry in CACHE_ENTRIES:
+    for entry in _CACHE_ENTRIES:
         for path, owner in (("quantization.", inner), ("", block)):
             declarations += _parse_entry(f"{where}.{path}{entry}", owner.get(entry), dialect)
     transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
@@ -104,7 +106,7 @@ def _parse_block(where: str, block: Mapping[str, object], dialect: str) -> list[
         place = f"{where}.transform_config.{name}"
         declarations += _parse_transform(place, as_mapping(scheme), dialect)
     for name, group in as_mapping(block.get("config_groups")).items():
-        if targets_projections(group):  # whose outputs were the cache, before its own scheme
+        if _targets_projections(group):  # whose outputs were the cache, before its own scheme
             place = f"{where}.config_groups.{name}.output_activations (kv_cache)"
             outputs = as_mapping(group).get("output_activations")
             declarations += _parse_entry(place, outputs, dialect)
@@ -170,16 +172,17 @@ def _parse_transform(where: str, scheme: Mapping[str, object], dialect: str) -> 
     if not places:
         return []
     kind, size, random = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
-    targets = [names for place in places if isinstance(names := place.get("targets"), list)]
+    targets = [place.get("targets") for place in places]
+    names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
     what = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
     ignored = any(place.get("ignore") for place in places)
-    if kind != "hadamard" or random or type(size) is not int or ignored:
+    if kind != "hadamard" or random or type(size) is not int or ignored or not names:
         return [Declaration("refused", what, dialect)]
-    rotations = tuple((size, str(name)) for names in targets for name in names)
+    rotations = tuple((size, str(name)) for name in names)
     return [Declaration(what=what, rotations=rotations)]
 
 
-def targets_projections(group: object) -> bool:
+def _targets_projections(group: object) -> bool:
     """Return whether a config group of compressed-tensors names the projections of K or V."""
     targets = as_mapping(group).get("targets")
     targets = list(map(str, targets)) if isinstance(targets, list) else []
@@ -214,3 +217,47 @@ def _parse_projections(
     remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
     what = f"{where} = {patterns!r}"
     return Declaration("dynamic" if dynamic else "static", what, dialect, remark=remark)
+
+
+def remove_declaration(origin: str, config: Config, second: Config | None, format: str) -> Config:
+    """Return a `config.json` without its entries about scales; those about weights stay.
+
+    Entries that `format` will write again are left to it. ScaleError is raised if an entry stays
+    that would be wrong with scales in this format, such as one in `second`, ModelOpt's config.
+    """
+    config = copy.deepcopy(config)
+    stays = find_declaration(config, second).dialect == format
+    for _, owner in nested_configs(config):
+        if not isinstance(owner, dict):
+            continue
+        for entry in _BLOCKS:
+            block = owner.get(entry)
+            if not isinstance(block, dict):
+                continue
+            groups = block.get("config_groups")
+            for name, group in dict(as_mapping(groups)).items():
+                if isinstance(group, dict) and _targets_projections(group):
+                    group.pop("output_activations", None)
+                    if not group.get("weights") and not group.get("input_activations"):
+                        _pop(groups, (name,))
+            if not stays:
+                _pop(block, _CACHE_ENTRIES)
+                _pop(block.get("quantization"), _CACHE_ENTRIES)
+                compressed = block.get("quant_method") == "compressed-tensors"
+                if compressed and not (groups or block.get("sparsity_config")):
+                    del owner[entry]  # it quantizes nothing
+        if not stays:
+            _pop(owner, _TOP_ENTRIES)
+    left = find_declaration(config, second)
+    if not stays and left.kind != "none":
+        raise ScaleError(
+            f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
+            f"{format!r}, got one that declares {left.what}; choose {left.dialect}"
+        )
+    return config
+
+
+def _pop(owner: object, entries: Collection[str]) -> None:
+    if isinstance(owner, dict):
+        for entry in entries:
+            owner.pop(entry, None)

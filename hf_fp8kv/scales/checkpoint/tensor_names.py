@@ -91,6 +91,11 @@ FOREIGN = tuple(
 ZERO_POINT = re.compile(
     LAYER + _ATTENTION + r"(?:(?:k|v|kv)_zero_point|[kv]_proj\.(?:output|k|v)_zero_point)"
 )
+# All tensors of an 8-bit or 4-bit cache.
+CACHE_PATTERNS = (
+    *(known.pattern for known in TENSOR_NAMES), *(pattern for pattern, _ in FOREIGN), ZERO_POINT,
+    BIAS,
+)  # fmt: skip
 # What somebody may have meant as a scale of K or V, for the messages.
 LIKELY = re.compile(
     r"(?:^|[._])(?:k|v|kv|key|value|qkv|qkqkv|Wqkv|c_attn)(?:_cache|_proj)?[._]"
