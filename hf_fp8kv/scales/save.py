@@ -34,11 +34,10 @@ from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, text_config
 from .checkpoint.folder import LocalFolder, translate_hub_errors
 from .existing import check_place, find_weights, list_files, open_source
 from .formats import READ_ONLY, SCALE_FORMATS, ScaleFormat
-from .formats.base import TensorFormat, to_json
+from .formats.base import TensorFormat, reduce_scales, to_json
 from .formats.hf_fp8kv import HfFp8kv
 from .layer_scales import ScaleData
 from .load import read_folder
-from .reduce import reduce_scales
 from .report import REPORT_FILE
 from .request import Request
 

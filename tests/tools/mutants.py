@@ -344,12 +344,12 @@ MUTANTS = (
         "valid = ~((values < _LOWEST) | (values > _HIGHEST))", "tests/scales/test_scales.py",
     ),
     Mutant(
-        "scales: one side stands for both", "scales/reduce.py",
+        "scales: one side stands for both", "scales/formats/base.py",
         "            k = v = torch.maximum(k, v)", "            v = k",
         "tests/scales/test_export.py",
     ),
     Mutant(
-        "scales: no room for a dropped center", "scales/reduce.py",
+        "scales: no room for a dropped center", "scales/formats/base.py",
         "return LayerScales(k + room, v, source=layer.source)",
         "return LayerScales(k, v, source=layer.source)", "tests/scales/test_export.py",
     ),

@@ -1,21 +1,28 @@
-"""ScaleFormat: a format of static scales, what it holds and how it is written."""
+"""ScaleFormat: a format of static scales, what it holds and how it is written.
+
+Scales are reduced to what a format can hold, so that nothing saturates that did not before.
+"""
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from safetensors.torch import save as to_safetensors
 
 from ...errors import ScaleError
+from ...formats import FORMATS
 from ...utils.files import read_json
 from ...utils.text import format_list
 from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, SCALES_FILE, Checkpoint
 from ..checkpoint.config import HF_QUANT_CONFIG, Config, as_mapping, nested_configs
 from ..checkpoint.declaration import find_dialect
 from ..checkpoint.tensor_names import ATTENTION_MODULE
-from ..layer_scales import Granularity, ScaleData
+from ..layer_scales import Granularity, LayerScales, ScaleData
 
 
 def to_json(data: object) -> bytes:
@@ -129,6 +136,76 @@ class TensorFormat(ScaleFormat):
         block = {"quant_method": self.quant_method, **new}
         config["quantization_config"] = block
         return block
+
+
+def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
+    """Return the scales as the format can hold them, and what is lost, for people.
+
+    The largest scale is taken, and the center of K is made room for.
+
+    Raises:
+        ScaleError: scales of rotated numbers, which servers do not store, or none.
+    """
+    if format.holds_centers:
+        return scales, []
+    rotated = [i for i, plan in (scales.plan or {}).items() if plan.k.rotated or plan.v.rotated]
+    if rotated or scales.is_dynamic:
+        what = f"rotated numbers in layers {format_list(rotated)}" if rotated else "each token"
+        raise ScaleError(
+            f"format {format.name!r}: expected scales of K and V as they are, got scales for "
+            f"{what} ({scales.origin}); its readers cannot store that: save as 'hf_fp8kv', or "
+            "calibrate without a plan"
+        )
+    losses: dict[str, list[int]] = defaultdict(list)
+    losses["the formats of the plan are left out, servers store E4M3"] = list(scales.plan or ())
+    losses["K's scales make room for the centers, which are left out"] = [
+        index for index, layer in scales.layers.items() if layer.k_center is not None
+    ]
+    layers = {index: _drop_center(layer) for index, layer in scales.layers.items()}
+    head_counts = _count_heads(layers) if format.granularity == "head" else {}
+    for index, layer in layers.items():
+        heads = head_counts.get(index)
+        k, v = (_largest(scale, heads) for scale in layer.static)
+        for before, after in zip(layer.static, (k, v), strict=True):
+            if before.ndim and (before != after).any():
+                losses[
+                    f"the largest scale of each {'head' if heads else 'layer'} is written"
+                ].append(index)
+        if not format.holds_both_sides:
+            if (k != v).any():
+                losses["K and V share the larger scale"].append(index)
+            k = v = torch.maximum(k, v)
+        layers[index] = LayerScales(k, v, source=layer.source)
+    texts = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
+    return replace(scales, layers=layers), texts
+
+
+def _drop_center(layer: LayerScales) -> LayerScales:
+    """Return a scale of K for the same numbers without a center: |K| <= max * scale + |center|."""
+    if layer.k_center is None:
+        return layer
+    k, v = layer.static
+    room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
+    # One number stays one number.
+    room = room if k.ndim else room.max()
+    return LayerScales(k + room, v, source=layer.source)
+
+
+def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
+    """Return how many heads each layer is written for; empty: all are written per tensor."""
+    own = {i: max(len(t) if t.ndim else 1 for t in s.static) for i, s in layers.items()}
+    counts = {*own.values()} - {1}
+    # A layer with one number is written for as many heads as the rest have: one strategy holds.
+    default = counts.pop() if len(counts) == 1 else 0
+    heads = {index: count if count > 1 else default for index, count in own.items()}
+    return heads if all(heads.values()) else {}
+
+
+def _largest(scale: torch.Tensor, heads: int | None) -> torch.Tensor:
+    """Return the largest scale, `[]`, or with a number of heads one for each, `[heads, 1]`."""
+    if heads is None:
+        return scale.max()
+    return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()
 
 
 def _minimal_config(scales: ScaleData) -> Config:
