@@ -256,28 +256,24 @@ def _transfer(weights: Weights, source: Path, target: Path) -> None:
     if weights == "link" and source.suffix.lower() in WEIGHTS:
         # The Hub's cache holds symbolic links, and only the file itself stays.
         os.link(source.resolve(), target)
-        return
-    shutil.copy2(source, target)
-    with target.open("rb") as file:  # which may be read-only
-        os.fsync(file.fileno())
+    else:
+        shutil.copy2(source, target)
 
 
 def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
     """Make `target` a copy of `source` with these files; on any error it is not there at all."""
-    left_out = {JSON_FILE, *_PLACES, *contents}
+    left_out = {JSON_FILE, *_PLACES}
+    names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
+    shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    copies = {name.as_posix(): partial(_transfer, weights, source / name) for name in shown}
+    kept = {name: copy for name, copy in copies.items() if name not in left_out}
     target = target.resolve()  # ".." has no name
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         staging.mkdir(parents=True)
-        for path in source.rglob("*"):
-            name = path.relative_to(source)
-            hidden = any(part.startswith(".") for part in name.parts)
-            if path.is_file() and not hidden and name.as_posix() not in left_out:
-                (staging / name).parent.mkdir(parents=True, exist_ok=True)
-                _transfer(weights, path, staging / name)
-        write_all({staging / name: content for name, content in contents.items()})
+        write_all({staging / name: content for name, content in {**kept, **contents}.items()})
         if target.exists():
             target.rmdir()
         staging.rename(target)

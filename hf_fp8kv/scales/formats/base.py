@@ -195,7 +195,7 @@ def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
     """Return how many heads each layer is written for; empty: all are written per tensor."""
     own = {i: max(len(t) if t.ndim else 1 for t in s.static) for i, s in layers.items()}
     counts = {*own.values()} - {1}
-    # A layer with one number is written for as many heads as the rest have: one strategy holds.
+    # A layer with one number takes the heads of the rest, since all layers have one strategy.
     default = counts.pop() if len(counts) == 1 else 0
     heads = {index: count if count > 1 else default for index, count in own.items()}
     return heads if all(heads.values()) else {}
