@@ -3,7 +3,6 @@
 What the servers read of each is written down in docs/scales.md.
 """
 
-import copy
 from collections.abc import Sequence
 
 from ...errors import ScaleError
@@ -95,7 +94,6 @@ class ModelOpt(TensorFormat):
                 "exclude_modules": block.get("ignore", []),
             }
             second = {"producer": _PRODUCER, "quantization": inner}
-        second = copy.deepcopy(second)
         inner = second.setdefault("quantization", {})
         if not isinstance(inner, dict):
             raise ScaleError(
