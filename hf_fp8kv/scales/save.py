@@ -183,7 +183,7 @@ def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, b
 def _check_copy(target: Path, weights: Weights) -> None:
     if weights not in ("copy", "link"):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
-    if target.resolve() == Path.cwd():
+    if target.resolve().is_dir() and target.resolve().samefile(os.curdir):
         raise ScaleError(
             f"{target}: expected a folder inside of the working folder or elsewhere, got the "
             "working folder itself, which a copy cannot replace; name another"

@@ -44,7 +44,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
         raise _no_scales(checkpoint)
     _check_foreign(checkpoint)
     layers = _pair_sides(checkpoint, scale_tensors)
-    layers = _rotate(checkpoint, _add_biases(checkpoint, layers), scale_tensors)
+    layers = _add_biases(checkpoint, layers)
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
             "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
@@ -55,6 +55,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     model_type = config.get("model_type")
     model_type = model_type if isinstance(model_type, str) else None
     layers = request.select_layers(layers, config, origin)
+    layers = _rotate(checkpoint, layers, scale_tensors)
     return ScaleData(layers, scale_tensors[0].format, model_type, origin)
 
 
@@ -183,9 +184,9 @@ def _rotate(
     head_dim = text.get("head_dim")
     if head_dim is None:
         hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-        head_dim = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else 0
+        head_dim = hidden // heads if type(hidden) is type(heads) is int and heads > 0 else 0
     block = rotation_block(head_dim) if isinstance(head_dim, int) else 0
-    for name in (tensor.name for tensor in scale_tensors):
+    for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
         path = re.sub(ATTENTION_MODULE.pattern + ".*", r"\g<path>", name)
         with convert_read_errors(checkpoint.origin, "targets of a rotation"):
             sizes = {size for size, target in rotations if _is_target(path, target)}
@@ -261,7 +262,7 @@ def _choose_pair(
 
 def _no_scales(checkpoint: Checkpoint) -> ScaleError:
     """Return the error that says what was looked for, and what looks like it."""
-    names = [f"self_attn.{known.name}".replace("{side}", "{k,v}") for known in TENSOR_NAMES]
+    names = ", ".join(known.name.replace("{side}", "{k,v}") for known in TENSOR_NAMES)
     likely = format_list(name for name in checkpoint.files if LIKELY.search(name))
     got = f"got only {likely}, which no reader takes" if likely else "got none"
     pickles = [n for suffix in PICKLES for n in checkpoint.folder.list_files(suffix)]
@@ -271,6 +272,6 @@ def _no_scales(checkpoint: Checkpoint) -> ScaleError:
     servers = ", and servers use 1.0 then" if declared.kind == "static" and not likely else ""
     return ScaleError(
         f"{checkpoint.origin}: expected {OWN_FILE}, {JSON_FILE}, or scale tensors such as "
-        f"{', '.join(names)} under the layers of the language model, {got}; the config declares "
+        f"self_attn.{names} under the layers of the language model, {got}; the config declares "
         f"{declared.what}{servers}; use scales=None, which is dynamic, or calibrate"
     )

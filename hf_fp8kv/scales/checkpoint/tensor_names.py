@@ -109,7 +109,8 @@ def match_tensors(
     """Return the scales among the names, best first, and the names that only look like scales."""
     scales, unknown = [], []
     for name in names:
-        found = next(filter(None, (known.match(name, declaration) for known in TENSOR_NAMES)), None)
+        names_here = TENSOR_NAMES if ATTENTION_MODULE.match(name) else ()
+        found = next(filter(None, (known.match(name, declaration) for known in names_here)), None)
         if found is not None:
             scales.append(found)
         elif LIKELY.search(name):
