@@ -180,7 +180,7 @@ class ScaleData:
             if type(index) is not int or index < 0 or not isinstance(layer, LayerScales):
                 raise ScaleError(
                     f"scales ({self.origin}): expected LayerScales by layer indices from 0, got "
-                    f"{type(layer).__name__} by {index!r}; see LayerScales"
+                    f"{type(layer).__name__} by {index!r}; pass {{0: LayerScales(...)}}"
                 )
         for what, of in (("a plan", "plan"), ("static scales", "k")):
             without = [i for i, layer in self.layers.items() if getattr(layer, of) is None]

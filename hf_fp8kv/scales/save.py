@@ -79,8 +79,7 @@ def save_scales(
             reduced, losses, format, target.resolve().name,
             card.read_bytes() if card.is_file() else b"", whole=True, base_model=base_model,
         )  # fmt: skip
-    if checkpoint is None:
-        losses = losses + format.missing_facts(scales)
+    losses = losses + format.missing_facts(scales, opened)
     placed = _place(existing, files)
     _read_back(source, target, placed, reduced, tp_size)
     contents: dict[str, _Content] = {**placed}

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, save
+from tests.cli.test_scales_table import found
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
 from tests.scales.test_scales import assert_same
@@ -151,6 +153,13 @@ def test_a_warning_about_what_is_written_names_its_place(tmp_path, caplog):
     KVScales.uniform(2, 1.0, 1.0).save_pretrained(tmp_path / "a", format="autofp8")
     [message] = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     assert message.startswith(f"{tmp_path / 'a'}: every KV scale is exactly 1.0")
+    caplog.clear()
+    replace(random_scales("head"), report=found()).save_pretrained(tmp_path / "b")
+    [message] = [r.message for r in caplog.records]
+    assert message == (
+        f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about other scales, so it is not "
+        "read with these"
+    )
 
 
 def test_the_warnings_say_what_is_lost(tmp_path, caplog):

@@ -48,8 +48,8 @@ class ScaleFormat:
         """
         raise NotImplementedError(self.name)
 
-    def missing_facts(self, scales: ScaleData) -> list[str]:
-        """Return what readers of the scales alone will miss, for people."""
+    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
+        """Return what readers of the files will miss, for people."""
         return []
 
 

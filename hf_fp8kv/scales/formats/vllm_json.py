@@ -42,9 +42,10 @@ class VllmJson(ScaleFormat):
         cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
         return {JSON_FILE: to_json({"model_type": model_type, "kv_cache": cache})}
 
-    def missing_facts(self, scales: ScaleData) -> list[str]:
+    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
+        config = {} if checkpoint is None else checkpoint.config
         fact = "model_type is not known and null, which vLLM and SGLang refuse"
-        return [fact] if scales.model_type is None else []
+        return [] if scales.model_type or isinstance(config.get("model_type"), str) else [fact]
 
 
 def parse_json(path: Path, data: Config, request: Request, config: Config) -> ScaleData:
