@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from ..errors import ScaleError
-from ..scales import SCALE_FORMATS, WRITTEN_FORMATS, Granularity, KVScales
+from ..scales import SCALE_FORMATS, Granularity, KVScales
 from .arguments import Device, Json, Model, ModelDtype, Overwrite, choice
 from .scales_table import describe_scales, quality_parts
 from .shared import load_model, print_note, print_parts, report_problems
@@ -68,7 +68,7 @@ def calibrate(
     to: Annotated[
         str,
         typer.Option(
-            "--format", help="Format of the files; see convert --to.", **choice(WRITTEN_FORMATS)
+            "--format", help="Format of the files; see convert --to.", **choice(SCALE_FORMATS)
         ),
     ] = "hf_fp8kv",
     max_tokens: MaxTokens = None,
@@ -149,14 +149,14 @@ def _check_planned(options: dict[str, Any], format: str) -> None:
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """Check that the scales can be written to the folder, before minutes are spent."""
+    from ..scales.checkpoint.checkpoint import JSON_FILE, OWN_FILE, SCALES_FILE
     from ..scales.existing import check_place, find_weights, list_files, open_source
-    from ..scales.formats.tensor_format import SCALES_FILE
+    from ..scales.report import REPORT_FILE
 
     if folder.exists() and not folder.is_dir():
         raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")
     files = SCALE_FORMATS[format].files(KVScales.uniform(1), 1)
-    own_files = (name for other in SCALE_FORMATS.values() for name in other.own_files)
-    scale_files = {SCALES_FILE, *own_files, *files}
+    scale_files = {JSON_FILE, OWN_FILE, REPORT_FILE, SCALES_FILE, *files}
     existing = sorted(name for name in scale_files if (folder / name).exists())
     if existing and not overwrite:
         raise ScaleError(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from ..errors import ScaleError
-from ..scales import WRITTEN_FORMATS, KVScales
+from ..scales import SCALE_FORMATS, KVScales
 from ..scales.kv_scales import resolve
 from ..scales.save import Weights
 from .arguments import Json, Overwrite, Scales, choice
@@ -21,9 +21,7 @@ logger = logging.getLogger(__name__)
 
 def convert(
     scales: Scales,
-    to: Annotated[
-        str, typer.Option(help=f"{', '.join(WRITTEN_FORMATS)}.", **choice(WRITTEN_FORMATS))
-    ],
+    to: Annotated[str, typer.Option(help=f"{', '.join(SCALE_FORMATS)}.", **choice(SCALE_FORMATS))],
     out: Annotated[
         str | None, typer.Argument(help="The folder to write to; created if missing.")
     ] = None,

@@ -1,14 +1,13 @@
 """Scales: static scales of K and V, and the files they come in."""
 
-from .formats import SCALE_FORMATS, WRITTEN_FORMATS, ScaleFormat
+from .checkpoint.declaration import declared_kv_scales
+from .formats import SCALE_FORMATS, ScaleFormat
 from .kv_scales import KVScales
 from .layer_scales import Granularity, LayerScales
-from .load import declared_kv_scales
 from .report import CalibrationReport
 
 __all__ = [
     "SCALE_FORMATS",
-    "WRITTEN_FORMATS",
     "CalibrationReport",
     "Granularity",
     "KVScales",

@@ -1,35 +1,32 @@
 """Existing files and scales of the place that scales are written to, and their removal."""
 
-import copy
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from pathlib import Path, PurePath
 
 from ..errors import ScaleError
 from ..utils.files import WEIGHTS, read_header, read_json
 from ..utils.text import format_list
-from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.config import (
-    CACHE_ENTRIES,
-    HF_QUANT_CONFIG,
-    Config,
-    Declaration,
-    check_layer_counts,
-    nested_configs,
+from .checkpoint.checkpoint import (
+    OWN_FILE,
+    OWN_FOLDER,
+    SCALES_FILE,
+    Checkpoint,
+    find_added,
+    find_in_shards,
+    find_indexed,
 )
+from .checkpoint.config import HF_QUANT_CONFIG, check_layer_counts
+from .checkpoint.declaration import Declaration, remove_declaration
 from .checkpoint.folder import LocalFolder
-from .checkpoint.tensor_names import BIAS, FOREIGN, ZERO_POINT
-from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES, ScaleFormat
-from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER
-from .formats.tensor_format import SCALES_FILE, TensorFormat, with_own_file
-from .load import find_declaration
+from .checkpoint.tensor_names import CACHE_PATTERNS
+from .formats import ScaleFormat
+from .formats.base import TensorFormat
 
 # All that a config.json of scales alone can have, whichever the format.
 _MINIMAL_ENTRIES = frozenset((
     "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
     "kv_cache_torch_dtype",
 ))  # fmt: skip
-_BLOCKS = ("quantization_config", "compression_config", "quantization")
 
 
 def list_files(folder: Path) -> list[str]:
@@ -102,14 +99,13 @@ def open_source(
     if not whole and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # only scales wrote it
     check_layer_counts(path, config)
-    checkpoint = with_own_file(
-        Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
-    )
-    if whole and isinstance(format, TensorFormat) and not checkpoint.files:
+    folder = LocalFolder(source)
+    files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
+    if whole and isinstance(format, TensorFormat) and not files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
-    present = _find_scales(checkpoint)
-    for file in sorted(set(checkpoint.files.values())):
-        names = {name for name, other in checkpoint.files.items() if other == file}
+    present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
+    for file in sorted(set(files.values())):
+        names = {name for name, other in files.items() if other == file}
         # An interrupted call may have removed some scales.
         missing = names - set(read_header(source / file)[0]) - set(present if overwrite else ())
         if missing:
@@ -130,55 +126,7 @@ def open_source(
         )
     if config and (present or not whole):
         second = read_json(second_path, unique=False) if second_path.is_file() else None
-        config = _remove_declaration(str(source), config, second, format)
-    return replace(checkpoint, config=config, left_out=frozenset(present))
-
-
-def _find_scales(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the tensors that belong to an 8-bit or 4-bit KV cache."""
-    patterns = [known.pattern for known in TENSOR_NAMES] + [pattern for pattern, _ in FOREIGN]
-    patterns += [ZERO_POINT, BIAS]
-    return [name for name in checkpoint.files if any(p.fullmatch(name) for p in patterns)]
-
-
-def _remove_declaration(
-    origin: str, config: Config, second: Config | None, format: ScaleFormat
-) -> Config:
-    """Return a `config.json` without its entries about scales; those about weights stay.
-
-    Entries that `format` will write again are left to it. ScaleError is raised if an entry stays
-    that would be wrong with scales in this format, such as one in `second`, ModelOpt's config.
-    """
-    config = copy.deepcopy(config)
-    stays = find_declaration(config, second).dialect == format.name
-    for owner in (config, *(inner for _, inner in nested_configs("", config))):
-        if not isinstance(owner, dict):
-            continue
-        for entry in _BLOCKS:
-            block = owner.get(entry)
-            if isinstance(block, dict):
-                for other in SCALE_FORMATS.values():
-                    other.remove_declaration(block)
-                if not stays:
-                    _pop(block, CACHE_ENTRIES)
-                    _pop(block.get("quantization"), CACHE_ENTRIES)
-                    compressed = block.get("quant_method") == "compressed-tensors"
-                    if compressed and not (
-                        block.get("config_groups") or block.get("sparsity_config")
-                    ):
-                        del owner[entry]  # it quantizes nothing
-        if not stays:
-            _pop(owner, ("kv_cache_torch_dtype", "kv_cache_dtype"))
-    left = find_declaration(config, second)
-    if not stays and left.kind != "none":
-        raise ScaleError(
-            f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
-            f"{format.name!r}, got one that declares {left.what}; choose {left.dialect}"
-        )
-    return config
-
-
-def _pop(owner: object, entries: Collection[str]) -> None:
-    if isinstance(owner, dict):
-        for entry in entries:
-            owner.pop(entry, None)
+        config = remove_declaration(str(source), config, second, format.name)
+    for name in present:
+        del files[name]
+    return Checkpoint(folder, config, Declaration(), files, frozenset(present))

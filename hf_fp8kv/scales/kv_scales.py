@@ -18,7 +18,6 @@ from ..utils.digests import fingerprint_weights
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
 from .checkpoint.folder import HubOptions
-from .formats import SCALE_FORMATS, WRITTEN_FORMATS, ScaleFormat
 from .layer_scales import LayerScales, ScaleData
 from .load import read_checkpoint, read_file
 from .report import CalibrationReport
@@ -43,22 +42,15 @@ class KVScales(ScaleData):
 
     Attributes:
         layers: the scales of each layer, in the order of the layers.
-        format: what they were read from, one of `SCALE_FORMATS`.
+        format: what they were read from, one of `SCALE_FORMATS` or "trtllm".
         model_type: the model they were made for, as transformers names it, where the file says so.
         origin: the file, folder or repository they were read from.
         report: what their calibration found, where it is known.
         fingerprint: of the weights they were made for: digits for each layer, where it is known.
 
     Raises:
-        ScaleError: `layers` is no dict of `LayerScales`, or empty, or `format` is unknown.
+        ScaleError: `layers` is no dict of `LayerScales`, or empty.
     """
-
-    def __post_init__(self) -> None:
-        if self.format not in SCALE_FORMATS:
-            raise ScaleError(
-                f"format: expected one of {', '.join(SCALE_FORMATS)}, got {self.format!r}"
-            )
-        super().__post_init__()
 
     def with_report(self, report: CalibrationReport) -> "KVScales":
         """Return the same scales with the report of their calibration."""
@@ -188,7 +180,7 @@ class KVScales(ScaleData):
 
         Args:
             folder: where to; it is made when it is not there.
-            format: one of `WRITTEN_FORMATS`.
+            format: one of `SCALE_FORMATS`.
             checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
                 a copy of it with the scales. Its weights stay the same to the byte.
             weights: "link": the weights of the copy are hard links, on the same disk.
@@ -202,13 +194,10 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        target, place = Path(folder), None if checkpoint is None else Path(checkpoint)
-        paths, losses = save_scales(
-            self, target, _find_format(format, tp_size), checkpoint=place, weights=weights,
-            overwrite=overwrite, tp_size=tp_size, base_model=base_model,
+        return save_scales(
+            self, Path(folder), format, checkpoint=None if checkpoint is None else Path(checkpoint),
+            weights=weights, overwrite=overwrite, tp_size=tp_size, base_model=base_model,
         )  # fmt: skip
-        _warn_of_losses(target, format, losses)
-        return paths
 
     def push_to_hub(
         self,
@@ -236,13 +225,11 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        address, losses = push_scales(
-            self, repo_id, _find_format(format, tp_size), private=private, token=token,
-            revision=revision, commit_message=commit_message, overwrite=overwrite, tp_size=tp_size,
+        return push_scales(
+            self, repo_id, format, private=private, token=token, revision=revision,
+            commit_message=commit_message, overwrite=overwrite, tp_size=tp_size,
             base_model=base_model,
         )  # fmt: skip
-        _warn_of_losses(repo_id, format, losses)
-        return address
 
 
 class StoragePlan(KVScales):
@@ -282,29 +269,6 @@ class StoragePlan(KVScales):
 def wrap_scales(data: ScaleData) -> KVScales:
     """Return the scales as `KVScales`, or as a `StoragePlan` if the cache finds them."""
     return (StoragePlan if data.is_dynamic else KVScales)(**vars(data))
-
-
-def _warn_of_losses(place: object, format: str, losses: list[str]) -> None:
-    if losses:
-        logger.warning("%s: written as %s: %s", place, format, "; ".join(losses))
-
-
-def _find_format(name: str, tp_size: int) -> ScaleFormat:
-    """Return the format of this name; raise ScaleError if it cannot hold so many ranks."""
-    if name not in WRITTEN_FORMATS:
-        raise ScaleError(
-            f"format: expected one of {', '.join(WRITTEN_FORMATS)}, got {name!r}; choose one"
-            + (", since nothing reads scales in it without weights" * (name in SCALE_FORMATS))
-        )
-    format = SCALE_FORMATS[name]
-    valid = isinstance(tp_size, int) and tp_size > 0
-    if not valid or (tp_size > 1 and not format.holds_ranks):
-        ranked = " or ".join(repr(f.name) for f in SCALE_FORMATS.values() if f.holds_ranks)
-        raise ScaleError(
-            f"tp_size: expected 1, or the number of ranks for {ranked}, got {tp_size!r} for "
-            f"{name!r}; only that format names ranks"
-        )
-    return format
 
 
 def resolve(

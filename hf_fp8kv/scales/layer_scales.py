@@ -20,7 +20,7 @@ from ..formats import Format, LayerPlan, summarize_plan
 from ..utils.digests import digest_of
 from ..utils.text import format_list
 from .report import CalibrationReport
-from .validation import check_center, check_scale
+from .validation import check_tensor
 
 Granularity = Literal["tensor", "head", "channel"]
 
@@ -50,12 +50,14 @@ class LayerScales:
     def __post_init__(self) -> None:
         # Only a plan can do without: no scales and no plan would say nothing.
         if self.plan is None or self.k is not None or self.v is not None:
-            object.__setattr__(self, "k", check_scale(self.k, f"K scale ({self.source})"))
-            object.__setattr__(self, "v", check_scale(self.v, f"V scale ({self.source})"))
+            object.__setattr__(self, "k", check_tensor(self.k, f"K scale ({self.source})"))
+            object.__setattr__(self, "v", check_tensor(self.v, f"V scale ({self.source})"))
         if self.k_center is not None:
             what = f"center of K ({self.source})"
-            object.__setattr__(self, "k_center", check_center(self.k_center, what))
-        self._check_plan()
+            center = check_tensor(self.k_center, what, is_center=True)
+            object.__setattr__(self, "k_center", center)
+        if self.plan is not None:
+            self._check_plan(self.plan)
         named = {"K": self.k, "V": self.v, "the center": self.k_center}
         heads = {n: t.shape[0] for n, t in named.items() if t is not None and t.ndim and len(t) > 1}
         if len(set(heads.values())) > 1:
@@ -64,20 +66,17 @@ class LayerScales:
                 "give K, V and the center scales of the same layer"
             )
 
-    def _check_plan(self) -> None:
-        """Raise ScaleError unless the plan, if there is one, is that of these numbers."""
-        if self.plan is None:
-            return
-        if not isinstance(self.plan, LayerPlan):
+    def _check_plan(self, plan: LayerPlan) -> None:
+        if not isinstance(plan, LayerPlan):
             raise ScaleError(
-                f"scales ({self.source}): expected a LayerPlan, got {self.plan!r}; make one"
+                f"scales ({self.source}): expected a LayerPlan, got {plan!r}; make one"
             )
-        self.plan.check()
-        if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
+        plan.check()
+        if plan.v.centered or plan.k.centered != (self.k_center is not None):
             got = "no center" if self.k_center is None else "a center of K"
             raise ScaleError(
                 f"scales ({self.source}): expected centers as the plan says, of K alone, got "
-                f"{got} and the plan {self.plan}; change one of them"
+                f"{got} and the plan {plan}; change one of them"
             )
 
     @property
@@ -118,15 +117,12 @@ class LayerScales:
         `of` says in messages which layer this is. The result is kept: every new cache asks for it.
         """
         kept, key = _SPREAD.setdefault(self, {}), (heads, k_dim, v_dim, tp_rank, tp_size)
-        if key not in kept:
-            kept[key] = self._spread(of, *key)
-        return kept[key]
+        if key in kept:
+            return kept[key]
 
-    def _spread(
-        self, of: str, heads: int, k_dim: int, v_dim: int, tp_rank: int, tp_size: int
-    ) -> "LayerScales":
-
-        def spread(tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
+        def spread(tensor: torch.Tensor | None, dim: int, what: str) -> torch.Tensor | None:
+            if tensor is None:
+                return None
             what = f"{what} {of} ({self.source})"
             if tensor.ndim:
                 tensor = tensor[_select_heads(tensor.shape[0], heads, tp_rank, tp_size, what)]
@@ -137,14 +133,11 @@ class LayerScales:
                     )
             return tensor.expand(heads, dim).clone(memory_format=torch.contiguous_format)
 
-        center = self.k_center
-        return LayerScales(
-            None if self.k is None else spread(self.k, k_dim, "K scale"),
-            None if self.v is None else spread(self.v, v_dim, "V scale"),
-            None if center is None else spread(center, k_dim, "center of K"),
-            self.source,
-            self.plan,
-        )
+        kept[key] = LayerScales(
+            spread(self.k, k_dim, "K scale"), spread(self.v, v_dim, "V scale"),
+            spread(self.k_center, k_dim, "center of K"), self.source, self.plan,
+        )  # fmt: skip
+        return kept[key]
 
 
 _SPREAD: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
@@ -184,14 +177,10 @@ class ScaleData:
                 f"{self.layers!r}; use scales=None for dynamic scales"
             )
         for index, layer in self.layers.items():
-            if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            if type(index) is not int or index < 0 or not isinstance(layer, LayerScales):
                 raise ScaleError(
-                    f"scales ({self.origin}): expected layer indices from 0, got {index!r}"
-                )
-            if not isinstance(layer, LayerScales):
-                raise ScaleError(
-                    f"scales ({self.origin}): expected LayerScales for layer {index}, got "
-                    f"{type(layer).__name__}"
+                    f"scales ({self.origin}): expected LayerScales by layer indices from 0, got "
+                    f"{type(layer).__name__} by {index!r}; pass {{0: LayerScales(...)}}"
                 )
         for what, of in (("a plan", "plan"), ("static scales", "k")):
             without = [i for i, layer in self.layers.items() if getattr(layer, of) is None]

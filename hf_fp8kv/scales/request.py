@@ -1,7 +1,7 @@
 """Request: what a caller wants of a file of scales, and whether what was read is that."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,36 +26,64 @@ class Request:
     def __post_init__(self) -> None:
         check_ranks(self.tp_rank, self.tp_size)
 
-    def choose_ranks(self, origin: object, count: int) -> Sequence[int]:
-        """Return which of `count` ranks to read: the caller's, or all for the largest scale.
+    def merge_ranks(
+        self, origin: object, count: int, read: Callable[[int], Mapping[int, LayerScales]]
+    ) -> dict[int, LayerScales]:
+        """Return the caller's of `count` ranks, or the largest scale of each layer over all.
 
-        The scales of one rank are those of the whole model: they hold for each part of it.
+        The scales of a single rank are those of the whole model: they hold for each part of it.
         """
         if self.tp_size == count:
-            return [self.tp_rank]
+            return dict(read(self.tp_rank))
         if self.tp_size > 1 and count > 1 and self.strict:
             raise ScaleError(
                 f"{origin}: expected the scales of {self.tp_size} ranks, got {count}; pass "
                 "strict=False (--lenient) to use the largest of all ranks"
             )
-        return range(count)
-
-    def expect_layers(self, layers: Collection[int], config: Mapping[str, object]) -> Sequence[int]:
-        """Return the layers that should have scales; without a config, all up to the last one."""
-        if not config:
-            return range(max(layers) + 1)
-        owners = layers_with_cache(config)
-        return sorted(layers) if owners is None else owners
+        parts = [read(rank) for rank in range(count)]
+        layers, differ = dict(parts[0]), False
+        for index, first in layers.items() if count > 1 else ():
+            pairs = [part[index].static for part in parts if index in part]
+            if len(pairs) < count or any(scale.ndim for pair in pairs for scale in pair):
+                raise ScaleError(
+                    f"{origin}: expected one number a side of layer {index} from every rank, got "
+                    "less or more; read one rank with tp_rank and tp_size"
+                )
+            differ = differ or any(pair != pairs[0] for pair in pairs)
+            k, v = (torch.stack(side).max() for side in zip(*pairs, strict=True))
+            layers[index] = replace(first, k=k, v=v)
+        if differ:
+            message = "%s: the scales of its %d ranks differ: the largest one is used of each layer"
+            logger.warning(message, origin, count)
+        return layers
 
     def select_layers(
-        self, layers: dict[int, LayerScales], expected: Sequence[int], origin: str
+        self,
+        layers: Mapping[int, LayerScales],
+        config: Mapping[str, object],
+        origin: str,
+        *,
+        exactly: bool = False,
     ) -> dict[int, LayerScales]:
-        """Return the layers that the model has, without those past its end, as of a draft head."""
+        """Return the layers that the model has, without those past its end, as of a draft head.
+
+        Without a config, all layers up to the last one are expected. With `exactly`, more than the
+        expected ones are an error.
+        """
+        expected: Sequence[int] = range(max(layers) + 1)
+        if config:
+            owners = layers_with_cache(config)
+            expected = sorted(layers) if owners is None else owners
+        extra = format_list(index for index in layers if index not in expected)
+        if extra and exactly and self.strict:
+            raise ScaleError(
+                f"{origin}: expected {len(expected)} layers, got also layers {extra}; use this "
+                "model's scales, or pass strict=False (--lenient)"
+            )
         last = expected[-1] if expected else -1
-        extra = [index for index in layers if index > last]
-        if extra:
-            logger.info("%s: left out the layers %s, past the last one", origin, format_list(extra))
         kept = {index: layer for index, layer in layers.items() if index <= last}
+        if past := format_list(index for index in layers if index > last):
+            logger.info("%s: left out the layers %s, past the last one", origin, past)
         missing = format_list(index for index in expected if index not in kept)
         if not kept or (missing and self.strict):
             raise ScaleError(
@@ -65,27 +93,3 @@ class Request:
         if missing:
             logger.warning("%s: layers without scales: %s", origin, missing)
         return kept
-
-
-def take_largest(
-    origin: object, parts: Sequence[Mapping[int, LayerScales]]
-) -> Mapping[int, LayerScales]:
-    """Return the largest scale of each layer over ranks, with a warning if they differ."""
-    layers, differ = dict(parts[0]), False
-    for index, first in layers.items() if len(parts) > 1 else ():
-        pairs = [part[index].static for part in parts if index in part]
-        if len(pairs) < len(parts) or any(scale.ndim for pair in pairs for scale in pair):
-            raise ScaleError(
-                f"{origin}: expected one number a side of layer {index} from every rank, got less "
-                "or more; read one rank with tp_rank and tp_size"
-            )
-        differ = differ or any(pair != pairs[0] for pair in pairs)
-        k, v = (torch.stack(side).max() for side in zip(*pairs, strict=True))
-        layers[index] = replace(first, k=k, v=v)
-    if differ:
-        logger.warning(
-            "%s: the scales of its %d ranks differ: the largest one is used of each layer",
-            origin,
-            len(parts),
-        )
-    return layers

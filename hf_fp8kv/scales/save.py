@@ -4,6 +4,7 @@ Nothing is changed before all files are complete next to their places, and `conf
 until then a folder holds the same weights under the old config.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -20,30 +21,41 @@ from ..errors import ScaleError
 from ..utils.files import WEIGHTS, read_header, read_json, read_weight_map, write_all
 from ..utils.text import format_list, format_value
 from .card import CARD_FILE, make_card
-from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
+from .checkpoint.checkpoint import (
+    FIRST_FILE,
+    INDEX_FILE,
+    JSON_FILE,
+    ONLY_FILE,
+    OWN_FILE,
+    OWN_FOLDER,
+    Checkpoint,
+)
 from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, text_config
-from .checkpoint.folder import translate_hub_errors
+from .checkpoint.folder import LocalFolder, translate_hub_errors
 from .existing import check_place, find_weights, list_files, open_source
-from .formats import OWN_FILES, ScaleFormat
-from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER, HfFp8kv
-from .formats.tensor_format import TensorFormat, to_json
+from .formats import READ_ONLY, SCALE_FORMATS, ScaleFormat
+from .formats.base import TensorFormat, reduce_scales, to_json
+from .formats.hf_fp8kv import HfFp8kv
 from .layer_scales import ScaleData
-from .load import read_checkpoint
-from .reduce import reduce_scales
+from .load import read_folder
+from .report import REPORT_FILE
 from .request import Request
+
+logger = logging.getLogger(__name__)
 
 Weights = Literal["copy", "link"]
 # Where our own files can be.
-_PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in HfFp8kv.own_files]
+_PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in (REPORT_FILE, OWN_FILE)]
 # The bytes of a file, a function that makes it, or None for a file that is deleted.
 _Content = bytes | Callable[[Path], object] | None
 
 
 def save_scales(
-    scales: ScaleData, target: Path, format: ScaleFormat, *, checkpoint: Path | None,
-    weights: Weights, overwrite: bool, tp_size: int, base_model: str | None,
-) -> tuple[list[Path], list[str]]:  # fmt: skip
-    """Write scales as `KVScales.save_pretrained` does; return the new files, and what was lost."""
+    scales: ScaleData, target: Path, name: str, *, checkpoint: Path | None, weights: Weights,
+    overwrite: bool, tp_size: int, base_model: str | None,
+) -> list[Path]:  # fmt: skip
+    """Write scales as `KVScales.save_pretrained` does; return the new files."""
+    format = _find_format(name, tp_size)
     reduced, losses = reduce_scales(scales, format)
     source = target if checkpoint is None else checkpoint
     existing = list_files(source)
@@ -67,8 +79,7 @@ def save_scales(
             reduced, losses, format, target.resolve().name,
             card.read_bytes() if card.is_file() else b"", whole=True, base_model=base_model,
         )  # fmt: skip
-    if checkpoint is None:
-        losses = losses + format.missing_facts(scales)
+    losses = losses + format.missing_facts(scales, opened)
     placed = _place(existing, files)
     _read_back(source, target, placed, reduced, tp_size)
     contents: dict[str, _Content] = {**placed}
@@ -87,15 +98,17 @@ def save_scales(
             f"{target}: expected a folder that can be written, got {error}; choose another"
             + (", or weights='copy' (--weights copy)" if weights == "link" else "")
         ) from error
-    return [target / name for name, content in contents.items() if content is not None], losses
+    _warn_of_losses(target, format, losses)
+    return [target / name for name, content in contents.items() if content is not None]
 
 
 def push_scales(
-    scales: ScaleData, repo_id: str, format: ScaleFormat, *, private: bool | None,
+    scales: ScaleData, repo_id: str, name: str, *, private: bool | None,
     token: str | bool | None, revision: str | None, commit_message: str, overwrite: bool,
     tp_size: int, base_model: str | None,
-) -> tuple[str, list[str]]:  # fmt: skip
-    """Upload scales as `KVScales.push_to_hub` does; return the address, and what was lost."""
+) -> str:  # fmt: skip
+    """Upload scales as `KVScales.push_to_hub` does; return the address."""
+    format = _find_format(name, tp_size)
     reduced, losses = reduce_scales(scales, format)
     files = format.files(reduced, tp_size)
     api = HfApi(token=token)
@@ -129,7 +142,31 @@ def push_scales(
             commit_message=commit_message,
             revision=revision,
         )
-    return str(commit.commit_url), losses + format.missing_facts(scales)
+    _warn_of_losses(repo_id, format, losses + format.missing_facts(scales))
+    return str(commit.commit_url)
+
+
+def _warn_of_losses(place: object, format: ScaleFormat, losses: list[str]) -> None:
+    if losses:
+        logger.warning("%s: written as %s: %s", place, format.name, "; ".join(losses))
+
+
+def _find_format(name: str, tp_size: int) -> ScaleFormat:
+    """Return the format of this name; raise ScaleError if it cannot hold so many ranks."""
+    if name not in SCALE_FORMATS:
+        raise ScaleError(
+            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
+            + (", since nothing reads scales in it without weights" * (name == READ_ONLY))
+        )
+    format = SCALE_FORMATS[name]
+    valid = isinstance(tp_size, int) and tp_size > 0
+    if not valid or (tp_size > 1 and not format.holds_ranks):
+        ranked = " or ".join(repr(f.name) for f in SCALE_FORMATS.values() if f.holds_ranks)
+        raise ScaleError(
+            f"tp_size: expected 1, or the number of ranks for {ranked}, got {tp_size!r} for "
+            f"{name!r}; only that format names ranks"
+        )
+    return format
 
 
 def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
@@ -138,13 +175,18 @@ def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, b
         return dict(files)
     apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
     start = f"{OWN_FOLDER}/" if apart else ""
-    placed = {start + n if n in HfFp8kv.own_files else n: file for n, file in files.items()}
+    placed = {start + n if n in (OWN_FILE, REPORT_FILE) else n: file for n, file in files.items()}
     return {**dict.fromkeys(name for name in _PLACES if name in existing), **placed}
 
 
 def _check_copy(target: Path, weights: Weights) -> None:
     if weights not in ("copy", "link"):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
+    if target.resolve().is_dir() and target.resolve().samefile(os.curdir):
+        raise ScaleError(
+            f"{target}: expected a folder inside of the working folder or elsewhere, got the "
+            "working folder itself, which a copy cannot replace; name another"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ScaleError(
             f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
@@ -213,27 +255,24 @@ def _transfer(weights: Weights, source: Path, target: Path) -> None:
     if weights == "link" and source.suffix.lower() in WEIGHTS:
         # The Hub's cache holds symbolic links, and only the file itself stays.
         os.link(source.resolve(), target)
-        return
-    shutil.copy2(source, target)
-    with target.open("rb") as file:  # which may be read-only
-        os.fsync(file.fileno())
+    else:
+        shutil.copy2(source, target)
 
 
 def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
     """Make `target` a copy of `source` with these files; on any error it is not there at all."""
-    left_out = {*OWN_FILES, *_PLACES, *contents}
+    left_out = {JSON_FILE, *_PLACES}
+    names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
+    shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    copies = {name.as_posix(): partial(_transfer, weights, source / name) for name in shown}
+    kept = {name: copy for name, copy in copies.items() if name not in left_out}
+    target = target.resolve()  # ".." has no name
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         staging.mkdir(parents=True)
-        for path in source.rglob("*"):
-            name = path.relative_to(source)
-            hidden = any(part.startswith(".") for part in name.parts)
-            if path.is_file() and not hidden and name.as_posix() not in left_out:
-                (staging / name).parent.mkdir(parents=True, exist_ok=True)
-                _transfer(weights, path, staging / name)
-        write_all({staging / name: content for name, content in contents.items()})
+        write_all({staging / name: content for name, content in {**kept, **contents}.items()})
         if target.exists():
             target.rmdir()
         staging.rename(target)
@@ -251,11 +290,11 @@ def _read_back(
             if (source / config).is_file():
                 shutil.copyfile(source / config, folder / config)
         for file, content in files.items():
-            if content is not None:
+            if content is not None and not file.endswith(REPORT_FILE):
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_bytes(content)
         try:
-            read = read_checkpoint(name, Request(0, tp_size))
+            read = read_folder(LocalFolder(folder, target), Request(0, tp_size))
         except ScaleError as error:
             raise ScaleError(str(error).replace(name, str(target))) from error
     if read.digest != scales.digest:

@@ -42,7 +42,11 @@ def check_constant(value: object, what: str) -> float:
     )
 
 
-def _check_tensor(tensor: object, what: str) -> torch.Tensor:
+def check_tensor(tensor: object, what: str, *, is_center: bool = False) -> torch.Tensor:
+    """Return a scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`, or raise ScaleError.
+
+    A center is `[heads, D]`, and may have any finite numbers.
+    """
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ScaleError(f"{what}: expected a tensor with data, got {got}; pass one")
@@ -51,38 +55,20 @@ def _check_tensor(tensor: object, what: str) -> torch.Tensor:
             f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "
             "convert it"
         )
-    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-
-def check_scale(tensor: object, what: str) -> torch.Tensor:
-    """Return a scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`, or raise ScaleError."""
-    scale = _check_tensor(tensor, what)
-    if scale.numel() == 1:
-        scale = scale.reshape(())
-    if scale.ndim not in (0, 2) or scale.numel() == 0:
+    values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+    shapes, numbers, valid = "[heads, D]", "finite numbers", values.isfinite()
+    if not is_center:
+        values = values.reshape(()) if values.numel() == 1 else values
+        shapes = "[], [heads, 1], [heads, D] or [1, D]"
+        numbers += " above 0 (from 2^-100 to 2^100)"
+        valid = (values >= _LOWEST) & (values <= _HIGHEST)
+    if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
         raise ScaleError(
-            f"{what}: expected the shape [], [heads, 1], [heads, D] or [1, D], got "
-            f"{list(scale.shape)}; reshape it"
+            f"{what}: expected the shape {shapes}, got {list(values.shape)}; reshape it"
         )
-    bad = ~((scale >= _LOWEST) & (scale <= _HIGHEST))
-    if bad.any():
+    if not valid.all():
         raise ScaleError(
-            f"{what}: expected finite numbers above 0 (from 2^-100 to 2^100), got "
-            f"{scale[bad][0].item()!r}; calibrate again, or use dynamic scales (scales=None)"
+            f"{what}: expected {numbers}, got {values[~valid][0].item()!r}; calibrate again, or "
+            "use dynamic scales (scales=None)"
         )
-    return scale
-
-
-def check_center(tensor: object, what: str) -> torch.Tensor:
-    """Return a center as float32 on the CPU, `[heads, D]`, or raise ScaleError."""
-    center = _check_tensor(tensor, what)
-    if center.ndim != 2 or center.numel() == 0:
-        raise ScaleError(
-            f"{what}: expected the shape [heads, D], got {list(center.shape)}; reshape it"
-        )
-    bad = ~center.isfinite()
-    if bad.any():
-        raise ScaleError(
-            f"{what}: expected finite numbers, got {center[bad][0].item()!r}; calibrate again"
-        )
-    return center
+    return values

@@ -7,7 +7,7 @@ import torch
 
 import hf_fp8kv.calibration
 from hf_fp8kv.errors import ConfigError, ScaleError
-from hf_fp8kv.scales import WRITTEN_FORMATS, KVScales
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 
@@ -84,7 +84,7 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
     assert (call["center"], call["chat_template"]) == (False, True)
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_every_format(run, calibration, tmp_path, format):
     said = run.json("--format", format)
     assert said["num_layers"] == 2

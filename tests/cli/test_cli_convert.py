@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fp8kv.scales import WRITTEN_FORMATS, KVScales, LayerScales, save
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, save
 from tests.scales.test_export import FakeApi, assert_holds, kept, random_scales
 from tests.scales.test_sources import DATA, edit_json
 
@@ -22,7 +22,7 @@ def convert(run, own, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "centered-head"])
-@pytest.mark.parametrize("format", [f for f in WRITTEN_FORMATS if f != "hf_fp8kv"])
+@pytest.mark.parametrize("format", [f for f in SCALE_FORMATS if f != "hf_fp8kv"])
 def test_into_every_format_and_out_of_it(run, tmp_path, format, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path / "own")

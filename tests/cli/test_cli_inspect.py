@@ -9,7 +9,7 @@ import torch
 
 import hf_fp8kv.calibration
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.scales import WRITTEN_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.report import CalibrationReport
 from tests.cli.test_scales_table import found
 from tests.helpers.planned import PLANS, planned_scales
@@ -30,7 +30,7 @@ def measured(monkeypatch) -> list[dict[str, object]]:
     return calls
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_every_format_is_a_table_with_a_row_a_layer(run, tmp_path, format):
     scales = random_scales("tensor")
     scales.save_pretrained(tmp_path, format=format)

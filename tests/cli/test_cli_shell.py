@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_fp8kv import cli
-from hf_fp8kv.scales import WRITTEN_FORMATS
+from hf_fp8kv.scales import SCALE_FORMATS
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv calibrate --format v", ["vllm-json"]),
         ("hf-fp8kv calibrate --model-dtype b", ["bfloat16"]),
         ("hf-fp8kv inspect --dtype fp8_e5", ["fp8_e5m2"]),
-        ("hf-fp8kv convert a b --to ", list(WRITTEN_FORMATS)),
+        ("hf-fp8kv convert a b --to ", list(SCALE_FORMATS)),
         ("hf-fp8kv convert --to t", ["tgi"]),
         ("hf-fp8kv convert a b --weights ", ["copy", "link"]),
     ],

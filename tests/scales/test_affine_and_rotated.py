@@ -148,12 +148,31 @@ K_CACHE = {"targets": ["LlamaAttention"], "location": "k_cache"}
         {"head_dim": 8},
         {"head_dim": None},
         {"apply": [K_CACHE | {"ignore": ["model.layers.0.self_attn"]}]},
+        {"apply": [K_CACHE | {"targets": r"re:.*layers\.0\.self_attn$"}]},
+        {"apply": [K_CACHE | {"targets": ["model.layers.0.self_attn", "Linear"]}]},
+        {"apply": [K_CACHE | {"targets": []}]},
     ],
     ids=str,
 )
 def test_another_rotation_is_refused(plain, tmp_path, changes):
     folder = rotated(plain, tmp_path / "rotated", **changes)
     with refused("K rotated (by type|in blocks)", folder):
+        KVScales.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    ["re:.*self_attn$", [f"model.layers.{i}.self_attn" for i in range(LAYERS)], ["LlamaAttention"]],
+    ids=str,
+)
+def test_targets_of_a_rotation_may_be_paths_patterns_and_classes(plain, tmp_path, targets):
+    folder = rotated(plain, tmp_path / "rotated", apply=[K_CACHE | {"targets": targets}])
+    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED)
+
+
+def test_a_pattern_that_is_none_is_our_error(plain, tmp_path):
+    folder = rotated(plain, tmp_path / "rotated", apply=[K_CACHE | {"targets": ["re:("]}])
+    with refused("expected targets of a rotation, got", folder):
         KVScales.from_pretrained(folder)
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import WRITTEN_FORMATS, KVScales, LayerScales, save
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, save
+from tests.cli.test_scales_table import found
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
 from tests.scales.test_scales import assert_same
@@ -101,7 +103,7 @@ def folder(model, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_what_is_written_is_read_back(tmp_path, caplog, format, kind):
     scales = random_scales(kind)
     paths = scales.save_pretrained(tmp_path, format=format)
@@ -116,7 +118,7 @@ def test_what_is_written_is_read_back(tmp_path, caplog, format, kind):
 
 @given(
     values=st.lists(st.tuples(*[st.floats(2**-60, 2**60, width=32)] * 2), min_size=1, max_size=4),
-    format=st.sampled_from([f for f in WRITTEN_FORMATS if f != "vllm-json"]),
+    format=st.sampled_from([f for f in SCALE_FORMATS if f != "vllm-json"]),
 )
 def test_any_pair_survives_to_the_bit(tmp_path_factory, values, format):
     folder = tmp_path_factory.mktemp("pair")
@@ -131,7 +133,7 @@ def test_any_pair_survives_to_the_bit(tmp_path_factory, values, format):
 
 
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS),
-       format=st.sampled_from(WRITTEN_FORMATS))  # fmt: skip
+       format=st.sampled_from(tuple(SCALE_FORMATS)))  # fmt: skip
 def test_a_reduction_makes_nothing_saturate(tmp_path_factory, seed, kind, format):
     scales = random_scales(kind, seed, layers=1)
     folder = tmp_path_factory.mktemp("reduced")
@@ -145,6 +147,19 @@ def test_a_reduction_makes_nothing_saturate(tmp_path_factory, seed, kind, format
     for sign in (-1, 1):
         assert bool(((center + sign * 448 * before.k).abs() <= 448 * after.k * (1 + 1e-6)).all())
     assert bool((before.v <= after.v).all())
+
+
+def test_a_warning_about_what_is_written_names_its_place(tmp_path, caplog):
+    KVScales.uniform(2, 1.0, 1.0).save_pretrained(tmp_path / "a", format="autofp8")
+    [message] = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert message.startswith(f"{tmp_path / 'a'}: every KV scale is exactly 1.0")
+    caplog.clear()
+    replace(random_scales("head"), report=found()).save_pretrained(tmp_path / "b")
+    [message] = [r.message for r in caplog.records]
+    assert message == (
+        f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about other scales, so it is not "
+        "read with these"
+    )
 
 
 def test_the_warnings_say_what_is_lost(tmp_path, caplog):
@@ -211,7 +226,7 @@ def test_what_cannot_be_written_writes_nothing(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_nothing_is_replaced_without_being_asked(tmp_path, format):
     first, second = random_scales("tensor", 1), random_scales("tensor", 2)
     first.save_pretrained(tmp_path, format=format)
@@ -232,7 +247,7 @@ def test_the_files_of_a_checkpoint_are_never_replaced(folder, format):
     assert content(folder) == before
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, format, at):
     random_scales("tensor", 1).save_pretrained(tmp_path, format=format)
@@ -287,7 +302,7 @@ def patched(source: Path, target: Path, format: str, kind: str = "tensor", **opt
     return target
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 @pytest.mark.parametrize("source", ["model", "shards"])
 def test_a_copy_has_the_same_weights_and_reads_back(tmp_path, request, source, format):
     """transformers, vLLM, SGLang and TGI load it: as one file, or by an index that is whole."""
@@ -770,6 +785,16 @@ def test_a_copy_never_replaces_anything(tmp_path, model):
     assert patched(model, tmp_path / "empty", "tgi")
 
 
+@pytest.mark.parametrize("target", [".", "new/.."])
+def test_a_copy_does_not_replace_the_working_folder(tmp_path, model, monkeypatch, target):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with refused("got the working folder itself", target):
+        patched(model, target, "tgi")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
+    assert patched(model, Path("../here/copy"), "tgi").is_dir()
+
+
 OPTIONS = {
     "weights": ({"format": "tgi", "weights": "move"}, "weights: expected 'copy' or 'link'"),
     "hub": ({"format": "tgi", "checkpoint": "org/model"}, "snapshot_download"),
@@ -876,7 +901,7 @@ def hub(monkeypatch, tmp_path_factory):
     return install
 
 
-@pytest.mark.parametrize("format", WRITTEN_FORMATS)
+@pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_what_is_uploaded_is_what_is_saved(tmp_path, hub, format):
     fake = hub("README.md")
     scales = random_scales("tensor")

@@ -7,8 +7,8 @@ import torch
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.formats import LayerPlan
-from hf_fp8kv.scales import WRITTEN_FORMATS, KVScales, LayerScales
-from hf_fp8kv.scales.formats.hf_fp8kv import OWN_FILE
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales.checkpoint.checkpoint import OWN_FILE
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_fingerprint import read_header, rewrite
 from tests.scales.test_scales import assert_same
@@ -95,7 +95,7 @@ def test_all_layers_have_a_plan_and_static_scales_or_none(layers: list[LayerScal
         KVScales(dict(enumerate(layers)))
 
 
-@pytest.mark.parametrize("format", [name for name in WRITTEN_FORMATS if name != "hf_fp8kv"])
+@pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
 def test_servers_get_no_scales_of_rotated_numbers(tmp_path: Path, format: str) -> None:
     with pytest.raises(ScaleError, match=r"rotated numbers in layers 0, 1, 2.*save as 'hf_fp8kv'"):
         planned_scales().save_pretrained(tmp_path, format=format)

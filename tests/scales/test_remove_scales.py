@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
-from hf_fp8kv.scales import WRITTEN_FORMATS
+from hf_fp8kv.scales import SCALE_FORMATS
 from tests.helpers.declared import LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
 from tests.scales.test_export import content, random_scales
 from tests.scales.test_scales import assert_same
@@ -45,7 +45,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        *((f, f) for f in WRITTEN_FORMATS),
+        *((f, f) for f in SCALE_FORMATS),
         *itertools.permutations(("compressed-tensors", "tgi", "hf_fp8kv"), 2),
         ("tgi", "vllm-json"),
     ],

@@ -168,8 +168,6 @@ BAD_LAYERS = {
 def test_bad_layers_are_refused(layers):
     with pytest.raises(ScaleError, match="expected"):
         KVScales(layers)
-    with pytest.raises(ScaleError, match="format"):
-        KVScales({0: LayerScales(ONE, ONE)}, format="gguf")
 
 
 def test_uniform_does_not_depend_on_the_default_dtype():

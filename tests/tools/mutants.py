@@ -339,16 +339,16 @@ MUTANTS = (
     ),
     Mutant(
         "scales: NaN is accepted", "scales/validation.py",
-        "bad = ~((scale >= _LOWEST) & (scale <= _HIGHEST))",
-        "bad = (scale < _LOWEST) | (scale > _HIGHEST)", "tests/scales/test_scales.py",
+        "valid = (values >= _LOWEST) & (values <= _HIGHEST)",
+        "valid = ~((values < _LOWEST) | (values > _HIGHEST))", "tests/scales/test_scales.py",
     ),
     Mutant(
-        "scales: one side stands for both", "scales/reduce.py",
+        "scales: one side stands for both", "scales/formats/base.py",
         "            k = v = torch.maximum(k, v)", "            v = k",
         "tests/scales/test_export.py",
     ),
     Mutant(
-        "scales: no room for a dropped center", "scales/reduce.py",
+        "scales: no room for a dropped center", "scales/formats/base.py",
         "return LayerScales(k + room, v, source=layer.source)",
         "return LayerScales(k, v, source=layer.source)", "tests/scales/test_export.py",
     ),

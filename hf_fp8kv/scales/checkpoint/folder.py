@@ -1,10 +1,10 @@
 """Folders of a checkpoint's files: on this machine, or a repository of the Hub."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypedDict
 
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
 from ...errors import ScaleError
 from ...utils.files import read_header
 
-T = TypeVar("T")
 # The base of HfHubHTTPError is the base of whatever HTTP library the Hub's client uses.
 _HUB_ERRORS: tuple[type[Exception], ...] = (
     *HfHubHTTPError.__bases__,
@@ -34,11 +33,12 @@ class LocalFolder:
     """A folder on this machine."""
 
     root: Path
+    place: Path | None = None  # where its files will be, for messages
 
     @property
     def origin(self) -> str:
         """What messages call it."""
-        return str(self.root)
+        return str(self.place or self.root)
 
     def path(self, name: str) -> Path | None:
         """Return a file, fetched if it is remote, or None if there is none."""
@@ -104,49 +104,45 @@ class HubFolder:
         return f"{self.repo} ({self.trouble})" if self.trouble else self.repo
 
     def path(self, name: str) -> Path | None:
-        def fetch() -> Path:
-            force = self.force_download and not self.offline
-            path = hf_hub_download(
-                self.repo, name, subfolder=self.subfolder, revision=self.revision,
-                token=self.token, cache_dir=self.cache_dir, local_files_only=self.offline,
-                force_download=force,
-            )  # fmt: skip
-            return Path(path)
-
         if name not in self.paths:
-            self.paths[name] = self._ask(fetch)
+            self.paths[name] = None
+            with self._request():
+                path = hf_hub_download(
+                    self.repo, name, subfolder=self.subfolder, revision=self.revision,
+                    token=self.token, cache_dir=self.cache_dir, local_files_only=self.offline,
+                    force_download=self.force_download and not self.offline,
+                )  # fmt: skip
+                self.paths[name] = Path(path)
         return self.paths[name]
 
     def header(self, name: str) -> list[str] | None:
         file = f"{self.subfolder}/{name}" if self.subfolder else name
-
-        def fetch() -> list[str]:
+        with self._request():
             cached = try_to_load_from_cache(self.repo, file, self.cache_dir, self.revision)
             if isinstance(cached, str) and not self.force_download:
                 return read_header(Path(cached))[0]
-            if self.offline:
-                raise EntryNotFoundError(f"{file} is not cached")
-            # A request of some kilobytes instead of the whole file.
-            metadata = HfApi().parse_safetensors_file_metadata(
-                self.repo, file, revision=self.revision, token=self.token
-            )
-            return list(metadata.tensors)
-
-        return self._ask(fetch)
+            if not self.offline:
+                # A request of some kilobytes instead of the whole file.
+                metadata = HfApi().parse_safetensors_file_metadata(
+                    self.repo, file, revision=self.revision, token=self.token
+                )
+                return list(metadata.tensors)
+        return None
 
     def list_files(self, suffix: str) -> list[str]:
         return []
 
-    def _ask(self, fetch: Callable[[], T]) -> T | None:
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        """Pass over a file that does not exist, or is not cached while the Hub is out of reach."""
         with translate_hub_errors(self.repo, "read"):
             try:
-                return fetch()
+                yield
             except EntryNotFoundError as error:
                 if isinstance(error, LocalEntryNotFoundError) and not self.trouble:
                     self.trouble = (
                         "offline: cached files only" if self.offline else "Hub out of reach"
                     )
-        return None
 
 
 Folder = LocalFolder | HubFolder

@@ -16,26 +16,35 @@ from ...utils.files import PICKLES, convert_read_errors
 from ...utils.text import format_list
 from ..layer_scales import LayerScales, ScaleData
 from ..request import Request
-from .checkpoint import Checkpoint
+from .checkpoint import JSON_FILE, OWN_FILE, Checkpoint
 from .config import head_counts, text_config
-from .tensor_names import BIAS, FOREIGN, LAYER, LIKELY, ZERO_POINT, ScaleTensor, match_tensors
+from .tensor_names import (
+    ATTENTION_MODULE,
+    BIAS,
+    FOREIGN,
+    LAYER,
+    LIKELY,
+    TENSOR_NAMES,
+    ZERO_POINT,
+    ScaleTensor,
+    match_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Request) -> ScaleData:
-    """Return the scales among tensors whose names and files are given; raise ScaleError if none."""
+def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
+    """Return the scales among the tensors of a checkpoint; raise ScaleError if there are none."""
     origin, config = checkpoint.origin, checkpoint.config
-    scale_tensors, unknown = match_tensors(files, checkpoint.tensor_names, checkpoint.declaration)
+    scale_tensors, unknown = match_tensors(checkpoint.files, checkpoint.declaration)
     _check_declaration(checkpoint, bool(scale_tensors))
     if not scale_tensors:
-        raise _no_scales(checkpoint, files)
-    _check_foreign(checkpoint, files)
-    layers = _pair_sides(checkpoint, files, scale_tensors)
-    _check_heads(layers, head_counts(config))
-    layers = _rotate(checkpoint, _add_biases(checkpoint, files, layers))
+        raise _no_scales(checkpoint)
+    _check_foreign(checkpoint)
+    layers = _pair_sides(checkpoint, scale_tensors)
+    layers = _add_biases(checkpoint, layers)
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
             "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
@@ -45,8 +54,9 @@ def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Requ
         logger.warning("%s: not used, though they look like scales: %s", origin, unused)
     model_type = config.get("model_type")
     model_type = model_type if isinstance(model_type, str) else None
-    layers = request.select_layers(layers, request.expect_layers(layers, config), origin)
-    return ScaleData(layers, scale_tensors[0].tensor_name.format, model_type, origin)
+    layers = request.select_layers(layers, config, origin)
+    layers = _rotate(checkpoint, layers, scale_tensors)
+    return ScaleData(layers, scale_tensors[0].format, model_type, origin)
 
 
 def _check_declaration(checkpoint: Checkpoint, has_scales: bool) -> None:
@@ -58,11 +68,8 @@ def _check_declaration(checkpoint: Checkpoint, has_scales: bool) -> None:
         )
     if declaration.kind == "dynamic":
         raise ScaleError(
-            f"{origin}: expected no scales in the checkpoint, as its config declares "
-            f"{declaration.what}, got some; use scales=None (dynamic), or correct the config"
-            if has_scales
-            else f"{origin}: expected a config that declares static scales, got {declaration.what},"
-            " which needs none; use scales=None, which is dynamic"
+            f"{origin}: expected a config that declares static scales, got {declaration.what}, "
+            "which needs none; use scales=None (dynamic), or correct the config"
         )
     if declaration.remark and has_scales:
         logger.warning("%s: %s", origin, declaration.remark)
@@ -74,16 +81,16 @@ def _check_declaration(checkpoint: Checkpoint, has_scales: bool) -> None:
         )
 
 
-def _check_foreign(checkpoint: Checkpoint, files: Mapping[str, str]) -> None:
+def _check_foreign(checkpoint: Checkpoint) -> None:
     """Refuse what belongs to INT8 and NVFP4 caches, and zero points other than zero."""
-    for name in files:
+    for name in checkpoint.files:
         for pattern, what in FOREIGN:
             if pattern.fullmatch(name):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of {what}; "
                     "use scales=None, which is dynamic"
                 )
-    for name, value in _load(checkpoint, filter(ZERO_POINT.fullmatch, files), files).items():
+    for name, value in _load(checkpoint, filter(ZERO_POINT.fullmatch, checkpoint.files)).items():
         if bool(value.ne(0).any()):
             raise ScaleError(
                 f"{checkpoint.origin}: {name}: expected a zero point of 0, got another; asymmetric "
@@ -91,24 +98,11 @@ def _check_foreign(checkpoint: Checkpoint, files: Mapping[str, str]) -> None:
             )
 
 
-def _check_heads(layers: Mapping[int, LayerScales], heads: set[int]) -> None:
-    for index, layer in layers.items():
-        for scale in layer.static:
-            if scale.ndim and heads and scale.shape[0] not in heads:
-                raise ScaleError(
-                    f"{layer.source}: expected one scale, or one for each of the heads that config"
-                    f".json names ({sorted(heads)}), got {scale.shape[0]} in layer {index}; use "
-                    "this model's scales"
-                )
-
-
-def _load(
-    checkpoint: Checkpoint, names: Iterable[str], files: Mapping[str, str]
-) -> dict[str, torch.Tensor]:
+def _load(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return tensors by their names; raise ScaleError for a missing one."""
     groups = defaultdict(list)
     for name in names:
-        groups[files[name]].append(name)
+        groups[checkpoint.files[name]].append(name)
     loaded: dict[str, torch.Tensor] = {}
     for place, group in groups.items():
         path = checkpoint.folder.path(place)
@@ -135,18 +129,19 @@ def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.
             f"{checkpoint.origin}: {name}: expected one of {format_list(_FLOATS)}, got "
             f"{tensor.dtype}; these are not scales of an FP8 cache"
         )
-    single, per_head = all(n == 1 for n in shape), shape[1:] in ([1], [1, 1])
-    vector = len(shape) == 1 and shape[0] in heads
-    if not (single or vector or (per_head and shape[0] > 0)):
+    single = all(n == 1 for n in shape)
+    per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(heads))
+    if not single and not (per_head and shape[0] in (heads or shape[:1]) and shape[0]):
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one number, or the shape [heads] or [heads, 1, "
-            f"1] with the heads of config.json, got {shape}; calibrate per tensor or per head"
+            f"1] with the heads that config.json names ({sorted(heads)}), got {shape}; use this "
+            "model's scales, calibrated per tensor or per head"
         )
     return tensor.float().reshape(() if single else (-1, 1))
 
 
 def _add_biases(
-    checkpoint: Checkpoint, files: Mapping[str, str], layers: Mapping[int, LayerScales]
+    checkpoint: Checkpoint, layers: Mapping[int, LayerScales]
 ) -> dict[int, LayerScales]:
     """Return the scales with the biases of ModelOpt's FP8_AFFINE, `[1, heads or 1, 1, D or 1]`.
 
@@ -154,8 +149,8 @@ def _add_biases(
     |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
     """
     layers = dict(layers)
-    matches = [match for match in map(BIAS.fullmatch, files) if match is not None]
-    tensors = _load(checkpoint, (match[0] for match in matches), files)
+    matches = [match for match in map(BIAS.fullmatch, checkpoint.files) if match is not None]
+    tensors = _load(checkpoint, (match[0] for match in matches))
     for match in matches:
         tensor, index = tensors[match[0]], int(match["layer"])
         if index not in layers:
@@ -179,32 +174,45 @@ def _add_biases(
     return layers
 
 
-def _rotate(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> dict[int, LayerScales]:
+def _rotate(
+    checkpoint: Checkpoint, layers: dict[int, LayerScales], scale_tensors: list[ScaleTensor]
+) -> dict[int, LayerScales]:
     """Return the scales with a plan that rotates K, if the config declares that they need one."""
-    size, text = checkpoint.declaration.rotated, text_config(checkpoint.config)
-    if not size:
+    rotations, text = checkpoint.declaration.rotations, text_config(checkpoint.config)
+    if not rotations:
         return layers
     head_dim = text.get("head_dim")
     if head_dim is None:
         hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-        head_dim = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else 0
-    if not isinstance(head_dim, int) or rotation_block(head_dim) != size:
-        raise ScaleError(
-            f"{checkpoint.origin}: expected K rotated in blocks as long as a head of {head_dim!r} "
-            f"allows, got blocks of {size}; use scales=None, which is dynamic, or calibrate"
-        )
+        head_dim = hidden // heads if type(hidden) is type(heads) is int and heads > 0 else 0
+    block = rotation_block(head_dim) if isinstance(head_dim, int) else 0
+    for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
+        path = re.sub(ATTENTION_MODULE.pattern + ".*", r"\g<path>", name)
+        with convert_read_errors(checkpoint.origin, "targets of a rotation"):
+            sizes = {size for size, target in rotations if _is_target(path, target)}
+        if sizes != {block}:
+            raise ScaleError(
+                f"{checkpoint.origin}: expected K rotated in blocks as long as a head of "
+                f"{head_dim!r} allows, got {format_list(sizes) or 'no rotation'} for {path}; use "
+                "scales=None, which is dynamic, or calibrate"
+            )
     plan = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
     return {index: replace(layer, plan=plan) for index, layer in layers.items()}
 
 
-def _pair_sides(
-    checkpoint: Checkpoint, files: Mapping[str, str], scale_tensors: list[ScaleTensor]
-) -> dict[int, LayerScales]:
+def _is_target(path: str, target: str) -> bool:
+    """Return whether compressed-tensors means an attention module: by path, regex or class."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), path) is not None
+    return target == path or target.endswith("Attention")
+
+
+def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dict[int, LayerScales]:
     """Return one pair for each layer, in the unit of E4M3FN; log oddities once a file."""
     unit = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
         name: _as_scale(checkpoint, name, tensor) * unit
-        for name, tensor in _load(checkpoint, (s.name for s in scale_tensors), files).items()
+        for name, tensor in _load(checkpoint, (s.name for s in scale_tensors)).items()
     }
     by_layer: dict[int, list[ScaleTensor]] = defaultdict(list)
     for tensor in scale_tensors:
@@ -212,61 +220,50 @@ def _pair_sides(
     oddities: dict[str, list[int]] = defaultdict(list)
     layers = {}
     for index, of_layer in by_layer.items():
-        _check_duplicates(checkpoint, of_layer, values)
-        k_tensor, v_tensor = _choose_pair(of_layer)
+        k_tensor, v_tensor = _choose_pair(checkpoint, of_layer, values)
         if k_tensor is None or v_tensor is None:
             only = "K" if v_tensor is None else "V"
             oddities[f"only {only} has a scale, which is used for both sides"].append(index)
-        either = k_tensor or v_tensor
-        assert either is not None, "a layer is only listed with a scale"
-        k_name, v_name = (k_tensor or either).name, (v_tensor or either).name
+        k_name, v_name = ((t or k_tensor or of_layer[0]).name for t in (k_tensor, v_tensor))
         k, v = values[k_name], values[v_name]
-        shared = next((s.name for s in of_layer if s.side == "kv"), None)
-        if shared not in (None, k_name, v_name):
-            largest = max(k.max().item(), v.max().item())
-            if values[str(shared)].max().item() != largest:
-                oddities["kv_scale is not the larger one of the pair, which is used"].append(index)
+        shared = next((s.name for s in of_layer if s.side == "kv"), k_name)
+        if shared not in (k_name, v_name) and values[shared].max() != max(k.max(), v.max()):
+            oddities["kv_scale is not the larger one of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
-        layers[index] = LayerScales(k, v, source=f"{checkpoint.origin}/{files[k_name]}: {names}")
+        source = f"{checkpoint.origin}/{checkpoint.files[k_name]}: {names}"
+        layers[index] = LayerScales(k, v, source=source)
     for oddity, indices in oddities.items():
         logger.warning("%s: %s (layers %s)", checkpoint.origin, oddity, format_list(indices))
     return layers
 
 
-def _choose_pair(of_layer: list[ScaleTensor]) -> tuple[ScaleTensor | None, ScaleTensor | None]:
-    """Return the tensors for K and V: the first priority with both, else the best of each side."""
-
-    def best(side: str, priority: int | None = None) -> ScaleTensor | None:
-        return next(
-            (s for s in of_layer if side in s.side and priority in (None, s.tensor_name.priority)),
-            None,
-        )
-
-    for priority in sorted({s.tensor_name.priority for s in of_layer}):
-        k, v = best("k", priority), best("v", priority)
-        if k is not None and v is not None:
-            return k, v
-    return best("k"), best("v")
-
-
-def _check_duplicates(
+def _choose_pair(
     checkpoint: Checkpoint, of_layer: list[ScaleTensor], values: Mapping[str, torch.Tensor]
-) -> None:
-    """Raise ScaleError for two names of one scale that differ: nothing says which one is meant."""
+) -> tuple[ScaleTensor | None, ScaleTensor | None]:
+    """Return the tensors for K and V: the first priority with both, else the best of each side.
+
+    ScaleError is raised for two names of one scale that differ: nothing says which one is meant.
+    """
     first: dict[tuple[int, str], ScaleTensor] = {}
     for tensor in of_layer:
-        other = first.setdefault((tensor.tensor_name.priority, tensor.side), tensor)
-        if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
-            raise ScaleError(
-                f"{checkpoint.origin}: expected one scale for {tensor.side.upper()} of layer "
-                f"{tensor.layer}, got {other.name} and {tensor.name}, which differ; delete one"
-            )
+        for side in tensor.side:
+            other = first.setdefault((tensor.priority, side), tensor)
+            if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
+                raise ScaleError(
+                    f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
+                    f"{tensor.layer}, got {other.name} and {tensor.name}, which differ; delete one"
+                )
+    for priority, _ in first:
+        if (priority, "k") in first and (priority, "v") in first:
+            return first[priority, "k"], first[priority, "v"]
+    k, v = (next((t for (_, s), t in first.items() if s == side), None) for side in "kv")
+    return k, v
 
 
-def _no_scales(checkpoint: Checkpoint, files: Iterable[str]) -> ScaleError:
+def _no_scales(checkpoint: Checkpoint) -> ScaleError:
     """Return the error that says what was looked for, and what looks like it."""
-    names = dict.fromkeys(known.name.format(side="{k,v}") for known in checkpoint.tensor_names)
-    likely = format_list(name for name in files if LIKELY.search(name))
+    names = ", ".join(known.name.replace("{side}", "{k,v}") for known in TENSOR_NAMES)
+    likely = format_list(name for name in checkpoint.files if LIKELY.search(name))
     got = f"got only {likely}, which no reader takes" if likely else "got none"
     pickles = [n for suffix in PICKLES for n in checkpoint.folder.list_files(suffix)]
     if pickles:
@@ -274,7 +271,7 @@ def _no_scales(checkpoint: Checkpoint, files: Iterable[str]) -> ScaleError:
     declared = checkpoint.declaration
     servers = ", and servers use 1.0 then" if declared.kind == "static" and not likely else ""
     return ScaleError(
-        f"{checkpoint.origin}: expected {', '.join(checkpoint.own_files)}, or scale tensors such "
-        f"as {', '.join(names)} under the layers of the language model, {got}; the config declares "
+        f"{checkpoint.origin}: expected {OWN_FILE}, {JSON_FILE}, or scale tensors such as "
+        f"self_attn.{names} under the layers of the language model, {got}; the config declares "
         f"{declared.what}{servers}; use scales=None, which is dynamic, or calibrate"
     )

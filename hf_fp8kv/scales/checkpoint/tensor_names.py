@@ -1,10 +1,12 @@
-"""Names of scale tensors in a checkpoint: how a format's names are matched and made."""
+"""Names of scale tensors in a checkpoint, and the format that each is read as."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from .config import Declaration
+from .declaration import Declaration
 
 # A tensor belongs to the language model when every part of its path is one of these: a tower for
 # images or audio has the same layer numbers, and an encoder or a draft head has none of our cache.
@@ -18,41 +20,63 @@ _ATTENTION = _MODULES + r"\.(?:(?:mla_attn|attn)\.)*"
 ATTENTION_MODULE = re.compile(f"(?P<path>{LAYER}{_MODULES})\\.")
 
 
+class ScaleTensor(NamedTuple):
+    """A tensor of a checkpoint that is a scale by its name. The best one of a layer sorts first."""
+
+    priority: int
+    layer: int
+    name: str
+    side: str
+    format: str
+
+
 @dataclass(frozen=True)
 class TensorName:
-    """What a format calls the tensor of a scale."""
+    """What tools call the tensor of a scale, below the attention module."""
 
-    # A regex for what follows the attention module; its group `side` is k, v or kv, which is also
-    # meant without the group.
-    tail: str
-    name: str  # the same for a writer: what follows the layer, with a place for `{side}`
+    name: str  # `{side}` stands for k or v; a name without it is for both sides
     # Of two names that match in one layer, the one with the lower number is used: 0 beside the
     # attention, 1 of a projection, 2 of a cache, 3 of a projection's output, 4 of both sides, 5 and
     # 6 of TensorRT-LLM, 7 of the output of one projection for Q, K and V.
     priority: int
-    own_dialect: bool = False  # valid only under a config of the format's own tool
+    # It is read as the first one, unless the config declares one of the rest. An empty first one
+    # means that only those have the name.
+    formats: tuple[str, ...]
     # Other numbers have the name too: only a config that declares static FP8 scales makes it valid.
     needs_declaration: bool = False
-    shape: tuple[int, ...] | None = None  # of one number that is written; None: only read
-    format: str = ""  # its name, which the registry of formats fills in
-    pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pattern", re.compile(LAYER + _ATTENTION + self.tail))
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        tail = re.escape(self.name).replace(r"\{side\}", "(?P<side>[kv])", 1)
+        return re.compile(LAYER + _ATTENTION + tail.replace(r"\{side\}", "(?P=side)"))
+
+    def match(self, name: str, declaration: Declaration) -> ScaleTensor | None:
+        """Return the scale that this name is, under what the config declares."""
+        dialect = declaration.dialect
+        format = dialect if dialect in self.formats else self.formats[0]
+        # An INT8 cache has these names too: they are taken here, and refused with the reason.
+        if not format or (self.needs_declaration and declaration.kind == "none"):
+            return None
+        if (match := self.pattern.fullmatch(name)) is None:
+            return None
+        side = match.groupdict().get("side", "kv")
+        return ScaleTensor(self.priority, int(match["layer"]), name, side, format)
 
 
-# Names that several formats share, each as the format's own tool writes it.
-PAIR = TensorName(r"(?P<side>[kv])_scale", "self_attn.{side}_scale", 0, own_dialect=True)
-SHARED = TensorName(r"(?P<side>kv)_scale", "self_attn.kv_scale", 4, own_dialect=True)
-OUTPUTS = TensorName(
-    r"(?P<side>[kv])_proj\.output_scale", "self_attn.{side}_proj.output_scale", 3, True, True
-)
-FUSED_OUTPUT = TensorName(
-    r"(?:qkv|qkv_proj|query_key_value|Wqkv|c_attn)\.output_scale",
-    "self_attn.qkv_proj.output_scale",
-    7,
-    True,
-    True,
+TENSOR_NAMES = (
+    TensorName("{side}_scale", 0, ("tgi", "autofp8", "compressed-tensors", "modelopt", "quark")),
+    TensorName("{side}_proj.{side}_scale", 1, ("modelopt",)),
+    TensorName("qkv_proj.{side}_scale", 1, ("modelopt",)),
+    TensorName("qkqkv_proj.{side}_scale", 1, ("modelopt",)),
+    TensorName("{side}_cache.scale", 2, ("autofp8",)),
+    TensorName("{side}_proj.output_scale", 3, ("", "autofp8", "compressed-tensors", "quark"), True),
+    TensorName("kv_scale", 4, ("tgi", "autofp8")),
+    TensorName("{side}_cache_scaling_factor", 5, ("trtllm",), True),
+    TensorName("kv_cache_scaling_factor", 6, ("trtllm",), True),
+    *(
+        TensorName(f"{projection}.output_scale", 7, ("", "quark"), True)
+        for projection in ("qkv", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
+    ),
 )
 # ModelOpt's FP8_AFFINE: a number for each head and channel that is subtracted before scaling.
 BIAS = re.compile(LAYER + _ATTENTION + r"(?P<side>[kv])_proj\.(?P=side)_bias")
@@ -67,44 +91,28 @@ FOREIGN = tuple(
 ZERO_POINT = re.compile(
     LAYER + _ATTENTION + r"(?:(?:k|v|kv)_zero_point|[kv]_proj\.(?:output|k|v)_zero_point)"
 )
+# All tensors of an 8-bit or 4-bit cache.
+CACHE_PATTERNS = (
+    *(known.pattern for known in TENSOR_NAMES), *(pattern for pattern, _ in FOREIGN), ZERO_POINT,
+    BIAS,
+)  # fmt: skip
 # What somebody may have meant as a scale of K or V, for the messages.
 LIKELY = re.compile(
-    r"(?:^|[._])(?:k|v|kv|key|value|qkv|qkqkv)(?:_cache|_proj)?[._]"
+    r"(?:^|[._])(?:k|v|kv|key|value|qkv|qkqkv|Wqkv|c_attn)(?:_cache|_proj)?[._]"
     r"(?![\w.]*(?:weight|input|activation|pre_quant|bias|norm|zero_point))[\w.]*(?:scales?|scaling_factor|amax)$"
 )
 
 
-@dataclass(frozen=True)
-class ScaleTensor:
-    """A tensor of a checkpoint that is a scale by its name."""
-
-    tensor_name: TensorName
-    layer: int
-    side: str
-    name: str
-
-
 def match_tensors(
-    names: Iterable[str], table: Sequence[TensorName], declaration: Declaration
+    names: Iterable[str], declaration: Declaration
 ) -> tuple[list[ScaleTensor], list[str]]:
     """Return the scales among the names, best first, and the names that only look like scales."""
-    # A name of the declared tool's own comes before the same name of any tool.
-    valid = [
-        known
-        for known in sorted(table, key=lambda known: not known.own_dialect)
-        if not (known.own_dialect and known.format != declaration.dialect)
-        # An INT8 cache has these names too: they are taken here, and refused with the reason.
-        and not (known.needs_declaration and declaration.kind == "none")
-    ]
     scales, unknown = [], []
     for name in names:
-        for known in valid:
-            match = known.pattern.fullmatch(name)
-            if match is not None:
-                side = match.groupdict().get("side", "kv")
-                scales.append(ScaleTensor(known, int(match["layer"]), side, name))
-                break
-        else:
-            if LIKELY.search(name):
-                unknown.append(name)
-    return sorted(scales, key=lambda s: (s.tensor_name.priority, s.layer, s.name)), unknown
+        names_here = TENSOR_NAMES if ATTENTION_MODULE.match(name) else ()
+        found = next(filter(None, (known.match(name, declaration) for known in names_here)), None)
+        if found is not None:
+            scales.append(found)
+        elif LIKELY.search(name):
+            unknown.append(name)
+    return sorted(scales), unknown

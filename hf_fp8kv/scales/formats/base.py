@@ -1,50 +1,43 @@
-"""ScaleFormat: a format of static scales, what it holds, how it is read and how it is written."""
+"""ScaleFormat: a format of static scales, what it holds and how it is written.
 
-from collections.abc import Mapping
+Scales are reduced to what a format can hold, so that nothing saturates that did not before.
+"""
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.config import Declaration
-from ..checkpoint.tensor_names import TensorName
-from ..layer_scales import Granularity, ScaleData
-from ..request import Request
+import torch
+from safetensors.torch import save as to_safetensors
+
+from ...errors import ScaleError
+from ...formats import FORMATS
+from ...utils.files import read_json
+from ...utils.text import format_list
+from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, SCALES_FILE, Checkpoint
+from ..checkpoint.config import HF_QUANT_CONFIG, Config, as_mapping, nested_configs
+from ..checkpoint.declaration import find_dialect
+from ..checkpoint.tensor_names import ATTENTION_MODULE
+from ..layer_scales import Granularity, LayerScales, ScaleData
+
+
+def to_json(data: object) -> bytes:
+    """Return the bytes of a JSON file."""
+    return json.dumps(data, indent=2).encode() + b"\n"
 
 
 class ScaleFormat:
     """A format of static scales. What it cannot hold is reduced before it is written."""
 
     name: ClassVar[str]
-    quant_method: ClassVar[str] = ""  # of the quantization config that declares the scales
-    tensor_names: ClassVar[tuple[TensorName, ...]] = ()
-    own_files: ClassVar[tuple[str, ...]] = ()  # of nothing but scales; the one that is read last
     granularity: ClassVar[Granularity] = "tensor"  # the finest that it holds
     holds_centers: ClassVar[bool] = False
     holds_both_sides: ClassVar[bool] = True  # K and V have scales of their own
     holds_ranks: ClassVar[bool] = False  # scales for each rank of a tensor-parallel model
-    is_written: ClassVar[bool] = True  # False: it is only read
-
-    def recognizes(self, entry: str, method: str) -> bool:
-        """Return whether an entry such as "quantization_config" is of the format's own tool.
-
-        `method` is its `quant_method` in lower case; empty without one.
-        """
-        return bool(method) and method == self.quant_method
-
-    def parse_block(self, where: str, block: Mapping[str, object]) -> list[Declaration]:
-        """Return what a quantization entry of a config declares in a way of this format alone."""
-        return []
-
-    def remove_declaration(self, block: dict[str, object]) -> None:
-        """Remove from a quantization entry what `declare` would not replace."""
-
-    def read_file(self, path: Path, request: Request) -> ScaleData | None:
-        """Return the scales of one file; None if it is no file of this format's own."""
-        return None
-
-    def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
-        """Return the scales of a checkpoint; None if it has none in this format."""
-        return None
 
     def files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
@@ -55,6 +48,203 @@ class ScaleFormat:
         """
         raise NotImplementedError(self.name)
 
-    def missing_facts(self, scales: ScaleData) -> list[str]:
-        """Return what readers of the scales alone will miss, for people."""
+    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
+        """Return what readers of the files will miss, for people."""
         return []
+
+
+class TensorFormat(ScaleFormat):
+    """Scales as tensors of a checkpoint, which its config declares."""
+
+    quant_method: ClassVar[str] = ""  # of the quantization config that declares the scales
+    tensor_name: ClassVar[str]  # below the attention module, with a place for `{side}`
+    shape: ClassVar[tuple[int, ...]] = ()  # of one number
+    indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint names the scales
+
+    def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
+        """Add the entries that declare the scales to a `config.json`, which keeps all others.
+
+        `excluded` are the modules of a checkpoint whose weights are not quantized. ScaleError is
+        raised if the weights are quantized by another tool.
+        """
+        raise NotImplementedError(self.name)
+
+    def files(
+        self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
+    ) -> dict[str, bytes]:
+        weights = {} if checkpoint is None else checkpoint.files
+        config, metadata = _minimal_config(scales), Config()
+        second: Config | None = None
+        modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
+        size = 0
+        if checkpoint is not None and (weights or checkpoint.config):
+            config = copy.deepcopy(checkpoint.config)
+            path, listed = (checkpoint.folder.path(n) for n in (HF_QUANT_CONFIG, INDEX_FILE))
+            second = None if path is None else read_json(path, unique=False)
+            metadata = {} if listed is None else dict(as_mapping(read_json(listed).get("metadata")))
+        if checkpoint is not None and weights:
+            modules = _attention_modules(checkpoint, scales.layers)
+            paths = [checkpoint.folder.path(file) for file in {*weights.values()}]
+            size = sum(_count_bytes(path, weights) for path in paths if path)
+        tensors = {}
+        for index, layer in scales.layers.items():
+            for side, scale in zip("kv", layer.static, strict=True):
+                name = f"{modules[index]}.{self.tensor_name.format(side=side)}"
+                tensors[name] = scale.reshape((-1, 1, 1) if scale.ndim else self.shape).clone()
+        in_index = tensors if self.indexed or not weights else {}
+        metadata["total_size"] = size + sum(tensor.nbytes for tensor in in_index.values())
+        weight_map = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in weights.items()}
+        weight_map |= dict.fromkeys(in_index, SCALES_FILE)
+        return {
+            SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
+            INDEX_FILE: to_json({"metadata": metadata, "weight_map": weight_map}),
+            **self.config_files(config, second, scales, _modules_with_weights(weights)),
+        }
+
+    def config_files(
+        self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
+    ) -> dict[str, bytes]:
+        """Return the configs that declare the scales; `second` is a `hf_quant_config.json`."""
+        if self.quant_method and second is not None and "quantization_config" not in config:
+            # The weights are quantized by this second config alone: another in the first one
+            # would say something else of them.
+            raise ScaleError(
+                f"format {self.name!r}: expected unquantized weights, got "
+                f"{HF_QUANT_CONFIG}; choose modelopt, or a format that declares none, such as tgi"
+            )
+        self.declare(config, scales, excluded)
+        return {"config.json": to_json(config)}
+
+    def quantization_block(self, config: Config, new: Config) -> Config:
+        """Return the quantization config of the weights; raise ScaleError for another tool's.
+
+        Where there is none, `new` becomes one, with the tool's `quant_method`: the entries of one
+        that quantizes nothing but the cache.
+        """
+        for _, owner in nested_configs(config):
+            for entry in ("quantization_config", "compression_config"):
+                block = owner.get(entry) if isinstance(owner, dict) else None
+                if not isinstance(block, dict) or not block:
+                    continue
+                if find_dialect(entry, block) != self.name:
+                    raise ScaleError(
+                        f"format {self.name!r}: expected unquantized weights, or the quant_method "
+                        f"{self.quant_method!r}, got {block.get('quant_method') or entry!r}; a "
+                        "config has one, choose a format that needs none, such as tgi"
+                    )
+                return block
+        block = {"quant_method": self.quant_method, **new}
+        config["quantization_config"] = block
+        return block
+
+
+def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
+    """Return the scales as the format can hold them, and what is lost, for people.
+
+    The largest scale is taken, and the center of K is made room for.
+
+    Raises:
+        ScaleError: scales of rotated numbers, which servers do not store, or none.
+    """
+    if format.holds_centers:
+        return scales, []
+    rotated = [i for i, plan in (scales.plan or {}).items() if plan.k.rotated or plan.v.rotated]
+    if rotated or scales.is_dynamic:
+        what = f"rotated numbers in layers {format_list(rotated)}" if rotated else "each token"
+        raise ScaleError(
+            f"format {format.name!r}: expected scales of K and V as they are, got scales for "
+            f"{what} ({scales.origin}); its readers cannot store that: save as 'hf_fp8kv', or "
+            "calibrate without a plan"
+        )
+    losses: dict[str, list[int]] = defaultdict(list)
+    losses["the formats of the plan are left out, servers store E4M3"] = list(scales.plan or ())
+    losses["K's scales make room for the centers, which are left out"] = [
+        index for index, layer in scales.layers.items() if layer.k_center is not None
+    ]
+    layers = {index: _drop_center(layer) for index, layer in scales.layers.items()}
+    head_counts = _count_heads(layers) if format.granularity == "head" else {}
+    for index, layer in layers.items():
+        heads = head_counts.get(index)
+        k, v = (_largest(scale, heads) for scale in layer.static)
+        for before, after in zip(layer.static, (k, v), strict=True):
+            if before.ndim and (before != after).any():
+                losses[
+                    f"the largest scale of each {'head' if heads else 'layer'} is written"
+                ].append(index)
+        if not format.holds_both_sides:
+            if (k != v).any():
+                losses["K and V share the larger scale"].append(index)
+            k = v = torch.maximum(k, v)
+        layers[index] = LayerScales(k, v, source=layer.source)
+    texts = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
+    return replace(scales, layers=layers), texts
+
+
+def _drop_center(layer: LayerScales) -> LayerScales:
+    """Return a scale of K for the same numbers without a center: |K| <= max * scale + |center|."""
+    if layer.k_center is None:
+        return layer
+    k, v = layer.static
+    room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
+    # One number stays one number.
+    room = room if k.ndim else room.max()
+    return LayerScales(k + room, v, source=layer.source)
+
+
+def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
+    """Return how many heads each layer is written for; empty: all are written per tensor."""
+    own = {i: max(len(t) if t.ndim else 1 for t in s.static) for i, s in layers.items()}
+    counts = {*own.values()} - {1}
+    # A layer with one number takes the heads of the rest, since all layers have one strategy.
+    default = counts.pop() if len(counts) == 1 else 0
+    heads = {index: count if count > 1 else default for index, count in own.items()}
+    return heads if all(heads.values()) else {}
+
+
+def _largest(scale: torch.Tensor, heads: int | None) -> torch.Tensor:
+    """Return the largest scale, `[]`, or with a number of heads one for each, `[heads, 1]`."""
+    if heads is None:
+        return scale.max()
+    return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()
+
+
+def _minimal_config(scales: ScaleData) -> Config:
+    """Return the entries of a `config.json` that the scales alone can fill in."""
+    config: Config = {"model_type": scales.model_type} if scales.model_type else {}
+    if sorted(scales.layers) == list(range(len(scales.layers))):
+        config["num_hidden_layers"] = len(scales.layers)
+    heads = {k.shape[0] for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
+    if len(heads) == 1:
+        config["num_key_value_heads"] = heads.pop()
+    return config
+
+
+def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
+    """Return the attention module of each layer, by the names of its weights."""
+    paths: dict[int, set[str]] = {}
+    for name in checkpoint.files:
+        match = ATTENTION_MODULE.match(name)
+        if match is not None:
+            paths.setdefault(int(match["layer"]), set()).add(match["path"])
+    for index in layers:
+        if len(paths.get(index, ())) != 1:
+            raise ScaleError(
+                f"{checkpoint.origin}: expected one attention module in layer {index}, got "
+                f"{format_list(sorted(paths.get(index, ()))) or 'none'}; use this model's scales"
+            )
+    return {index: paths[index].pop() for index in layers}
+
+
+def _modules_with_weights(files: Iterable[str]) -> list[str]:
+    """Return the modules with a weight, and those that hold experts, as some readers name them."""
+    modules = {name.removesuffix(".weight") for name in files if name.endswith(".weight")}
+    experts = {name.split(".experts.")[0] + ".experts" for name in files if ".experts." in name}
+    return sorted(modules | experts)
+
+
+def _count_bytes(path: Path, names: Collection[str]) -> int:
+    """Return how many bytes of the tensors are in a safetensors file."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    spans = [header[name]["data_offsets"] for name in header.keys() & names]
+    return sum(stop - start for start, stop in spans)

@@ -3,27 +3,15 @@
 What the servers read of each is written down in docs/scales.md.
 """
 
-import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
-from typing import Literal
+from collections.abc import Sequence
 
 from ...errors import ScaleError
 from ...utils.text import format_value
-from ..checkpoint.config import (
-    HF_QUANT_CONFIG,
-    Config,
-    Declaration,
-    as_mapping,
-    name_format,
-    parse_entry,
-)
-from ..checkpoint.tensor_names import FUSED_OUTPUT, OUTPUTS, PAIR, SHARED, TensorName
+from ..checkpoint.config import HF_QUANT_CONFIG, Config, as_mapping
+from ..checkpoint.declaration import TGI_ENTRY
 from ..layer_scales import ScaleData
-from .tensor_format import TensorFormat, to_json
+from .base import TensorFormat, to_json
 
-TGI_ENTRY = "kv_cache_torch_dtype"  # of config.json
 # ModelOpt's readers read the name as the format.
 _PRODUCER = {"name": "modelopt", "version": "0.0.0+hf_fp8kv"}
 
@@ -37,8 +25,8 @@ class Tgi(TensorFormat):
     """
 
     name = "tgi"
+    tensor_name = "{side}_scale"
     indexed = False
-    tensor_names = (replace(PAIR, own_dialect=False, shape=()), replace(SHARED, own_dialect=False))
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         config[TGI_ENTRY] = "float8_e4m3fn"
@@ -49,12 +37,7 @@ class AutoFP8(TensorFormat):
 
     name = "autofp8"
     quant_method = "fp8"
-    tensor_names = (
-        replace(PAIR, shape=()),
-        TensorName(r"(?P<side>[kv])_cache\.scale", "self_attn.{side}_cache.scale", 2),
-        OUTPUTS,
-        SHARED,
-    )
+    tensor_name = "{side}_scale"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         new: Config = {"activation_scheme": "static", "ignored_layers": list(excluded)}
@@ -66,33 +49,9 @@ class CompressedTensors(TensorFormat):
 
     name = "compressed-tensors"
     quant_method = "compressed-tensors"
+    tensor_name = "{side}_scale"
+    shape = (1,)
     granularity = "head"
-    tensor_names = (replace(PAIR, shape=(1,)), OUTPUTS)
-
-    def recognizes(self, entry: str, method: str) -> bool:
-        return method == self.quant_method or (entry == "compression_config" and not method)
-
-    def parse_block(self, where: str, block: Mapping[str, object]) -> list[Declaration]:
-        """Parse rotations of K, and the outputs of projections, the cache before its own scheme."""
-        declarations: list[Declaration] = []
-        transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
-        for name, scheme in transforms.items():
-            declarations += _parse_transform(f"{where}.transform_config.{name}", as_mapping(scheme))
-        for name, group in as_mapping(block.get("config_groups")).items():
-            if _targets_projections(group):
-                declarations += parse_entry(
-                    f"{where}.config_groups.{name}.output_activations (kv_cache)",
-                    as_mapping(group).get("output_activations"),
-                )
-        return declarations
-
-    def remove_declaration(self, block: dict[str, object]) -> None:
-        groups = block.get("config_groups")
-        for name, group in dict(as_mapping(groups)).items():
-            if isinstance(groups, dict) and isinstance(group, dict) and _targets_projections(group):
-                group.pop("output_activations", None)
-                if not group.get("weights") and not group.get("input_activations"):
-                    del groups[name]
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         per_head = any(layer.static[0].ndim for layer in scales.layers.values())
@@ -106,44 +65,12 @@ class CompressedTensors(TensorFormat):
         block.setdefault("config_groups", {})
 
 
-def _parse_transform(where: str, scheme: Mapping[str, object]) -> list[Declaration]:
-    """Return the rotation of K that its scales are made for (R3 of SpinQuant), if this is one."""
-    places = scheme.get("apply")
-    places = [as_mapping(place) for place in places] if isinstance(places, list) else []
-    places = [place for place in places if place.get("location") == "k_cache"]
-    kind, size, random = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
-    if not places:
-        return []
-    what = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
-    ignored = any(place.get("ignore") for place in places)
-    if kind != "hadamard" or random or type(size) is not int or ignored:
-        return [Declaration("refused", what)]
-    return [Declaration(what=what, rotated=size)]
-
-
-def _targets_projections(group: object) -> bool:
-    """Return whether a config group names the projections of K or V."""
-    targets = as_mapping(group).get("targets")
-    targets = list(map(str, targets)) if isinstance(targets, list) else []
-    return any("k_proj" in target or "v_proj" in target for target in targets)
-
-
 class ModelOpt(TensorFormat):
     """NVIDIA's ModelOpt, all of whose methods begin with "modelopt"; it has a second config."""
 
     name = "modelopt"
     quant_method = "modelopt"
-    tensor_names = (
-        PAIR,
-        TensorName(
-            r"(?P<side>[kv])_proj\.(?P=side)_scale", "self_attn.{side}_proj.{side}_scale", 1,
-            shape=(),
-        ),
-        TensorName(r"qk(?:qk)?v_proj\.(?P<side>[kv])_scale", "self_attn.qkv_proj.{side}_scale", 1),
-    )  # fmt: skip
-
-    def recognizes(self, entry: str, method: str) -> bool:
-        return method.startswith("modelopt")
+    tensor_name = "{side}_proj.{side}_scale"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         # Its readers know no algorithm for "none": this one is for no module at all.
@@ -167,7 +94,6 @@ class ModelOpt(TensorFormat):
                 "exclude_modules": block.get("ignore", []),
             }
             second = {"producer": _PRODUCER, "quantization": inner}
-        second = copy.deepcopy(second)
         inner = second.setdefault("quantization", {})
         if not isinstance(inner, dict):
             raise ScaleError(
@@ -183,41 +109,7 @@ class Quark(TensorFormat):
 
     name = "quark"
     quant_method = "quark"
-    tensor_names = (PAIR, replace(OUTPUTS, shape=()), FUSED_OUTPUT)
-
-    def parse_block(self, where: str, block: Mapping[str, object]) -> list[Declaration]:
-        """Parse the list of the projections whose outputs are the cache.
-
-        In its mode "fp8" Quark writes the list, too, but declares the cache as AutoFP8 does.
-        """
-        group = as_mapping(block.get("export")).get("kv_cache_group")
-        if not group or block.get("quant_method") == AutoFP8.quant_method:
-            return []
-        where += ".export.kv_cache_group"
-        patterns = group if isinstance(group, list) else [group]
-        entries = {
-            **as_mapping(block.get("kv_cache_quant_config")),
-            **as_mapping(block.get("layer_quant_config")),
-        }
-        dynamic = False
-        for pattern in map(str, patterns):
-            # The pattern itself is an entry, or the layers that it stands for are.
-            named = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
-            for entry in named or [None]:
-                output = as_mapping(as_mapping(entry).get("output_tensors"))
-                dtype, scheme = output.get("dtype"), output.get("qscheme")
-                symmetric = output.get("symmetric") is not False
-                if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not symmetric:
-                    what = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
-                    four_bits = "fp4" in (dtype, output.get("mx_element_dtype"))
-                    size = output.get("group_size") or output.get("block_size")
-                    what += f" ({name_format(4, 'float', size)})" if four_bits else ""
-                    what += "" if symmetric else " (asymmetric)"
-                    return [Declaration("refused", what)]
-                dynamic = dynamic or bool(output.get("is_dynamic"))
-        remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
-        kind: Literal["dynamic", "static"] = "dynamic" if dynamic else "static"
-        return [Declaration(kind, f"{where} = {patterns!r}", remark=remark)]
+    tensor_name = "{side}_proj.output_scale"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         """Declare the outputs of two projections; what is said of their weights stays."""
@@ -249,11 +141,6 @@ class Quark(TensorFormat):
         block["kv_cache_quant_config"] = projections
 
 
-_BEFORE_ROPE = (
-    "Quark took the scales of K before RoPE, and before the norm of K where there is one "
-    "(kv_cache_post_rope): K itself may not fit them, or they may be far too large; export with "
-    "kv_cache_post_rope=True, or calibrate"
-)
 _OUTPUT = {
     "dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True,
     "ch_axis": None, "group_size": None, "observer_cls": "PerTensorMinMaxObserver",

@@ -14,38 +14,24 @@ from safetensors.torch import save as to_safetensors
 
 from ...errors import ScaleError
 from ...formats import LayerPlan
-from ...utils.files import convert_read_errors, read_header, read_json
-from ..checkpoint.checkpoint import Checkpoint
+from ...utils.files import convert_read_errors, read_json
+from ..checkpoint.checkpoint import OWN_FILE, Checkpoint
 from ..layer_scales import LayerScales, ScaleData
 from ..report import REPORT_FILE, CalibrationReport
-from ..request import Request
-from .base import ScaleFormat
-from .tensor_format import to_json
+from .base import ScaleFormat, to_json
 
 logger = logging.getLogger(__name__)
 
-OWN_FILE = "kv_scales.safetensors"
-# The folder next to weights: servers take every safetensors file beside them for more weights, and
-# look into no folder in it.
-OWN_FOLDER = "kv_scales"
 # The entry of the file's metadata, JSON, and the parts of it that every file has.
-_METADATA, _KIND = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
+METADATA, _KIND = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
 
 
 class HfFp8kv(ScaleFormat):
     """The library's own format. A folder with its file is never read as a checkpoint."""
 
     name = "hf_fp8kv"
-    own_files = (REPORT_FILE, OWN_FILE)
     granularity = "channel"
     holds_centers = True
-
-    def read_file(self, path: Path, request: Request) -> ScaleData | None:
-        if path.suffix != ".safetensors" or _METADATA not in read_header(path)[1]:
-            return None
-        with convert_read_errors(path, "a file of scales as save_pretrained writes it"):
-            scales = _read(path)
-        return _add_report(scales, path.parent)
 
     def files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
@@ -65,13 +51,19 @@ class HfFp8kv(ScaleFormat):
             tensors |= {f"layers.{index}.{n}": t.clone() for n, t in named.items() if t is not None}
         report = {} if scales.report is None else {REPORT_FILE: to_json(scales.report.to_dict())}
         # The scales come last: with them in place, the files are complete.
-        return {**report, OWN_FILE: to_safetensors(tensors, {_METADATA: json.dumps(about)})}
+        return {**report, OWN_FILE: to_safetensors(tensors, {METADATA: json.dumps(about)})}
+
+    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
+        fact = "its report is about other scales, so it is not read with these"
+        report = scales.report
+        return [] if report is None or report.scales_digest == scales.digest else [fact]
 
 
-def _read(path: Path) -> ScaleData:
-    """Return the scales of a file of ours. Any error means that something else wrote it."""
-    with safe_open(path, "pt") as file:
-        about = json.loads(file.metadata()[_METADATA])
+def read_own_file(path: Path) -> ScaleData:
+    """Return the scales of a file of ours, with the report next to it."""
+    expected = "a file of scales as save_pretrained writes it"
+    with convert_read_errors(path, expected), safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()[METADATA])
         if about | _KIND != about:
             raise ScaleError(
                 f"{path}: expected {_KIND}, got {about.get('version')!r} and "
@@ -82,16 +74,18 @@ def _read(path: Path) -> ScaleData:
         for name in file.keys():  # noqa: SIM118
             _, index, part = name.split(".")
             parts.setdefault(int(index), {})[part] = file.get_tensor(name)
-    layers = {
-        index: LayerScales(
-            part.pop("k_scale", None), part.pop("v_scale", None), part.pop("k_center", None),
-            f"{path}: layers.{index}", plans.get(index), **part,
+        layers = {
+            index: LayerScales(
+                part.pop("k_scale", None), part.pop("v_scale", None), part.pop("k_center", None),
+                f"{path}: layers.{index}", plans.get(index), **part,
+            )
+            for index, part in parts.items()
+        }  # fmt: skip
+        fingerprint = {int(index): str(digits) for index, digits in about["fingerprint"].items()}
+        scales = ScaleData(
+            layers, HfFp8kv.name, about["model_type"], str(path), fingerprint=fingerprint
         )
-        for index, part in parts.items()
-    }  # fmt: skip
-    fingerprint = {int(index): str(digits) for index, digits in about["fingerprint"].items()}
-    model_type = about["model_type"]
-    return ScaleData(layers, HfFp8kv.name, model_type, str(path), fingerprint=fingerprint)
+    return _add_report(scales, path.parent)
 
 
 def _add_report(scales: ScaleData, folder: Path) -> ScaleData:

@@ -2,45 +2,28 @@
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import ScaleError
-from ...utils.files import convert_read_errors, read_json
+from ...utils.files import convert_read_errors
 from ...utils.text import format_list, format_value
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import JSON_FILE, Checkpoint
 from ..checkpoint.config import Config
 from ..layer_scales import LayerScales, ScaleData
-from ..request import Request, take_largest
+from ..request import Request
 from ..validation import check_constant, scalar
-from .base import ScaleFormat
-from .tensor_format import to_json
+from .base import ScaleFormat, to_json
 
 logger = logging.getLogger(__name__)
-
-_FILE = "kv_cache_scales.json"
 
 
 class VllmJson(ScaleFormat):
     """One number a layer and rank, for K and V alike."""
 
     name = "vllm-json"
-    own_files = (_FILE,)
     holds_both_sides = False
     holds_ranks = True
-
-    def read_file(self, path: Path, request: Request) -> ScaleData | None:
-        if path.suffix != ".json":
-            return None
-        data = read_json(path)
-        return None if "weight_map" in data else self._parse(path, data, request, {})
-
-    def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
-        path = checkpoint.folder.path(_FILE)
-        if path is None:
-            return None
-        logger.info("%s: no scales among its tensors, reading %s", checkpoint.origin, _FILE)
-        return self._parse(path, read_json(path), request, checkpoint.config)
 
     def files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
@@ -57,80 +40,65 @@ class VllmJson(ScaleFormat):
         numbers = {str(index): layer.static[0].item() for index, layer in layers.items()}
         ranks = dict.fromkeys(map(str, range(tp_size)), numbers)
         cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
-        return {_FILE: to_json({"model_type": model_type, "kv_cache": cache})}
+        return {JSON_FILE: to_json({"model_type": model_type, "kv_cache": cache})}
 
-    def missing_facts(self, scales: ScaleData) -> list[str]:
+    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
+        config = {} if checkpoint is None else checkpoint.config
         fact = "model_type is not known and null, which vLLM and SGLang refuse"
-        return [fact] if scales.model_type is None else []
+        return [] if scales.model_type or isinstance(config.get("model_type"), str) else [fact]
 
-    def _parse(self, path: Path, data: Config, request: Request, config: Config) -> ScaleData:
-        cache = data.get("kv_cache")
-        if not isinstance(cache, dict):
+
+def parse_json(path: Path, data: Config, request: Request, config: Config) -> ScaleData:
+    """Return the scales of a `kv_cache_scales.json`; `config` is the config.json next to it."""
+    cache = data.get("kv_cache")
+    if not isinstance(cache, dict):
+        raise ScaleError(
+            f"{path}: expected an object 'kv_cache' with 'dtype' and 'scaling_factor', got "
+            f"{format_list(data) or 'nothing'}; this is not a {JSON_FILE}"
+        )
+    if cache.get("dtype") != "float8_e4m3fn":
+        raise ScaleError(
+            f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got "
+            f"{format_value(cache.get('dtype'))}; scales of another format cannot be used"
+        )
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str | None) or ("model_type" not in data and request.strict):
+        raise ScaleError(
+            f"{path}: model_type: expected a string or null, got {format_value(model_type)}; "
+            "add it, or pass strict=False (--lenient)"
+        )
+    wanted = config.get("model_type")
+    if model_type is not None and wanted not in (None, model_type):
+        message = f"{path}: expected scales of a {wanted!r} model, got {model_type!r}"
+        if request.strict:
             raise ScaleError(
-                f"{path}: expected an object 'kv_cache' with 'dtype' and 'scaling_factor', got "
-                f"{format_list(data) or 'nothing'}; this is not a {_FILE}"
+                f"{message}; use this model's scales, or pass strict=False (--lenient)"
             )
-        if cache.get("dtype") != "float8_e4m3fn":
-            raise ScaleError(
-                f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got "
-                f"{format_value(cache.get('dtype'))}; scales of another format cannot be used"
-            )
-        model_type = data.get("model_type")
-        if not isinstance(model_type, str | None) or ("model_type" not in data and request.strict):
-            raise ScaleError(
-                f"{path}: model_type: expected a string or null, got {format_value(model_type)}; "
-                "add it, or pass strict=False (--lenient)"
-            )
-        wanted = config.get("model_type")
-        if model_type is not None and wanted not in (None, model_type):
-            message = f"{path}: expected scales of a {wanted!r} model, got {model_type!r}"
-            if request.strict:
-                raise ScaleError(
-                    f"{message}; use this model's scales, or pass strict=False (--lenient)"
-                )
-            logger.warning("%s", message)
-        ranks = _parse_ranks(path, cache.get("scaling_factor"))
-        if all(scales == ranks[0] for scales in ranks.values()):
-            ranks = {0: ranks[0]}
-        parts = [
-            {
-                layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
-                for layer, scale in ranks[rank].items()
-            }
-            for rank in request.choose_ranks(path, len(ranks))
-        ]
-        layers = dict(take_largest(path, parts))
-        expected = request.expect_layers(layers, config)
-        # Its readers refuse a file with another number of layers, too many as well as too few.
-        extra = [layer for layer in layers if layer not in expected]
-        if extra and request.strict:
-            raise ScaleError(
-                f"{path}: expected {len(expected)} layers, got also layers {format_list(extra)}; "
-                "use this model's scales, or pass strict=False (--lenient)"
-            )
-        layers = request.select_layers(layers, expected, str(path))
-        return ScaleData(layers, self.name, model_type, str(path))
+        logger.warning("%s", message)
+    ranks = _parse_ranks(path, cache.get("scaling_factor"))
+    if all(scales == ranks[0] for scales in ranks.values()):
+        ranks = {0: ranks[0]}
+
+    def read(rank: int) -> dict[int, LayerScales]:
+        return {
+            layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
+            for layer, scale in ranks[rank].items()
+        }
+
+    layers = request.merge_ranks(path, len(ranks), read)
+    # Its readers refuse a file with another number of layers, too many as well as too few.
+    layers = request.select_layers(layers, config, str(path), exactly=True)
+    return ScaleData(layers, VllmJson.name, model_type, str(path))
 
 
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     """Return the numbers of every rank, each of them checked."""
-    if not isinstance(factors, dict) or not factors:
-        raise ScaleError(
-            f"{path}: kv_cache.scaling_factor: expected an object of ranks, got "
-            f'{format_value(factors)}; it looks like {{"0": {{"0": 0.02}}}}'
-        )
     ranks: dict[int, dict[int, float]] = {}
-    for rank_key, entries in factors.items():
-        # "rank0" is an old spelling of "0".
-        rank = _parse_key(path, rank_key, r"(?:rank)?([0-9]{1,9})", "a rank", ranks)
-        if not isinstance(entries, dict) or not entries:
-            raise ScaleError(
-                f"{path}: rank {rank}: expected an object of layers, got {format_value(entries)}; "
-                'it looks like {"0": 0.02}'
-            )
+    where = f"{path}: kv_cache.scaling_factor"
+    # "rank0" is an old spelling of "0".
+    for rank, entries in _parse_keys(where, factors, "rank", "(?:rank)?"):
         ranks[rank] = {}
-        for layer_key, value in entries.items():
-            layer = _parse_key(path, layer_key, r"([0-9]{1,9})", "a layer", ranks[rank])
+        for layer, value in _parse_keys(f"{path}: rank {rank}", entries, "layer"):
             what = f"{path}: rank {rank}, layer {layer}"
             if isinstance(value, str):
                 with convert_read_errors(what, "a number"):
@@ -150,12 +118,26 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     return ranks
 
 
-def _parse_key(path: Path, key: str, pattern: str, what: str, seen: Collection[int]) -> int:
-    match = re.fullmatch(pattern, key)
-    if match is None:
+def _parse_keys(
+    where: str, entries: object, what: str, prefix: str = ""
+) -> Iterator[tuple[int, object]]:
+    """Yield the entries of an object by their numbers, each of which it may have once."""
+    if not isinstance(entries, dict) or not entries:
         raise ScaleError(
-            f"{path}: expected {what} such as '0' as the key, got {format_value(key)}; rename it"
+            f"{where}: expected an object of {what}s, got {format_value(entries)}; "
+            'kv_cache.scaling_factor looks like {"0": {"0": 0.02}}'
         )
-    if int(match[1]) in seen:
-        raise ScaleError(f"{path}: expected {what} {match[1]} once, got it twice; delete one")
-    return int(match[1])
+    seen = set()
+    for key, value in entries.items():
+        match = re.fullmatch(prefix + r"([0-9]{1,9})", key)
+        if match is None:
+            raise ScaleError(
+                f"{where}: expected a {what} such as '0' as the key, got {format_value(key)}; "
+                "rename it"
+            )
+        if int(match[1]) in seen:
+            raise ScaleError(
+                f"{where}: expected a {what} {match[1]} once, got it twice; delete one"
+            )
+        seen.add(int(match[1]))
+        yield int(match[1]), value

@@ -1,0 +1,263 @@
+"""Declaration: the KV cache that the configs of a checkpoint declare, in the words of each tool."""
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+
+from ...errors import ScaleError
+from .config import HF_QUANT_CONFIG, Config, as_mapping, get_entry, nested_configs
+
+# Entries of a config that say how weights are quantized, and with them the cache.
+_BLOCKS = ("quantization_config", "compression_config", "quantization")
+# Those of a quantization config, and of config.json, that are of a KV cache.
+_CACHE_ENTRIES = (
+    "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype",
+    "static_kv_dtype", "static_attention_dtype",  # of AutoRound
+)  # fmt: skip
+TGI_ENTRY = "kv_cache_torch_dtype"
+_TOP_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
+_STATIC = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
+_FNUZ = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
+_DYNAMIC = ("dynamic", "fp8_per_token_head")
+_UNQUANTIZED = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
+_BEFORE_ROPE = (
+    "Quark took the scales of K before RoPE, and before the norm of K where there is one "
+    "(kv_cache_post_rope): K itself may not fit them, or they may be far too large; export with "
+    "kv_cache_post_rope=True, or calibrate"
+)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a config says of the scales of its KV cache.
+
+    "static" are FP8 scales in the checkpoint, "dynamic" is FP8 without any, and "refused" are
+    scales of another kind than FP8.
+    """
+
+    kind: Literal["none", "static", "dynamic", "refused"] = "none"
+    what: str = "nothing about a KV cache"  # the entry and its value, for messages
+    dialect: str = ""  # the format whose tensor names to expect
+    fnuz: bool = False  # the scales are made for E4M3FNUZ: twice those for E4M3FN
+    remark: str = ""  # what is odd about the scales, for people
+    # The rotations that K's scales are made for: the size of their blocks, and the modules.
+    rotations: tuple[tuple[int, str], ...] = ()
+
+
+def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
+    """Return what a config, and ModelOpt's second config beside it, say of static KV scales."""
+    owners = [*nested_configs(config)]
+    declarations: list[Declaration] = []
+    dialect = ""
+    for entry in _BLOCKS:
+        for path, owner in owners:
+            block = as_mapping(get_entry(owner, entry))
+            if block:
+                of_block = find_dialect(entry, block) or "autofp8"
+                dialect = dialect or of_block
+                declarations += _parse_block(path + entry, block, of_block)
+    if hf_quant_config is not None:
+        dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
+        declarations += _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config), "modelopt")
+    dialect = dialect or "tgi"
+    for entry in _TOP_ENTRIES:
+        for path, owner in owners:
+            declarations += _parse_entry(path + entry, get_entry(owner, entry), dialect)
+    fnuz = any(declaration.fnuz for declaration in declarations)
+    rotations = tuple(rotation for d in declarations for rotation in d.rotations)
+    for kind in ("refused", "static", "dynamic"):
+        for declaration in declarations:
+            if declaration.kind == kind:
+                return replace(declaration, fnuz=fnuz, rotations=rotations)
+    return Declaration(dialect=dialect, rotations=rotations)
+
+
+def declared_kv_scales(config: object) -> str | None:
+    """Describe the static FP8 KV scales that a config, or the dict of one, declares; or None."""
+    declared = find_declaration(config)
+    return declared.what if declared.kind == "static" else None
+
+
+def find_dialect(entry: str, block: Mapping[str, object]) -> str:
+    """Return the format of the tool that wrote a quantization entry, or an empty text."""
+    method = block.get("quant_method")
+    method = str(getattr(method, "value", method) or "").lower()
+    if method.startswith("modelopt"):
+        return "modelopt"
+    if method in ("compressed-tensors", "quark", "fp8"):
+        return "autofp8" if method == "fp8" else method
+    if entry == "compression_config" and not method:
+        return "compressed-tensors"
+    return "trtllm" if entry == "quantization" else ""
+
+
+def _parse_block(where: str, block: Mapping[str, object], dialect: str) -> list[Declaration]:
+    inner = as_mapping(block.get("quantization"))
+    declarations: list[Declaration] = []
+    for entry in _CACHE_ENTRIES:
+        for path, owner in (("quantization.", inner), ("", block)):
+            declarations += _parse_entry(f"{where}.{path}{entry}", owner.get(entry), dialect)
+    transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
+    for name, scheme in transforms.items():
+        place = f"{where}.transform_config.{name}"
+        declarations += _parse_transform(place, as_mapping(scheme), dialect)
+    for name, group in as_mapping(block.get("config_groups")).items():
+        if _targets_projections(group):  # whose outputs were the cache, before its own scheme
+            place = f"{where}.config_groups.{name}.output_activations (kv_cache)"
+            outputs = as_mapping(group).get("output_activations")
+            declarations += _parse_entry(place, outputs, dialect)
+    # In its mode "fp8" Quark writes this list, too, but declares the cache as AutoFP8 does.
+    projections = as_mapping(block.get("export")).get("kv_cache_group")
+    if projections and block.get("quant_method") != "fp8":
+        place = f"{where}.export.kv_cache_group"
+        declarations.append(_parse_projections(place, projections, block, dialect))
+    return declarations
+
+
+def _parse_entry(where: str, value: object, dialect: str) -> list[Declaration]:
+    """Return what one entry declares, a scheme or a word for one; an empty list for nothing."""
+    value = getattr(value, "value", value)
+    scheme = as_mapping(value)
+    if scheme:
+        return [_parse_scheme(where, scheme, dialect)]
+    if value is None or value == {}:
+        return []
+    what = f"{where} = {value!r}"
+    if not isinstance(value, str | torch.dtype):
+        return [Declaration("refused", what, dialect)]
+    word = str(value).lower().removeprefix("torch.")
+    if word in _UNQUANTIZED:
+        return []
+    if word in _STATIC or word in _FNUZ:
+        return [Declaration("static", what, dialect, fnuz=word in _FNUZ)]
+    return [Declaration("dynamic" if word in _DYNAMIC else "refused", what, dialect)]
+
+
+def _parse_scheme(where: str, scheme: Mapping[str, object], dialect: str) -> Declaration:
+    def entry(name: str, default: object = None) -> object:
+        value = scheme.get(name, default)
+        return getattr(value, "value", value)
+
+    # The defaults are those of compressed-tensors.
+    bits, number, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
+    symmetric, dynamic = entry("symmetric", True), entry("dynamic", False)
+    fp8 = (bits, number) == (8, "float")
+    name = "" if fp8 else f" ({_name_format(bits, number, entry('group_size'))})"
+    what = (
+        f"{where}: {bits}-bit {number}{name}, "
+        f"strategy {strategy or 'tensor'}, "
+        f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
+    )
+    if not fp8 or not symmetric or strategy not in (None, "tensor", "attn_head"):
+        return Declaration("refused", what, dialect)
+    return Declaration("dynamic" if dynamic else "static", what, dialect)
+
+
+def _name_format(bits: object, number: object, group_size: object) -> str:
+    """Return what a format of numbers is usually called: "INT8", "NVFP4", "MXFP4"."""
+    if (bits, number) == (4, "float") and group_size in (16, 32):
+        return "NVFP4" if group_size == 16 else "MXFP4"
+    return f"{'FP' if number == 'float' else str(number).upper()}{bits}"
+
+
+def _parse_transform(where: str, scheme: Mapping[str, object], dialect: str) -> list[Declaration]:
+    """Return the rotation of K that its scales are made for (R3 of SpinQuant), if this is one."""
+    places = scheme.get("apply")
+    places = [as_mapping(place) for place in places] if isinstance(places, list) else []
+    places = [place for place in places if place.get("location") == "k_cache"]
+    if not places:
+        return []
+    kind, size, random = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
+    targets = [place.get("targets") for place in places]
+    names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
+    what = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
+    ignored = any(place.get("ignore") for place in places)
+    if kind != "hadamard" or random or type(size) is not int or ignored or not names:
+        return [Declaration("refused", what, dialect)]
+    rotations = tuple((size, str(name)) for name in names)
+    return [Declaration(what=what, rotations=rotations)]
+
+
+def _targets_projections(group: object) -> bool:
+    """Return whether a config group of compressed-tensors names the projections of K or V."""
+    targets = as_mapping(group).get("targets")
+    targets = list(map(str, targets)) if isinstance(targets, list) else []
+    return any("k_proj" in target or "v_proj" in target for target in targets)
+
+
+def _parse_projections(
+    where: str, group: object, block: Mapping[str, object], dialect: str
+) -> Declaration:
+    """Return what Quark's list of the projections whose outputs are the cache declares."""
+    patterns = group if isinstance(group, list) else [group]
+    entries = {
+        **as_mapping(block.get("kv_cache_quant_config")),
+        **as_mapping(block.get("layer_quant_config")),
+    }
+    dynamic = False
+    for pattern in map(str, patterns):
+        # The pattern itself is an entry, or the layers that it stands for are.
+        named = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
+        for entry in named or [None]:
+            output = as_mapping(as_mapping(entry).get("output_tensors"))
+            dtype, scheme = output.get("dtype"), output.get("qscheme")
+            symmetric = output.get("symmetric") is not False
+            if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not symmetric:
+                what = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
+                four_bits = "fp4" in (dtype, output.get("mx_element_dtype"))
+                size = output.get("group_size") or output.get("block_size")
+                what += f" ({_name_format(4, 'float', size)})" if four_bits else ""
+                what += "" if symmetric else " (asymmetric)"
+                return Declaration("refused", what, dialect)
+            dynamic = dynamic or bool(output.get("is_dynamic"))
+    remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
+    what = f"{where} = {patterns!r}"
+    return Declaration("dynamic" if dynamic else "static", what, dialect, remark=remark)
+
+
+def remove_declaration(origin: str, config: Config, second: Config | None, format: str) -> Config:
+    """Return a `config.json` without its entries about scales; those about weights stay.
+
+    Entries that `format` will write again are left to it. ScaleError is raised if an entry stays
+    that would be wrong with scales in this format, such as one in `second`, ModelOpt's config.
+    """
+    config = copy.deepcopy(config)
+    stays = find_declaration(config, second).dialect == format
+    for _, owner in nested_configs(config):
+        if not isinstance(owner, dict):
+            continue
+        for entry in _BLOCKS:
+            block = owner.get(entry)
+            if not isinstance(block, dict):
+                continue
+            groups = block.get("config_groups")
+            for name, group in dict(as_mapping(groups)).items():
+                if isinstance(group, dict) and _targets_projections(group):
+                    group.pop("output_activations", None)
+                    if not group.get("weights") and not group.get("input_activations"):
+                        _pop(groups, (name,))
+            if not stays:
+                _pop(block, _CACHE_ENTRIES)
+                _pop(block.get("quantization"), _CACHE_ENTRIES)
+                compressed = block.get("quant_method") == "compressed-tensors"
+                if compressed and not (groups or block.get("sparsity_config")):
+                    del owner[entry]  # it quantizes nothing
+        if not stays:
+            _pop(owner, _TOP_ENTRIES)
+    left = find_declaration(config, second)
+    if not stays and left.kind != "none":
+        raise ScaleError(
+            f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
+            f"{format!r}, got one that declares {left.what}; choose {left.dialect}"
+        )
+    return config
+
+
+def _pop(owner: object, entries: Collection[str]) -> None:
+    if isinstance(owner, dict):
+        for entry in entries:
+            owner.pop(entry, None)
