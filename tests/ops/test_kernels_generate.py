@@ -25,7 +25,7 @@ from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.ops.triton import decode
 from hf_fp8kv.ops.triton.target import assuming, recording, target_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,

@@ -109,8 +109,8 @@ def run_or_replay(
         layout: all that it depends on, besides what follows.
         tensors: those that differ in each call; the first one says the device.
         others: all other tensors among its arguments.
-        numbers: what differs in each call, too. It hands them to kernels by these names, which no
-            kernel is specialized for, or not at all.
+        numbers: integers that differ in each call. It hands them to kernels by these names, which
+            no kernel is specialized for, or not at all.
     """
     if not _REPLAYS or is_recording() or _is_watched():
         return operation(*args)
