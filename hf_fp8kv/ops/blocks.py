@@ -45,7 +45,7 @@ def upload(numbers: Ints, device: torch.device) -> Tensor:
     # Tensors that may be written in inference mode and outside of it alike.
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.from_numpy(numbers)
-        if device.type != "cuda":
+        if device.type != "cuda" or not tensor.numel():
             return tensor.to(device)
         # From other memory torch copies after everything that was started before. The allocator of
         # pinned memory does not give it to anybody else before the copy is done.
