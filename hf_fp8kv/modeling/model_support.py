@@ -70,10 +70,14 @@ def caches_latents(config: Any) -> bool:
     return any(isinstance(kind, type) and hasattr(kind, EXPAND) for kind in kinds)
 
 
-@functools.cache
 def accepts(kind: type[Any], argument: str) -> bool:
     """Return whether `forward` of a model class names this argument."""
-    return argument in inspect.signature(kind.forward).parameters
+    return argument in _arguments(kind.forward)
+
+
+@functools.cache
+def _arguments(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def cache_argument(kind: type[Any]) -> str:
