@@ -39,7 +39,7 @@ OPTIONS: Options = {
     },
     "--plot": {
         "metavar": "PATH",
-        "help": "Draw KL by position, for each model (PNG); --caches chooses lines of --from.",
+        "help": "Draw KL by position, for each model (PNG). --caches picks lines of --from.",
     },
 }
 
