@@ -41,7 +41,7 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _SHARED else 2))
 # run. A test sets no number of examples itself: `make test` uses the fast profile, which does not
 # shrink what fails, since that takes minutes. The full one does.
 _CI = bool(os.environ.get("CI"))
-for _name, _examples, _steps in (("fast", 25, 20), ("full", 100, 30)):
+for _name, _examples, _steps in (("fast", 25, 20), ("full", 60, 30)):
     hypothesis.settings.register_profile(
         _name,
         deadline=None,
