@@ -52,9 +52,6 @@ def attend_layer(
         out[:, work.count :] = 0
     if key is not None and value is not None:
         check_shapes(key, value, layout)
-        if storage.center is not None:
-            # In float32, as the operation itself would do it: the same bytes are stored.
-            key = key.float() - storage.center[None, :, None]
     # The softmax ignores a constant in all logits of a row, unless some logits do not have it.
     center = storage.center if softcap or sinks is not None else None
     spec = AttentionSpec(scaling, True, reach, softcap, sinks)
@@ -105,6 +102,7 @@ class _Layer:
         for start in range(0, count, MAX_BATCH):
             part = slice(start, start + MAX_BATCH)
             pages = self.pages._replace(table=work.table[part])
+            pages = _with_center(pages, self.storage.center)
             ops.write(pages, key[part], value[part], work.ends[part], self.backend)
 
     def attend(
@@ -112,9 +110,7 @@ class _Layer:
         spec: AttentionSpec, plan: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return the attention of queries `[B, Hq, T, D]`, `[B, T, Hq, D]`."""
-        if self.center is not None:
-            center = self.center.expand(len(query), -1, -1).contiguous()
-            pages = pages._replace(k=pages.k._replace(center=center))
+        pages = _with_center(pages, self.center)
         return ops.attend(query, pages, lengths, 0, stop, spec, plan=plan, backend=self.backend)
 
     def attend_batch(self, query: torch.Tensor, batch: AttendBatch, out: torch.Tensor) -> None:
@@ -153,11 +149,20 @@ class _Layer:
         _copy_tokens(self.pages, chunk.old, own, (page[:before], slot[:before]))
         span = slice(chunk.first, chunk.first + chunk.tokens)
         lengths = chunk.before + chunk.tokens
-        ops.write(pages, key[:, :, span], value[:, :, span], lengths, self.backend)
+        centered = _with_center(pages, self.storage.center)
+        ops.write(centered, key[:, :, span], value[:, :, span], lengths, self.backend)
         spec = self.spec._replace(window=self.window or 0)
         out[:, span] = self.attend(query[:, :, span], pages, lengths, stop, spec)
         kept = stop - len(chunk.kept[0])
         _copy_tokens(own, (page[kept:], slot[kept:]), self.pages, chunk.kept)
+
+
+def _with_center(pages: Pages, center: torch.Tensor | None) -> Pages:
+    """Return pages with the same center of K, `[Hkv, D]`, for each sequence of their table."""
+    if center is None:
+        return pages
+    centers = center.expand(len(pages.table), -1, -1).contiguous()
+    return pages._replace(k=pages.k._replace(center=centers))
 
 
 def _copy_tokens(source: Pages, at: _Pair, target: Pages, to: _Pair) -> None:

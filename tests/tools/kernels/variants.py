@@ -31,8 +31,8 @@ class Variant:
         dtype: Dtype of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center" or "rotated".
             "complete" is a mask per query token. "latent" means one head whose K holds latents, and
-            V their positions. "k" or "v" is the side to gather. "float32": keys are float32, as
-            from an engine that has subtracted centers.
+            V their positions. "k" or "v" is the side to gather. "float32": keys are float32
+            next to values of another dtype.
         main: Whether the variant must be fast.
     """
 
