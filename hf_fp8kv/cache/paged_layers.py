@@ -73,7 +73,7 @@ class PagedLayers:
     ) -> FP8PagedLayer:  # fmt: skip
         """Add a paged layer to the group of its window, and return it.
 
-        `pool` holds the pages of a fork; None: the layer has its own. `turns`: None: not known.
+        `pool` holds the pages of a fork; None: the layer has its own. `turns` are None if unknown.
         """
         group = self._group(window)
         heads, of_queries, size = None, 0, self.options.tensor_parallel.size

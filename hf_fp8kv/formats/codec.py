@@ -118,7 +118,7 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     the smallest sum of squared errors (the first if several are equal). Reading costs the same as
     with any other scale. It is used for K; V's errors hardly matter.
 
-    Errors are summed as integers, in units of `1 / error_unit(fmt)` and rounded half up, so that
+    Errors are summed as integers, in units of `1 / fmt.error_unit` and rounded half up, so that
     every backend chooses the same scale. A backend must not fuse the product with the sum and the
     differences that follow it.
 
@@ -132,11 +132,6 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     vectors = x.float().reshape(-1, x.shape[-1])
     parts = [_search(part, fmt) for part in vectors.split(SEARCH_CHUNK)]
     return torch.cat(parts).view(x.shape[:-1])
-
-
-def error_unit(fmt: Format) -> float:
-    """Return 512 over the largest rounding error, half of `fmt.max_step`: a power of two."""
-    return 1024.0 / fmt.max_step
 
 
 def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -192,7 +187,7 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     tried = (first[:, None] * steps).view(torch.int32)
     scales = ((tried + 0xFFFF) & -0x10000).view(torch.float32)
     scaled = x[:, None] * scales.reciprocal()[..., None]
-    error = ((_round_to_step(scaled, fmt) - scaled) * error_unit(fmt) + 0.5).floor_().int()
+    error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
     # Relative to the first, since the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)

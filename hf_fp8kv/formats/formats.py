@@ -60,6 +60,11 @@ class Format:
         return max(float(2.0 ** (top - self.mantissa_bits)), self.min_subnormal)
 
     @property
+    def error_unit(self) -> float:
+        """512 over the largest rounding error, which is half of `max_step`: a power of two."""
+        return 1024.0 / self.max_step
+
+    @property
     def min_normal(self) -> float:
         """The smallest positive value with a full mantissa; past `max` if there is no exponent."""
         return float(2.0 ** (1 - self.bias))

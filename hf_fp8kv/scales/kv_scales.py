@@ -49,7 +49,7 @@ class KVScales(ScaleData):
         fingerprint: of the weights they were made for: digits for each layer, where it is known.
 
     Raises:
-        ScaleError: `layers` is no dict of `LayerScales`, or empty.
+        ScaleError: `layers` is empty, or not a dict of `LayerScales`.
     """
 
     def with_report(self, report: CalibrationReport) -> "KVScales":

@@ -149,7 +149,7 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     share = torch.randint(500, 513, (4, dim)) / 1024
     worst = (top + step * (torch.randint(0, 4, (4, dim)) + share)) * torch.randn(4, dim).sign()
     worst[:, 3] = fmt.max
-    error = (decode(encode(worst, fmt), fmt) - worst).abs() * codec.error_unit(fmt)
+    error = (decode(encode(worst, fmt), fmt) - worst).abs() * fmt.error_unit
     assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
     check(shaped(torch.cat([worst, worst * 1.001, torch.randn(8, dim)])), name, backend)
 

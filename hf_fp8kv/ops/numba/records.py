@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...formats import AUTO, FORMATS
-from ...formats.codec import error_unit
 from ...formats.rotation import rotation_block
 from ..pages import Pages
 from .memory import BF16, F16, F32, FP8
@@ -141,7 +140,7 @@ ENCODING = "drop rebias min_normal step max_code nan_code sign_zero sign_nan uni
 def encoding(name: str) -> tuple[float, ...]:
     """Return the group `ENCODING`.
 
-    That is eight numbers of `encode`, the power of two that `codec.error_unit` is, and the largest
+    That is eight numbers of `encode`, the power of two that `Format.error_unit` is, and the largest
     number.
     """
     if name == AUTO:
@@ -153,5 +152,5 @@ def encoding(name: str) -> tuple[float, ...]:
     min_normal = (128 - fmt.bias) << 23
     return (
         23 - fmt.mantissa_bits, rebias, min_normal, step, fmt.max_code, fmt.nan_code, sign, sign,
-        int(math.log2(error_unit(fmt))), fmt.max,
+        int(math.log2(fmt.error_unit)), fmt.max,
     )  # fmt: skip

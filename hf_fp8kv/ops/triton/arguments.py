@@ -233,7 +233,7 @@ class AttentionArgs:
 
 
 def side_for(stored: StoredSide) -> Side:
-    """Return what kernels are compiled for; equal sides are the same object."""
+    """Return the sizes that kernels are compiled for. Equal sides are the same object."""
     dim = stored.head_dim
     width = max(16, next_power_of_2(dim))
     return _side_of(dim, width, rotation_block(dim) if stored.rotated else 1)

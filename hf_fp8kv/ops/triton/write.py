@@ -67,7 +67,7 @@ def launch_options(device: torch.device, width: int, *, rotated: bool) -> dict[s
     """Return the options of a launch that stores or gathers heads padded to `width`.
 
     Products are not fused with sums, see encoder.py. Without a limit of registers for a rotation,
-    ptxas spills before it takes as many as any number of warps has room for, on sm_100 and sm_120.
+    ptxas spills on sm_100 and sm_120 before it takes all registers that a program has room for.
     """
     warps = min(max(width // CHANNELS_PER_WARP, WARPS[0]), WARPS[1])
     options = {"num_warps": warps, "enable_fp_fusion": False}

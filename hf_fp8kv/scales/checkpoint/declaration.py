@@ -43,13 +43,13 @@ class Declaration:
     what: str = "nothing about a KV cache"  # the entry and its value, for messages
     dialect: str = ""  # the format whose tensor names to expect
     fnuz: bool = False  # the scales are made for E4M3FNUZ: twice those for E4M3FN
-    remark: str = ""  # what is odd about the scales, for people
+    remark: str = ""  # an oddity of the scales, in words
     # The rotations that K's scales are made for: the size of their blocks, and the modules.
     rotations: tuple[tuple[int, str], ...] = ()
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
-    """Return what a config, and ModelOpt's second config beside it, say of static KV scales."""
+    """Return the declaration of KV scales in a config and in ModelOpt's second config."""
     owners = [*nested_configs(config)]
     declarations: list[Declaration] = []
     dialect = ""
@@ -119,7 +119,7 @@ def _parse_block(where: str, block: Mapping[str, object], dialect: str) -> list[
 
 
 def _parse_entry(where: str, value: object, dialect: str) -> list[Declaration]:
-    """Return what one entry declares, a scheme or a word for one; an empty list for nothing."""
+    """Return the declarations of one entry, which is a scheme or a word for one."""
     value = getattr(value, "value", value)
     scheme = as_mapping(value)
     if scheme:
@@ -158,7 +158,7 @@ def _parse_scheme(where: str, scheme: Mapping[str, object], dialect: str) -> Dec
 
 
 def _name_format(bits: object, number: object, group_size: object) -> str:
-    """Return what a format of numbers is usually called: "INT8", "NVFP4", "MXFP4"."""
+    """Return the usual name of a format of numbers, such as "INT8", "NVFP4" or "MXFP4"."""
     if (bits, number) == (4, "float") and group_size in (16, 32):
         return "NVFP4" if group_size == 16 else "MXFP4"
     return f"{'FP' if number == 'float' else str(number).upper()}{bits}"
@@ -192,7 +192,7 @@ def _targets_projections(group: object) -> bool:
 def _parse_projections(
     where: str, group: object, block: Mapping[str, object], dialect: str
 ) -> Declaration:
-    """Return what Quark's list of the projections whose outputs are the cache declares."""
+    """Return the declaration in Quark's list of the projections whose outputs are the cache."""
     patterns = group if isinstance(group, list) else [group]
     entries = {
         **as_mapping(block.get("kv_cache_quant_config")),

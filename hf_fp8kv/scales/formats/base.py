@@ -49,7 +49,7 @@ class ScaleFormat:
         raise NotImplementedError(self.name)
 
     def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
-        """Return what readers of the files will miss, for people."""
+        """Return the facts that readers of the files will miss, in words."""
         return []
 
 
@@ -139,7 +139,7 @@ class TensorFormat(ScaleFormat):
 
 
 def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
-    """Return the scales as the format can hold them, and what is lost, for people.
+    """Return the scales as the format can hold them, and the losses in words.
 
     The largest scale is taken, and the center of K is made room for.
 
