@@ -240,18 +240,21 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     SHAPE: tl.constexpr = CALL.shape
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
+    # (Triton 3.5 takes no attribute of a record as an argument, unless it is a number.)
+    K_SIDE: tl.constexpr = SHAPE.k
+    V_SIDE: tl.constexpr = SHAPE.v
     CHUNKS: tl.constexpr = CALL.config.chunks
     ptrs = tensors.query + _row_offset(strides, rows)
     q, factor, offset = _load_query(
-        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, SHAPE.heads, SHAPE.k,
+        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, SHAPE.heads, K_SIDE,
         CALL.features.centered, K_CODEC,
     )  # fmt: skip
     factor *= LOG2E
     # (Triton takes no return before the last statement where other returns differ.)
     if CALL.features.latent:
         positions, v_factor, _ = _load_query(
-            ptrs + SHAPE.k.dim, tensors.v, factors.v_scaling, factors.scaling, rows, SHAPE.heads,
-            SHAPE.v, False, V_CODEC,
+            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, SHAPE.heads,
+            V_SIDE, False, V_CODEC,
         )  # fmt: skip
         # Else their layout would be made for the sums of rotation.
         q = keep(q, K_CODEC)
