@@ -6,6 +6,7 @@ Pools, engines' memory and vLLM's blocks lay their pages out so.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,20 @@ def page_layout(
     has_scales: bool,
 ) -> PageLayout:  # fmt: skip
     """Return the layout of a page of these sizes, with codes of these dtypes."""
+    sizes = heads, slots, k_dim, v_dim, k_dtype, v_dtype, has_scales
+    if sizes not in _layouts:
+        _layouts[sizes] = _lay_out(*sizes)
+    return _layouts[sizes]
+
+
+# Each layer asks in its first call. Not `functools.cache`, which Dynamo warns of.
+_layouts: dict[tuple[Any, ...], PageLayout] = {}
+
+
+def _lay_out(
+    heads: int, slots: int, k_dim: int, v_dim: int, k_dtype: torch.dtype, v_dtype: torch.dtype,
+    has_scales: bool,
+) -> PageLayout:  # fmt: skip
     parts = [("k", (heads, slots, k_dim), k_dtype), ("v", (heads, v_dim, slots), v_dtype)]
     if has_scales:
         parts.append(("token_scales", (heads, slots, 2), torch.bfloat16))
