@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Parts begin at multiples of this: the bytes that a GPU's thread loads at once.
 _ALIGNMENT = 16
+# Each layer needs its layout twice in a first call. Dynamo warns of `functools.cache`.
+_layouts: dict[tuple[Any, ...], "PageLayout"] = {}
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,8 @@ def page_layout(
 ) -> PageLayout:  # fmt: skip
     """Return the layout of a page of these sizes, with codes of these dtypes."""
     sizes = heads, slots, k_dim, v_dim, k_dtype, v_dtype, has_scales
-    if sizes not in _layouts:
-        _layouts[sizes] = _lay_out(*sizes)
-    return _layouts[sizes]
-
-
-# Each layer asks in its first call. Not `functools.cache`, which Dynamo warns of.
-_layouts: dict[tuple[Any, ...], PageLayout] = {}
-
-
-def _lay_out(
-    heads: int, slots: int, k_dim: int, v_dim: int, k_dtype: torch.dtype, v_dtype: torch.dtype,
-    has_scales: bool,
-) -> PageLayout:  # fmt: skip
+    if sizes in _layouts:
+        return _layouts[sizes]
     parts = [("k", (heads, slots, k_dim), k_dtype), ("v", (heads, v_dim, slots), v_dtype)]
     if has_scales:
         parts.append(("token_scales", (heads, slots, 2), torch.bfloat16))
@@ -67,4 +58,5 @@ def _lay_out(
     for name, shape, dtype in parts:
         first[name] = end
         end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return PageLayout(tuple(parts), first, end)
+    layout = _layouts[sizes] = PageLayout(tuple(parts), first, end)
+    return layout
