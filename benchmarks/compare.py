@@ -5,7 +5,7 @@ machine slows both of them down; the result is the median of the ratios within a
 pyperf time one tree after the other.
 
     git worktree add /tmp/before HEAD~1
-    python -m benchmarks.compare /tmp/before --turns 30 --backend numba
+    python -m benchmarks.compare /tmp/before --turns 30 --backend cpu
 """
 
 import contextlib

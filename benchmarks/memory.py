@@ -148,4 +148,4 @@ def _read_peak() -> int:
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_windows, {"--backend": {"help": "torch, numba or triton."}})
+    main(__doc__, measure_windows, {"--backend": {"help": "torch, cpu or triton."}})

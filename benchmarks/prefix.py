@@ -102,7 +102,7 @@ def _measure(task: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hf_fp8kv.enabling import enable
-    from hf_fp8kv.ops import choose_backend, prepare_backend
+    from hf_fp8kv.ops import choose_backend, load_backend
     from hf_fp8kv.prefix.store import PrefixStore
 
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
@@ -114,7 +114,7 @@ def _measure(task: dict[str, Any]) -> None:
     start = time.perf_counter()
     store = None if task["store"] is None else PrefixStore(task["store"])
     enable(model, prefill="stored", prefix_store=store)
-    prepare_backend(choose_backend("auto", model.device))
+    load_backend(choose_backend("auto", model.device))
     enabled = time.perf_counter()
     generated = model.generate(
         ids, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True

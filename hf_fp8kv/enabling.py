@@ -24,7 +24,7 @@ from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
 from .modeling.model_support import ATTENTION, CACHE, refusal
 from .modeling.tensor_parallel import tensor_parallel
-from .ops import choose_backend, prepare_backend
+from .ops import choose_backend, load_backend
 from .prefix.generate import Prefill, PrepareInputs
 from .prefix.pages import check_store
 from .prefix.store import PrefixStore
@@ -103,7 +103,7 @@ def enable(
             raise ConfigError("prefix_store: expected reuse_prefix=True, got False; leave one out")
         # Once, here and not in the first answer.
         digest_weights(base)
-        prepare_backend(choose_backend(cache.options.backend, base.device))
+        load_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED in vars(base):
         disable(base)
     before = get_implementations(base)

@@ -16,9 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Starting a pool of compiler processes takes longer than compiling these models.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Compiled kernels persist between runs. Triton and numba key them by their sources.
+# Compiled kernels persist between runs. Triton keys them by their sources.
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build/cache/triton"))
-os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build/cache/numba"))
 
 import random
 from collections.abc import Iterator

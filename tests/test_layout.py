@@ -29,8 +29,8 @@ FLOORS = (
 # The sum only falls.
 BUDGETS = {
     "attention": 1526, "bench": 973, "cache": 3359, "calibration": 2483, "cli": 1849,
-    "enabling": 242, "errors": 63, "formats": 486, "__init__": 62, "modeling": 638, "ops": 7493,
-    "paging": 1701, "prefix": 1059, "scales": 3212, "server": 4068, "serving": 1785,
+    "enabling": 242, "errors": 63, "formats": 486, "__init__": 62, "modeling": 638, "ops": 6661,
+    "paging": 1699, "prefix": 1059, "scales": 3212, "server": 4068, "serving": 1785,
     "utils": 529, "vllm": 1022,
 }  # fmt: skip
 
@@ -113,8 +113,8 @@ def test_docs_show_this_order():
 
 def test_budgets():
     lines = Counter[str]()
-    for module, path in MODULES.items():
-        lines[room_of(module)] += len(path.read_text().splitlines())
+    for path in [*MODULES.values(), *PACKAGE.rglob("*.cpp")]:
+        lines[room_of(module_name(path))] += len(path.read_text().splitlines())
     root = [path.name for path in PACKAGE.glob("*.py")]
     print(f"{len(MODULES)} files, {sum(lines.values())} lines: {dict(lines)}")
     over = {

@@ -106,7 +106,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             and/or layer types such as "sliding_attention".
         prefill: "exact": a call on an empty cache attends to its own fresh K and V, and only
             writes 8 bits; "stored": every call attends to what is stored.
-        backend: "auto", "torch", "numba" or "triton".
+        backend: "auto", "torch", "cpu" or "triton".
         tensor_parallel: The part of the model's heads in this process, which
             `hf_fp8kv.tensor_parallel(model)` returns. None means one process.
         offloading: Keep pages of layers that are not computing in host memory. The pages of the

@@ -17,13 +17,13 @@ What a stored code stands for (reference.py is the specification):
     center.
 """
 
-# Only names in here: the folders `torch`, `numba` and `triton` become attributes of this package.
+# Only names in here: the folders `torch`, `cpu` and `triton` become attributes of this package.
 from .api import advance, attend, gather, make_plan, plan_rows, write
-from .backends import BACKENDS, CHOICES, available_backends, choose_backend, prepare_backend
+from .backends import BACKENDS, CHOICES, available_backends, choose_backend, load_backend
 from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = [
     "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance",
-    "attend", "available_backends", "choose_backend", "gather", "make_plan", "plan_rows",
-    "prepare_backend", "write",
+    "attend", "available_backends", "choose_backend", "gather", "load_backend", "make_plan",
+    "plan_rows", "write",
 ]  # fmt: skip

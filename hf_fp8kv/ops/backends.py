@@ -85,8 +85,8 @@ def _load_torch() -> Backend:
     return backend
 
 
-def _load_numba() -> Backend:
-    from .numba import backend
+def _load_cpu() -> Backend:
+    from .cpu import backend
 
     return backend
 
@@ -108,11 +108,11 @@ def _load_reference() -> Backend:
 # "reference" is for tests; a user chooses among the others.
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "torch": _load_torch,
-    "numba": _load_numba,
+    "cpu": _load_cpu,
     "triton": load_triton,
     "reference": _load_reference,
 }
-CHOICES = ("auto", "torch", "numba", "triton")
+CHOICES = ("auto", "torch", "cpu", "triton")
 
 
 def available_backends() -> dict[str, str | None]:
@@ -123,8 +123,12 @@ def available_backends() -> dict[str, str | None]:
 def _why_not(name: str) -> str | None:
     if name == "triton":
         return _why_not_triton()
-    if name == "numba" and not _is_installed("numba"):
-        return "numba is not installed: pip install 'hf-fp8kv[cpu]'"
+    if name == "cpu":
+        from .cpu.build import REPAIR, find_library
+
+        if "cpu" not in _installed:
+            _installed["cpu"] = find_library(torch.backends.cpu.get_cpu_capability()).exists()
+        return None if _installed["cpu"] else f"its kernels are not compiled; {REPAIR}"
     return None
 
 
@@ -160,20 +164,19 @@ def choose_backend(name: str, device: torch.device) -> str:
         return name
     if name not in CHOICES:
         raise BackendError(f"backend: expected one of {', '.join(CHOICES)}, got {name!r}")
-    best = name if name != AUTO else "numba" if device.type == "cpu" else "triton"
+    best = name if name != AUTO else "cpu" if device.type == "cpu" else "triton"
     why = _why_not(best) or _why_not_on(best, device)
     if why is None:
         return best
     if name != AUTO:
         raise BackendError(f"backend {name!r} cannot run here: {why}; use backend='auto'")
-    if best == "triton":
-        warn_once(logger, f"backend 'torch', which is slower, is used instead of 'triton': {why}")
+    warn_once(logger, f"backend 'torch', which is slower, is used instead of {best!r}: {why}")
     return "torch"
 
 
 def _why_not_on(name: str, device: torch.device) -> str | None:
     """Return why a backend cannot run on this device, or None."""
-    if name == "numba" and device.type != "cpu":
+    if name == "cpu" and device.type != "cpu":
         return f"it expected pages on the CPU, got {device.type}"
     if name != "triton" or (device.type == "cpu" and is_interpreted()):
         return None
@@ -188,15 +191,3 @@ def _why_not_on(name: str, device: torch.device) -> str | None:
 def load_backend(name: str) -> Backend:
     """Return the backend called `name`, a key of `BACKENDS`. Imports what it needs."""
     return BACKENDS[name]()
-
-
-def prepare_backend(name: str) -> None:
-    """Load what the first call of the backend `name` would: its imports, kernels of a CPU.
-
-    Triton's kernels are loaded by shape and dtype, so only calls can.
-    """
-    load_backend(name)
-    if name == "numba":
-        from .numba.backend import load_kernels
-
-        load_kernels()

@@ -6,15 +6,12 @@ Pools, engines' memory and vLLM's blocks lay their pages out so.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 # Parts begin at multiples of this: the bytes that a GPU's thread loads at once.
 _ALIGNMENT = 16
-# Each layer needs its layout twice in a first call. Dynamo warns of `functools.cache`.
-_layouts: dict[tuple[Any, ...], "PageLayout"] = {}
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,6 @@ def page_layout(
     has_scales: bool,
 ) -> PageLayout:  # fmt: skip
     """Return the layout of a page of these sizes, with codes of these dtypes."""
-    sizes = heads, slots, k_dim, v_dim, k_dtype, v_dtype, has_scales
-    if sizes in _layouts:
-        return _layouts[sizes]
     parts = [("k", (heads, slots, k_dim), k_dtype), ("v", (heads, v_dim, slots), v_dtype)]
     if has_scales:
         parts.append(("token_scales", (heads, slots, 2), torch.bfloat16))
@@ -58,5 +52,4 @@ def page_layout(
     for name, shape, dtype in parts:
         first[name] = end
         end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    layout = _layouts[sizes] = PageLayout(tuple(parts), first, end)
-    return layout
+    return PageLayout(tuple(parts), first, end)

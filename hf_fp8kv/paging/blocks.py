@@ -167,7 +167,5 @@ def zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> torch.Tensor:
     """Return zeros that may be written in inference mode and outside of it alike."""
-    if not torch.is_inference_mode_enabled():
-        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)

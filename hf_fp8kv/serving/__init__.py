@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import tensor_parallel
-from ..ops import choose_backend, prepare_backend
+from ..ops import choose_backend, load_backend
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
@@ -112,7 +112,7 @@ def enable(
     if prefix_store is not None:
         # Once, here and not in the first answer.
         identify_model(model)
-        prepare_backend(choose_backend(config.options.backend, model.device))
+        load_backend(choose_backend(config.options.backend, model.device))
     disable(model)
     Enabled.install(model, config)
     return model

@@ -9,7 +9,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "numba", "safetensors", "gguf")
+PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "safetensors", "gguf")
 
 # A machine is idle if other processes use at most this share of its CPU time.
 _IDLE = 0.05

@@ -118,7 +118,7 @@ EIGHT_BITS: list[dict[str, Any]] = [
 # Grid: every pair of a model, a storage plan and a backend.
 @pytest.mark.parametrize(
     ("name", "options", "backend"),
-    pairwise(["mistral_large4", "glm5_next"], EIGHT_BITS, ["torch", "numba"]),
+    pairwise(["mistral_large4", "glm5_next"], EIGHT_BITS, ["torch", "cpu"]),
     ids=str,
 )
 def test_layers_without_positions(name: str, options: dict[str, Any], backend: str) -> None:
@@ -500,7 +500,7 @@ class Step:
     pairwise(
         [(7, 1), (8, 1), (9, 1), (41, 1), (40, 3), (600, 2)],
         ["auto", "fp8_e4m3"],
-        ["reference", "torch", "numba"],
+        ["reference", "torch", "cpu"],
     ),
     ids=str,
 )

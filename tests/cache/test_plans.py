@@ -45,7 +45,7 @@ def stored(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
     return (rotate(x) if plan.rotated else x) + center
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 40}], ids=["", "preallocated"])
 def test_each_layer_is_stored_as_its_plan_says(

@@ -15,9 +15,9 @@ from hf_fp8kv.ops.blocks import pack_pages
 from tests.helpers.grids import pairwise
 
 NUMBA = pytest.param(
-    "numba",
+    "cpu",
     marks=pytest.mark.skipif(
-        ops.available_backends()["numba"] is not None, reason=str(ops.available_backends()["numba"])
+        ops.available_backends()["cpu"] is not None, reason=str(ops.available_backends()["cpu"])
     ),
 )
 BACKENDS = ["reference", "torch", NUMBA]
@@ -118,7 +118,7 @@ def shaped(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 # each backend, with a center and without.
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 GRID = pairwise(
-    NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], ["reference", "torch", "numba"]
+    NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], ["reference", "torch", "cpu"]
 )
 
 

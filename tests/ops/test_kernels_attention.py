@@ -150,7 +150,7 @@ def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, A
     ).transpose(1, 2)  # fmt: skip
 
 
-# What is special in prompts is how "numba" computes them.
+# What is special in prompts is how "cpu" computes them.
 _CASES = [case for case in CASES if case not in PROMPTS]
 
 

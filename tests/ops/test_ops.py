@@ -33,9 +33,9 @@ from tests.helpers.grids import pairwise
 pytestmark = pytest.mark.text
 
 NUMBA = pytest.param(
-    "numba",
+    "cpu",
     marks=pytest.mark.skipif(
-        ops.available_backends()["numba"] is not None, reason=str(ops.available_backends()["numba"])
+        ops.available_backends()["cpu"] is not None, reason=str(ops.available_backends()["cpu"])
     ),
 )
 BACKENDS = ["torch", NUMBA]
@@ -226,12 +226,12 @@ def bound(case: Case, backend: str = "") -> float:
     A sum of n numbers, rounded after each, is off by about sqrt(n) units of 2^-24 of its size. A
     logit sums Dk of them, and is itself up to 2 * sqrt(Dk) * scaling = 2 in size; the output sums
     as many as there are tokens. Both sides make that error, and no order is better than the other:
-    four times covers it. A result in 16 bits is rounded once more. "numba" multiplies prompts in
+    four times covers it. A result in 16 bits is rounded once more. "cpu" multiplies prompts in
     bfloat16, where the model does and the CPU can: then V, weights, and K, which makes an error of
     twice its own in a logit of that size, are rounded, too.
     """
     result = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}.get(case.dtype, 0.0)
-    if case.name.startswith("prompt") and backend == "numba" and case.dtype == torch.bfloat16:
+    if case.name.startswith("prompt") and backend == "cpu" and case.dtype == torch.bfloat16:
         result *= math.sqrt(1 + 1 + 1 + 2**2)
     return 4 * 2.0**-24 * math.sqrt(case.q_dim + case.stop) + result
 
@@ -334,7 +334,7 @@ LATENTS = [
              q_heads=16, dtype=torch.bfloat16),
     )
 ]  # fmt: skip
-# More query rows of a head than "numba" attends to with loops of its own.
+# More query rows of a head than "cpu" attends to with loops of its own.
 PROMPTS = [
     Case("prompt, ragged", tokens=64, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
     Case("prompt, one page too many", tokens=22, lengths=(33, 32), heads=1, q_heads=3,
@@ -380,7 +380,7 @@ def in_layouts(cases: list[Case]) -> Any:
     for i, case in enumerate(cases):
         found.append(pytest.param(case, "torch", ("whole", "blocks", "gaps")[i % 3]))
         found.append(
-            pytest.param(case, "numba", ("whole", "blocks", "gaps")[i % 3], marks=NUMBA.marks)
+            pytest.param(case, "cpu", ("whole", "blocks", "gaps")[i % 3], marks=NUMBA.marks)
         )
     return pytest.mark.parametrize(("case", "backend", "layout"), found, ids=str)
 
@@ -658,7 +658,7 @@ def test_any_strides_and_dtypes(layout, backend):
 @pytest.mark.parametrize(
     ("backend", "layout"),
     [("reference", "whole"), ("torch", "whole"), ("torch", "blocks"),
-     pytest.param("numba", "whole", marks=NUMBA.marks)],
+     pytest.param("cpu", "whole", marks=NUMBA.marks)],
 )  # fmt: skip
 @pytest.mark.parametrize("hole", [False, True], ids=["past the table", "a page that is missing"])
 def test_an_overrun_changes_nothing(hole, backend, layout):
@@ -824,8 +824,8 @@ def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None
 @pytest.mark.parametrize(
     ("others", "calls"),
     [
-        (["torch", "numba"], 300),
-        pytest.param(["torch", "numba"], 5000, marks=pytest.mark.full),
+        (["torch", "cpu"], 300),
+        pytest.param(["torch", "cpu"], 5000, marks=pytest.mark.full),
         pytest.param(["triton"], 300, marks=pytest.mark.full),
     ],
     ids=str,

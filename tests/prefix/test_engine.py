@@ -339,7 +339,7 @@ def test_the_backend_is_loaded_before_the_first_answer(
     enable: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[str] = []
-    monkeypatch.setattr(sys.modules[enable.__module__], "prepare_backend", prepared.append)
+    monkeypatch.setattr(sys.modules[enable.__module__], "load_backend", prepared.append)
     model, _ = tiny("gqa")
     enable(model, prefix_store=PrefixStore(tmp_path), backend="torch")
     enable(model, backend="torch")

@@ -154,11 +154,11 @@ class TestSameTokens:
         ("name", "backend"),
         [
             ("llama", "torch"),
-            ("gemma2", "numba"),
+            ("gemma2", "cpu"),
             *(
                 pytest.param(*pair, marks=FULL)
                 for pair in (
-                    ("gemma2", "torch"), ("llama", "numba"), ("llama", "triton"),
+                    ("gemma2", "torch"), ("llama", "cpu"), ("llama", "triton"),
                     ("gemma2", "triton"),
                 )
             ),

@@ -191,17 +191,18 @@ MUTANTS = (
         "range(0, num_splits, MERGED)", "range(0, tl.minimum(num_splits, MERGED), MERGED)",
         "tests/ops/test_kernels_attention.py",
     ),
-    # numba.
+    # C++.
     Mutant(
-        "numba: the last page is dropped", "ops/numba/attend.py",
-        "min(c.stop, length, c.slots * c.table_columns)",
-        "min(c.stop, max(length // c.slots * c.slots, 1), c.slots * c.table_columns)",
-        "tests/ops/test_ops.py tests/ops/test_numba.py",
+        "cpu: the last page is dropped", "ops/cpu/kernels.cpp",
+        "first = c.start, high = c.stop",
+        "first = c.start, high = (c.stop - 1) / c.table.slots * c.table.slots",
+        "tests/ops/test_ops.py tests/ops/test_cpu.py",
     ),
     Mutant(
-        "numba: a token lost at a page boundary", "ops/numba/write.py",
-        "page_of(c, sequence, length + token), (length", "page_of(c, sequence, length), (length",
-        "tests/ops/test_ops.py tests/ops/test_numba.py",
+        "cpu: a token lost at a page boundary", "ops/cpu/kernels.cpp",
+        "char*>(c.table.page_of(sequence, position))",
+        "char*>(c.table.page_of(sequence, position - token))",
+        "tests/ops/test_ops.py tests/ops/test_cpu.py",
     ),
     # Pages.
     Mutant(
@@ -376,10 +377,17 @@ def apply(tree: Path, mutant: Mutant) -> None:
     if (count := text.count(mutant.old)) != 1:
         raise SystemExit(f"{mutant.name}: its text occurs {count} times in {mutant.file}")
     path.write_text(text.replace(mutant.old, mutant.new))
+    compile_kernels(tree, mutant)
 
 
 def restore(tree: Path, mutant: Mutant) -> None:
     shutil.copy2(ROOT / "hf_fp8kv" / mutant.file, tree / "hf_fp8kv" / mutant.file)
+    compile_kernels(tree, mutant)
+
+
+def compile_kernels(tree: Path, mutant: Mutant) -> None:
+    if mutant.file.endswith(".cpp"):
+        subprocess.run([sys.executable, tree / "hf_fp8kv/ops/cpu/build.py"], check=True)
 
 
 def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:

@@ -146,7 +146,7 @@ ATTENTIONS = {
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("gap", [0, 512], ids=["dense", "between others"])
-@pytest.mark.parametrize("backend", ["torch", "numba", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_steps(request, backend, gap, kind, attention):
     if backend == "triton":
         if not gap:

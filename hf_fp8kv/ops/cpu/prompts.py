@@ -13,7 +13,6 @@ training through the cache relies on.
 from collections.abc import Callable
 
 import torch
-from llvmlite import binding
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,8 +25,7 @@ _Gather = Callable[[Pages, Tensor, str, int, int, torch.dtype, bool, slice], Ten
 ROWS = 64
 # Bytes of dense keys and values at a time, if a single head has no more.
 _BYTES = 64 * 2**20
-_FEATURES = binding.get_host_cpu_features()
-_MULTIPLIES_BF16 = bool(_FEATURES.get("avx512bf16") or _FEATURES.get("amx-bf16"))
+_MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 
 
 def is_faster(query: Tensor, pages: Pages, spec: AttentionSpec) -> bool:

@@ -1,0 +1,1 @@
+"""The "cpu" backend: kernels in C++, compiled when the package is installed."""

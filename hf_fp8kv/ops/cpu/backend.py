@@ -1,0 +1,197 @@
+"""The "cpu" backend: each operation is one call of a kernel in C++, on all threads of torch.
+
+A model in float64 uses the "torch" backend.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from ...errors import BackendError
+from ...formats import AUTO, MIN_SCALE
+from ..pages import AttentionSpec, Pages, StoredSide
+from ..reference import raise_overrun
+from ..torch import backend as torch_backend
+from . import build, prompts
+from .records import (
+    ATTEND,
+    F32,
+    GATHER,
+    KINDS,
+    WRITE,
+    address,
+    broadcast,
+    decoding,
+    encoding,
+    no_gaps,
+    readable_floats,
+    stored,
+    strided,
+    table,
+)
+
+# Stored numbers that are worth a thread of their own.
+GRAIN = 1 << 16
+# Tokens whose sums are made by themselves, and then added in one order. Where heads and queries are
+# less than UNITS units of work a thread, each span is a unit: a thread that is held up then leaves
+# the others little to wait for.
+SPAN = 512
+UNITS = 4
+# Query rows of a unit, if there are as many: more of them outgrow the cache.
+ROWS = 64
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """Return the kernels for this CPU.
+
+    Raises:
+        BackendError: They were not compiled, or from another source.
+    """
+    path = build.find_library(torch.backends.cpu.get_cpu_capability())
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendError(
+            f"backend 'cpu': expected {path.name}, got {error}; {build.REPAIR}"
+        ) from error
+    described = (ctypes.c_int64 * 4)()
+    found.describe(described)
+    if list(described) != [build.stamp(), WRITE.size, GATHER.size, ATTEND.size]:
+        raise BackendError(f"backend 'cpu': {path.name} is of another source; {build.REPAIR}")
+    for name in ("write_tokens", "gather", "attend"):
+        getattr(found, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    found.gather.restype = found.attend.restype = None
+    return found
+
+
+def _plain(pages: Pages) -> Pages:
+    """Return the same pages, with scales and center in memory as their shapes say."""
+    k, v, rows = _plain_side(pages.k), _plain_side(pages.v), no_gaps(pages.table)
+    if k is pages.k and v is pages.v and rows is pages.table:
+        return pages
+    return pages._replace(k=k, v=v, table=rows)
+
+
+def _plain_side(side: StoredSide) -> StoredSide:
+    scale, center = side.static_scale, side.center
+    if (scale is None or scale.is_contiguous()) and (center is None or center.is_contiguous()):
+        return side
+    return side._replace(
+        static_scale=None if scale is None else scale.contiguous(),
+        center=None if center is None else center.contiguous(),
+    )
+
+
+def _threads(numbers: int) -> int:
+    return max(1, min(torch.get_num_threads(), numbers // GRAIN))
+
+
+def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
+    """Store new tokens: the bytes of `reference.write`."""
+    if not KINDS.keys() >= {pages.k_dtype, pages.v_dtype}:
+        torch_backend.write(pages, key, value, lengths)
+        return
+    pages, lengths = _plain(pages), no_gaps(lengths)
+    k, v = pages.k, pages.v
+    key, value = _input(pages.k_dtype, key), _input(pages.v_dtype, value)
+    batch, heads, tokens, _ = key.shape
+    call = WRITE.pack(
+        batch, heads, tokens, MIN_SCALE, *table(pages, lengths),
+        *stored(pages, "k", k.center), *strided(key), *encoding(k.format),
+        *stored(pages, "v", None), *strided(value), *encoding(v.format),
+    )  # fmt: skip
+    # The search for K's scales takes most of the time.
+    if not load_library().write_tokens(call, _threads(8 * (key.numel() + value.numel()))):
+        raise_overrun(pages, lengths, tokens)
+
+
+def _input(stored: torch.dtype, x: Tensor) -> Tensor:
+    """Return `x` in a dtype that the kernel reads; in "auto" that is the pages' dtype."""
+    if stored != torch.uint8:
+        x = x.to(stored)
+    elif x.dtype not in KINDS or x.dtype == torch.uint8:
+        x = x.float()
+    return no_gaps(x)
+
+
+def gather(
+    pages: Pages,
+    lengths: Tensor,
+    side: str,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    ragged: bool,
+    some: slice = slice(None),
+) -> Tensor:
+    """Return dense keys or values: the numbers of `reference.gather`.
+
+    `some`: heads; with fewer than all of them K has no center.
+    """
+    pages, lengths = _plain(pages), no_gaps(lengths)
+    is_k = side == "k"
+    chosen, held = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
+    if not KINDS.keys() >= {held, dtype}:
+        return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
+    first_head, last_head, _ = some.indices(pages.heads)
+    heads, batch = last_head - first_head, len(pages.table)
+    out = torch.empty((batch, heads, stop - start, chosen.head_dim), dtype=dtype, device="cpu")
+    call = GATHER.pack(
+        batch, heads, first_head, start, stop, ragged, not is_k, *table(pages, lengths),
+        *stored(pages, side, None if chosen.format == AUTO else chosen.center),
+        *decoding(chosen.format), out.data_ptr(), KINDS[dtype],
+    )  # fmt: skip
+    load_library().gather(call, _threads(out.numel()))
+    return out
+
+
+def attend(
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
+) -> Tensor:
+    """Return softmax attention, as `reference.attend` up to rounding."""
+    if not KINDS.keys() >= {query.dtype, pages.k_dtype, pages.v_dtype}:
+        return torch_backend.attend(query, pages, lengths, start, stop, spec)
+    if prompts.is_faster(query, pages, spec):
+        return prompts.attend(query, pages, lengths, spec, gather)
+    pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent = spec
+    k, v = pages.k, pages.k if latent else pages.v
+    batch, q_heads, tokens, q_dim = query.shape
+    heads, v_dim = pages.heads, v.head_dim
+    groups = q_heads // heads
+    out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype, device="cpu")
+
+    # Rows of one block share the decoded numbers.
+    block = min(tokens, max(ROWS // groups, 1))
+    blocks = -(-tokens // block)
+    rows = block * groups
+    threads = _threads((stop - start) * batch * heads * (q_dim + v_dim) * -(-rows // 4) * blocks)
+    units = batch * heads * blocks
+    splits = -(-stop // SPAN) - start // SPAN if threads > 1 and units < UNITS * threads else 1
+    work = torch.empty(units * splits * rows * (2 + v_dim), dtype=torch.float32, device="cpu")
+
+    center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
+    more: Tensor | None = None
+    if mask is not None and mask.is_floating_point():
+        more, mask, bounds = no_gaps(readable_floats(mask)), None, None
+    elif mask is not None:
+        mask = no_gaps(mask).view(torch.uint8)
+    bounds = None if mask is None or bounds is None else no_gaps(bounds)
+    bias = None if bias is None else no_gaps(readable_floats(bias))
+    sinks = None if sinks is None else readable_floats(sinks.contiguous())
+    second = *stored(pages, "v", None), *decoding(pages.v.format)
+    values = (*stored(pages, "k", None), *decoding(k.format)) if latent else second
+    call = ATTEND.pack(
+        batch, q_heads, heads, tokens, start, stop, causal, window, scaling, softcap,
+        *table(pages, lengths), *stored(pages, "k", center), *decoding(k.format),
+        *values, latent, *second, *strided(query),
+        address(sinks), F32 if sinks is None else KINDS[sinks.dtype],
+        *broadcast(mask), *broadcast(bias), *broadcast(more),
+        address(bounds), 0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0),
+        SPAN, splits, blocks, block, rows, out.data_ptr(), KINDS[out.dtype], work.data_ptr(),
+    )  # fmt: skip
+    load_library().attend(call, threads)
+    return out

@@ -1,0 +1,64 @@
+"""Compile the kernels: `python -m hf_fp8kv.ops.cpu.build`, or the hook of the wheel's build.
+
+The library needs no header of Python or torch, so one wheel serves all their versions.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+# What a user does who has no libraries.
+REPAIR = "install a C++ compiler and run: python -m hf_fp8kv.ops.cpu.build"
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+# The flags of each library, by torch's name for a CPU's capability.
+TARGETS: dict[str, list[str]] = {"DEFAULT": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    TARGETS["AVX2"] = _AVX2
+    TARGETS["AVX512"] = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+_OPTIONS = [
+    "-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread",
+    "-Wno-psabi",
+]  # fmt: skip
+
+
+def find_library(capability: str) -> Path:
+    """Return where the library is for a CPU, as torch calls it."""
+    target = capability if capability in TARGETS else "DEFAULT"
+    return SOURCE.with_name(f"kernels_{target.lower()}.so")
+
+
+def stamp() -> int:
+    """Return a number that changes with the source."""
+    return zlib.crc32(SOURCE.read_bytes())
+
+
+def build() -> list[Path]:
+    """Compile the source for all targets, with the compiler named by CXX. Return the libraries.
+
+    Raises:
+        OSError: There is no compiler. subprocess.CalledProcessError: It fails.
+    """
+    named = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
+    command = [*shlex.split(named), *_OPTIONS, f"-DSTAMP={stamp()}u", str(SOURCE)]
+    running = {}
+    for target, flags in TARGETS.items():
+        # Another process may have loaded the old library: it keeps the old file.
+        new = find_library(target).with_suffix(f".{os.getpid()}")
+        running[new] = subprocess.Popen([*command, *flags, "-o", str(new)])
+    libraries = []
+    for new, compiler in running.items():
+        if compiler.wait():
+            raise subprocess.CalledProcessError(compiler.returncode, compiler.args)
+        libraries.append(new.replace(new.with_suffix(".so")))
+    return libraries
+
+
+if __name__ == "__main__":
+    for path in build():
+        sys.stdout.write(f"{path}\n")

@@ -1,0 +1,26 @@
+"""The hook that compiles the kernels when a wheel is built, or the package is installed."""
+
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import sys_tags
+
+_BUILD = runpy.run_path(str(Path(__file__).with_name("build.py")))
+
+
+class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be missing
+    """Put the libraries into the wheel. Without a compiler the wheel has none."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the kernels, and name the platform that they are for."""
+        try:
+            _BUILD["build"]()
+        except (OSError, subprocess.CalledProcessError) as error:
+            slower = "the backend 'torch', which is slower, runs on CPUs"
+            self.app.display_warning(f"kernels for CPUs were not compiled: {error}; {slower}")
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{next(sys_tags()).platform}"

@@ -1,0 +1,1303 @@
+// Kernels of the "cpu" backend. Python fills one struct a call (records.py): every field has eight
+// bytes, addresses are numbers, and strides are in bytes. Results are those of ops/reference.py.
+//
+// build.py compiles this file once for each instruction set. `-ffp-contract=off` keeps products and
+// sums apart where bytes must equal the reference's. `fma` is written out where they need not.
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int LANES = 16, SUMS = 16;
+#else
+constexpr int LANES = 8, SUMS = 8;
+#endif
+constexpr int STEP = 16;             // numbers that are decoded at a time
+constexpr int PARTS = STEP / LANES;  // vectors of them
+constexpr int TILE = 256;            // positions whose logits are held at a time
+constexpr int LATENTS = 64;  // positions of latents, whose decoded numbers stay in the second cache
+constexpr int ROWS = 4;      // query rows that share decoded numbers
+constexpr float NOTHING = -INFINITY;
+
+// Arrays of vectors are registers only if the loops over them are unrolled early.
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+enum Kind : int64_t { CODES, BF16, F16, F32 };
+
+inline int64_t width_of(int64_t kind) { return kind == CODES ? 1 : kind == F32 ? 4 : 2; }
+
+inline Floats splat(float x) { return x - Floats{}; }
+
+template <class T>
+inline T load(const void* p) {
+  T x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Floats bits(Ints x) { return (Floats)x; }
+
+inline Floats where(Ints condition, Floats a, Floats b) { return condition ? a : b; }
+
+// e to the power of x <= 0, within 2 units of the last place. 0 below -87, NaN stays NaN.
+inline Floats exp(Floats x) {
+  const Floats magic = splat(12582912.0f);  // adding it rounds to integers
+  Floats low = where(x < -87.0f, splat(-87.0f), x);
+  Floats n = fma(low, splat(1.4426950408889634f), magic) - magic;
+  Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), low));
+  Floats y = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+  y = fma(y, r, splat(8.3334519073e-3f));
+  y = fma(y, r, splat(4.1665795894e-2f));
+  y = fma(y, r, splat(1.6666665459e-1f));
+  y = fma(y, r, splat(5.0000001201e-1f));
+  y = fma(r * r, y, r) + 1.0f;
+  Ints power = ((Ints)(n + magic) << 23) + 0x3F800000;
+  return where(x < -87.0f, Floats{}, y * bits(power));
+}
+
+// ---- groups of fields ---------------------------------------------------------------------------
+
+struct Table {
+  int64_t slots;
+  const int32_t* table;
+  int64_t stride, columns;
+  const int32_t* lengths;
+  const char* block;
+  const int64_t* offsets;
+
+  const char* page_of(int64_t sequence, int64_t position) const {
+    auto row = (const int32_t*)((const char*)table + sequence * stride);
+    int32_t page = row[position / slots];
+    return block + offsets[page > 0 ? page : 0];  // behind a window: page 0, which is hidden
+  }
+
+  // The page of a position that may be past the last one; then `page`.
+  const char* soon(const char* page, int64_t sequence, int64_t position) const {
+    return position / slots < columns ? page_of(sequence, position) : page;
+  }
+};
+
+struct Stored {
+  int64_t codes, kind, dim, token_scales;
+  const float *static_scale, *center;
+  int64_t rotation;
+};
+
+struct Decoding {
+  const float* numbers;  // of the 256 codes
+  int64_t shift, mask, nan_mask, nan_code;
+  double factor;
+};
+
+struct Strided {
+  const char* data;
+  int64_t kind, b, h, t;
+};
+
+// ---- numbers in memory --------------------------------------------------------------------------
+
+inline float from_half(uint16_t h) {
+  _Float16 x;
+  std::memcpy(&x, &h, 2);
+  return (float)x;
+}
+
+struct Sixteen {
+  Floats part[PARTS];
+};
+
+struct ReadFloats {
+  static constexpr int64_t WIDTH = 4;
+  inline Sixteen operator()(const char* p) const {
+    Sixteen out;
+    UNROLL
+    for (int part = 0; part < PARTS; part++) out.part[part] = load<Floats>(p + 4 * LANES * part);
+    return out;
+  }
+};
+
+struct ReadBrains {
+  static constexpr int64_t WIDTH = 2;
+  inline Sixteen operator()(const char* p) const {
+    Sixteen out;
+    auto raw = (const uint16_t*)p;
+    UNROLL
+    for (int part = 0; part < PARTS; part++) {
+      Ints wide;
+#if defined(__AVX512F__)
+      wide = (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)raw));
+#elif defined(__AVX2__)
+      wide = (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(raw + 8 * part)));
+#else
+      for (int i = 0; i < LANES; i++) wide[i] = raw[LANES * part + i];
+#endif
+      out.part[part] = (Floats)(wide << 16);
+    }
+    return out;
+  }
+};
+
+#ifdef __AVX2__
+inline Sixteen from_halves(__m256i h) {
+#ifdef __AVX512F__
+  return {(Floats)_mm512_cvtph_ps(h)};
+#else
+  return {
+      (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
+      (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+#endif
+}
+#endif
+
+struct ReadHalves {
+  static constexpr int64_t WIDTH = 2;
+  inline Sixteen operator()(const char* p) const {
+#ifdef __AVX2__
+    return from_halves(_mm256_loadu_si256((const __m256i*)p));
+#else
+    Sixteen out;
+    for (int i = 0; i < STEP; i++)
+      out.part[i / LANES][i % LANES] = from_half(load<uint16_t>(p + 2 * i));
+    return out;
+#endif
+  }
+};
+
+struct ReadTable {  // any code
+  static constexpr int64_t WIDTH = 1;
+  const float* numbers;
+  inline Sixteen operator()(const char* p) const {
+    Sixteen out;
+    for (int i = 0; i < STEP; i++) out.part[i / LANES][i % LANES] = numbers[(uint8_t)p[i]];
+    return out;
+  }
+};
+
+#ifdef __AVX2__
+struct ReadCodes {  // no NaN among them; a factor is missing
+  static constexpr int64_t WIDTH = 1;
+  __m128i shift;
+  __m256i mask;
+  explicit ReadCodes(const Decoding& d)
+      : shift(_mm_cvtsi64_si128(d.shift)), mask(_mm256_set1_epi16((short)d.mask)) {}
+  inline Sixteen operator()(const char* p) const {
+    __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    return from_halves(_mm256_and_si256(_mm256_sll_epi16(wide, shift), mask));
+  }
+};
+#endif
+
+// Read `count` < 16 numbers; the others are zero, and memory after them is not touched.
+template <class Read>
+inline Sixteen read_some(const Read& read, const char* p, int64_t count) {
+  char buffer[STEP * Read::WIDTH] = {};
+  std::memcpy(buffer, p, count * Read::WIDTH);
+  return read(buffer);
+}
+
+// Sums of the lanes of four vectors: neighbors first, in the same order whatever the others are.
+struct Four {
+  float sums[4];
+};
+
+inline Four sum_four(Floats a, Floats b, Floats c, Floats d) {
+  Four out;
+#ifdef __AVX2__
+#ifdef __AVX512F__
+  auto half = [](Floats x) {
+    return _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+  };
+#else
+  auto half = [](Floats x) { return (__m256)x; };
+#endif
+  const __m256 ab = _mm256_hadd_ps(half(a), half(b)), cd = _mm256_hadd_ps(half(c), half(d));
+  const __m256 all = _mm256_hadd_ps(ab, cd);
+  _mm_storeu_ps(out.sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+  const Floats* vectors[] = {&a, &b, &c, &d};
+  for (int i = 0; i < 4; i++) {
+    const Floats& x = *vectors[i];
+    out.sums[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+  }
+#endif
+  return out;
+}
+
+inline float sum(Floats x) { return sum_four(x, x, x, x).sums[0]; }
+
+// ---- products -----------------------------------------------------------------------------------
+
+// Part of a line of numbers: line `i` begins at `at + i * stride`, has `count` numbers, and is
+// multiplied with the numbers from `x` on.
+struct Segment {
+  const char* at;
+  int64_t stride, count, x;
+  const char* soon;  // what the next product reads, laid out alike, or nullptr
+};
+
+template <int N, int LINES>
+__attribute__((always_inline)) inline void add_products(
+    const Sixteen (&y)[LINES], const float* x, int64_t x_stride, Floats (&sums)[LINES * N]) {
+  UNROLL
+  for (int part = 0; part < PARTS; part++) {
+    UNROLL
+    for (int r = 0; r < N; r++) {
+      const Floats q = load<Floats>(x + r * x_stride + part * LANES);
+      UNROLL
+      for (int l = 0; l < LINES; l++) sums[l * N + r] = fma(y[l].part[part], q, sums[l * N + r]);
+    }
+  }
+}
+
+// Products of LINES lines with N rows, `x_stride` numbers apart, set or added to
+// `out[row * out_stride + line]`.
+template <int N, int LINES, bool ADDS, class Read>
+inline void multiply_lines(
+    const Read& read, const Segment* segments, int count, int64_t line, const float* x,
+    int64_t x_stride, float* out, int64_t out_stride) {
+  constexpr int TOTAL = LINES * N;
+  Floats sums[TOTAL] = {};
+  for (int s = 0; s < count; s++) {
+    const Segment& segment = segments[s];
+    const char* at = segment.at + line * segment.stride;
+    const float* row = x + segment.x;
+    const int64_t whole = segment.count & ~(int64_t)(STEP - 1);
+    Sixteen y[LINES];
+    int64_t i = 0;
+    for (; i < whole; i += STEP) {
+      UNROLL
+      for (int l = 0; l < LINES; l++) y[l] = read(at + l * segment.stride + i * Read::WIDTH);
+      add_products<N, LINES>(y, row + i, x_stride, sums);
+    }
+    if (i < segment.count) {
+      UNROLL
+      for (int l = 0; l < LINES; l++)
+        y[l] = read_some(read, at + l * segment.stride + i * Read::WIDTH, segment.count - i);
+      add_products<N, LINES>(y, row + i, x_stride, sums);
+    }
+    if (segment.soon)
+      for (int64_t j = 0; j < LINES * segment.stride; j += 64)
+        __builtin_prefetch(segment.soon + line * segment.stride + j);
+  }
+  UNROLL
+  for (int i = 0; i < TOTAL; i += 4) {
+    constexpr int LAST = TOTAL - 1;
+    auto at_most = [](int j) { return j < LAST ? j : LAST; };
+    const Four four =
+        sum_four(sums[i], sums[at_most(i + 1)], sums[at_most(i + 2)], sums[at_most(i + 3)]);
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+      if (i + j >= TOTAL) continue;
+      float* to = out + (i + j) % N * out_stride + line + (i + j) / N;
+      *to = ADDS ? *to + four.sums[j] : four.sums[j];
+    }
+  }
+}
+
+template <int N, bool ADDS, class Read>
+void multiply_rows(
+    const Read& read, const Segment* segments, int count, int64_t lines, const float* x,
+    int64_t x_stride, float* out, int64_t out_stride) {
+  constexpr int LINES = SUMS / N;
+  int64_t line = 0;
+  for (; line + LINES <= lines; line += LINES)
+    multiply_lines<N, LINES, ADDS>(read, segments, count, line, x, x_stride, out, out_stride);
+  for (; line < lines; line++)
+    multiply_lines<N, 1, ADDS>(read, segments, count, line, x, x_stride, out, out_stride);
+}
+
+template <bool ADDS, class Read>
+void multiply(
+    const Read& read, const Segment* segments, int count, int64_t lines, int64_t rows,
+    const float* x, int64_t x_stride, float* out, int64_t out_stride) {
+  for (int64_t row = 0; row < rows; row += ROWS) {
+    const float* from = x + row * x_stride;
+    float* to = out + row * out_stride;
+    switch (rows - row) {
+      case 1:
+        multiply_rows<1, ADDS>(read, segments, count, lines, from, x_stride, to, out_stride);
+        break;
+      case 2:
+        multiply_rows<2, ADDS>(read, segments, count, lines, from, x_stride, to, out_stride);
+        break;
+      case 3:
+        multiply_rows<3, ADDS>(read, segments, count, lines, from, x_stride, to, out_stride);
+        break;
+      default: multiply_rows<4, ADDS>(read, segments, count, lines, from, x_stride, to, out_stride);
+    }
+  }
+}
+
+// Call `use` with the reader of stored numbers. `clean`: no code stands for NaN or infinity.
+template <class Use>
+void with_reader(int64_t kind, const Decoding& code, bool clean, const Use& use) {
+  switch (kind) {
+    case F32: return use(ReadFloats{});
+    case BF16: return use(ReadBrains{});
+    case F16: return use(ReadHalves{});
+  }
+#ifdef __AVX2__
+  if (clean) return use(ReadCodes(code));
+#endif
+  use(ReadTable{code.numbers});
+}
+
+// Whether some code may stand for NaN or infinity.
+bool has_special(const char* p, int64_t count, const Decoding& code) {
+  const uint8_t mask = (uint8_t)code.nan_mask, special = (uint8_t)code.nan_code;
+  uint8_t found = 0;
+  for (int64_t i = 0; i < count; i++) found |= (uint8_t)(p[i] & mask) == special;
+  return found;
+}
+
+// Decode `count` numbers, and fill up with zeros to a multiple of STEP.
+template <class Read>
+void decode_line(const Read& read, const char* from, int64_t count, float* to) {
+  const int64_t whole = count & ~(int64_t)(STEP - 1);
+  for (int64_t i = 0; i < whole; i += STEP) {
+    Sixteen x = read(from + i * Read::WIDTH);
+    std::memcpy(to + i, &x, sizeof x);
+  }
+  if (whole < count) {
+    Sixteen x = read_some(read, from + whole * Read::WIDTH, count - whole);
+    std::memcpy(to + whole, &x, sizeof x);
+  }
+}
+
+void read_numbers(const char* from, int64_t kind, int64_t count, float* to) {
+  with_reader(kind, {}, false, [&](const auto& read) { decode_line(read, from, count, to); });
+}
+
+uint16_t to_brain(float x) {
+  uint32_t raw = load<uint32_t>(&x);
+  return x != x ? 0x7FC0 : (raw + (raw >> 16 & 1) + 0x7FFF) >> 16;
+}
+
+void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
+  auto halves = (uint16_t*)to;
+  if (kind == F32) std::memcpy(to, from, 4 * count);
+  if (kind == BF16)
+    for (int64_t i = 0; i < count; i++) halves[i] = to_brain(from[i]);
+  if (kind == F16) {
+    int64_t i = 0;
+#ifdef __AVX2__
+    for (; i + 8 <= count; i += 8)
+      _mm_storeu_si128((__m128i*)(halves + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+#endif
+    for (; i < count; i++) {
+      _Float16 x = (_Float16)from[i];
+      std::memcpy(halves + i, &x, 2);
+    }
+  }
+}
+
+float scale_of(const char* word) {
+  uint32_t raw = (uint32_t)load<uint16_t>(word) << 16;
+  return load<float>(&raw);
+}
+
+// Rotate `dim` numbers in place, `block` at a time: the bits of formats/rotation.py.
+void rotate(float* x, int64_t dim, int64_t block) {
+  for (int64_t half = 1; half < block; half *= 2) {
+    int64_t i = 0;
+#ifndef __clang__
+    if (half < LANES && dim % LANES == 0) {
+      Ints other, sign;
+      for (int lane = 0; lane < LANES; lane++) {
+        other[lane] = lane ^ half;
+        sign[lane] = lane & half ? INT32_MIN : 0;
+      }
+      for (; i < dim; i += LANES) {
+        Floats a = load<Floats>(x + i);
+        store(x + i, __builtin_shuffle(a, other) + bits((Ints)a ^ sign));
+      }
+    }
+#endif
+    for (; i < dim; i += 2 * half)
+      for (int64_t j = i; j < i + half; j++) {
+        float a = x[j], b = x[j + half];
+        x[j] = a + b;
+        x[j + half] = a - b;
+      }
+  }
+  const float factor = (float)(1 / std::sqrt((double)block));
+  for (int64_t i = 0; i < dim; i++) x[i] *= factor;
+}
+
+// ---- threads ------------------------------------------------------------------------------------
+
+// Threads that wait for work. A forked process has none of its parent's, and makes its own.
+class Pool {
+ public:
+  // Call `work(context)` here and on up to `threads - 1` others. Return when all have returned.
+  static void run(int64_t threads, void (*work)(void*), void* context) {
+    static std::mutex making;
+    static Pool* pool = nullptr;
+    static pid_t owner = 0;
+    Pool* chosen = nullptr;
+    if (threads > 1 && making.try_lock()) {
+      if (owner != getpid()) pool = new Pool, owner = getpid();
+      chosen = pool;
+    }
+    if (!chosen) return work(context);  // another thread of Python uses them
+    chosen->share(threads - 1, work, context);
+    making.unlock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  int64_t made_ = 0, wanted_ = 0, running_ = 0;
+  void (*work_)(void*) = nullptr;
+  void* context_ = nullptr;
+
+  void share(int64_t others, void (*work)(void*), void* context) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (; made_ < others; made_++) std::thread([this] { serve(); }).detach();
+      work_ = work, context_ = context, wanted_ = others;
+    }
+    for (int64_t i = 0; i < others; i++) wake_.notify_one();
+    work(context);
+    std::unique_lock<std::mutex> lock(mutex_);
+    wanted_ = 0;  // who is late has nothing to do
+    done_.wait(lock, [this] { return !running_; });
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      wake_.wait(lock, [this] { return wanted_ > 0; });
+      wanted_--, running_++;
+      lock.unlock();
+      work_(context_);
+      lock.lock();
+      if (!--running_) done_.notify_one();
+    }
+  }
+};
+
+// Call `unit(i)` for each i below `units`, on up to `threads` threads. `make()` returns `unit`,
+// with memory of its own, once a thread.
+template <class Make>
+void for_units(int64_t units, int64_t threads, const Make& make) {
+  struct Context {
+    std::atomic<int64_t> next;
+    int64_t units;
+    const Make& make;
+  };
+  Context context{{0}, units, make};
+  Pool::run(
+      threads < units ? threads : units,
+      [](void* p) {
+        auto& c = *(Context*)p;
+        auto unit = c.make();
+        for (int64_t i; (i = c.next++) < c.units;) unit(i);
+      },
+      &context);
+}
+
+// ---- write --------------------------------------------------------------------------------------
+
+struct Encoding {
+  int64_t drop, rebias, min_normal, step, max_code, nan_code, signs, unit;
+  double max;
+};
+
+struct Write {
+  int64_t batch, heads, tokens;
+  double min_scale;
+  Table table;
+  Stored k;
+  Strided k_in;
+  Encoding k_code;
+  Stored v;
+  Strided v_in;
+  Encoding v_code;
+};
+
+constexpr int64_t BLOCK = 64;  // tokens of a unit of work
+constexpr int SCALES = 16;     // that are tried in an octave
+constexpr uint32_t INFINITE = 0x7F800000;
+
+// Codes of `count` numbers: `codec.encode`, lane by lane.
+void encode(
+    const float* x, const float* inverse, int64_t step, int64_t count, const Encoding& c,
+    uint8_t* to) {
+  typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+  const Ints one = Ints{} + 1, step_bits = Ints{} + (int32_t)c.step,
+             nan = Ints{} + (int32_t)c.nan_code;
+  const int drop = (int)c.drop;
+  for (int64_t i = 0; i < count; i += LANES) {
+    Floats value = load<Floats>(x + i) * (step ? load<Floats>(inverse + i) : splat(*inverse));
+    Ints raw = (Ints)value, magnitude = raw & 0x7FFFFFFF;
+    Ints odd = magnitude >> drop & 1;
+    Ints normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - (int32_t)c.rebias;
+    // Added to a number whose last bit is worth one step, a small number is rounded by the CPU.
+    Ints small = (Ints)(bits(magnitude) + bits(step_bits)) - step_bits;
+    Ints rounded = magnitude < (int32_t)c.min_normal ? small : normal;
+    rounded = rounded > (int32_t)c.max_code ? Ints{} + (int32_t)c.max_code : rounded;
+    Ints is_nan = magnitude > (int32_t)INFINITE;
+    Ints has_sign = c.signs ? one : (Ints)(rounded > 0) & ~is_nan & 1;
+    Ints codes = (is_nan ? nan : rounded) | ((raw >> 24 & 0x80) & -has_sign);
+    Bytes narrow = __builtin_convertvector(codes, Bytes);
+    std::memcpy(to + i, &narrow, sizeof narrow);
+  }
+}
+
+// The bits, bfloat16, of the dynamic scale for a largest |x| with the bits `magnitude`.
+uint32_t dynamic_scale(uint32_t magnitude, float most, float least) {
+  if (magnitude >= INFINITE) return 0x7FC0;
+  float scale = load<float>(&magnitude) / most;
+  scale = scale > least ? scale : least;
+  return (load<uint32_t>(&scale) + 0xFFFF) >> 16;
+}
+
+// The bits that `codec.search_scale` chooses from the dynamic scale `first`. Scales are at least
+// 2^-100 and numbers times their reciprocal below 2^16: the unit of the errors, a power of two,
+// goes into the reciprocal and changes no bit.
+uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Encoding& c) {
+  const uint32_t start_bits = first << 16, unit_bits = (uint32_t)(127 + c.unit) << 23;
+  const float start = load<float>(&start_bits), unit = load<float>(&unit_bits);
+  const Ints least_normal = Ints{} + (int32_t)(c.min_normal + (c.unit << 23));
+  const Ints above = Ints{} + (int32_t)((c.drop << 23) + 0x400000);
+  uint32_t best = first;
+  float least = INFINITY;
+  for (int scale = 0; scale < SCALES; scale++) {
+    float tried = start * (float)std::exp2(scale / (double)SCALES);
+    uint32_t raised = (load<uint32_t>(&tried) + 0xFFFF) & 0xFFFF0000;
+    tried = load<float>(&raised);
+    const float inverse = unit / tried, relative = tried * (1 / start);
+    int64_t errors = 0;
+    // A lane may add up the squares of 64 numbers in float32 and stay exact: an error is at most
+    // 2^9, and its square times 64 at most 2^24.
+    for (int64_t begin = 0; begin < dim; begin += 64 * LANES) {
+      Floats sums = {};
+      const int64_t end = begin + 64 * LANES < dim ? begin + 64 * LANES : dim;
+      for (int64_t i = begin; i < end; i += LANES) {
+        Floats x = load<Floats>(line + i) * inverse;
+        // Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded.
+        Ints binade = (Ints)x & 0x7F800000;
+        binade = binade > least_normal ? binade : least_normal;
+        Floats large = bits(binade + above);
+        Floats error = ((x + large) - large) - x + 0.5f;
+#if defined(__AVX512F__)
+        error = (Floats)_mm512_roundscale_ps((__m512)error, 9);
+#elif defined(__AVX2__)
+        error = (Floats)_mm256_floor_ps((__m256)error);
+#else
+        for (int lane = 0; lane < LANES; lane++) error[lane] = std::floor(error[lane]);
+#endif
+        sums += error * error;
+      }
+      for (int lane = 0; lane < LANES; lane++) errors += (int64_t)sums[lane];
+    }
+    const float cost = (float)errors * (relative * relative);
+    if (cost < least) least = cost, best = raised >> 16;
+  }
+  return best;
+}
+
+// Store the codes of one vector `x` at `codes`, and its dynamic scale, if it has one, at `dynamic`.
+// `line` has room for a vector and STEP more numbers.
+void encode_vector(
+    const Write& c, const Stored& side, const Encoding& code, const char* x, int64_t kind,
+    const float* center, int64_t head, char* dynamic, bool searches, float* line, uint8_t* codes) {
+  read_numbers(x, kind, side.dim, line);
+  if (center)
+    for (int64_t i = 0; i < side.dim; i++) line[i] -= center[i];
+  if (side.rotation) rotate(line, side.dim, side.rotation);
+  if (side.static_scale) {
+    float* inverses = line + side.dim + STEP;
+    for (int64_t i = 0; i < side.dim; i++) inverses[i] = 1 / side.static_scale[head * side.dim + i];
+    return encode(line, inverses, 1, side.dim, code, codes);
+  }
+  uint32_t magnitude = 0;
+  for (int64_t i = 0; i < side.dim; i++) {
+    uint32_t raw = load<uint32_t>(line + i) & 0x7FFFFFFF;
+    magnitude = raw > magnitude ? raw : magnitude;
+  }
+  uint32_t scale = dynamic_scale(magnitude, (float)code.max, (float)c.min_scale);
+  if (searches && magnitude < INFINITE) scale = search_scale(line, side.dim, scale, code);
+  const uint16_t stored = (uint16_t)scale;
+  std::memcpy(dynamic, &stored, 2);
+  const float inverse = 1 / scale_of((const char*)&stored);
+  encode(line, &inverse, 0, side.dim, code, codes);
+}
+
+bool has_pages(const Write& c) {
+  for (int64_t sequence = 0; sequence < c.batch; sequence++) {
+    const int64_t end = c.table.lengths[sequence];
+    auto row = (const int32_t*)((const char*)c.table.table + sequence * c.table.stride);
+    if ((end - 1) / c.table.slots >= c.table.columns) return false;
+    for (int64_t column = (end - c.tokens) / c.table.slots; column <= (end - 1) / c.table.slots;
+         column++)
+      if (row[column] < 0) return false;
+  }
+  return true;
+}
+
+void write_token(
+    const Write& c, int64_t sequence, int64_t head, int64_t token, float* line, uint8_t* codes) {
+  const int64_t position = c.table.lengths[sequence] - c.tokens + token;
+  const int64_t slots = c.table.slots, slot = position % slots, place = head * slots + slot;
+  char* page = const_cast<char*>(c.table.page_of(sequence, position));
+  const char* x = c.k_in.data + sequence * c.k_in.b + head * c.k_in.h + token * c.k_in.t;
+  char* to = page + c.k.codes + place * c.k.dim * width_of(c.k.kind);
+  if (c.k.kind != CODES) {
+    std::memcpy(to, x, c.k.dim * width_of(c.k.kind));
+  } else {
+    const float* center = c.k.center ? c.k.center + (sequence * c.heads + head) * c.k.dim : nullptr;
+    encode_vector(
+        c, c.k, c.k_code, x, c.k_in.kind, center, head, page + c.k.token_scales + 4 * place, true,
+        line, codes);
+    std::memcpy(to, codes, c.k.dim);
+  }
+  const int64_t width = width_of(c.v.kind);
+  x = c.v_in.data + sequence * c.v_in.b + head * c.v_in.h + token * c.v_in.t;
+  to = page + c.v.codes + (head * c.v.dim * slots + slot) * width;
+  if (c.v.kind == CODES) {
+    encode_vector(
+        c, c.v, c.v_code, x, c.v_in.kind, nullptr, head, page + c.v.token_scales + 4 * place, false,
+        line, codes);
+    x = (const char*)codes;
+  }
+  for (int64_t i = 0; i < c.v.dim; i++) std::memcpy(to + i * slots * width, x + i * width, width);
+}
+
+// ---- gather -------------------------------------------------------------------------------------
+
+struct Gather {
+  int64_t batch, heads, first_head, start, stop, ragged, transposed;
+  Table table;
+  Stored side;
+  Decoding code;
+  char* out;
+  int64_t out_kind;
+};
+
+// Gather positions `begin` to `end - 1`, all in one page, of one head. `square` has room for them.
+void gather_part(
+    const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* square) {
+  const Stored& s = c.side;
+  const int64_t width = width_of(s.kind), slots = c.table.slots, slot = begin % slots,
+                count = end - begin;
+  const int64_t stored_head = head + c.first_head, first = stored_head * slots;
+  const char* page = c.table.page_of(sequence, begin);
+  const char* codes = page + s.codes + first * s.dim * width;
+  const bool clean = s.kind == CODES && !has_special(codes, slots * s.dim, c.code);
+  const int64_t room = (s.dim + STEP - 1) & -STEP;
+  float* lines = square;                   // [count, room]
+  float* columns = square + BLOCK * room;  // [dim, BLOCK + STEP]
+  with_reader(s.kind, c.code, clean, [&](const auto& read) {
+    if (!c.transposed)
+      for (int64_t t = 0; t < count; t++)
+        decode_line(read, codes + (slot + t) * s.dim * width, s.dim, lines + t * room);
+    else
+      for (int64_t d = 0; d < s.dim; d++)
+        decode_line(read, codes + (d * slots + slot) * width, count, columns + d * (BLOCK + STEP));
+  });
+  if (c.transposed)
+    for (int64_t t = 0; t < count; t++)
+      for (int64_t d = 0; d < s.dim; d++) lines[t * room + d] = columns[d * (BLOCK + STEP) + t];
+  const float* scale = s.static_scale ? s.static_scale + stored_head * s.dim : nullptr;
+  const float* center = s.center ? s.center + (sequence * c.heads + head) * s.dim : nullptr;
+  for (int64_t t = 0; t < count; t++) {
+    float* x = lines + t * room;
+    const float dynamic =
+        s.token_scales ? scale_of(page + s.token_scales + 4 * (first + slot + t)) : 1;
+    if (c.ragged && begin + t >= c.table.lengths[sequence]) {
+      std::memset(x, 0, 4 * s.dim);
+    } else {
+      const float factor = (float)c.code.factor;
+      if (s.kind == CODES)
+        for (int64_t d = 0; d < s.dim; d++) x[d] = x[d] * factor * (scale ? scale[d] : dynamic);
+      if (s.rotation) rotate(x, s.dim, s.rotation);
+      if (center)
+        for (int64_t d = 0; d < s.dim; d++) x[d] += center[d];
+    }
+    const int64_t row = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + t;
+    write_numbers(x, c.out_kind, s.dim, c.out + row * s.dim * width_of(c.out_kind));
+  }
+}
+
+// ---- attend -------------------------------------------------------------------------------------
+
+struct Attend {
+  int64_t batch, q_heads, heads, tokens, start, stop, causal, window;
+  double scaling, softcap;
+  Table table;
+  Stored k;
+  Decoding k_code;
+  Stored v;
+  Decoding v_code;
+  int64_t latent;
+  Stored p;
+  Decoding p_code;  // where K holds latents: their positions
+  Strided q;
+  const char* sinks;
+  int64_t sinks_kind;
+  Strided mask, bias, more;
+  const int32_t* bounds;
+  int64_t bounds_b, span, splits, blocks, block_tokens, rows;
+  char* out;
+  int64_t out_kind;
+  float* work;  // [units, rows, 2 + Dv]: what `fold` makes
+};
+
+constexpr int64_t LINE = TILE + STEP;  // numbers between two rows of logits
+
+struct Part {  // of a tile, in one page
+  const char* page;
+  int64_t slot, first, count;
+};
+
+inline int64_t padded(int64_t count) { return (count + STEP - 1) & -STEP; }
+
+// What a thread works with: numbers of `rows` query rows and of one tile of positions.
+struct Scratch {
+  std::vector<float> memory;
+  std::vector<Part> parts;
+  std::vector<Segment> segments, decoded;
+  float *q, *logits, *offset, *largest, *sums, *k_scales, *v_scales, *strip, *latents, *out;
+  int64_t q_stride;
+  uint8_t seen[TILE + STEP];
+
+  explicit Scratch(const Attend& c) : parts(TILE), segments(TILE), decoded(TILE) {
+    const int64_t k = padded(c.k.dim), v = padded(c.v.dim);
+    q_stride = k + padded(c.latent ? c.p.dim : 0);
+    // A part may end inside of a vector, and the next one begin in it.
+    const int64_t strip = SUMS * (k > TILE * STEP ? k : TILE * STEP);
+    const int64_t rows = padded(c.rows), latent = c.latent ? LATENTS * q_stride : 0;
+    const int64_t sizes[] = {
+        c.rows * q_stride, c.rows * LINE, rows, rows, rows, LINE, LINE, strip, latent, c.rows * v};
+    float** places[] = {&q,        &logits,   &offset,      &largest, &sums,
+                        &k_scales, &v_scales, &this->strip, &latents, &out};
+    int64_t total = STEP;
+    for (int64_t size : sizes) total += size;
+    memory.resize(total);
+    float* next = (float*)(((uintptr_t)memory.data() + 63) & -64);
+    for (int i = 0; i < 10; i++) *places[i] = next, next += sizes[i];
+  }
+};
+
+Floats tanh(Floats x) {
+  Floats size = where(x < 0.0f, -x, x), square = x * x;
+  Floats y = fma(splat(-5.70498872745e-3f), square, splat(2.06390887954e-2f));
+  y = fma(y, square, splat(-5.37397155531e-2f));
+  y = fma(y, square, splat(1.33314422036e-1f));
+  y = fma(y, square, splat(-3.33332819422e-1f));
+  Floats near = fma(square * size, y, size), e = exp(size * -2.0f);
+  Floats found = where(size < 0.625f, near, (1.0f - e) / (1.0f + e));
+  return where(x < 0.0f, -found, found);
+}
+
+// Load a query: times `scaling` and all that the codes of a side lack. Return its product with the
+// side's center.
+float load_query(
+    const Attend& c, const char* x, const Stored& side, const Decoding& code, int64_t head,
+    const float* center, float* to) {
+  read_numbers(x, c.q.kind, side.dim, to);
+  float product = 0;
+  for (int64_t i = 0; i < side.dim; i++) {
+    to[i] *= (float)c.scaling;
+    if (center) product += to[i] * center[i];
+    if (side.kind == CODES) to[i] *= (float)code.factor;
+  }
+  if (side.rotation) rotate(to, side.dim, side.rotation);
+  if (side.static_scale)
+    for (int64_t i = 0; i < side.dim; i++) to[i] *= side.static_scale[head * side.dim + i];
+  return product;
+}
+
+// Whether the parts of a side have no code that may stand for NaN or infinity.
+bool are_clean(
+    const Attend& c, const Scratch& s, int64_t parts, const Stored& side, const Decoding& code,
+    int64_t head, bool by_token) {
+  if (side.kind != CODES) return false;
+  for (int64_t i = 0; i < parts; i++) {
+    const Part& part = s.parts[i];
+    const char* first = part.page + side.codes + head * c.table.slots * side.dim;
+    const bool found = by_token
+                           ? has_special(first + part.slot * side.dim, part.count * side.dim, code)
+                           : has_special(first, c.table.slots * side.dim, code);
+    if (found) return false;
+  }
+  return true;
+}
+
+// Load the dynamic scales of a tile, the lower (K) or upper (V) halves of the words in its pages.
+void load_scales(
+    const Attend& c, const Scratch& s, int64_t parts, int64_t first, int64_t head, float* to) {
+  for (int64_t i = 0; i < parts; i++) {
+    const Part& part = s.parts[i];
+    const char* words = part.page + first + 4 * (head * c.table.slots + part.slot);
+    for (int64_t j = 0; j < part.count; j++) to[part.first + j] = scale_of(words + 4 * j);
+  }
+}
+
+// Products of `lines` lines with rows, whatever their numbers are stored in. For more rows than fit
+// the registers, or with `seen`, lines are decoded once; numbers that no query sees count as zero.
+template <bool ADDS>
+void multiply_stored(
+    Scratch& s, int64_t kind, const Decoding& code, bool clean, int64_t parts, int64_t lines,
+    int64_t rows, const float* x, int64_t x_stride, float* out, int64_t out_stride,
+    const uint8_t* seen) {
+  with_reader(kind, code, clean, [&](const auto& read) {
+    if (rows <= ROWS && !seen)
+      return multiply<ADDS>(
+          read, s.segments.data(), parts, lines, rows, x, x_stride, out, out_stride);
+    int64_t length = 0;
+    for (int64_t i = 0; i < parts; i++) length += padded(s.segments[i].count);
+    for (int64_t line = 0; line < lines; line += SUMS) {
+      const int64_t some = lines - line < SUMS ? lines - line : SUMS;
+      float* to = s.strip;
+      for (int64_t i = 0; i < parts; i++) {
+        const Segment& segment = s.segments[i];
+        s.decoded[i] = {(const char*)to, 4 * length, segment.count, segment.x, nullptr};
+        for (int64_t l = 0; l < some; l++) {
+          float* row = to + l * length;
+          decode_line(read, segment.at + (line + l) * segment.stride, segment.count, row);
+          if (seen)
+            for (int64_t j = 0; j < segment.count; j++)
+              if (!seen[segment.x + j]) row[j] = 0;
+        }
+        to += padded(segment.count);
+      }
+      multiply<ADDS>(
+          ReadFloats{}, s.decoded.data(), parts, some, rows, x, x_stride, out + line, out_stride);
+    }
+  });
+}
+
+// Logits of a tile with K.
+void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows) {
+  const bool clean = are_clean(c, s, parts, c.k, c.k_code, head, true);
+  const int64_t stride = c.k.dim * width_of(c.k.kind);
+  for (int64_t i = 0; i < parts; i++) {
+    const Part part = s.parts[i];
+    const char* soon = part.page + c.v.codes + head * c.v.dim * c.table.slots * width_of(c.v.kind);
+    s.segments[0] = {
+        part.page + c.k.codes + (head * c.table.slots + part.slot) * stride, stride, c.k.dim, 0,
+        soon};
+    multiply_stored<false>(
+        s, c.k.kind, c.k_code, clean, 1, part.count, rows, s.q, s.q_stride, s.logits + part.first,
+        LINE, nullptr);
+  }
+}
+
+// Add weights times V.
+// `next` is the position after the tile.
+void multiply_values(
+    const Attend& c, Scratch& s, int64_t parts, int64_t sequence, int64_t next, int64_t head,
+    int64_t rows, bool all_seen) {
+  const bool clean = are_clean(c, s, parts, c.v, c.v_code, head, false);
+  const int64_t width = width_of(c.v.kind);
+  for (int64_t i = 0; i < parts; i++) {
+    const Part& part = s.parts[i];
+    const char* first =
+        part.page + c.v.codes + (head * c.v.dim * c.table.slots + part.slot) * width;
+    const char* soon = c.table.soon(part.page, sequence, next + i * c.table.slots) + c.k.codes +
+                       head * c.k.dim * c.table.slots * width_of(c.k.kind);
+    s.segments[i] = {first, c.table.slots * width, part.count, part.first, soon};
+  }
+  multiply_stored<true>(
+      s, c.v.kind, c.v_code, clean, parts, c.v.dim, rows, s.logits, LINE, s.out, padded(c.v.dim),
+      all_seen || clean ? nullptr : s.seen);
+}
+
+// Logits of latents, which are decoded with their positions behind, for both products.
+void multiply_latents(
+    const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows, int64_t count) {
+  const Stored* sides[] = {&c.k, &c.p};
+  const Decoding* codes[] = {&c.k_code, &c.p_code};
+  const float* scales[] = {s.k_scales, s.v_scales};
+  const int64_t slots = c.table.slots, transposed = padded(c.k.dim);
+  for (int64_t i = 0; i < parts; i++) {
+    const Part& part = s.parts[i];
+    for (int side = 0; side < 2; side++) {
+      const Stored& of = *sides[side];
+      const int64_t width = width_of(of.kind);
+      const char* first = part.page + of.codes + head * slots * of.dim * width;
+      const bool clean = of.kind == CODES && !has_special(first, slots * of.dim, *codes[side]);
+      with_reader(of.kind, *codes[side], clean, [&](const auto& read) {
+        for (int64_t j = 0; j < part.count; j++) {
+          float* to = s.latents + (part.first + j) * s.q_stride + (side ? transposed : 0);
+          if (!side) decode_line(read, first + (part.slot + j) * of.dim * width, of.dim, to);
+        }
+        if (side)  // stored as V is: [Dv, slots]
+          for (int64_t d = 0; d < of.dim; d++) {
+            decode_line(read, first + (d * slots + part.slot) * width, part.count, s.strip);
+            for (int64_t j = 0; j < part.count; j++)
+              s.latents[(part.first + j) * s.q_stride + transposed + d] = s.strip[j];
+          }
+      });
+      if (of.token_scales)
+        for (int64_t j = part.first; j < part.first + part.count; j++) {
+          float* to = s.latents + j * s.q_stride + (side ? transposed : 0);
+          for (int64_t d = 0; d < of.dim; d++) to[d] *= scales[side][j];
+        }
+    }
+  }
+  // A few positions at a time, which stay in the first cache for all rows.
+  for (int64_t j = 0; j < count; j += SUMS) {
+    const Segment line{
+        (const char*)(s.latents + j * s.q_stride), 4 * s.q_stride, s.q_stride, 0, nullptr};
+    const int64_t some = count - j < SUMS ? count - j : SUMS;
+    multiply<false>(ReadFloats{}, &line, 1, some, rows, s.q, s.q_stride, s.logits + j, LINE);
+  }
+}
+
+// Add weights times latents: N rows, VECTORS vectors of channels.
+template <int N, int VECTORS>
+void add_latents(const Scratch& s, int64_t count, int64_t row, int64_t channel, int64_t stride) {
+  Floats sums[N][VECTORS];
+  float* out = s.out + row * stride + channel;
+  for (int r = 0; r < N; r++)
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = load<Floats>(out + r * stride + v * LANES);
+  for (int64_t j = 0; j < count; j++) {
+    const float* x = s.latents + j * s.q_stride + channel;
+    for (int v = 0; v < VECTORS; v++) {
+      const Floats y = load<Floats>(x + v * LANES);
+      for (int r = 0; r < N; r++)
+        sums[r][v] = fma(splat(s.logits[(row + r) * LINE + j]), y, sums[r][v]);
+    }
+  }
+  for (int r = 0; r < N; r++)
+    for (int v = 0; v < VECTORS; v++) store(out + r * stride + v * LANES, sums[r][v]);
+}
+
+void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, bool all_seen) {
+  if (!all_seen)
+    for (int64_t j = 0; j < count; j++)
+      if (!s.seen[j]) std::memset(s.latents + j * s.q_stride, 0, 4 * padded(c.k.dim));
+  const int64_t stride = padded(c.v.dim);
+  for (int64_t channel = 0; channel < stride; channel += STEP) {
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS)
+      add_latents<ROWS, PARTS>(s, count, row, channel, stride);
+    for (; row < rows; row++) add_latents<1, PARTS>(s, count, row, channel, stride);
+  }
+}
+
+// Add a bias, or a mask of floats, to the logits of a tile that begins at `low`.
+void add_bias(
+    const Attend& c, Scratch& s, const Strided& x, int64_t sequence, int64_t head, int64_t token,
+    int64_t rows, int64_t low, int64_t count) {
+  const int64_t groups = c.q_heads / c.heads, width = width_of(x.kind);
+  const int64_t skipped = low < c.start ? c.start - low : 0;  // these are hidden
+  if (!x.data) return;
+  for (int64_t row = 0; row < rows; row++) {
+    const char* from = x.data + sequence * x.b + (head * groups + row % groups) * x.h +
+                       (token + row / groups) * x.t;
+    read_numbers(from + (low + skipped - c.start) * width, x.kind, count - skipped, s.strip);
+    for (int64_t j = skipped; j < count; j++) s.logits[row * LINE + j] += s.strip[j - skipped];
+  }
+}
+
+// Hide what a query may not see. Return whether some query sees each column, and set `seen`.
+bool hide(
+    const Attend& c, Scratch& s, int64_t sequence, int64_t token, int64_t rows, int64_t low,
+    int64_t first, int64_t count, int64_t query, bool masked) {
+  const int64_t groups = c.q_heads / c.heads;
+  std::memset(s.seen, 0, count);
+  for (int64_t row = 0; row < rows; row += groups) {
+    const int64_t position = query + row / groups;
+    int64_t begin = first - low,
+            end = c.causal && position + 1 - low < count ? position + 1 - low : count;
+    if (c.window && position - c.window + 1 > first) begin = position - c.window + 1 - low;
+    const char* mask =
+        c.mask.data + sequence * c.mask.b + (token + row / groups) * c.mask.t + low - c.start;
+    for (int64_t j = 0; j < count; j++) {
+      const bool visible = j >= begin && j < end && !(masked && !mask[j]);
+      s.seen[j] |= visible;
+      if (!visible)
+        for (int64_t g = 0; g < groups; g++) s.logits[(row + g) * LINE + j] = NOTHING;
+    }
+  }
+  return !std::memchr(s.seen, 0, count);
+}
+
+// Turn logits into weights, relative to the largest logit so far, and update the sums. Weights take
+// V's dynamic scales.
+void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, const float* scales) {
+  const int64_t stride = padded(c.v.dim);
+  for (int64_t row = 0; row < rows; row++) {
+    float* line = s.logits + row * LINE;
+    for (int64_t j = count; j < padded(count); j++) line[j] = NOTHING;
+    Floats best = splat(s.largest[row]);
+    for (int64_t j = 0; j < count; j += LANES) {
+      Floats x = load<Floats>(line + j);
+      best = where(x > best, x, best);
+    }
+    float most = s.largest[row];
+    for (int lane = 0; lane < LANES; lane++) most = best[lane] > most ? best[lane] : most;
+    if (most > s.largest[row]) {
+      if (s.largest[row] > NOTHING) {
+        const float alpha = exp(splat(s.largest[row] - most))[0];
+        s.sums[row] *= alpha;
+        for (int64_t d = 0; d < stride; d++) s.out[row * stride + d] *= alpha;
+      }
+      s.largest[row] = most;
+    }
+    // A row that has seen nothing: -inf - 0 gives weights of zero, where -inf - -inf gives NaN.
+    const float base = most > NOTHING ? most : 0;
+    Floats total = {};
+    for (int64_t j = 0; j < padded(count); j += LANES) {
+      Floats weight = exp(load<Floats>(line + j) - base);
+      total += weight;
+      store(line + j, scales ? weight * load<Floats>(scales + j) : weight);
+    }
+    s.sums[row] += sum(total);
+  }
+}
+
+// Add positions `low` to `high - 1`, of which those from `first` on count, to the sums of rows.
+void attend_tile(
+    const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows,
+    int64_t low, int64_t first, int64_t high) {
+  const int64_t count = high - low, slots = c.table.slots;
+  int64_t parts = 0;
+  for (int64_t at = low; at < high; parts++) {
+    const int64_t slot = at % slots, some = slots - slot < high - at ? slots - slot : high - at;
+    s.parts[parts] = {c.table.page_of(sequence, at), slot, at - low, some};
+    at += some;
+  }
+  const float* k_scales = nullptr;
+  if (c.k.token_scales)
+    load_scales(c, s, parts, c.k.token_scales, head, s.k_scales), k_scales = s.k_scales;
+  if (c.latent) {
+    if (c.p.token_scales) load_scales(c, s, parts, c.p.token_scales, head, s.v_scales);
+    multiply_latents(c, s, parts, head, rows, count);
+    k_scales = nullptr;  // they are in the decoded numbers
+  } else {
+    multiply_keys(c, s, parts, head, rows);
+  }
+  if (k_scales || c.k.center || c.softcap != 0)
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t j = 0; j < count; j += LANES) {
+        float* place = s.logits + row * LINE + j;
+        Floats x = load<Floats>(place);
+        if (k_scales) x *= load<Floats>(k_scales + j);
+        if (c.k.center) x += s.offset[row];
+        if (c.softcap != 0) x = tanh(x / (float)c.softcap) * (float)c.softcap;
+        store(place, x);
+      }
+  add_bias(c, s, c.bias, sequence, head, token, rows, low, count);
+  add_bias(c, s, c.more, sequence, head, token, rows, low, count);
+  bool all_seen = true;
+  const int64_t query = c.table.lengths[sequence] - c.tokens + token;  // position of the first row
+  bool masked = c.mask.data;
+  if (c.bounds && low >= *(const int32_t*)((const char*)(c.bounds + 1) + sequence * c.bounds_b))
+    masked = false;
+  if (masked || c.window || low < first || (c.causal && high > query + 1)) {
+    all_seen = hide(c, s, sequence, token, rows, low, first, count, query, masked);
+    if (!all_seen && !std::memchr(s.seen, 1, count)) return;
+  }
+  const float* v_scales = nullptr;
+  if (c.v.token_scales && !c.latent) {
+    load_scales(c, s, parts, c.v.token_scales, head, s.v_scales);
+    v_scales = s.v_scales;
+    for (int64_t j = count; j < padded(count); j++) s.v_scales[j] = 0;
+    for (int64_t j = 0; j < count && !all_seen; j++)
+      if (!s.seen[j]) s.v_scales[j] = 0;
+  }
+  update_softmax(c, s, rows, count, v_scales);
+  if (c.latent) multiply_weights(c, s, rows, count, all_seen);
+  else multiply_values(c, s, parts, sequence, high, head, rows, all_seen);
+}
+
+// Add sums over a span, relative to its largest logit, to those of the spans before. `to` holds the
+// largest logit, the sum of weights, and the weighted sums of V. Spans are added in one order, so
+// threads and other queries change no bit of a result.
+void fold(float* to, float largest, float sum, const float* x, int64_t dim) {
+  const float most = largest > to[0] ? largest : to[0];
+  // A span that saw nothing has sums of zero, or NaN if all that it saw was NaN.
+  const float before = to[0] > NOTHING ? std::exp(to[0] - most) : 1;
+  const float here = largest > NOTHING ? std::exp(largest - most) : 1;
+  to[0] = most;
+  to[1] = to[1] * before + sum * here;
+  for (int64_t d = 0; d < dim; d++) to[2 + d] = to[2 + d] * before + x[d] * here;
+}
+
+void clear(float* sums, int64_t dim) {
+  sums[0] = NOTHING;
+  std::memset(sums + 1, 0, 4 * (1 + dim));
+}
+
+void load_queries(
+    const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows) {
+  const int64_t groups = c.q_heads / c.heads;
+  const float* center = c.k.center ? c.k.center + (sequence * c.heads + head) * c.k.dim : nullptr;
+  std::memset(s.q, 0, 4 * c.rows * s.q_stride);
+  for (int64_t row = 0; row < rows; row++) {
+    const char* x = c.q.data + sequence * c.q.b + (head * groups + row % groups) * c.q.h +
+                    (token + row / groups) * c.q.t;
+    float* to = s.q + row * s.q_stride;
+    s.offset[row] = load_query(c, x, c.k, c.k_code, head, center, to);
+    if (c.latent) {
+      x += c.k.dim * width_of(c.q.kind);
+      load_query(c, x, c.p, c.p_code, head, nullptr, to + padded(c.k.dim));
+    }
+  }
+}
+
+void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
+  const int64_t size = 2 + c.v.dim, stride = padded(c.v.dim);
+  float* part = c.work + unit * c.rows * size;
+  const int64_t split = unit % c.splits, block = unit / c.splits % c.blocks;
+  const int64_t pair = unit / c.splits / c.blocks, head = pair % c.heads, sequence = pair / c.heads;
+  const int64_t token = block * c.block_tokens;
+  const int64_t tokens = c.tokens - token < c.block_tokens ? c.tokens - token : c.block_tokens;
+  const int64_t rows = tokens * (c.q_heads / c.heads), length = c.table.lengths[sequence];
+  for (int64_t row = 0; row < c.rows; row++) clear(part + row * size, c.v.dim);
+
+  int64_t first = c.start, high = c.stop;
+  const int64_t query = length - c.tokens + token;  // position of the first row
+  for (int64_t limit :
+       {length, c.table.slots * c.table.columns, c.causal ? query + tokens : length})
+    if (limit < high) high = limit;
+  if (c.bounds) {
+    const int64_t visible = *(const int32_t*)((const char*)c.bounds + sequence * c.bounds_b);
+    if (visible > first) first = visible;
+  }
+  if (c.window && query - c.window + 1 > first) first = query - c.window + 1;
+  if (c.splits > 1) {  // one span each
+    const int64_t begin = (c.start / c.span + split) * c.span;
+    if (first < begin) first = begin;
+    if (high > begin + c.span) high = begin + c.span;
+  }
+  if (first < high) load_queries(c, s, sequence, head, token, rows);
+  // Vectors begin at multiples of STEP, tiles at multiples of their size.
+  for (int64_t low = first & -STEP; low < high;) {
+    std::memset(s.out, 0, 4 * c.rows * stride);
+    for (int64_t row = 0; row < rows; row++) s.largest[row] = NOTHING, s.sums[row] = 0;
+    int64_t stop = (low / c.span + 1) * c.span;
+    if (stop > high) stop = high;
+    while (low < stop) {
+      const int64_t tile = c.latent ? LATENTS : TILE, next = (low / tile + 1) * tile;
+      const int64_t end = next < stop ? next : stop;
+      attend_tile(c, s, sequence, head, token, rows, low, first, end);
+      low = end;
+    }
+    for (int64_t row = 0; row < rows; row++)
+      fold(part + row * size, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
+  }
+}
+
+// Write the result of one query token and head: its splits together, and the sink.
+void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head, float* sums) {
+  const int64_t groups = c.q_heads / c.heads, head = q_head / groups, dim = c.v.dim;
+  const int64_t block = token / c.block_tokens,
+                unit = (sequence * c.heads + head) * c.blocks + block;
+  const int64_t place = (token % c.block_tokens) * groups + q_head % groups;
+  clear(sums, dim);
+  for (int64_t i = 0; i < c.splits; i++) {
+    const float* part = c.work + ((unit * c.splits + i) * c.rows + place) * (2 + dim);
+    fold(sums, part[0], part[1], part + 2, dim);
+  }
+  float weight = 1, total = sums[1], *x = sums + 2, buffer[STEP];
+  if (c.sinks) {
+    read_numbers(c.sinks + q_head * width_of(c.sinks_kind), c.sinks_kind, 1, buffer);
+    const float sink = buffer[0], most = sink > sums[0] ? sink : sums[0];
+    weight = sums[0] > NOTHING ? std::exp(sums[0] - most) : 1;
+    total = total * weight + (sink > NOTHING ? std::exp(sink - most) : 0);
+  }
+  const float inverse = weight / (total != 0 ? total : 1);
+  const float factor = c.v.kind == CODES ? (float)c.v_code.factor : 1;
+  for (int64_t d = 0; d < dim; d++) {
+    x[d] = x[d] * inverse * factor;
+    if (c.v.static_scale) x[d] *= c.v.static_scale[head * dim + d];
+  }
+  if (c.v.rotation) rotate(x, dim, c.v.rotation);
+  const int64_t row = (sequence * c.tokens + token) * c.q_heads + q_head;
+  write_numbers(x, c.out_kind, dim, c.out + row * dim * width_of(c.out_kind));
+}
+
+}  // namespace
+
+// ---- what Python calls --------------------------------------------------------------------------
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// The number of the source (build.py), and the bytes of the structs that Python fills.
+EXPORT void describe(int64_t* out) {
+  out[0] = STAMP, out[1] = sizeof(Write), out[2] = sizeof(Gather), out[3] = sizeof(Attend);
+}
+
+// Store new tokens. Return 0, and store nothing, if one has no page.
+EXPORT int write_tokens(const Write* call, int64_t threads) {
+  const Write& c = *call;
+  if (!has_pages(c)) return 0;
+  const int64_t blocks = (c.tokens + BLOCK - 1) / BLOCK;
+  for_units(c.batch * c.heads * blocks, threads, [&] {
+    const int64_t dim = (c.k.dim > c.v.dim ? c.k.dim : c.v.dim) + STEP;
+    return [&c, blocks, line = std::vector<float>(2 * dim),
+            codes = std::vector<uint8_t>(dim)](int64_t unit) mutable {
+      const int64_t begin = unit % blocks * BLOCK,
+                    end = begin + BLOCK < c.tokens ? begin + BLOCK : c.tokens;
+      for (int64_t token = begin; token < end; token++)
+        write_token(
+            c, unit / blocks / c.heads, unit / blocks % c.heads, token, line.data(), codes.data());
+    };
+  });
+  return 1;
+}
+
+EXPORT void gather(const Gather* call, int64_t threads) {
+  const Gather& c = *call;
+  const int64_t blocks = (c.stop - c.start + BLOCK - 1) / BLOCK;
+  for_units(c.batch * c.heads * blocks, threads, [&] {
+    return [&c, blocks,
+            square = std::vector<float>(
+                (padded(c.side.dim) + padded(c.side.dim)) * (BLOCK + STEP))](int64_t unit) mutable {
+      int64_t begin = c.start + unit % blocks * BLOCK;
+      const int64_t stop = begin + BLOCK < c.stop ? begin + BLOCK : c.stop;
+      for (; begin < stop;) {
+        int64_t end = (begin / c.table.slots + 1) * c.table.slots;
+        end = end < stop ? end : stop;
+        gather_part(c, unit / blocks / c.heads, unit / blocks % c.heads, begin, end, square.data());
+        begin = end;
+      }
+    };
+  });
+}
+
+EXPORT void attend(const Attend* call, int64_t threads) {
+  const Attend& c = *call;
+  for_units(c.batch * c.heads * c.blocks * c.splits, threads, [&] {
+    return [&c, scratch = Scratch(c)](int64_t unit) mutable { attend_unit(c, scratch, unit); };
+  });
+  std::vector<float> line(2 + padded(c.v.dim));
+  for (int64_t row = 0; row < c.batch * c.tokens * c.q_heads; row++)
+    finish_row(
+        c, row / c.q_heads / c.tokens, row / c.q_heads % c.tokens, row % c.q_heads, line.data());
+}

@@ -1,0 +1,130 @@
+"""Arguments of kernels: the structs of kernels.cpp, filled group by group.
+
+A group is a function's tuple, and a row of "q" (integers, addresses) and "d" (float64) in `WRITE`,
+`GATHER` and `ATTEND`.
+"""
+
+import functools
+import math
+import struct
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...formats import AUTO, FORMATS
+from ...formats.codec import decode
+from ...formats.rotation import rotation_block
+from ..pages import Pages
+
+CODES, BF16, F16, F32 = range(4)  # how a number is stored
+KINDS = {torch.uint8: CODES, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
+_TABLE, _STORED, _STRIDED, _DECODING, _ENCODING = "7q", "7q", "5q", "5qd", "8qd"
+WRITE = struct.Struct("3qd" + _TABLE + 2 * (_STORED + _STRIDED + _ENCODING))
+GATHER = struct.Struct("7q" + _TABLE + _STORED + _DECODING + "2q")
+ATTEND = struct.Struct(
+    "8q2d" + _TABLE + 2 * (_STORED + _DECODING) + "q" + _STORED + _DECODING + _STRIDED + "2q"
+    + 3 * _STRIDED + "10q"
+)  # fmt: skip
+
+
+def table(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
+    """Return the struct `Table`."""
+    rows = pages.table
+    return (
+        pages.page_size, rows.data_ptr(), 4 * rows.stride(0), rows.shape[1], lengths.data_ptr(),
+        pages.block.data_ptr(), pages.offsets.data_ptr(),
+    )  # fmt: skip
+
+
+def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
+    """Return the struct `Stored` of "k" or "v".
+
+    `codes` is where a page has the side's codes, and `token_scales` the first of its dynamic
+    scales, in bytes from the page's address; 0 without, and the others follow every four bytes.
+    `rotation`: the numbers that are rotated together; 0: they are not.
+    """
+    side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
+    layout, scales = pages.layout, 0
+    if side.is_dynamic:
+        scales = layout.first["token_scales"] + (2 if name == "v" else 0)
+    return (
+        layout.first[name], KINDS[dtype], side.head_dim, scales,
+        address(side.static_scale), address(center),
+        rotation_block(side.head_dim) if side.rotated else 0,
+    )  # fmt: skip
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a tensor is; 0: there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def strided(x: Tensor) -> tuple[int, ...]:
+    """Return the struct `Strided` of a tensor `[b, h, t, any]`; strides are in bytes."""
+    size = x.element_size()
+    b, h, t, _ = x.stride()
+    return x.data_ptr(), KINDS[x.dtype], b * size, h * size, t * size
+
+
+def broadcast(x: Tensor | None) -> tuple[int, ...]:
+    """Return the struct `Strided` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
+    if x is None:
+        return 0, F32, 0, 0, 0
+    data, dtype, b, h, t = strided(x)
+    batch, heads, tokens, _ = x.shape
+    return data, dtype, b if batch > 1 else 0, h if heads > 1 else 0, t if tokens > 1 else 0
+
+
+def no_gaps(x: Tensor) -> Tensor:
+    """Return the tensor, or a copy whose last axis has no gaps."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
+def readable_floats(x: Tensor) -> Tensor:
+    """Return the tensor, or float32 where kernels do not read its dtype."""
+    return x if x.dtype in KINDS else x.float()
+
+
+@functools.cache
+def _numbers(name: str) -> tuple[Tensor, float]:
+    """Return the numbers of the 256 codes without a factor, float32, and the factor."""
+    fmt = FORMATS[name]
+    factor = 2.0 ** (15 - fmt.bias)
+    return decode(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt) / factor, factor
+
+
+@functools.cache
+def decoding(name: str) -> tuple[float, ...]:
+    """Return the struct `Decoding`.
+
+    A code's bits, shifted and masked, are a float16 that lacks a factor: it has 10 bits of mantissa
+    and the bias 15. This does not hold for codes that are `nan_code` under `nan_mask`: NaN, and
+    infinity where there is one.
+    """
+    if name == AUTO:
+        return 0, 0, 0, 0, 0, 1.0
+    fmt = FORMATS[name]
+    numbers, factor = _numbers(name)
+    shift = 10 - fmt.mantissa_bits
+    if fmt.inf_code is not None:
+        nan_mask = nan_code = fmt.inf_code
+    else:
+        nan_mask, nan_code = 0xFF if fmt.unsigned_zero else 0x7F, fmt.nan_code
+    return numbers.data_ptr(), shift, 0x7F << shift | 0x8000, nan_mask, nan_code, factor
+
+
+@functools.cache
+def encoding(name: str) -> tuple[float, ...]:
+    """Return the struct `Encoding`; `unit` is the exponent of `Format.error_unit`."""
+    if name == AUTO:
+        return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
+    fmt = FORMATS[name]
+    step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
+    sign = int(not fmt.unsigned_zero)
+    rebias = (127 - fmt.bias) << fmt.mantissa_bits
+    min_normal = (128 - fmt.bias) << 23
+    return (
+        23 - fmt.mantissa_bits, rebias, min_normal, step, fmt.max_code, fmt.nan_code, sign,
+        int(math.log2(fmt.error_unit)), fmt.max,
+    )  # fmt: skip

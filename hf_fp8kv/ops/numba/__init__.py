@@ -1,1 +1,0 @@
-"""The "numba" backend: fused loops for CPUs."""

@@ -1,0 +1,212 @@
+"""What only the "cpu" backend has: threads, compiled libraries, and cases that it hands over."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fp8kv import ops
+from hf_fp8kv.errors import BackendError
+from hf_fp8kv.ops import AttentionSpec, Pages, reference
+from hf_fp8kv.ops.cpu import backend as cpu_backend
+from hf_fp8kv.ops.cpu import build
+from tests.helpers.assertions import assert_same, assert_same_pool
+from tests.helpers.counting import BytesWritten
+from tests.ops import test_ops
+from tests.ops.test_ops import with_scales
+
+pytestmark = pytest.mark.text
+
+HEADS, DIM = 2, 32
+
+
+def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
+    """Pages of one sequence with `tokens` random tokens."""
+    case = test_ops.Case("", lengths=(tokens,), key=fmt, value=fmt, dtype=dtype)
+    return test_ops.fill(test_ops.poisoned(case), case)
+
+
+def attend(
+    pages: Pages, query: torch.Tensor, tokens: int, module: Any = cpu_backend
+) -> torch.Tensor:
+    lengths = torch.tensor([tokens], dtype=torch.int32)
+    found = module.attend(query, pages, lengths, 0, tokens, AttentionSpec(0.2, causal=True))
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.fixture
+def many_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every call is split, however small."""
+    monkeypatch.setattr(cpu_backend, "GRAIN", 64)
+    monkeypatch.setattr(cpu_backend, "SPAN", 16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_threads_give_one_result():
+    pages, query = make(700), torch.randn(1, 6, 3, DIM)
+    expected = attend(pages, query, 700, reference)
+    first = attend(pages, query, 700)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+    for _ in range(20):
+        assert_same(attend(pages, query, 700), first)
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("case", test_ops.LATENTS, ids=str)
+def test_threads_share_latents(case):
+    pages, query, kwargs = test_ops.prepare(case)
+    expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
+    found = test_ops.attend(case, pages, query, "cpu", **kwargs)
+    assert test_ops.errors(found, expected).max() <= test_ops.bound(case)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_write_and_gather_on_many_threads():
+    pages = make(700)
+    other = test_ops.copy(pages)
+    key, value = torch.randn(2, 1, HEADS, 700, DIM)
+    ends = torch.tensor([700], dtype=torch.int32)
+    cpu_backend.write(pages, key, value, ends)
+    reference.write(other, key, value, ends)
+    assert_same_pool(pages, other)
+    for side in ("k", "v"):
+        arguments = (ends, side, 5, 699, torch.bfloat16, False)
+        assert_same(cpu_backend.gather(pages, *arguments), reference.gather(pages, *arguments))
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_calls_from_several_threads_at_once():
+    pages, queries = make(700), torch.randn(8, 1, 6, 1, DIM)
+    expected = [attend(pages, query, 700) for query in queries]
+    with ThreadPoolExecutor(8) as callers:
+        found = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
+    for i, result in enumerate(found):
+        assert_same(result, expected[i % 8])
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("fmt", ["fp8_e3m4", "auto"])
+def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
+    """Chunks, other sequences and threads share work, and change no bit of a result."""
+    length, prompt = 1333, 70
+    pages, query = make(length, fmt), torch.randn(1, 6, prompt, DIM)
+    spec = AttentionSpec(0.2, causal=True, window=window)
+
+    def run(pages: Pages, query: torch.Tensor, *lengths: int) -> torch.Tensor:
+        ends = torch.tensor(lengths, dtype=torch.int32)
+        return cpu_backend.attend(query, pages, ends, 0, max(lengths), spec)
+
+    alone = torch.cat([
+        run(pages, query[:, :, [t]], length - prompt + 1 + t) for t in range(prompt)
+    ], 1)  # fmt: skip
+    two = pages._replace(table=pages.table.repeat(2, 1))
+    for grain in (1 << 30, 64):
+        monkeypatch.setattr(cpu_backend, "GRAIN", grain)
+        for chunk in (1, 3, 5, prompt):
+            assert_same(run(pages, query[:, :, -chunk:], length), alone[:, -chunk:])
+        both = run(two, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
+        assert_same(both[:1], alone[:, -1:])
+
+
+def test_scales_of_any_layout():
+    """A scale per head or per tensor may come expanded."""
+    # Small, so that logits are: an error of a logit is a relative one of the result.
+    scale = (0.01 * torch.rand(HEADS, 1)).expand(HEADS, DIM)
+    pages = with_scales(make(40), scale, torch.tensor(0.003).expand(HEADS, DIM))
+    pages = pages._replace(table=pages.table.t().contiguous().t())
+    query = torch.randn(1, 6, 1, DIM)
+    expected = attend(pages, query, 40, reference)
+    torch.testing.assert_close(attend(pages, query, 40), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_copies_nothing():
+    assert ops.choose_backend("auto", torch.device("cpu")) == "cpu"
+    pages, query = make(4000), torch.randn(1, 6, 1, DIM)
+    with BytesWritten() as written:
+        attend(pages, query, 4000)
+    assert written.total < pages.k_codes.nbytes / 10
+
+
+# -- libraries -------------------------------------------------------------------------------------
+
+
+def run_script(script: str, **environment: str) -> str:
+    """Run a script in another process, and return what it writes."""
+    root = Path(__file__).parents[2]
+    folders = os.pathsep.join([str(root), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": folders, **environment}, check=True,
+    )  # fmt: skip
+    return run.stdout.strip().split("\n")[-1]
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    script = """
+        import os, torch
+        from tests.ops import test_cpu
+
+        test_cpu.cpu_backend.GRAIN = 64
+        torch.set_num_threads(2)
+        pages, query = test_cpu.make(700), torch.randn(1, 6, 1, 32)
+        expected = test_cpu.attend(pages, query, 700)
+        child = os.fork()
+        same = torch.equal(test_cpu.attend(pages, query, 700), expected)
+        if child == 0:
+            os._exit(0 if same else 1)
+        print(same, os.waitpid(child, 0)[1])
+    """
+    assert run_script(script) == "True 0"
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_each_library_is_right(capability):
+    """The libraries that a CPU can run besides the one that is chosen on it."""
+    script = """
+        import torch
+        from hf_fp8kv.ops.cpu import backend
+        from tests.ops import test_ops
+
+        for case in test_ops.CASES[:12] + test_ops.LATENTS:
+            pages, query, kwargs = test_ops.prepare(case)
+            want = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
+            found = test_ops.attend(case, pages, query, "cpu", **kwargs)
+            assert test_ops.errors(found, want).max() <= test_ops.bound(case, "cpu"), case
+        print(backend.load_library()._name.split("_")[-1])
+    """
+    found = run_script(script, ATEN_CPU_CAPABILITY=capability)
+    assert found == build.find_library(capability.upper()).name.split("_")[-1]
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No library has been loaded, and the next one is looked for again."""
+    cpu_backend.load_library.cache_clear()
+    yield
+    cpu_backend.load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_a_missing_library_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "find_library", lambda _: tmp_path / "kernels_none.so")
+    with pytest.raises(BackendError, match=r"kernels_none\.so.*hf_fp8kv\.ops\.cpu\.build"):
+        attend(make(40), torch.randn(1, 6, 1, DIM), 40)
+
+
+@pytest.mark.usefixtures("no_library")
+def test_a_library_of_another_source_is_refused(monkeypatch):
+    monkeypatch.setattr(build, "stamp", lambda: 1)
+    with pytest.raises(BackendError, match="another source"):
+        attend(make(40), torch.randn(1, 6, 1, DIM), 40)
