@@ -12,24 +12,30 @@ from ..errors import ScaleError
 from ..scales.kv_scales import resolve
 from ..utils.files import CACHE_FORMAT, read_header
 from ..utils.terminal import format_size, make_table
-from .arguments import Device, Json, Model, ModelDtype, Scales, parse_plot
-from .scales_plot import plot_scales
-from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
-from .shared import load_model, make_console, print_parts, report_problems
-from .texts import (
+from .arguments import (
     TEXTS_HELP,
     ChatTemplate,
+    Device,
     Dtype,
+    Json,
     MaxLength,
     MaxPosition,
     MaxTokens,
+    Model,
+    ModelDtype,
+    Scales,
     TextColumn,
-    drop_unset,
+    given_options,
     load_texts,
+    parse_plot,
 )
+from .scales_plot import plot_scales
+from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
+from .shared import load_model, make_console, print_parts, report_problems
 
 
 def inspect(
+    ctx: typer.Context,
     scales: Scales,
     model: Model = None,
     texts: Annotated[
@@ -54,14 +60,7 @@ def inspect(
     With --texts they are measured; else the report of their calibration is shown, if there is one.
     Of a file that a cache was saved to, show how each layer is stored.
     """
-    options = drop_unset(
-        dtype=dtype,
-        max_tokens=max_tokens,
-        max_length=max_length,
-        max_position=max_position,
-        text_column=text_column,
-        chat_template=chat_template,
-    )
+    options = given_options(ctx)
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
         raise typer.BadParameter("requires --texts", param_hint=option)

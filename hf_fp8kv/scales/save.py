@@ -7,11 +7,11 @@ until then a folder holds the same weights under the old config.
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, get_args
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from safetensors import SafetensorError, safe_open
@@ -28,11 +28,16 @@ from .checkpoint.checkpoint import (
     ONLY_FILE,
     OWN_FILE,
     OWN_FOLDER,
+    SCALES_FILE,
     Checkpoint,
+    find_added,
+    find_in_shards,
+    find_indexed,
 )
-from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, text_config
+from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, check_layer_counts, text_config
+from .checkpoint.declaration import Declaration, remove_declaration
 from .checkpoint.folder import LocalFolder, translate_hub_errors
-from .existing import check_place, find_weights, list_files, open_source
+from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import READ_ONLY, SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, reduce_scales, to_json
 from .formats.hf_fp8kv import HfFp8kv
@@ -46,6 +51,11 @@ logger = logging.getLogger(__name__)
 Weights = Literal["copy", "link"]
 # Where our own files can be.
 _PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in (REPORT_FILE, OWN_FILE)]
+# All that a config.json of scales alone can have, whichever the format.
+_MINIMAL_ENTRIES = frozenset((
+    "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
+    "kv_cache_torch_dtype",
+))  # fmt: skip
 # The bytes of a file, a function that makes it, or None for a file that is deleted.
 _Content = bytes | Callable[[Path], object] | None
 
@@ -58,16 +68,11 @@ def save_scales(
     format = _find_format(name, tp_size)
     reduced, losses = reduce_scales(scales, format)
     source = target if checkpoint is None else checkpoint
-    existing = list_files(source)
-    whole = checkpoint is not None or bool(find_weights(existing))
-    opened: Checkpoint | None = None
-    if checkpoint is not None:
-        _check_copy(target, weights)
-        opened = open_source(source, format, overwrite=overwrite)
-    else:
-        check_place(target, existing, format.files(reduced, tp_size), overwrite=overwrite)
-        if isinstance(format, TensorFormat):
-            opened = open_source(source, format, overwrite=True, whole=whole)
+    existing = _list_files(source)
+    whole = checkpoint is not None or bool(_find_weights(existing))
+    opened = open_place(
+        target, format, format.files(reduced, tp_size), checkpoint, weights, overwrite=overwrite
+    )
     files = format.files(reduced, tp_size, opened)
     if opened is not None:
         _check_model(scales, opened, format)
@@ -117,8 +122,8 @@ def push_scales(
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         existing = api.list_repo_files(repo_id, revision=revision)
-        check_place(repo_id, existing, files, overwrite=overwrite)
-        weights = find_weights(existing)
+        _check_place(repo_id, existing, files, overwrite=overwrite)
+        weights = _find_weights(existing)
         of_scales = {*files} & {*existing} - {"config.json"}
         if "config.json" in files and (weights or ("config.json" in existing and not of_scales)):
             raise ScaleError(
@@ -173,25 +178,42 @@ def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, b
     """Return files by their places: our own are apart from weights, and earlier ones go."""
     if OWN_FILE not in files:
         return dict(files)
-    apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
+    apart = _find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
     start = f"{OWN_FOLDER}/" if apart else ""
     placed = {start + n if n in (OWN_FILE, REPORT_FILE) else n: file for n, file in files.items()}
     return {**dict.fromkeys(name for name in _PLACES if name in existing), **placed}
 
 
-def _check_copy(target: Path, weights: Weights) -> None:
-    if weights not in ("copy", "link"):
+def open_place(
+    target: Path, format: ScaleFormat, files: Collection[str], checkpoint: Path | None,
+    weights: Weights = "copy", *, overwrite: bool,
+) -> Checkpoint | None:  # fmt: skip
+    """Return the checkpoint that scales become a part of, without its scales, or None.
+
+    Raises:
+        ScaleError: `files` of scales in the format cannot be written to `target`.
+    """
+    if target.exists() and not target.is_dir():
+        raise ScaleError(f"{target}: expected a folder, got a file; choose another")
+    if checkpoint is None:
+        existing = _list_files(target)
+        _check_place(target, existing, files, overwrite=overwrite)
+        if not isinstance(format, TensorFormat):
+            return None
+        return _open_source(target, format, overwrite=True, whole=bool(_find_weights(existing)))
+    if weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
     if target.resolve().is_dir() and target.resolve().samefile(os.curdir):
         raise ScaleError(
             f"{target}: expected a folder inside of the working folder or elsewhere, got the "
             "working folder itself, which a copy cannot replace; name another"
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and any(target.iterdir()):
         raise ScaleError(
             f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
             "checkpoint never replaces anything, choose another"
         )
+    return _open_source(checkpoint, format, overwrite=overwrite)
 
 
 def _check_model(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat) -> None:
@@ -307,3 +329,106 @@ def _read_back(
 def _values(scales: ScaleData) -> str:
     layers = scales.layers.items()
     return format_value({i: [*(x.tolist() for x in s.static), str(s.plan)] for i, s in layers})
+
+
+def _list_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, and of those in the folder of our own file."""
+    paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+
+
+def _find_weights(names: Iterable[str]) -> list[str]:
+    """Return the file names in a model's folder that are weights."""
+    scales = (OWN_FILE, SCALES_FILE)
+    return [
+        name
+        for name in names
+        if PurePath(name).suffix.lower() in WEIGHTS and name not in scales and "/" not in name
+    ]
+
+
+def _check_place(
+    place: object, existing: Collection[str], files: Collection[str], *, overwrite: bool
+) -> None:
+    """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
+
+    Without `overwrite` they replace nothing, also not the config of weights. They are never written
+    next to scales that readers prefer.
+    """
+    own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
+    replaced = sorted({*files, *own} & {*existing})
+    if replaced and not overwrite:
+        raise ScaleError(
+            f"{place}: expected a place without {format_list(replaced)}, got one that has it; "
+            "choose another, or pass overwrite=True (--overwrite)"
+        )
+    weights = _find_weights(existing)
+    if "config.json" in files and weights and not overwrite:
+        raise ScaleError(
+            f"{place}: expected a place without weights, got {format_list(weights)}; choose "
+            "another, or pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
+            "scales, which can be uploaded"
+        )
+    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
+        raise ScaleError(
+            f"{place}: expected a place without {OWN_FILE}, which is read before all others, got "
+            "one that has it; choose another, or delete it"
+        )
+
+
+def _open_source(
+    source: Path, format: ScaleFormat, *, overwrite: bool, whole: bool = True
+) -> Checkpoint:
+    """Return the checkpoint in a folder without its scales.
+
+    Args:
+        source: The folder.
+        format: The format in which scales will be written to it.
+        overwrite: Whether it may have scales.
+        whole: Whether it has weights. False is a folder of scales, or an empty one.
+
+    Raises:
+        ScaleError: It has scales and `overwrite` is False, it is not complete, or it cannot have
+            scales in the format.
+    """
+    path, second_path = source / "config.json", source / HF_QUANT_CONFIG
+    if whole and not path.is_file():
+        raise ScaleError(
+            f"{source}: expected a folder with a checkpoint and its config.json, got none; fetch "
+            "a repository of the Hub first, with huggingface_hub.snapshot_download"
+        )
+    config = read_json(path, unique=False) if path.is_file() else {}
+    if not whole and _MINIMAL_ENTRIES.issuperset(config):
+        config = {}  # only scales wrote it
+    check_layer_counts(path, config)
+    folder = LocalFolder(source)
+    files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
+    if whole and isinstance(format, TensorFormat) and not files:
+        raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
+    present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
+    for file in sorted(set(files.values())):
+        names = {name for name, other in files.items() if other == file}
+        # An interrupted call may have removed some scales.
+        missing = names - set(read_header(source / file)[0]) - set(present if overwrite else ())
+        if missing:
+            raise ScaleError(
+                f"{source / file}: expected the tensors of the index, found none named "
+                f"{format_list(sorted(missing))}; fetch the file again"
+            )
+        if file == SCALES_FILE and not names.issubset(present):
+            raise ScaleError(
+                f"{source / file}: expected a file of scales to replace, got one with "
+                f"{format_list(names.difference(present))}; rename that file"
+            )
+    if present and not overwrite:
+        raise ScaleError(
+            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}; use "
+            "the one that it was made from, or pass overwrite=True (--overwrite) to replace them "
+            "in the copy"
+        )
+    if config and (present or not whole):
+        second = read_json(second_path, unique=False) if second_path.is_file() else None
+        config = remove_declaration(str(source), config, second, format.name)
+    for name in present:
+        del files[name]
+    return Checkpoint(folder, config, Declaration(), files, frozenset(present))

@@ -302,7 +302,7 @@ def test_save_writes_one_file_and_nothing_else(tmp_path):
 
 def test_saving_into_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ScaleError, match="expected a folder that can be written"):
+    with pytest.raises(ScaleError, match="expected a folder, got a file"):
         two_layers().save_pretrained(tmp_path / "file")
 
 
