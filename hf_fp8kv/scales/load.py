@@ -16,13 +16,21 @@ from .checkpoint.checkpoint import (
     OWN_FILE,
     OWN_FOLDER,
     Checkpoint,
+    Folder,
+    HubFolder,
+    HubOptions,
+    LocalFolder,
     find_added,
     find_in_shards,
     find_indexed,
 )
-from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, check_layer_counts
-from .checkpoint.declaration import TGI_ENTRY, find_declaration
-from .checkpoint.folder import Folder, HubFolder, HubOptions, LocalFolder
+from .checkpoint.configs import (
+    HF_QUANT_CONFIG,
+    TGI_ENTRY,
+    as_mapping,
+    check_layer_counts,
+    find_declaration,
+)
 from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
 from .formats.hf_fp8kv import METADATA, read_own_file

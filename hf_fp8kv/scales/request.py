@@ -8,9 +8,8 @@ import torch
 
 from ..errors import ScaleError
 from ..utils.text import format_list
-from .checkpoint.config import layers_with_cache
-from .layer_scales import LayerScales
-from .validation import check_ranks
+from .checkpoint.configs import layers_with_cache
+from .layer_scales import LayerScales, check_ranks
 
 logger = logging.getLogger(__name__)
 

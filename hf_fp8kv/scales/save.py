@@ -30,13 +30,20 @@ from .checkpoint.checkpoint import (
     OWN_FOLDER,
     SCALES_FILE,
     Checkpoint,
+    LocalFolder,
     find_added,
     find_in_shards,
     find_indexed,
+    translate_hub_errors,
 )
-from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, check_layer_counts, text_config
-from .checkpoint.declaration import Declaration, remove_declaration
-from .checkpoint.folder import LocalFolder, translate_hub_errors
+from .checkpoint.configs import (
+    HF_QUANT_CONFIG,
+    Declaration,
+    as_mapping,
+    check_layer_counts,
+    remove_declaration,
+    text_config,
+)
 from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import READ_ONLY, SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, reduce_scales, to_json

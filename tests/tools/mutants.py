@@ -338,7 +338,7 @@ MUTANTS = (
         "tests/scales/test_scales.py",
     ),
     Mutant(
-        "scales: NaN is accepted", "scales/validation.py",
+        "scales: NaN is accepted", "scales/layer_scales.py",
         "valid = (values >= _LOWEST) & (values <= _HIGHEST)",
         "valid = ~((values < _LOWEST) | (values > _HIGHEST))", "tests/scales/test_scales.py",
     ),

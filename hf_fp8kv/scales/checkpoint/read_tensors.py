@@ -17,7 +17,7 @@ from ...utils.text import format_list
 from ..layer_scales import LayerScales, ScaleData
 from ..request import Request
 from .checkpoint import JSON_FILE, OWN_FILE, Checkpoint
-from .config import head_counts, text_config
+from .configs import head_counts, text_config
 from .tensor_names import (
     ATTENTION_MODULE,
     BIAS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .declaration import Declaration
+from .configs import Declaration
 
 # A tensor belongs to the language model when every part of its path is one of these: a tower for
 # images or audio has the same layer numbers, and an encoder or a draft head has none of our cache.
