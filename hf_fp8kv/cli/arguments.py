@@ -159,7 +159,7 @@ ChatTemplate = Annotated[
     ),
 ]
 
-# The options above, and those of `calibrate` alone, which are arguments of the library.
+# The arguments of the library among the options of `calibrate` and `inspect`.
 _OPTIONS = {
     "dtype", "max_tokens", "max_length", "max_position", "text_column", "chat_template",
     "granularity", "center", "plan", "margin", "batch_size", "held_out",

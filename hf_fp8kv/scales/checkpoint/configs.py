@@ -15,7 +15,7 @@ from ...utils.text import format_value
 Config = dict[str, object]
 # A second config that may lie beside config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# Where a config of several models keeps that of the language model.
+# Where a config of several models keeps the one of the language model.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAYER_COUNTS = (
     "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
