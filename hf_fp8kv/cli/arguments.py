@@ -181,6 +181,12 @@ def load_texts(name: str) -> Path | list[str]:
     return path
 
 
+def page_options(ctx: typer.Context) -> dict[str, Any]:
+    """Return the arguments of a cache that `generate` and `serve` have in common."""
+    names = ("key_dtype", "value_dtype", "plan", "scales", "backend")
+    return {"dtype": ctx.params["kv_cache_dtype"], **{name: ctx.params[name] for name in names}}
+
+
 def given_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the options of the library that were given; it has the defaults of the others."""
     return {n: value for n, value in ctx.params.items() if n in _OPTIONS and value is not None}

@@ -126,7 +126,14 @@ def calibrate(
             paths += scales.save_pretrained(
                 folder / COPY, format=to, checkpoint=checkpoint, overwrite=overwrite
             )
-    _print_result(scales, paths, warnings, as_json)
+    report = scales.report
+    if as_json:
+        result = describe_scales(scales) | {"files": list(map(str, paths)), "warnings": warnings}
+        print(json.dumps(result | {"report": None if report is None else report.to_dict()}))
+        return
+    if report is not None:
+        print_parts(quality_parts(report), piped_width=120)
+    print("\n".join(map(str, paths)))
 
 
 def _check_places(
@@ -161,14 +168,3 @@ def _save(scales: KVScales, folder: Path, format: str, overwrite: bool) -> list[
             raise
         scales.save_pretrained(folder, overwrite=overwrite)
         raise ScaleError(f"{error}; the scales are in {folder}, as hf_fp8kv") from error
-
-
-def _print_result(scales: KVScales, paths: list[Path], warnings: list[str], as_json: bool) -> None:
-    report = scales.report
-    if as_json:
-        result = describe_scales(scales) | {"files": list(map(str, paths)), "warnings": warnings}
-        print(json.dumps(result | {"report": None if report is None else report.to_dict()}))
-        return
-    if report is not None:
-        print_parts(quality_parts(report), piped_width=120)
-    print("\n".join(map(str, paths)))

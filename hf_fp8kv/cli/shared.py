@@ -78,6 +78,20 @@ def print_note(message: str) -> None:
     print(message, file=sys.stderr)
 
 
+@contextmanager
+def handle_log(handler: logging.Handler) -> Iterator[None]:
+    """Pass the library's log to a handler, from the handler's level on."""
+    library = logging.getLogger("hf_fp8kv")
+    level = library.level
+    library.addHandler(handler)
+    library.setLevel(min(handler.level, library.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        library.removeHandler(handler)
+        library.setLevel(level)
+
+
 class _Warnings(logging.Handler):
     """Print each warning of the library once, and collect it."""
 
@@ -95,15 +109,11 @@ class _Warnings(logging.Handler):
 @contextmanager
 def report_problems() -> Iterator[list[str]]:
     """Print and collect the library's warnings, and explain a lack of memory."""
-    library = logging.getLogger("hf_fp8kv")
-    handler = _Warnings()
-    library.addHandler(handler)
     try:
-        yield handler.messages
+        with handle_log(handler := _Warnings()):
+            yield handler.messages
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"expected enough device memory, got: {error}; use a smaller --max-length or "
             "--batch-size, or another --device"
         ) from error
-    finally:
-        library.removeHandler(handler)
