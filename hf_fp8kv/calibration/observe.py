@@ -163,24 +163,16 @@ def measure_range(
     return ranges
 
 
-_MERGES: dict[str, Callable[..., torch.Tensor]] = {
-    "count": torch.add, "sum": torch.add, "min": torch.minimum, "max": torch.maximum,
-    "pair": torch.maximum,
-}  # fmt: skip
+# How tensors are merged, by the end of their names. All others are sums.
+_MERGES = {"min": torch.minimum, "max": torch.maximum, "pair": torch.maximum}
 
 
-def merge_ranges(one: TensorDict, other: TensorDict) -> TensorDict:
-    """Return the range over the tokens of both, on the devices of `one`."""
-    result = {}
-    for name, tensor in one.items():
-        kind = name.rpartition("_")[2].rpartition(".")[2]
-        result[name] = _MERGES[kind](tensor, other[name].to(tensor.device))
-    return result
-
-
-def add_tensors(sums: TensorDict, new: TensorDict) -> TensorDict:
-    """Return the sums of tensors with the same names."""
-    return {name: sums[name] + tensor for name, tensor in new.items()}
+def merge_tensors(one: TensorDict, other: TensorDict) -> TensorDict:
+    """Return the ranges and sums over the tokens of both, on the devices of `one`."""
+    return {
+        name: _MERGES.get(name.rpartition("_")[2], torch.add)(x, other[name].to(x.device))
+        for name, x in one.items()
+    }
 
 
 def _pair_norm(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:

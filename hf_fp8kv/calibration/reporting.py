@@ -29,7 +29,7 @@ from ..utils.environment import hardware, utc_now, versions
 from . import scoring
 from .choose import transform
 from .divergence import UNQUANTISED
-from .observe import Batch, TensorDict, add_tensors, make_batches, observe
+from .observe import Batch, TensorDict, make_batches, observe
 from .positions import Beyond
 from .stages import Job, fold_layers
 
@@ -86,7 +86,7 @@ def measure_statistics(
             )
         return {"counts": counted}
 
-    sums = fold_layers(job, "statistics", batches, measure, add_tensors, observe)
+    sums = fold_layers(job, "statistics", batches, measure, observe)
     results = {}
     for index in sorted(layers):
         rows = sums[index]["counts"] if sums else torch.zeros(2, len(_COUNTS) + 2 * len(formats))
@@ -161,7 +161,7 @@ def _score_quality(
 ) -> tuple[QualityRow, ...]:
     """Score how far caches move the model's predictions; nothing if there is nothing to score."""
     batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
-    if not batches or not scoring.has_logits(job.model):
+    if not batches or job.model.get_output_embeddings() is None:
         why = "there is no text for it that is long enough" if not batches else "it has no logits"
         logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
         return ()
@@ -171,7 +171,9 @@ def _score_quality(
     elif scales.is_dynamic:
         given = {"dynamic, the plan": scales}
     else:
-        given = {"static, the plan": scales, "dynamic, the plan": _without_scales(scales)}
+        layers = {i: replace(layer, k=None, v=None) for i, layer in scales.layers.items()}
+        plan = StoragePlan(**{**vars(scales), "layers": layers, "report": None})
+        given = {"static, the plan": scales, "dynamic, the plan": plan}
     others = {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
     caches = {
         cache: scoring.cache_factory(job, these, scales.layers)
@@ -192,12 +194,6 @@ def _score_quality(
         lost = ", ".join(sorted(row.cache for row in rows if row not in finite))
         logger.warning("the model gives logits that are not finite: %s not compared", lost)
     return tuple(finite)
-
-
-def _without_scales(scales: KVScales) -> StoragePlan:
-    """Return the plan and the centers of static scales."""
-    layers = {i: replace(layer, k=None, v=None) for i, layer in scales.layers.items()}
-    return StoragePlan(**{**vars(scales), "layers": layers, "report": None})
 
 
 def make_report(
