@@ -353,20 +353,17 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: 
     held = 0
     for group in sorted(groups, key=_rank):
         whole = sum(size[c] for c in group) <= limit
-        for unit in [group] if whole else [{c} for c in sorted(group, key=_rank_window)]:
+        for unit in [group] if whole else sorted(({c} for c in group), key=_rank):
             tokens = sum(size[c] for c in unit)
             if held < wanted and held + tokens <= limit:
                 chosen |= unit
                 held += tokens
     # The first window within a quarter, else the smallest.
-    return chosen or {min(sorted(size, key=_rank_window), key=lambda c: max(size[c], quarter))}
+    ranked = sorted(size, key=lambda c: _rank([c]))
+    return chosen or {min(ranked, key=lambda c: max(size[c], quarter))}
 
 
 def _rank(contents: Iterable[bytes]) -> tuple[int, bytes]:
     """Rank windows by the longest, then by a hash of all of them."""
     ordered = sorted(contents)
     return -max(map(len, ordered)), hashlib.sha256(b"".join(ordered)).digest()
-
-
-def _rank_window(content: bytes) -> tuple[int, bytes]:
-    return _rank([content])

@@ -120,7 +120,13 @@ def calibrate(
         from ..calibration import calibrate as run
 
         scales = run(loaded, source, tokenizer=tokenizer, **options)
-        paths = _save(scales, folder, out_format, overwrite)
+        try:
+            paths = scales.save_pretrained(folder, format=out_format, overwrite=overwrite)
+        except ScaleError as error:
+            if SCALE_FORMATS[out_format].holds_centers:
+                raise
+            scales.save_pretrained(folder, overwrite=overwrite)  # so that they are not lost
+            raise ScaleError(f"{error}; the scales are in {folder}, as hf_fp8kv") from error
         if checkpoint is not None:
             print_note(f"{folder}: scales written; copying {checkpoint}")
             paths += scales.save_pretrained(
@@ -157,14 +163,3 @@ def _check_places(
     if checkpoint is not None:
         copy = folder / COPY
         open_place(copy, SCALE_FORMATS[to], (), checkpoint, overwrite=overwrite)
-
-
-def _save(scales: KVScales, folder: Path, format: str, overwrite: bool) -> list[Path]:
-    """Save the scales and return the paths; if the format cannot hold them, save as hf_fp8kv."""
-    try:
-        return scales.save_pretrained(folder, format=format, overwrite=overwrite)
-    except ScaleError as error:
-        if SCALE_FORMATS[format].holds_centers:
-            raise
-        scales.save_pretrained(folder, overwrite=overwrite)
-        raise ScaleError(f"{error}; the scales are in {folder}, as hf_fp8kv") from error
