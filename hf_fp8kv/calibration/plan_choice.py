@@ -1,9 +1,7 @@
 """The storage plan of a model: for each layer, the formats whose errors cost attention least.
 
-A plan is chosen once for a model, on random token ids or on texts. Rotation makes values Gaussian,
-for which more mantissa and less range is right. Outliers that turn with the position (RoPE) leave
-the center of K, and rotation then spreads their error over all channels. So the model reads the
-same tokens at several positions, and a format has to be better at all of them together.
+The model reads the same tokens at several positions, and a format must be better at all of them
+together. docs/architecture.md has the reasons ("A plan is chosen once for a model").
 """
 
 import functools
@@ -39,10 +37,9 @@ logger = logging.getLogger(__name__)
 # Tokens of a window, and windows of texts. A window is read at each of the positions that the model
 # has.
 _TOKENS, _WINDOWS, _POSITIONS = 128, 8, (0, 1024, 4096, 16384)
-# The largest cost of a format in each head, relative to the fallback: the gain of one head does not
-# make up for the loss of another. A cache searches the scales of K of least error, which takes a
-# quarter off E3M4's cost for Gaussian values, and two thirds if two channels are 50 times larger.
-# The costs here are for the smallest scales.
+# The largest cost of a format in each head, relative to the fallback. Costs are for the smallest
+# scales. Those of least error, which a cache searches for K, take a quarter off E3M4's cost for
+# Gaussian values, and two thirds if two channels are 50 times larger.
 _GAIN = 0.5
 _SAFE = SidePlan(DEFAULT_DTYPE)
 _OTHERS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)

@@ -8,10 +8,8 @@ arXiv 2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). The othe
 infinity, and with 0x80 as NaN as in FNUZ, so that a NaN stays visible under static scales too. E3M4
 has the bias 3 (largest value 31, smallest step 2^-6), E2M5 the bias 1 (7.875, 2^-5).
 
-Int8 is sign and magnitude, not two's complement: no exponent bits, and the bias that makes the step
-1 (largest value 127). So it is a float format of which all numbers are subnormal: everything that
-is written for the others encodes and decodes it, a code is moved to float16 with as few
-instructions, and -128, which no symmetric scale needs, is free to be NaN.
+Int8 is sign and magnitude, with no exponent bits and the bias that makes the step 1 (largest value
+127): a float format of which all numbers are subnormal. docs/architecture.md says why.
 """
 
 import math

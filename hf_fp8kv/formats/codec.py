@@ -105,11 +105,9 @@ def _bfloat16(upper: torch.Tensor) -> torch.Tensor:
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale of each vector with the least rounding error.
 
-    The relative error of a float format depends on where in its binade a number falls, so some
-    scales within an octave suit a vector better than others. Of `SEARCH_STEPS` scales
-    `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each rounded up to bfloat16, this is the one with
-    the smallest sum of squared errors (the first if several are equal). Reading costs the same as
-    with any other scale. It is used for K; V's errors hardly matter.
+    Of `SEARCH_STEPS` scales `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each rounded up to
+    bfloat16, this is the one with the smallest sum of squared errors (the first if several are
+    equal). It is used for K; V's errors hardly matter. docs/architecture.md says what it gains.
 
     Errors are summed as integers, in units of `1 / fmt.error_unit` and rounded half up, so that
     every backend chooses the same scale. A backend must not fuse the product with the sum and the

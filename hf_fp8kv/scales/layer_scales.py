@@ -1,11 +1,9 @@
 """LayerScales, the static scales of one layer's K and V, and ScaleData, those of a model.
 
 There is one direction and one unit: `real = stored * scale`, and a scale is made for E4M3FN (448 is
-the largest code). What was made for another format is converted when it is read, and converted
-again when it is used.
-
-Scales may say how a layer is stored, as a plan: those of rotated numbers are for nothing else. With
-a plan the scales themselves may be left to the cache, one for each token and head.
+the largest code). Scales of other formats are converted when they are read, and when they are used.
+Scales may say how a layer is stored, as a plan. With a plan they may be left to the cache, one for
+each token and head.
 """
 
 from collections.abc import Mapping
