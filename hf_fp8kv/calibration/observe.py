@@ -157,7 +157,12 @@ def measure_range(
     ranges = {"count": torch.tensor(k.shape[0], device="cpu")}
     for side, x, partner in (("k", k, k_partner), ("v", v, v_partner)):
         ranges[f"{side}_max"], ranges[f"{side}_min"] = x.amax(0), x.amin(0)
-        norms = x.abs() if partner is None else _pair_norm(x, partner.to(x.device))
+        norms = x.abs()
+        if partner is not None:
+            partner = partner.to(x.device)
+            alone = partner == torch.arange(len(partner), device=x.device)
+            pairs = (x.square() + x[..., partner].square()).sqrt()
+            norms = torch.where(alone, norms, pairs)
         ranges[f"{side}_pair"] = norms.amax(0)
     ranges["k_sum"] = k.sum(0, dtype=torch.float64)
     return ranges
@@ -173,9 +178,3 @@ def merge_tensors(one: TensorDict, other: TensorDict) -> TensorDict:
         name: _MERGES.get(name.rpartition("_")[2], torch.add)(x, other[name].to(x.device))
         for name, x in one.items()
     }
-
-
-def _pair_norm(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each channel with its partner, or its own without one, as `x`."""
-    alone = partner == torch.arange(len(partner), device=x.device)
-    return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())

@@ -176,7 +176,8 @@ def _choose(
         of_v = of_k[:0] if latent else _candidates(v[i].float(), None, v_plans)
         k_errors, v_errors = _errors(of_k, of_v, (*k_plans, *v_plans))
         cost = _cost_of_keys(q, weights, k_errors, k_plans)
-        costs.append(torch.cat([cost, _cost_of_values(weights, v_errors)]))
+        # As `Queries.cost_of_values`. Rotation changes no cost of values.
+        costs.append(torch.cat([cost, (weights @ v_errors).square().sum((1, 3, 4))]))
     found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
         raise ConfigError(
@@ -215,11 +216,6 @@ def _cost_of_keys(q: Tensor, weights: Tensor, errors: Tensor, plans: Sequence[Si
     moved = both[[int(plan.rotated) for plan in plans]] @ errors.mT
     moved = moved - (weights * moved).sum(-1, keepdim=True)
     return (weights * moved.square()).sum((1, 3, 4))
-
-
-def _cost_of_values(weights: Tensor, errors: Tensor) -> Tensor:
-    """Return what `Queries.cost_of_values` does, which rotation does not change: `[plans, Hkv]`."""
-    return (weights @ errors).square().sum((1, 3, 4))
 
 
 @functools.cache

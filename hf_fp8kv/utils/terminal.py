@@ -26,9 +26,6 @@ def make_table(rows: Sequence[Mapping[str, object]]) -> "RenderableType":
     for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_format_cell(row.get(name, ""))) for name in names))
+        cells = (row.get(name, "") for name in names)
+        table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else str(x)) for x in cells))
     return table
-
-
-def _format_cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
