@@ -192,35 +192,78 @@ def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, b
 
 
 def open_place(
-    target: Path, format: ScaleFormat, files: Collection[str], checkpoint: Path | None,
+    target: Path, format: ScaleFormat, written: Collection[str], checkpoint: Path | None,
     weights: Weights = "copy", *, overwrite: bool,
 ) -> Checkpoint | None:  # fmt: skip
     """Return the checkpoint that scales become a part of, without its scales, or None.
 
     Raises:
-        ScaleError: `files` of scales in the format cannot be written to `target`.
+        ScaleError: The `written` files of scales cannot be written to `target`, or the checkpoint
+            is not complete, has scales without `overwrite`, or others than can be replaced.
     """
     if target.exists() and not target.is_dir():
         raise ScaleError(f"{target}: expected a folder, got a file; choose another")
+    source, whole = checkpoint or target, True
     if checkpoint is None:
         existing = _list_files(target)
-        _check_place(target, existing, files, overwrite=overwrite)
+        _check_place(target, existing, written, overwrite=overwrite)
         if not isinstance(format, TensorFormat):
             return None
-        return _open_source(target, format, overwrite=True, whole=bool(_find_weights(existing)))
-    if weights not in get_args(Weights):
+        # Without weights it is a folder of scales, or an empty one.
+        overwrite, whole = True, bool(_find_weights(existing))
+    elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
-    if target.resolve().is_dir() and target.resolve().samefile(os.curdir):
+    elif target.resolve().is_dir() and target.resolve().samefile(os.curdir):
         raise ScaleError(
             f"{target}: expected a folder inside of the working folder or elsewhere, got the "
             "working folder itself, which a copy cannot replace; name another"
         )
-    if target.exists() and any(target.iterdir()):
+    elif target.exists() and any(target.iterdir()):
         raise ScaleError(
             f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
             "checkpoint never replaces anything, choose another"
         )
-    return _open_source(checkpoint, format, overwrite=overwrite)
+    path, second_path = source / "config.json", source / HF_QUANT_CONFIG
+    if whole and not path.is_file():
+        raise ScaleError(
+            f"{source}: expected a folder with a checkpoint and its config.json, got none; fetch "
+            "a repository of the Hub first, with huggingface_hub.snapshot_download"
+        )
+    config = read_json(path, unique=False) if path.is_file() else {}
+    if not whole and _MINIMAL_ENTRIES.issuperset(config):
+        config = {}  # only scales wrote it
+    check_layer_counts(path, config)
+    folder = LocalFolder(source)
+    files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
+    if whole and isinstance(format, TensorFormat) and not files:
+        raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
+    present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
+    for file in sorted(set(files.values())):
+        names = {name for name, other in files.items() if other == file}
+        # An interrupted call may have removed some scales.
+        missing = names - set(read_header(source / file)[0]) - set(present if overwrite else ())
+        if missing:
+            raise ScaleError(
+                f"{source / file}: expected the tensors of the index, found none named "
+                f"{format_list(sorted(missing))}; fetch the file again"
+            )
+        if file == SCALES_FILE and not names.issubset(present):
+            raise ScaleError(
+                f"{source / file}: expected a file of scales to replace, got one with "
+                f"{format_list(names.difference(present))}; rename that file"
+            )
+    if present and not overwrite:
+        raise ScaleError(
+            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}; use "
+            "the one that it was made from, or pass overwrite=True (--overwrite) to replace them "
+            "in the copy"
+        )
+    if config and (present or not whole):
+        second = read_json(second_path, unique=False) if second_path.is_file() else None
+        config = remove_declaration(str(source), config, second, format.name)
+    for name in present:
+        del files[name]
+    return Checkpoint(folder, config, Declaration(), files, frozenset(present))
 
 
 def _check_model(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat) -> None:
@@ -381,61 +424,3 @@ def _check_place(
             f"{place}: expected a place without {OWN_FILE}, which is read before all others, got "
             "one that has it; choose another, or delete it"
         )
-
-
-def _open_source(
-    source: Path, format: ScaleFormat, *, overwrite: bool, whole: bool = True
-) -> Checkpoint:
-    """Return the checkpoint in a folder without its scales.
-
-    Args:
-        source: The folder.
-        format: The format in which scales will be written to it.
-        overwrite: Whether it may have scales.
-        whole: Whether it has weights. False is a folder of scales, or an empty one.
-
-    Raises:
-        ScaleError: It has scales and `overwrite` is False, it is not complete, or it cannot have
-            scales in the format.
-    """
-    path, second_path = source / "config.json", source / HF_QUANT_CONFIG
-    if whole and not path.is_file():
-        raise ScaleError(
-            f"{source}: expected a folder with a checkpoint and its config.json, got none; fetch "
-            "a repository of the Hub first, with huggingface_hub.snapshot_download"
-        )
-    config = read_json(path, unique=False) if path.is_file() else {}
-    if not whole and _MINIMAL_ENTRIES.issuperset(config):
-        config = {}  # only scales wrote it
-    check_layer_counts(path, config)
-    folder = LocalFolder(source)
-    files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
-    if whole and isinstance(format, TensorFormat) and not files:
-        raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
-    present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
-    for file in sorted(set(files.values())):
-        names = {name for name, other in files.items() if other == file}
-        # An interrupted call may have removed some scales.
-        missing = names - set(read_header(source / file)[0]) - set(present if overwrite else ())
-        if missing:
-            raise ScaleError(
-                f"{source / file}: expected the tensors of the index, found none named "
-                f"{format_list(sorted(missing))}; fetch the file again"
-            )
-        if file == SCALES_FILE and not names.issubset(present):
-            raise ScaleError(
-                f"{source / file}: expected a file of scales to replace, got one with "
-                f"{format_list(names.difference(present))}; rename that file"
-            )
-    if present and not overwrite:
-        raise ScaleError(
-            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}; use "
-            "the one that it was made from, or pass overwrite=True (--overwrite) to replace them "
-            "in the copy"
-        )
-    if config and (present or not whole):
-        second = read_json(second_path, unique=False) if second_path.is_file() else None
-        config = remove_declaration(str(source), config, second, format.name)
-    for name in present:
-        del files[name]
-    return Checkpoint(folder, config, Declaration(), files, frozenset(present))
