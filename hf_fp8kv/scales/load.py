@@ -23,14 +23,9 @@ from .checkpoint.checkpoint import (
     find_added,
     find_in_shards,
     find_indexed,
+    read_configs,
 )
-from .checkpoint.configs import (
-    HF_QUANT_CONFIG,
-    TGI_ENTRY,
-    as_mapping,
-    check_layer_counts,
-    find_declaration,
-)
+from .checkpoint.configs import TGI_ENTRY, as_mapping
 from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
 from .formats.hf_fp8kv import METADATA, read_own_file
@@ -75,7 +70,7 @@ def read_file(path: Path, request: Request) -> ScaleData:
             f"{path}: expected .json or .safetensors, got {path.suffix!r}; name one of those"
         )
     # One file of a checkpoint, or its index: the config beside it says what the scales mean.
-    return read_tensors(replace(_read_configs(LocalFolder(path.parent)), files=files), request)
+    return read_tensors(replace(read_configs(LocalFolder(path.parent)), files=files), request)
 
 
 def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOptions]) -> ScaleData:
@@ -100,7 +95,7 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
         if own is not None:
             folder.path(place + REPORT_FILE)  # fetched to lie beside it
             return read_file(own, request)
-    checkpoint = _read_configs(folder)
+    checkpoint = read_configs(folder)
     indexed = find_indexed(folder)
     rank_files = {} if indexed else _find_rank_files(checkpoint)
     if rank_files:
@@ -120,15 +115,6 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
         return parse_json(path, read_json(path), request, checkpoint.config)
     return read_tensors(checkpoint, request)
-
-
-def _read_configs(folder: Folder) -> Checkpoint:
-    """Return a checkpoint without tensors, with what its configs declare."""
-    path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
-    config = {} if path is None else read_json(path, unique=False)
-    second = None if second_path is None else read_json(second_path, unique=False)
-    check_layer_counts(path, config)
-    return Checkpoint(folder, config, find_declaration(config, second), {})
 
 
 def _find_rank_files(checkpoint: Checkpoint) -> dict[int, str]:

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
@@ -34,16 +35,10 @@ from .checkpoint.checkpoint import (
     find_added,
     find_in_shards,
     find_indexed,
+    read_configs,
     translate_hub_errors,
 )
-from .checkpoint.configs import (
-    HF_QUANT_CONFIG,
-    Declaration,
-    as_mapping,
-    check_layer_counts,
-    remove_declaration,
-    text_config,
-)
+from .checkpoint.configs import HF_QUANT_CONFIG, as_mapping, remove_declaration, text_config
 from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import READ_ONLY, SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, reduce_scales, to_json
@@ -223,17 +218,16 @@ def open_place(
             f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
             "checkpoint never replaces anything, choose another"
         )
-    path, second_path = source / "config.json", source / HF_QUANT_CONFIG
-    if whole and not path.is_file():
+    folder = LocalFolder(source)
+    if whole and folder.path("config.json") is None:
         raise ScaleError(
             f"{source}: expected a folder with a checkpoint and its config.json, got none; fetch "
             "a repository of the Hub first, with huggingface_hub.snapshot_download"
         )
-    config = read_json(path, unique=False) if path.is_file() else {}
+    opened = read_configs(folder)
+    config = opened.config
     if not whole and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # only scales wrote it
-    check_layer_counts(path, config)
-    folder = LocalFolder(source)
     files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
     if whole and isinstance(format, TensorFormat) and not files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
@@ -259,11 +253,10 @@ def open_place(
             "in the copy"
         )
     if config and (present or not whole):
-        second = read_json(second_path, unique=False) if second_path.is_file() else None
-        config = remove_declaration(str(source), config, second, format.name)
+        config = remove_declaration(str(source), config, opened.second, format.name)
     for name in present:
         del files[name]
-    return Checkpoint(folder, config, Declaration(), files, frozenset(present))
+    return replace(opened, config=config, files=files, left_out=frozenset(present))
 
 
 def _check_model(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat) -> None:

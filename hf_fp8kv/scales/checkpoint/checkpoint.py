@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
@@ -16,8 +17,8 @@ from huggingface_hub.errors import (
 )
 
 from ...errors import ScaleError
-from ...utils.files import read_header, read_weight_map
-from .configs import Config, Declaration
+from ...utils.files import read_header, read_json, read_weight_map
+from .configs import HF_QUANT_CONFIG, Config, Declaration, check_layer_counts, find_declaration
 from .tensor_names import LIKELY
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -167,13 +168,27 @@ class Checkpoint:
 
     folder: Folder
     config: Config  # its config.json; empty when there is none
-    declaration: Declaration
+    second: Config | None  # its hf_quant_config.json
     files: Mapping[str, str]  # the file of each tensor
     left_out: Collection[str] = ()  # tensors in its files that are not part of it
 
     @property
     def origin(self) -> str:
         return self.folder.origin
+
+    @cached_property
+    def declaration(self) -> Declaration:
+        """What both configs declare."""
+        return find_declaration(self.config, self.second)
+
+
+def read_configs(folder: Folder) -> Checkpoint:
+    """Return a checkpoint with its configs, and without tensors."""
+    path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
+    config = {} if path is None else read_json(path, unique=False)
+    second = None if second_path is None else read_json(second_path, unique=False)
+    check_layer_counts(path, config)
+    return Checkpoint(folder, config, second, {})
 
 
 def find_indexed(folder: Folder) -> dict[str, str]:

@@ -77,9 +77,8 @@ class TensorFormat(ScaleFormat):
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
         size = 0
         if checkpoint is not None and (weights or checkpoint.config):
-            config = copy.deepcopy(checkpoint.config)
-            path, listed = (checkpoint.folder.path(n) for n in (HF_QUANT_CONFIG, INDEX_FILE))
-            second = None if path is None else read_json(path, unique=False)
+            config, second = copy.deepcopy((checkpoint.config, checkpoint.second))
+            listed = checkpoint.folder.path(INDEX_FILE)
             metadata = {} if listed is None else dict(as_mapping(read_json(listed).get("metadata")))
         if checkpoint is not None and weights:
             modules = _attention_modules(checkpoint, scales.layers)
