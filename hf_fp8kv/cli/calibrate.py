@@ -6,8 +6,12 @@ from typing import Annotated, get_args
 
 import typer
 
+from .. import calibration
 from ..errors import ScaleError
 from ..scales import SCALE_FORMATS, Granularity, KVScales
+from ..scales.checkpoint.checkpoint import JSON_FILE, OWN_FILE, SCALES_FILE
+from ..scales.report import REPORT_FILE
+from ..scales.save import open_place
 from .arguments import (
     TEXTS_HELP,
     ChatTemplate,
@@ -117,9 +121,7 @@ def calibrate(
         out_format = "hf_fp8kv" if checkpoint else to
         _check_places(folder, out_format, checkpoint, to, overwrite)
         loaded, tokenizer = load_model(model, device, model_dtype)
-        from ..calibration import calibrate as run
-
-        scales = run(loaded, source, tokenizer=tokenizer, **options)
+        scales = calibration.calibrate(loaded, source, tokenizer=tokenizer, **options)
         try:
             paths = scales.save_pretrained(folder, format=out_format, overwrite=overwrite)
         except ScaleError as error:
@@ -146,10 +148,6 @@ def _check_places(
     folder: Path, out_format: str, checkpoint: Path | None, to: str, overwrite: bool
 ) -> None:
     """Check that the scales can be written, before minutes are spent."""
-    from ..scales.checkpoint.checkpoint import JSON_FILE, OWN_FILE, SCALES_FILE
-    from ..scales.report import REPORT_FILE
-    from ..scales.save import open_place
-
     files = SCALE_FORMATS[out_format].files(KVScales.uniform(1))
     # In any format, although some can lie next to others.
     scale_files = {JSON_FILE, OWN_FILE, REPORT_FILE, SCALES_FILE, *files}

@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 from transformers import DynamicCache
 
 from ..cache.cache import FP8PagedCache
@@ -36,9 +39,6 @@ from .arguments import (
     page_options,
 )
 from .shared import DEMO, load_model, print_parts
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 ATTENTIONS = ("fp8_paged", "sdpa", "eager", "flex_attention")
 
@@ -221,11 +221,8 @@ def compare_tokens(one: Run, other: Run) -> dict[str, int | None]:
 
 def comparison_table(
     name: str, prompt: str, runs: Sequence[Run], room: int
-) -> "list[RenderableType]":
+) -> list[RenderableType]:
     """Return the prompt and a table with a column for each run."""
-    from rich.table import Table
-    from rich.text import Text
-
     dense, paged = runs
     tokens = compare_tokens(dense, paged)
     first = tokens["first_difference"]

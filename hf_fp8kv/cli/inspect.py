@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import calibration
 from ..cache.cache import FP8PagedCache
 from ..errors import ScaleError
 from ..scales.kv_scales import resolve
@@ -75,11 +76,9 @@ def inspect(
         source: Any = resolve(scales, strict=False)
         report = getattr(source, "report", None)
         if texts is not None:
-            from ..calibration import measure
-
             given = load_texts(texts)
             loaded, tokenizer = load_model(model, device, model_dtype)
-            report = measure(loaded, source, given, tokenizer=tokenizer, **options)
+            report = calibration.measure(loaded, source, given, tokenizer=tokenizer, **options)
         if plot is not None:
             plot_scales(source, report, plot)
         if as_json:

@@ -2,17 +2,17 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..formats import FORMATS, count_plans, summarize_plan
 from ..scales import CalibrationReport, Granularity, KVScales
 from ..scales.report import SideStatistics
 from ..utils.text import format_list
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _LARGEST = FORMATS["fp8_e4m3"].max
 # A layer whose scale exceeds the median of all layers by this factor gets a remark.
@@ -109,15 +109,12 @@ def _layers(indices: Sequence[object]) -> str:
 
 def inspect_table(
     scales: KVScales, report: CalibrationReport | None, width: int
-) -> "list[RenderableType]":
+) -> list[RenderableType]:
     """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
 
     Without a report only the scales are shown. The table of layers is cut into several that fit
     into `width` columns of the terminal.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     parts: list[RenderableType] = [Text(line, overflow="fold") for line in _heading(scales, report)]
     layers = describe_layers(scales, report)
     tables = [[first := ("layer", list(layers))]]
@@ -221,11 +218,8 @@ def _short(number: float) -> str:
     return f"{number:.0f}" if 999.5 <= number < 1e6 else f"{number:.3g}"
 
 
-def quality_parts(report: CalibrationReport) -> "list[RenderableType]":
+def quality_parts(report: CalibrationReport) -> list[RenderableType]:
     """Return the quality on held-out text, here and at other positions, and the centers."""
-    from rich.table import Table
-    from rich.text import Text
-
     parts: list[RenderableType] = []
     for title, rows in (
         ("held-out text, against the unquantised cache", report.quality),
