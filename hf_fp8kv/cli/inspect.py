@@ -3,14 +3,14 @@
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from .. import calibration
 from ..cache.cache import FP8PagedCache
 from ..errors import ScaleError
-from ..scales.kv_scales import resolve
+from ..scales import KVScales
 from ..utils.files import CACHE_FORMAT, read_header
 from ..utils.terminal import format_size, make_table
 from .arguments import (
@@ -73,8 +73,8 @@ def inspect(
             _show_cache(scales, as_json)
             return
         # Show what is wrong with a file instead of refusing it, if possible.
-        source: Any = resolve(scales, strict=False)
-        report = getattr(source, "report", None)
+        source = KVScales.from_pretrained(scales, strict=False)
+        report = source.report
         if texts is not None:
             given = load_texts(texts)
             loaded, tokenizer = load_model(model, device, model_dtype)

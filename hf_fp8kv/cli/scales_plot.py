@@ -43,11 +43,9 @@ def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | 
 
 def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     """Return the matplotlib figure that `plot_scales` writes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplot_mosaic([["kv", "kv"], ["k", "v"], ["k error", "v error"]])
     panels["v error"].sharey(panels["k error"])
     unit = "largest magnitude" if report is not None else f"{_LARGEST:g} × scale"
