@@ -116,8 +116,7 @@ def list_candidates(
     """Return how K and V of a layer may be stored, by side.
 
     Args:
-        index: The layer.
-        ranges: Its range on all texts, and with a plan the range of the rotated values.
+        ranges: The layer's range on all texts, and with a plan the range of the rotated values.
         partners: The channels that RoPE turns together.
         options: An explicit plan leaves only centers to choose, no plan only whether to use one.
         near: Ranges and sums of a sample of windows, as for `find_centers`.
@@ -169,23 +168,21 @@ def find_centers(
     turns a lot. Scales cover K at these positions. Without `near`, the center is the mean of
     `ranges`.
     """
-    centers = [ranges["k_sum"] / ranges["count"]]
-    if near is not None:
-        sample = near if far is None else merge_tensors(near, far)
-        # By `weigh_keys`, or the plain mean if the weights are next to zero.
-        weights, weighted = sample["weight_sum"], sample["weighted_sum"]
-        plain = (sample["k_sum"] / sample["count"]).to(weights)
-        least = _LEAST_WEIGHT * weights.amax(-1, keepdim=True)
-        mean = (weighted + least * plain) / (weights + least)
-        centers.insert(0, torch.where(weights + least > 0, mean, plain))
-        if far is None:
-            centers.pop()
-        else:
-            # The windows of `far` stand for all positions. The text itself counts as one more.
-            even = SPREAD * (far["k_sum"] / far["count"]).to(centers[1])
-            centers[1] = (centers[1] + even) / (1 + SPREAD)
-        ranges = merge_tensors(ranges, sample)
-    return [center.float() for center in centers], ranges
+    of_text = ranges["k_sum"] / ranges["count"]
+    if near is None:
+        return [of_text.float()], ranges
+    sample = near if far is None else merge_tensors(near, far)
+    # By `weigh_keys`, or the plain mean if the weights are next to zero.
+    weights, weighted = sample["weight_sum"], sample["weighted_sum"]
+    plain = (sample["k_sum"] / sample["count"]).to(weights)
+    least = _LEAST_WEIGHT * weights.amax(-1, keepdim=True)
+    mean = (weighted + least * plain) / (weights + least)
+    centers = [torch.where(weights + least > 0, mean, plain)]
+    if far is not None:
+        # The windows of `far` stand for all positions. The text itself counts as one more.
+        even = SPREAD * (far["k_sum"] / far["count"]).to(of_text)
+        centers.append((of_text + even) / (1 + SPREAD))
+    return [center.float() for center in centers], merge_tensors(ranges, sample)
 
 
 def make_candidate(
@@ -196,18 +193,16 @@ def make_candidate(
     start = f"{ROTATED}{side}" if plan.rotated else side
     # On the CPU, since GPUs divide slightly differently.
     high, low, reach = (ranges[f"{start}_{name}"].cpu() for name in ("max", "min", "pair"))
-    center = None if center is None else center.cpu()
     if center is not None:
+        center = center.cpu()
         middle = rotate(center) if plan.rotated else center
         high, low, reach = high - middle, low - middle, reach + middle.abs()
-    if plan.rotated:
-        # Every channel has a part of all pairs, so only other positions show how they turn.
-        reach = torch.maximum(high.abs(), low.abs())
-    reach = reach * margin
+    amax = torch.maximum(high.abs(), low.abs()) * margin
+    # Every rotated channel has a part of all pairs, so only other positions show how they turn.
+    reach = amax if plan.rotated else reach * margin
     # The range of a channel says little about other positions. Over a head, the fastest pairs have
     # been everywhere.
-    alone = granularity == "channel"
-    amax = reach if alone else torch.maximum(high.abs(), low.abs()) * margin
+    amax = reach if granularity == "channel" else amax
     if axes := _AXES[granularity]:
         amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
     # Any scale stores zeros, so their range becomes the range of their neighbors, or 1.

@@ -39,19 +39,14 @@ logger = logging.getLogger(__name__)
 _FAR_TOKENS = 2048
 # Tokens that errors are measured on; shares are of all tokens.
 _ERROR_TOKENS = 1024
-# One row of counts for each side: these, then an error for each format, static and dynamic.
-_COUNTS = ("numbers", "saturated", "not_zero", "vanished", "energy")
 # The error under static scales of a layer that has none: no sum is below 0.
 _NONE = -1.0
 
 
 def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
     """Return the largest magnitude of each KV head, of K and V, from what `measure_range` gave."""
-    amax = {}
-    for side in "kv":
-        largest = torch.maximum(ranges[f"{side}_max"].abs(), ranges[f"{side}_min"].abs())
-        amax[side] = tuple(largest.amax(-1).tolist())
-    return amax
+    ends = {side: torch.stack([ranges[f"{side}_max"], ranges[f"{side}_min"]]) for side in "kv"}
+    return {side: tuple(x.abs().amax((0, -1)).tolist()) for side, x in ends.items()}
 
 
 def measure_statistics(
@@ -89,7 +84,7 @@ def measure_statistics(
     sums = fold_layers(job, "statistics", batches, measure, observe)
     results = {}
     for index in sorted(layers):
-        rows = sums[index]["counts"] if sums else torch.zeros(2, len(_COUNTS) + 2 * len(formats))
+        rows = sums[index]["counts"] if sums else torch.zeros(2, 5 + 2 * len(formats))
         k, v = (
             _summarize(row.tolist(), amax[index][side], formats)
             for side, row in zip("kv", rows, strict=True)
@@ -104,7 +99,8 @@ def _count(
 ) -> torch.Tensor:  # fmt: skip
     """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32.
 
-    `fmt` is the format of the layer, unless it has a plan.
+    It ends with an error for each format, static and dynamic. `fmt` is the format of the layer,
+    unless it has a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
     center, choose = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
@@ -141,9 +137,8 @@ def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.T
 
 
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
-    numbers, saturated, not_zero, vanished, energy = row[: len(_COUNTS)]
+    numbers, saturated, not_zero, vanished, energy, *errors = row
     names = [fmt.name for fmt in formats] + [DYNAMIC + fmt.name for fmt in formats]
-    errors = row[len(_COUNTS) :]
     return SideStatistics(
         amax,
         saturated / max(numbers, 1.0),
