@@ -40,7 +40,7 @@ from .checkpoint.checkpoint import (
 )
 from .checkpoint.configs import HF_QUANT_CONFIG, as_mapping, remove_declaration, text_config
 from .checkpoint.tensor_names import CACHE_PATTERNS
-from .formats import READ_ONLY, SCALE_FORMATS, ScaleFormat
+from .formats import SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, reduce_scales, to_json
 from .formats.hf_fp8kv import HfFp8kv
 from .layer_scales import ScaleData
@@ -163,7 +163,7 @@ def _find_format(name: str, tp_size: int) -> ScaleFormat:
     if name not in SCALE_FORMATS:
         raise ScaleError(
             f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
-            + (", since nothing reads scales in it without weights" * (name == READ_ONLY))
+            + (", since nothing reads scales in it without weights" * (name == "trtllm"))
         )
     format = SCALE_FORMATS[name]
     valid = isinstance(tp_size, int) and tp_size > 0
