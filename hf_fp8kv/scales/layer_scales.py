@@ -24,7 +24,7 @@ Granularity = Literal["tensor", "head", "channel"]
 _LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
 # What else to do about a layer that plan or scales do not have.
 KEEP_OUT = "keep the layer out with skip_layers (of a cache; serving has every layer in pages)"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_ranks(tp_rank: int, tp_size: int) -> None:
@@ -61,7 +61,7 @@ def check_tensor(tensor: object, what: str, *, is_center: bool = False) -> torch
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ScaleError(f"{what}: expected a tensor with data, got {got}; pass one")
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in FLOATS:
         raise ScaleError(
             f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "
             "convert it"

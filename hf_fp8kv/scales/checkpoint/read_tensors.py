@@ -14,7 +14,7 @@ from ...formats import FORMATS, LayerPlan
 from ...formats.rotation import rotation_block
 from ...utils.files import PICKLES, convert_read_errors
 from ...utils.text import format_list
-from ..layer_scales import LayerScales, ScaleData
+from ..layer_scales import FLOATS, LayerScales, ScaleData
 from ..request import Request
 from .checkpoint import JSON_FILE, OWN_FILE, Checkpoint
 from .configs import head_counts, text_config
@@ -31,8 +31,6 @@ from .tensor_names import (
 )
 
 logger = logging.getLogger(__name__)
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
@@ -124,9 +122,9 @@ def _load(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tenso
 def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a scale as float32: `[]`, or `[heads, 1]` for scales per head."""
     shape, heads = list(tensor.shape), head_counts(checkpoint.config)
-    if tensor.dtype not in _FLOATS:
+    if tensor.dtype not in FLOATS:
         raise ScaleError(
-            f"{checkpoint.origin}: {name}: expected one of {format_list(_FLOATS)}, got "
+            f"{checkpoint.origin}: {name}: expected one of {format_list(FLOATS)}, got "
             f"{tensor.dtype}; these are not scales of an FP8 cache"
         )
     single = all(n == 1 for n in shape)
@@ -160,7 +158,7 @@ def _add_biases(
         layer, shape = layers[index], list(tensor.shape) or [1, 1, 1, 1]
         of_scales = {len(scale) for scale in layer.static if scale.ndim} - {1}
         heads = {1, *(of_scales or head_counts(checkpoint.config) or shape[1:2])}
-        if tensor.dtype not in _FLOATS or shape[::2] != [1, 1] or shape[1] not in heads:
+        if tensor.dtype not in FLOATS or shape[::2] != [1, 1] or shape[1] not in heads:
             raise ScaleError(
                 f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D] "
                 f"with heads in {sorted(heads)}, got {tensor.dtype} {list(tensor.shape)}; export "
