@@ -74,6 +74,14 @@ class _ObservedCache(DynamicCache):
         return keys, values
 
 
+def not_finite(layer: int, what: str) -> ConfigError:
+    """Return the error for NaN or infinity in K or V of a layer."""
+    return ConfigError(
+        f"layer {layer}: expected finite {what}, got NaN or infinity. Load the model in bfloat16 "
+        "or float32, and look at the text"
+    )
+
+
 def paged_layers(model: PreTrainedModel) -> frozenset[int]:
     """Return the layers that `FP8PagedCache` stores in 8 bits; raise ConfigError without any."""
     parts = tensor_parallel(model).size

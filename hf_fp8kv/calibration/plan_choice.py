@@ -26,7 +26,7 @@ from ..modeling.model_support import accepts, caches_latents
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import fingerprint_weights
-from .observe import Batch, paged_layers
+from .observe import Batch, not_finite, paged_layers
 from .positions import find_limit, turns_keys
 from .queries import Queries, observe_queries
 from .stages import sample_windows
@@ -180,10 +180,7 @@ def _choose(
         costs.append(torch.cat([cost, (weights @ v_errors).square().sum((1, 3, 4))]))
     found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
-        raise ConfigError(
-            f"layer {index}: expected finite K and V, got NaN or infinity. Load the model in "
-            "bfloat16 or float32, and look at the text"
-        )
+        raise not_finite(index, "K and V")
     count = len(k_plans)
     v_plan = SidePlan(AUTO) if latent else _pick_cheapest(v_plans, found[count:])
     plan = LayerPlan(_pick_cheapest(k_plans, found[:count]), v_plan)

@@ -29,7 +29,7 @@ from ..utils.environment import hardware, utc_now, versions
 from . import scoring
 from .choose import transform
 from .divergence import UNQUANTISED
-from .observe import Batch, TensorDict, make_batches, observe
+from .observe import Batch, TensorDict, make_batches, not_finite, observe
 from .positions import Beyond
 from .stages import Job, fold_layers
 
@@ -75,10 +75,7 @@ def measure_statistics(
         ]
         counted = torch.stack(rows).cpu()
         if not torch.isfinite(counted).all():
-            raise ConfigError(
-                f"layer {index}: expected finite K and V of the text held out, got NaN or "
-                "infinity. Load the model in bfloat16 or float32, and look at the text"
-            )
+            raise not_finite(index, "K and V of the text held out")
         return {"counts": counted}
 
     sums = fold_layers(job, "statistics", batches, measure, observe)

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..formats import Format, LayerPlan
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
-from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, observe
+from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, not_finite, observe
 from .pairs import Partners
 from .positions import SPREAD, Beyond
 from .queries import Queries, observe_queries
@@ -99,10 +99,7 @@ def collect_ranges(
         of_layer = measure_range(k, v, partners[index].k, partners[index].v)
         for side in "kv":
             if not torch.isfinite(of_layer[f"{side}_pair"]).all():
-                raise ConfigError(
-                    f"layer {index}: expected finite {side.upper()}, got NaN or infinity. Load the "
-                    "model in bfloat16 or float32, and look at the text"
-                )
+                raise not_finite(index, side.upper())
         if job.options.plan is not None:
             rotated = measure_range(rotate(k), rotate(v), None, None)
             of_layer |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}

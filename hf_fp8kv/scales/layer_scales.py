@@ -117,26 +117,23 @@ class LayerScales:
             center = check_tensor(self.k_center, what, is_center=True)
             object.__setattr__(self, "k_center", center)
         if self.plan is not None:
-            self._check_plan(self.plan)
+            if not isinstance(self.plan, LayerPlan):
+                raise ScaleError(
+                    f"scales ({self.source}): expected a LayerPlan, got {self.plan!r}; make one"
+                )
+            self.plan.check()
+            if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
+                got = "no center" if self.k_center is None else "a center of K"
+                raise ScaleError(
+                    f"scales ({self.source}): expected centers as the plan says, of K alone, got "
+                    f"{got} and the plan {self.plan}; change one of them"
+                )
         named = {"K": self.k, "V": self.v, "the center": self.k_center}
         heads = {n: t.shape[0] for n, t in named.items() if t is not None and t.ndim and len(t) > 1}
         if len(set(heads.values())) > 1:
             raise ScaleError(
                 f"scales ({self.source}): expected one number of heads, got {heads}; "
                 "give K, V and the center scales of the same layer"
-            )
-
-    def _check_plan(self, plan: LayerPlan) -> None:
-        if not isinstance(plan, LayerPlan):
-            raise ScaleError(
-                f"scales ({self.source}): expected a LayerPlan, got {plan!r}; make one"
-            )
-        plan.check()
-        if plan.v.centered or plan.k.centered != (self.k_center is not None):
-            got = "no center" if self.k_center is None else "a center of K"
-            raise ScaleError(
-                f"scales ({self.source}): expected centers as the plan says, of K alone, got "
-                f"{got} and the plan {plan}; change one of them"
             )
 
     @property
