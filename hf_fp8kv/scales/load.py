@@ -131,20 +131,6 @@ def _find_rank_files(checkpoint: Checkpoint) -> dict[int, str]:
 
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
     """Return one rank's scales, or for one process the largest over the ranks."""
-    _check_ranks(checkpoint, files)
-    found: list[ScaleData] = []
-
-    def read(rank: int) -> Mapping[int, LayerScales]:
-        names = checkpoint.folder.header(files[rank]) or ()
-        of_rank = replace(checkpoint, files=dict.fromkeys(names, files[rank]))
-        found.append(read_tensors(of_rank, request))
-        return found[-1].layers
-
-    layers = request.merge_ranks(checkpoint.origin, len(files), read)
-    return replace(found[0], layers=layers)
-
-
-def _check_ranks(checkpoint: Checkpoint, files: Mapping[int, str]) -> None:
     if sorted(files) != list(range(len(files))):
         raise ScaleError(
             f"{checkpoint.origin}: expected the ranks 0 to {len(files) - 1}, got "
@@ -163,3 +149,13 @@ def _check_ranks(checkpoint: Checkpoint, files: Mapping[int, str]) -> None:
                     f"{checkpoint.origin}: expected the files of {owner[entry]!r} ranks ({entry} "
                     f"in config.json), got {len(files)}; fetch the missing files"
                 )
+    found: list[ScaleData] = []
+
+    def read(rank: int) -> Mapping[int, LayerScales]:
+        names = checkpoint.folder.header(files[rank]) or ()
+        of_rank = replace(checkpoint, files=dict.fromkeys(names, files[rank]))
+        found.append(read_tensors(of_rank, request))
+        return found[-1].layers
+
+    layers = request.merge_ranks(checkpoint.origin, len(files), read)
+    return replace(found[0], layers=layers)
