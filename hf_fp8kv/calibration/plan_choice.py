@@ -162,6 +162,7 @@ def _choose(
     centered = [replace(plan, centered=True) for plan in plain]
     k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_SAFE]
     v_plans = [] if latent else plain
+    count, formats = len(k_plans), tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     k, v = (
         [torch.stack([(read[0], read[1])[side] for read in window]) for window in windows]
         for side in (0, 1)
@@ -174,14 +175,18 @@ def _choose(
         weights = torch.stack([x.weights for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, N]
         of_k = _candidates(k[i].float(), center, k_plans)
         of_v = of_k[:0] if latent else _candidates(v[i].float(), None, v_plans)
-        k_errors, v_errors = _errors(of_k, of_v, (*k_plans, *v_plans))
+        if of_k.shape[1:] == of_v.shape[1:]:
+            errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
+            k_errors, v_errors = errors[:count], errors[count:]
+        else:
+            k_errors = dynamic_errors(of_k, formats[:count])
+            v_errors = dynamic_errors(of_v, formats[count:])
         cost = _cost_of_keys(q, weights, k_errors, k_plans)
         # As `Queries.cost_of_values`. Rotation changes no cost of values.
         costs.append(torch.cat([cost, (weights @ v_errors).square().sum((1, 3, 4))]))
     found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
         raise not_finite(index, "K and V")
-    count = len(k_plans)
     v_plan = SidePlan(AUTO) if latent else _pick_cheapest(v_plans, found[count:])
     plan = LayerPlan(_pick_cheapest(k_plans, found[:count]), v_plan)
     return (center.cpu() if plan.k.centered else None), plan
@@ -195,15 +200,6 @@ def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> 
     variants = torch.cat([variants, variants @ _hadamard(x.shape[-1], x.device)])
     which = [plan.centered + len(variants) // 2 * plan.rotated for plan in plans]
     return variants[which].transpose(2, 3)
-
-
-def _errors(of_k: Tensor, of_v: Tensor, plans: Sequence[SidePlan]) -> tuple[Tensor, Tensor]:
-    """Return the errors of both sides' candidates."""
-    formats, count = tuple(FORMATS[plan.format] for plan in plans), len(of_k)
-    if of_k.shape[1:] == of_v.shape[1:]:
-        errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
-        return errors[:count], errors[count:]
-    return dynamic_errors(of_k, formats[:count]), dynamic_errors(of_v, formats[count:])
 
 
 def _cost_of_keys(q: Tensor, weights: Tensor, errors: Tensor, plans: Sequence[SidePlan]) -> Tensor:
