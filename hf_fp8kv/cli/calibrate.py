@@ -119,7 +119,20 @@ def calibrate(
         source = load_texts(texts)
         # With a checkpoint, its copy has the scales in --format, and OUT has them as hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else to
-        _check_places(folder, out_format, checkpoint, to, overwrite)
+        # Check that the scales can be written before minutes are spent: next to no others, although
+        # some formats can lie next to each other.
+        files = SCALE_FORMATS[out_format].files(KVScales.uniform(1))
+        scale_files = {JSON_FILE, OWN_FILE, REPORT_FILE, SCALES_FILE, *files}
+        existing = sorted(name for name in scale_files if (folder / name).exists())
+        if existing and not overwrite:
+            raise ScaleError(
+                f"{folder}: expected a folder without {', '.join(existing)}, got one with it; "
+                "choose another --out, or pass --overwrite"
+            )
+        open_place(folder, SCALE_FORMATS[out_format], files, None, overwrite=overwrite)
+        if checkpoint is not None:
+            copy = folder / COPY
+            open_place(copy, SCALE_FORMATS[to], (), checkpoint, overwrite=overwrite)
         loaded, tokenizer = load_model(model, device, model_dtype)
         scales = calibration.calibrate(loaded, source, tokenizer=tokenizer, **options)
         try:
@@ -142,22 +155,3 @@ def calibrate(
     if report is not None:
         print_parts(quality_parts(report), piped_width=120)
     print("\n".join(map(str, paths)))
-
-
-def _check_places(
-    folder: Path, out_format: str, checkpoint: Path | None, to: str, overwrite: bool
-) -> None:
-    """Check that the scales can be written, before minutes are spent."""
-    files = SCALE_FORMATS[out_format].files(KVScales.uniform(1))
-    # In any format, although some can lie next to others.
-    scale_files = {JSON_FILE, OWN_FILE, REPORT_FILE, SCALES_FILE, *files}
-    existing = sorted(name for name in scale_files if (folder / name).exists())
-    if existing and not overwrite:
-        raise ScaleError(
-            f"{folder}: expected a folder without {', '.join(existing)}, got one with it; choose "
-            "another --out, or pass --overwrite"
-        )
-    open_place(folder, SCALE_FORMATS[out_format], files, None, overwrite=overwrite)
-    if checkpoint is not None:
-        copy = folder / COPY
-        open_place(copy, SCALE_FORMATS[to], (), checkpoint, overwrite=overwrite)

@@ -97,10 +97,8 @@ def inspect(
 
 def _is_cache(path: str) -> bool:
     """Return whether this is a file of `FP8PagedCache.save`."""
-    if not Path(path).is_file():
-        return False
-    with suppress(ScaleError):  # whoever reads scales says what is wrong with the file
-        return read_header(Path(path))[1].get("format") == CACHE_FORMAT
+    with suppress(ScaleError):  # the reader of scales describes what is wrong with the file
+        return Path(path).is_file() and read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False
 
 
