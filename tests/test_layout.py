@@ -28,9 +28,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1526, "bench": 973, "cache": 3359, "calibration": 2427, "cli": 1754,
+    "attention": 1526, "bench": 973, "cache": 3359, "calibration": 2418, "cli": 1746,
     "enabling": 242, "errors": 63, "formats": 438, "__init__": 62, "modeling": 630, "ops": 7493,
-    "paging": 1701, "prefix": 1059, "scales": 3132, "server": 4068, "serving": 1785,
+    "paging": 1701, "prefix": 1059, "scales": 3109, "server": 4068, "serving": 1785,
     "utils": 517, "vllm": 1022,
 }  # fmt: skip
 

@@ -42,7 +42,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
         raise _no_scales(checkpoint)
     _check_foreign(checkpoint)
     layers = _pair_sides(checkpoint, scale_tensors)
-    layers = _add_biases(checkpoint, layers)
+    _add_biases(checkpoint, layers)
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
             "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
@@ -138,15 +138,12 @@ def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.
     return tensor.float().reshape(() if single else (-1, 1))
 
 
-def _add_biases(
-    checkpoint: Checkpoint, layers: Mapping[int, LayerScales]
-) -> dict[int, LayerScales]:
-    """Return the scales with the biases of ModelOpt's FP8_AFFINE, `[1, heads or 1, 1, D or 1]`.
+def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
+    """Add the biases of ModelOpt's FP8_AFFINE, `[1, heads or 1, 1, D or 1]`.
 
     K's bias is its center. V is stored as it is, so the scales of V make room for its bias: where
     |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
     """
-    layers = dict(layers)
     matches = [match for match in map(BIAS.fullmatch, checkpoint.files) if match is not None]
     tensors = _load(checkpoint, (match[0] for match in matches))
     for match in matches:
@@ -169,7 +166,6 @@ def _add_biases(
             layers[index] = replace(layer, k_center=bias)
         else:
             layers[index] = replace(layer, v=layer.static[1] + bias.abs() / FORMATS["fp8_e4m3"].max)
-    return layers
 
 
 def _rotate(
