@@ -28,10 +28,10 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1526, "bench": 973, "cache": 3359, "calibration": 2483, "cli": 1849,
-    "enabling": 242, "errors": 63, "formats": 486, "__init__": 62, "modeling": 638, "ops": 6661,
-    "paging": 1699, "prefix": 1059, "scales": 3212, "server": 4068, "serving": 1785,
-    "utils": 529, "vllm": 1022,
+    "attention": 1526, "bench": 973, "cache": 3358, "calibration": 2418, "cli": 1746,
+    "enabling": 242, "errors": 63, "formats": 438, "__init__": 62, "modeling": 630, "ops": 6661,
+    "paging": 1699, "prefix": 1059, "scales": 3109, "server": 4068, "serving": 1785,
+    "utils": 517, "vllm": 1022,
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import StoragePlan, resolve
-from ..scales.validation import KEEP_OUT, check_ranks
+from ..scales.layer_scales import KEEP_OUT, check_ranks
 from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]

@@ -22,8 +22,7 @@ from ..paging.page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import wrap_scales
-from ..scales.layer_scales import ScaleData
-from ..scales.validation import check_constant
+from ..scales.layer_scales import ScaleData, check_constant
 from ..utils.digests import digest_of
 from ..utils.files import CACHE_FORMAT, write_all
 from .options import CacheOptions

@@ -1,26 +1,20 @@
 """Choice of how a layer is stored: the scales of least cost, and the plan of least cost.
 
-A scale must be at least `amax / 448`, so that nothing saturates. A float format rounds a number by
-a share that depends on where in its binade the number falls, so within the octave above that scale
-some suit the numbers better than others. The error of K itself is a poor guide: nearly all queries
-look at a few tokens (above all the first), whose errors weigh more than all others, and an error
-that all keys share cancels in the softmax. So candidates are tried on queries of a text, by
+A scale must be at least `amax / 448`, so that nothing saturates. Within the octave above that scale
+some suit the numbers better than others. Candidates are tried on queries of a text, by
 
     K:  sum over queries of  Var_a(q . e)      V:  sum over queries of  |sum_a e|^2
 
 where `e` are the rounding errors, and `a` the weights that the query gives to the tokens. The first
-is twice the KL divergence of the weights, to second order. On SmolLM2, per head and with centers,
-it makes the KL of the predictions 0.78 of the KL under `amax / 448` (docs/accuracy.md).
+is twice the KL divergence of the weights, to second order. docs/architecture.md has the reasons.
 
 Then there is headroom: a scale that is larger by whole octaves is taken if it loses next to
 nothing, up to the norm of the pairs that RoPE rotates, which K can reach at positions that the text
 did not have. A scale per channel always covers that norm.
 
-Candidates take the same bytes: a format, rotated or not, with a center or without. A static scale
-is made for each. They are tried at the positions of the windows and at others, because outliers
-that turn with the position leave their center, and rotation then spreads their error over all
-channels. The first candidate is the fallback, and the predictions of the model decide at the end
-(scoring.py).
+Plans are tried at the positions of the windows and at others, with a static scale for each. All
+candidates take the same bytes, and the first one is the fallback. The predictions of the model
+decide at the end (scoring.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +26,7 @@ from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerP
 from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
-from .observe import ROTATED, TensorDict, merge_ranges
+from .observe import ROTATED, TensorDict, merge_tensors
 from .pairs import Partners
 from .positions import SPREAD, Beyond
 from .queries import Queries
@@ -122,8 +116,7 @@ def list_candidates(
     """Return how K and V of a layer may be stored, by side.
 
     Args:
-        index: The layer.
-        ranges: Its range on all texts, and with a plan the range of the rotated values.
+        ranges: The layer's range on all texts, and with a plan the range of the rotated values.
         partners: The channels that RoPE turns together.
         options: An explicit plan leaves only centers to choose, no plan only whether to use one.
         near: Ranges and sums of a sample of windows, as for `find_centers`.
@@ -175,27 +168,21 @@ def find_centers(
     turns a lot. Scales cover K at these positions. Without `near`, the center is the mean of
     `ranges`.
     """
-    centers = [ranges["k_sum"] / ranges["count"]]
-    if near is not None:
-        sample = near if far is None else merge_ranges(near, far)
-        centers.insert(0, _weighted_mean(sample))
-        if far is None:
-            centers.pop()
-        else:
-            # The windows of `far` stand for all positions. The text itself counts as one more.
-            even = SPREAD * (far["k_sum"] / far["count"]).to(centers[1])
-            centers[1] = (centers[1] + even) / (1 + SPREAD)
-        ranges = merge_ranges(ranges, sample)
-    return [center.float() for center in centers], ranges
-
-
-def _weighted_mean(sample: TensorDict) -> torch.Tensor:
-    """Return the mean of K by `weigh_keys`, or the plain mean if the weights are next to zero."""
+    of_text = ranges["k_sum"] / ranges["count"]
+    if near is None:
+        return [of_text.float()], ranges
+    sample = near if far is None else merge_tensors(near, far)
+    # By `weigh_keys`, or the plain mean if the weights are next to zero.
     weights, weighted = sample["weight_sum"], sample["weighted_sum"]
     plain = (sample["k_sum"] / sample["count"]).to(weights)
     least = _LEAST_WEIGHT * weights.amax(-1, keepdim=True)
     mean = (weighted + least * plain) / (weights + least)
-    return torch.where(weights + least > 0, mean, plain)
+    centers = [torch.where(weights + least > 0, mean, plain)]
+    if far is not None:
+        # The windows of `far` stand for all positions. The text itself counts as one more.
+        even = SPREAD * (far["k_sum"] / far["count"]).to(of_text)
+        centers.append((of_text + even) / (1 + SPREAD))
+    return [center.float() for center in centers], merge_tensors(ranges, sample)
 
 
 def make_candidate(
@@ -206,18 +193,16 @@ def make_candidate(
     start = f"{ROTATED}{side}" if plan.rotated else side
     # On the CPU, since GPUs divide slightly differently.
     high, low, reach = (ranges[f"{start}_{name}"].cpu() for name in ("max", "min", "pair"))
-    center = None if center is None else center.cpu()
     if center is not None:
+        center = center.cpu()
         middle = rotate(center) if plan.rotated else center
         high, low, reach = high - middle, low - middle, reach + middle.abs()
-    if plan.rotated:
-        # Every channel has a part of all pairs, so only other positions show how they turn.
-        reach = torch.maximum(high.abs(), low.abs())
-    reach = reach * margin
+    amax = torch.maximum(high.abs(), low.abs()) * margin
+    # Every rotated channel has a part of all pairs, so only other positions show how they turn.
+    reach = amax if plan.rotated else reach * margin
     # The range of a channel says little about other positions. Over a head, the fastest pairs have
     # been everywhere.
-    alone = granularity == "channel"
-    amax = reach if alone else torch.maximum(high.abs(), low.abs()) * margin
+    amax = reach if granularity == "channel" else amax
     if axes := _AXES[granularity]:
         amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
     # Any scale stores zeros, so their range becomes the range of their neighbors, or 1.

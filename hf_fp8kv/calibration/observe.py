@@ -74,6 +74,14 @@ class _ObservedCache(DynamicCache):
         return keys, values
 
 
+def not_finite(layer: int, what: str) -> ConfigError:
+    """Return the error for NaN or infinity in K or V of a layer."""
+    return ConfigError(
+        f"layer {layer}: expected finite {what}, got NaN or infinity. Load the model in bfloat16 "
+        "or float32, and look at the text"
+    )
+
+
 def paged_layers(model: PreTrainedModel) -> frozenset[int]:
     """Return the layers that `FP8PagedCache` stores in 8 bits; raise ConfigError without any."""
     parts = tensor_parallel(model).size
@@ -157,33 +165,24 @@ def measure_range(
     ranges = {"count": torch.tensor(k.shape[0], device="cpu")}
     for side, x, partner in (("k", k, k_partner), ("v", v, v_partner)):
         ranges[f"{side}_max"], ranges[f"{side}_min"] = x.amax(0), x.amin(0)
-        norms = x.abs() if partner is None else _pair_norm(x, partner.to(x.device))
+        norms = x.abs()
+        if partner is not None:
+            partner = partner.to(x.device)
+            alone = partner == torch.arange(len(partner), device=x.device)
+            pairs = (x.square() + x[..., partner].square()).sqrt()
+            norms = torch.where(alone, norms, pairs)
         ranges[f"{side}_pair"] = norms.amax(0)
     ranges["k_sum"] = k.sum(0, dtype=torch.float64)
     return ranges
 
 
-_MERGES: dict[str, Callable[..., torch.Tensor]] = {
-    "count": torch.add, "sum": torch.add, "min": torch.minimum, "max": torch.maximum,
-    "pair": torch.maximum,
-}  # fmt: skip
+# How tensors are merged, by the end of their names. All others are sums.
+_MERGES = {"min": torch.minimum, "max": torch.maximum, "pair": torch.maximum}
 
 
-def merge_ranges(one: TensorDict, other: TensorDict) -> TensorDict:
-    """Return the range over the tokens of both, on the devices of `one`."""
-    result = {}
-    for name, tensor in one.items():
-        kind = name.rpartition("_")[2].rpartition(".")[2]
-        result[name] = _MERGES[kind](tensor, other[name].to(tensor.device))
-    return result
-
-
-def add_tensors(sums: TensorDict, new: TensorDict) -> TensorDict:
-    """Return the sums of tensors with the same names."""
-    return {name: sums[name] + tensor for name, tensor in new.items()}
-
-
-def _pair_norm(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each channel with its partner, or its own without one, as `x`."""
-    alone = partner == torch.arange(len(partner), device=x.device)
-    return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())
+def merge_tensors(one: TensorDict, other: TensorDict) -> TensorDict:
+    """Return the ranges and sums over the tokens of both, on the devices of `one`."""
+    return {
+        name: _MERGES.get(name.rpartition("_")[2], torch.add)(x, other[name].to(x.device))
+        for name, x in one.items()
+    }

@@ -1,10 +1,9 @@
 """Pairs of channels of K that a model rotates together (RoPE), measured instead of assumed.
 
-At another position RoPE turns a pair of channels by an angle: each of the two changes, and the norm
-of the pair does not. A model whose attention depends on distances only computes the same K at
-shifted positions, but for that turn. So the text is run twice, at two first positions, and the
-pairs are those whose changes of the squares cancel. It finds halves (Llama), neighbours (GPT-J,
-Cohere), partial rotation, layers without any, and what an MLA model keeps in V.
+RoPE turns a pair of channels by an angle that depends on the position: each of the two changes, and
+the norm of the pair does not. So the text is run at two first positions, and the pairs are those
+whose changes of the squares cancel. It finds halves (Llama), neighbours (GPT-J, Cohere), partial
+rotation, layers without any, and the positions that an MLA model keeps in V.
 """
 
 import logging

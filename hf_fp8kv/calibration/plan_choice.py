@@ -1,9 +1,7 @@
 """The storage plan of a model: for each layer, the formats whose errors cost attention least.
 
-A plan is chosen once for a model, on random token ids or on texts. Rotation makes values Gaussian,
-for which more mantissa and less range is right. Outliers that turn with the position (RoPE) leave
-the center of K, and rotation then spreads their error over all channels. So the model reads the
-same tokens at several positions, and a format has to be better at all of them together.
+The model reads the same tokens at several positions, and a format must be better at all of them
+together. docs/architecture.md has the reasons ("A plan is chosen once for a model").
 """
 
 import functools
@@ -28,7 +26,7 @@ from ..modeling.model_support import accepts, caches_latents
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import fingerprint_weights
-from .observe import Batch, paged_layers
+from .observe import Batch, not_finite, paged_layers
 from .positions import find_limit, turns_keys
 from .queries import Queries, observe_queries
 from .stages import sample_windows
@@ -39,10 +37,9 @@ logger = logging.getLogger(__name__)
 # Tokens of a window, and windows of texts. A window is read at each of the positions that the model
 # has.
 _TOKENS, _WINDOWS, _POSITIONS = 128, 8, (0, 1024, 4096, 16384)
-# The largest cost of a format in each head, relative to the fallback: the gain of one head does not
-# make up for the loss of another. A cache searches the scales of K of least error, which takes a
-# quarter off E3M4's cost for Gaussian values, and two thirds if two channels are 50 times larger.
-# The costs here are for the smallest scales.
+# The largest cost of a format in each head, relative to the fallback. Costs are for the smallest
+# scales. Those of least error, which a cache searches for K, take a quarter off E3M4's cost for
+# Gaussian values, and two thirds if two channels are 50 times larger.
 _GAIN = 0.5
 _SAFE = SidePlan(DEFAULT_DTYPE)
 _OTHERS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
@@ -165,6 +162,7 @@ def _choose(
     centered = [replace(plan, centered=True) for plan in plain]
     k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_SAFE]
     v_plans = [] if latent else plain
+    count, formats = len(k_plans), tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     k, v = (
         [torch.stack([(read[0], read[1])[side] for read in window]) for window in windows]
         for side in (0, 1)
@@ -177,16 +175,18 @@ def _choose(
         weights = torch.stack([x.weights for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, N]
         of_k = _candidates(k[i].float(), center, k_plans)
         of_v = of_k[:0] if latent else _candidates(v[i].float(), None, v_plans)
-        k_errors, v_errors = _errors(of_k, of_v, (*k_plans, *v_plans))
+        if of_k.shape[1:] == of_v.shape[1:]:
+            errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
+            k_errors, v_errors = errors[:count], errors[count:]
+        else:
+            k_errors = dynamic_errors(of_k, formats[:count])
+            v_errors = dynamic_errors(of_v, formats[count:])
         cost = _cost_of_keys(q, weights, k_errors, k_plans)
-        costs.append(torch.cat([cost, _cost_of_values(weights, v_errors)]))
+        # As `Queries.cost_of_values`. Rotation changes no cost of values.
+        costs.append(torch.cat([cost, (weights @ v_errors).square().sum((1, 3, 4))]))
     found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
-        raise ConfigError(
-            f"layer {index}: expected finite K and V, got NaN or infinity. Load the model in "
-            "bfloat16 or float32, and look at the text"
-        )
-    count = len(k_plans)
+        raise not_finite(index, "K and V")
     v_plan = SidePlan(AUTO) if latent else _pick_cheapest(v_plans, found[count:])
     plan = LayerPlan(_pick_cheapest(k_plans, found[:count]), v_plan)
     return (center.cpu() if plan.k.centered else None), plan
@@ -202,15 +202,6 @@ def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> 
     return variants[which].transpose(2, 3)
 
 
-def _errors(of_k: Tensor, of_v: Tensor, plans: Sequence[SidePlan]) -> tuple[Tensor, Tensor]:
-    """Return the errors of both sides' candidates."""
-    formats, count = tuple(FORMATS[plan.format] for plan in plans), len(of_k)
-    if of_k.shape[1:] == of_v.shape[1:]:
-        errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
-        return errors[:count], errors[count:]
-    return dynamic_errors(of_k, formats[:count]), dynamic_errors(of_v, formats[count:])
-
-
 def _cost_of_keys(q: Tensor, weights: Tensor, errors: Tensor, plans: Sequence[SidePlan]) -> Tensor:
     """Return what `Queries.cost_of_keys` does: `[plans, Hkv]`."""
     # Rotated queries and rotated errors have the same products.
@@ -218,11 +209,6 @@ def _cost_of_keys(q: Tensor, weights: Tensor, errors: Tensor, plans: Sequence[Si
     moved = both[[int(plan.rotated) for plan in plans]] @ errors.mT
     moved = moved - (weights * moved).sum(-1, keepdim=True)
     return (weights * moved.square()).sum((1, 3, 4))
-
-
-def _cost_of_values(weights: Tensor, errors: Tensor) -> Tensor:
-    """Return what `Queries.cost_of_values` does, which rotation does not change: `[plans, Hkv]`."""
-    return (weights @ errors).square().sum((1, 3, 4))
 
 
 @functools.cache

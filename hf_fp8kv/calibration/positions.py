@@ -1,9 +1,4 @@
-"""Positions beyond the windows, where centers of K must hold, too.
-
-RoPE turns K with the position, so the mean of K over the first thousand positions is not that of
-the next thousands: in pairs of channels that turn slowly it is large, and points elsewhere there.
-What is chosen inside the windows is therefore tried with the windows moved to other positions.
-"""
+"""Positions beyond the windows: RoPE turns K, and with it the center of K, with the position."""
 
 import sys
 from collections.abc import Sequence

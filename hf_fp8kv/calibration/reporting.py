@@ -29,7 +29,7 @@ from ..utils.environment import hardware, utc_now, versions
 from . import scoring
 from .choose import transform
 from .divergence import UNQUANTISED
-from .observe import Batch, TensorDict, add_tensors, make_batches, observe
+from .observe import Batch, TensorDict, make_batches, not_finite, observe
 from .positions import Beyond
 from .stages import Job, fold_layers
 
@@ -39,19 +39,14 @@ logger = logging.getLogger(__name__)
 _FAR_TOKENS = 2048
 # Tokens that errors are measured on; shares are of all tokens.
 _ERROR_TOKENS = 1024
-# One row of counts for each side: these, then an error for each format, static and dynamic.
-_COUNTS = ("numbers", "saturated", "not_zero", "vanished", "energy")
 # The error under static scales of a layer that has none: no sum is below 0.
 _NONE = -1.0
 
 
 def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
     """Return the largest magnitude of each KV head, of K and V, from what `measure_range` gave."""
-    amax = {}
-    for side in "kv":
-        largest = torch.maximum(ranges[f"{side}_max"].abs(), ranges[f"{side}_min"].abs())
-        amax[side] = tuple(largest.amax(-1).tolist())
-    return amax
+    ends = {side: torch.stack([ranges[f"{side}_max"], ranges[f"{side}_min"]]) for side in "kv"}
+    return {side: tuple(x.abs().amax((0, -1)).tolist()) for side, x in ends.items()}
 
 
 def measure_statistics(
@@ -80,16 +75,13 @@ def measure_statistics(
         ]
         counted = torch.stack(rows).cpu()
         if not torch.isfinite(counted).all():
-            raise ConfigError(
-                f"layer {index}: expected finite K and V of the text held out, got NaN or "
-                "infinity. Load the model in bfloat16 or float32, and look at the text"
-            )
+            raise not_finite(index, "K and V of the text held out")
         return {"counts": counted}
 
-    sums = fold_layers(job, "statistics", batches, measure, add_tensors, observe)
+    sums = fold_layers(job, "statistics", batches, measure, observe)
     results = {}
     for index in sorted(layers):
-        rows = sums[index]["counts"] if sums else torch.zeros(2, len(_COUNTS) + 2 * len(formats))
+        rows = sums[index]["counts"] if sums else torch.zeros(2, 5 + 2 * len(formats))
         k, v = (
             _summarize(row.tolist(), amax[index][side], formats)
             for side, row in zip("kv", rows, strict=True)
@@ -104,7 +96,8 @@ def _count(
 ) -> torch.Tensor:  # fmt: skip
     """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32.
 
-    `fmt` is the format of the layer, unless it has a plan.
+    It ends with an error for each format, static and dynamic. `fmt` is the format of the layer,
+    unless it has a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
     center, choose = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
@@ -141,9 +134,8 @@ def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.T
 
 
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
-    numbers, saturated, not_zero, vanished, energy = row[: len(_COUNTS)]
+    numbers, saturated, not_zero, vanished, energy, *errors = row
     names = [fmt.name for fmt in formats] + [DYNAMIC + fmt.name for fmt in formats]
-    errors = row[len(_COUNTS) :]
     return SideStatistics(
         amax,
         saturated / max(numbers, 1.0),
@@ -161,7 +153,7 @@ def _score_quality(
 ) -> tuple[QualityRow, ...]:
     """Score how far caches move the model's predictions; nothing if there is nothing to score."""
     batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
-    if not batches or not scoring.has_logits(job.model):
+    if not batches or job.model.get_output_embeddings() is None:
         why = "there is no text for it that is long enough" if not batches else "it has no logits"
         logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
         return ()
@@ -171,7 +163,9 @@ def _score_quality(
     elif scales.is_dynamic:
         given = {"dynamic, the plan": scales}
     else:
-        given = {"static, the plan": scales, "dynamic, the plan": _without_scales(scales)}
+        layers = {i: replace(layer, k=None, v=None) for i, layer in scales.layers.items()}
+        plan = StoragePlan(**{**vars(scales), "layers": layers, "report": None})
+        given = {"static, the plan": scales, "dynamic, the plan": plan}
     others = {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
     caches = {
         cache: scoring.cache_factory(job, these, scales.layers)
@@ -192,12 +186,6 @@ def _score_quality(
         lost = ", ".join(sorted(row.cache for row in rows if row not in finite))
         logger.warning("the model gives logits that are not finite: %s not compared", lost)
     return tuple(finite)
-
-
-def _without_scales(scales: KVScales) -> StoragePlan:
-    """Return the plan and the centers of static scales."""
-    layers = {i: replace(layer, k=None, v=None) for i, layer in scales.layers.items()}
-    return StoragePlan(**{**vars(scales), "layers": layers, "report": None})
 
 
 def make_report(

@@ -133,7 +133,7 @@ def calibrate(
         counts = {"texts": corpus.texts, "tokens": corpus.tokens}
         held = corpus.held_out
         report = make_report(job, scales, ranges, centers, held, held, beyond, **counts)
-    return scales.with_report(report)
+    return replace(scales, report=report)
 
 
 def measure(

@@ -6,7 +6,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
@@ -57,7 +56,7 @@ def check_plans(
     if not changed:
         return safe, f"{kept} nothing else that was tried costs much less in any layer.{note}"
     where = f"{what} in {changed} of {len(layers)} layers"
-    if not has_logits(job.model):
+    if job.model.get_output_embeddings() is None:
         return chosen, f"{where}, by what errors do to attention: no logits to compare.{note}"
     # Their second halves hold about `_TRIAL_TOKENS`.
     trial = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
@@ -111,11 +110,6 @@ def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Te
     """Return the first windows that together have `tokens` tokens."""
     before = accumulate(map(len, windows), initial=0)
     return [window for window, count in zip(windows, before, strict=False) if count < tokens]
-
-
-def has_logits(model: PreTrainedModel) -> bool:
-    """Return whether the model predicts tokens."""
-    return model.get_output_embeddings() is not None
 
 
 def score_caches(

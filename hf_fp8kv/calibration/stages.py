@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..formats import Format, LayerPlan
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
-from .observe import ROTATED, Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
+from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, not_finite, observe
 from .pairs import Partners
 from .positions import SPREAD, Beyond
 from .queries import Queries, observe_queries
@@ -59,7 +59,6 @@ class Job:
 
 def fold_layers(
     job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
-    merge: Callable[[TensorDict, TensorDict], TensorDict] = add_tensors,
     see: Callable[..., None] = observe_queries,
 ) -> dict[int, TensorDict]:  # fmt: skip
     """Merge the tensors that `measure` returns for each layer over batches.
@@ -70,7 +69,7 @@ def fold_layers(
 
     def on_layer(index: int, *states: Any) -> None:
         new = measure(index, *states)
-        merged[index] = merge(merged[index], new) if index in merged else new
+        merged[index] = merge_tensors(merged[index], new) if index in merged else new
 
     job.start(name, sum(batch.tokens for batch in batches))
     for batch in batches:
@@ -100,16 +99,13 @@ def collect_ranges(
         of_layer = measure_range(k, v, partners[index].k, partners[index].v)
         for side in "kv":
             if not torch.isfinite(of_layer[f"{side}_pair"]).all():
-                raise ConfigError(
-                    f"layer {index}: expected finite {side.upper()}, got NaN or infinity. Load the "
-                    "model in bfloat16 or float32, and look at the text"
-                )
+                raise not_finite(index, side.upper())
         if job.options.plan is not None:
             rotated = measure_range(rotate(k), rotate(v), None, None)
             of_layer |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
         return of_layer | (weigh_keys(k, *queries) if queries else {})
 
-    return fold_layers(job, name, batches, measure, merge_ranges, see)
+    return fold_layers(job, name, batches, measure, see)
 
 
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:

@@ -236,7 +236,17 @@ def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tupl
         hint = "Pass [text] for one text, or the path of an existing file"
         raise _error("texts", "a file or a list of texts", format_value(str(path)), hint)
     if path.suffix.lower() == ".jsonl":
-        yield from _read_json_lines(path)
+        for number, line in enumerate(_read_lines(path), 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                hint = "Write each text as one line of JSON, or name the file .txt"
+                got = f"{type(error).__name__}: {error}"
+                raise _error(where, "one JSON value", got, hint) from error
+            yield where, value
     elif path.suffix.lower() == ".txt":
         yield from ((str(path), piece) for piece in _read_pieces(path, encoder, max_length))
     else:
@@ -252,20 +262,6 @@ def _read_lines(path: Path, most: int = -1) -> Iterator[str]:
             yield from iter(lambda: file.readline(most), "")
     except (OSError, UnicodeDecodeError) as error:
         raise _error(str(path), "UTF-8", error, "Save the file as UTF-8 text") from error
-
-
-def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_read_lines(path), 1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            hint = "Write each text as one line of JSON, or name the file .txt"
-            got = f"{type(error).__name__}: {error}"
-            raise _error(where, "one JSON value", got, hint) from error
-        yield where, value
 
 
 def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str]:
@@ -353,20 +349,17 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: 
     held = 0
     for group in sorted(groups, key=_rank):
         whole = sum(size[c] for c in group) <= limit
-        for unit in [group] if whole else [{c} for c in sorted(group, key=_rank_window)]:
+        for unit in [group] if whole else sorted(({c} for c in group), key=_rank):
             tokens = sum(size[c] for c in unit)
             if held < wanted and held + tokens <= limit:
                 chosen |= unit
                 held += tokens
     # The first window within a quarter, else the smallest.
-    return chosen or {min(sorted(size, key=_rank_window), key=lambda c: max(size[c], quarter))}
+    ranked = sorted(size, key=lambda c: _rank([c]))
+    return chosen or {min(ranked, key=lambda c: max(size[c], quarter))}
 
 
 def _rank(contents: Iterable[bytes]) -> tuple[int, bytes]:
     """Rank windows by the longest, then by a hash of all of them."""
     ordered = sorted(contents)
     return -max(map(len, ordered)), hashlib.sha256(b"".join(ordered)).digest()
-
-
-def _rank_window(content: bytes) -> tuple[int, bytes]:
-    return _rank([content])

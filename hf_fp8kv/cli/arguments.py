@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import ConfigError
 from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
 from ..ops import CHOICES
 
@@ -126,3 +127,66 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace existing scales; never weights.")
 ]
+
+PYDOC = "pydoc"
+TEXTS_HELP = "A .txt file, or JSON lines (.jsonl). pydoc stands for Python's own documentation."
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="The format to choose scales for, or to measure them in. Default: fp8_e4m3.", **FORMAT
+    ),
+]
+MaxTokens = Annotated[int | None, typer.Option(min=2, help="Number of tokens to read.")]
+MaxLength = Annotated[int | None, typer.Option(min=2, help="Tokens in one sequence.")]
+MaxPosition = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Also try the scales at other positions, up to this one; centers of K must help "
+        "there, too. Default: eight times --max-length, or as many as the model has.",
+    ),
+]
+TextColumn = Annotated[
+    str | None, typer.Option(help="JSON lines: the key of the text. Default: text.")
+]
+ChatTemplate = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat-template/--no-chat-template",
+        help="Use the model's chat template for every text / refuse conversations. "
+        "Default: use it for conversations, not for plain texts.",
+    ),
+]
+
+# The arguments of the library among the options of `calibrate` and `inspect`.
+_OPTIONS = {
+    "dtype", "max_tokens", "max_length", "max_position", "text_column", "chat_template",
+    "granularity", "center", "plan", "margin", "batch_size", "held_out",
+}  # fmt: skip
+
+
+def load_texts(name: str) -> Path | list[str]:
+    """Return the file, or pydoc's text on each of Python's topics."""
+    if name == PYDOC:
+        from pydoc_data.topics import topics
+
+        return [topics[name] for name in sorted(topics)]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"--texts: expected a file, or {PYDOC} for Python's own documentation, got {name!r}; "
+            "check the path"
+        )
+    return path
+
+
+def page_options(ctx: typer.Context) -> dict[str, Any]:
+    """Return the arguments of a cache that `generate` and `serve` have in common."""
+    names = ("key_dtype", "value_dtype", "plan", "scales", "backend")
+    return {"dtype": ctx.params["kv_cache_dtype"], **{name: ctx.params[name] for name in names}}
+
+
+def given_options(ctx: typer.Context) -> dict[str, Any]:
+    """Return the options of the library that were given; it has the defaults of the others."""
+    return {n: value for n, value in ctx.params.items() if n in _OPTIONS and value is not None}

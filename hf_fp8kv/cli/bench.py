@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from rich.console import RenderableType
 
 from ..modeling.layer_specs import read_config
 from .arguments import Device, Model, parse_path
 from .shared import DEMO, load_model, pick_device, print_parts, show_progress
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ..bench.contenders import Setup
 
 app = typer.Typer(
@@ -91,7 +90,7 @@ def quality(
 
 def show_result(
     result: dict[str, Any],
-    format_table: "Callable[[dict[str, Any]], RenderableType]",
+    format_table: Callable[[dict[str, Any]], RenderableType],
     json_path: str | None,
 ) -> None:
     """Print a result as tables, or as JSON if the path is "-"; write it as JSON to other paths."""

@@ -2,31 +2,41 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 
+from .. import calibration
 from ..errors import ScaleError
 from ..scales import SCALE_FORMATS, Granularity, KVScales
-from .arguments import Device, Json, Model, ModelDtype, Overwrite, choice
-from .scales_table import describe_scales, quality_parts
-from .shared import load_model, print_note, print_parts, report_problems
-from .texts import (
+from ..scales.checkpoint.checkpoint import JSON_FILE, OWN_FILE, SCALES_FILE
+from ..scales.report import REPORT_FILE
+from ..scales.save import open_place
+from .arguments import (
     TEXTS_HELP,
     ChatTemplate,
+    Device,
     Dtype,
+    Json,
     MaxLength,
     MaxPosition,
     MaxTokens,
+    Model,
+    ModelDtype,
+    Overwrite,
     TextColumn,
-    drop_unset,
+    choice,
+    given_options,
     load_texts,
 )
+from .scales_table import describe_scales, quality_parts
+from .shared import load_model, print_note, print_parts, report_problems
 
 COPY = "checkpoint"
 
 
 def calibrate(
+    ctx: typer.Context,
     texts: Annotated[str, typer.Option(metavar="FILE", help=TEXTS_HELP)],
     out: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for the scales; created if missing.")
@@ -83,9 +93,11 @@ def calibrate(
     device: Device = "auto",
     model_dtype: ModelDtype = "auto",
     checkpoint: Annotated[
-        str | None,
+        Path | None,
         typer.Option(
             metavar="FOLDER",
+            exists=True,
+            file_okay=False,
             help=f"Also write a copy of this checkpoint, with scales in --format, to OUT/{COPY}.",
         ),
     ] = None,
@@ -93,110 +105,48 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Calibrate static scales on texts."""
-    options = drop_unset(
-        granularity=granularity,
-        center=center,
-        dtype=dtype,
-        plan=plan,
-        margin=margin,
-        max_tokens=max_tokens,
-        max_length=max_length,
-        max_position=max_position,
-        batch_size=batch_size,
-        text_column=text_column,
-        chat_template=chat_template,
-        held_out=held_out,
-    )
-    _check_planned(options, to)
-    options = _default_options(to) | options
+    options = given_options(ctx)
+    if plan is not None and not SCALE_FORMATS[to].holds_centers:
+        message = f"requires --format hf_fp8kv, got {to}, whose readers know no plans"
+        raise typer.BadParameter(message, param_hint="--plan")
+    if plan is not None and dtype is not None:
+        message = "chooses the format of each layer: omit --dtype"
+        raise typer.BadParameter(message, param_hint="--plan")
+    if not SCALE_FORMATS[to].holds_centers:
+        options = {"center": False, "granularity": SCALE_FORMATS[to].granularity} | options
     folder = Path(out)
     with report_problems() as warnings:
         source = load_texts(texts)
         # With a checkpoint, its copy has the scales in --format, and OUT has them as hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else to
-        _check_out(folder, out_format, overwrite)
-        _check_checkpoint(checkpoint, to, folder / COPY, overwrite)
+        # Check that the scales can be written before minutes are spent: next to no others, although
+        # some formats can lie next to each other.
+        files = SCALE_FORMATS[out_format].files(KVScales.uniform(1))
+        scale_files = {JSON_FILE, OWN_FILE, REPORT_FILE, SCALES_FILE, *files}
+        existing = sorted(name for name in scale_files if (folder / name).exists())
+        if existing and not overwrite:
+            raise ScaleError(
+                f"{folder}: expected a folder without {', '.join(existing)}, got one with it; "
+                "choose another --out, or pass --overwrite"
+            )
+        open_place(folder, SCALE_FORMATS[out_format], files, None, overwrite=overwrite)
+        if checkpoint is not None:
+            copy = folder / COPY
+            open_place(copy, SCALE_FORMATS[to], (), checkpoint, overwrite=overwrite)
         loaded, tokenizer = load_model(model, device, model_dtype)
-        from ..calibration import calibrate as run
-
-        scales = run(loaded, source, tokenizer=tokenizer, **options)
-        paths = _save(scales, folder, out_format, overwrite)
+        scales = calibration.calibrate(loaded, source, tokenizer=tokenizer, **options)
+        try:
+            paths = scales.save_pretrained(folder, format=out_format, overwrite=overwrite)
+        except ScaleError as error:
+            if SCALE_FORMATS[out_format].holds_centers:
+                raise
+            scales.save_pretrained(folder, overwrite=overwrite)  # so that they are not lost
+            raise ScaleError(f"{error}; the scales are in {folder}, as hf_fp8kv") from error
         if checkpoint is not None:
             print_note(f"{folder}: scales written; copying {checkpoint}")
             paths += scales.save_pretrained(
                 folder / COPY, format=to, checkpoint=checkpoint, overwrite=overwrite
             )
-    _print_result(scales, paths, warnings, as_json)
-
-
-def _default_options(format: str) -> dict[str, Any]:
-    """Return options for the finest scales that the format can hold."""
-    scale_format = SCALE_FORMATS[format]
-    if scale_format.holds_centers:
-        return {}
-    return {"center": False, "granularity": scale_format.granularity}
-
-
-def _check_planned(options: dict[str, Any], format: str) -> None:
-    """Check that a plan is for a format that can hold it."""
-    if "plan" in options and not SCALE_FORMATS[format].holds_centers:
-        message = f"requires --format hf_fp8kv, got {format}, whose readers know no plans"
-        raise typer.BadParameter(message, param_hint="--plan")
-    if options.keys() >= {"plan", "dtype"}:
-        message = "chooses the format of each layer: omit --dtype"
-        raise typer.BadParameter(message, param_hint="--plan")
-
-
-def _check_out(folder: Path, format: str, overwrite: bool) -> None:
-    """Check that the scales can be written to the folder, before minutes are spent."""
-    from ..scales.checkpoint.checkpoint import JSON_FILE, OWN_FILE, SCALES_FILE
-    from ..scales.existing import check_place, find_weights, list_files, open_source
-    from ..scales.report import REPORT_FILE
-
-    if folder.exists() and not folder.is_dir():
-        raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")
-    files = SCALE_FORMATS[format].files(KVScales.uniform(1), 1)
-    scale_files = {JSON_FILE, OWN_FILE, REPORT_FILE, SCALES_FILE, *files}
-    existing = sorted(name for name in scale_files if (folder / name).exists())
-    if existing and not overwrite:
-        raise ScaleError(
-            f"{folder}: expected a folder without {', '.join(existing)}, got one with it; choose "
-            "another --out, or pass --overwrite"
-        )
-    check_place(folder, there := list_files(folder), files, overwrite=overwrite)
-    if "config.json" in files and find_weights(there):
-        open_source(folder, SCALE_FORMATS[format], overwrite=True)
-
-
-def _check_checkpoint(checkpoint: str | None, format: str, copy: Path, overwrite: bool) -> None:
-    """Check that a copy of the checkpoint can be written, as far as possible without the scales."""
-    from ..scales.existing import open_source
-
-    if checkpoint is None:
-        return
-    if not (Path(checkpoint) / "config.json").is_file():
-        message = f"expected a folder with a config.json, got {checkpoint!r}"
-        raise typer.BadParameter(message, param_hint="--checkpoint")
-    if copy.exists() and (not copy.is_dir() or any(copy.iterdir())):
-        raise ScaleError(
-            f"{copy}: expected a new or empty folder, got one with files; a copy of a checkpoint "
-            "never replaces anything, choose another --out"
-        )
-    open_source(Path(checkpoint), SCALE_FORMATS[format], overwrite=overwrite)
-
-
-def _save(scales: KVScales, folder: Path, format: str, overwrite: bool) -> list[Path]:
-    """Save the scales and return the paths; if the format cannot hold them, save as hf_fp8kv."""
-    try:
-        return scales.save_pretrained(folder, format=format, overwrite=overwrite)
-    except ScaleError as error:
-        if SCALE_FORMATS[format].holds_centers:
-            raise
-        scales.save_pretrained(folder, overwrite=overwrite)
-        raise ScaleError(f"{error}; the scales are in {folder}, as hf_fp8kv") from error
-
-
-def _print_result(scales: KVScales, paths: list[Path], warnings: list[str], as_json: bool) -> None:
     report = scales.report
     if as_json:
         result = describe_scales(scales) | {"files": list(map(str, paths)), "warnings": warnings}

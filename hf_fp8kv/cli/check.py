@@ -1,14 +1,13 @@
 """`hf-fp8kv check`: installed versions, backends, and a model's path through the cache."""
 
 import json
-import sys
 from typing import Any
 
 import torch
 
 from ..attention.check_model import check_model
 from ..ops import available_backends
-from ..utils.environment import PACKAGES, version
+from ..utils.environment import versions
 from ..utils.terminal import make_table
 from .arguments import Device, Json, Model
 from .shared import load_model, print_parts
@@ -17,9 +16,10 @@ from .shared import load_model, print_parts
 def check(model: Model = None, device: Device = "cpu", as_json: Json = False) -> None:
     """Show versions and backends. With --model, also how each of its layers will run."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    installed = versions()
     facts: dict[str, Any] = {
-        "python": sys.version.split()[0],
-        "versions": {name: version(name) for name in PACKAGES},
+        "python": installed.pop("python"),
+        "versions": installed,
         "gpus": gpus,
         "backends": {name: why or "available" for name, why in available_backends().items()},
     }

@@ -10,7 +10,6 @@ import typer
 
 from ..errors import ScaleError
 from ..scales import SCALE_FORMATS, KVScales
-from ..scales.kv_scales import resolve
 from ..scales.save import Weights
 from .arguments import Json, Overwrite, Scales, choice
 from .scales_table import describe_scales
@@ -68,7 +67,7 @@ def convert(
         "format": to, "overwrite": overwrite, "tp_size": tp_size, "base_model": base_model
     }  # fmt: skip
     with report_problems() as warnings:
-        source: Any = resolve(scales, strict=not lenient)
+        source = KVScales.from_pretrained(scales, strict=not lenient)
         named = _set_model_type(source, model_type, lenient)
         files: list[str] = []
         if push_to_hub is not None:

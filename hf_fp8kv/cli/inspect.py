@@ -3,33 +3,40 @@
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from .. import calibration
 from ..cache.cache import FP8PagedCache
 from ..errors import ScaleError
-from ..scales.kv_scales import resolve
+from ..scales import KVScales
 from ..utils.files import CACHE_FORMAT, read_header
 from ..utils.terminal import format_size, make_table
-from .arguments import Device, Json, Model, ModelDtype, Scales, parse_plot
-from .scales_plot import plot_scales
-from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
-from .shared import load_model, make_console, print_parts, report_problems
-from .texts import (
+from .arguments import (
     TEXTS_HELP,
     ChatTemplate,
+    Device,
     Dtype,
+    Json,
     MaxLength,
     MaxPosition,
     MaxTokens,
+    Model,
+    ModelDtype,
+    Scales,
     TextColumn,
-    drop_unset,
+    given_options,
     load_texts,
+    parse_plot,
 )
+from .scales_plot import plot_scales
+from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
+from .shared import load_model, make_console, print_parts, report_problems
 
 
 def inspect(
+    ctx: typer.Context,
     scales: Scales,
     model: Model = None,
     texts: Annotated[
@@ -54,14 +61,7 @@ def inspect(
     With --texts they are measured; else the report of their calibration is shown, if there is one.
     Of a file that a cache was saved to, show how each layer is stored.
     """
-    options = drop_unset(
-        dtype=dtype,
-        max_tokens=max_tokens,
-        max_length=max_length,
-        max_position=max_position,
-        text_column=text_column,
-        chat_template=chat_template,
-    )
+    options = given_options(ctx)
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
         raise typer.BadParameter("requires --texts", param_hint=option)
@@ -73,14 +73,12 @@ def inspect(
             _show_cache(scales, as_json)
             return
         # Show what is wrong with a file instead of refusing it, if possible.
-        source: Any = resolve(scales, strict=False)
-        report = getattr(source, "report", None)
+        source = KVScales.from_pretrained(scales, strict=False)
+        report = source.report
         if texts is not None:
-            from ..calibration import measure
-
             given = load_texts(texts)
             loaded, tokenizer = load_model(model, device, model_dtype)
-            report = measure(loaded, source, given, tokenizer=tokenizer, **options)
+            report = calibration.measure(loaded, source, given, tokenizer=tokenizer, **options)
         if plot is not None:
             plot_scales(source, report, plot)
         if as_json:
@@ -99,10 +97,8 @@ def inspect(
 
 def _is_cache(path: str) -> bool:
     """Return whether this is a file of `FP8PagedCache.save`."""
-    if not Path(path).is_file():
-        return False
-    with suppress(ScaleError):  # whoever reads scales says what is wrong with the file
-        return read_header(Path(path))[1].get("format") == CACHE_FORMAT
+    with suppress(ScaleError):  # the reader of scales describes what is wrong with the file
+        return Path(path).is_file() and read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False
 
 

@@ -43,11 +43,9 @@ def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | 
 
 def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     """Return the matplotlib figure that `plot_scales` writes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplot_mosaic([["kv", "kv"], ["k", "v"], ["k error", "v error"]])
     panels["v error"].sharey(panels["k error"])
     unit = "largest magnitude" if report is not None else f"{_LARGEST:g} × scale"
@@ -100,8 +98,10 @@ def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str)
     if report is not None:
         amax = {i: np.array(getattr(layer, side).amax) for i, layer in report.layers.items()}
     else:
-        pairs = {i: dict(zip("kv", x.static, strict=True)) for i, x in scales.layers.items()}
-        amax = {i: _LARGEST * _largest(pair[side]) for i, pair in pairs.items()}
+        found = {i: layer.static["kv".index(side)] for i, layer in scales.layers.items()}
+        # One number for each head, or for the layer.
+        rows = {i: x.reshape(len(x) if x.ndim else 1, -1).amax(1) for i, x in found.items()}
+        amax = {i: _LARGEST * row.double().numpy() for i, row in rows.items()}
     heads = max(len(row) for row in amax.values())
     table = np.full((max(amax) + 1, heads), np.nan)
     for index, row in amax.items():
@@ -110,13 +110,6 @@ def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str)
         table[index, :spread] = row
     table[table <= 0] = np.nan
     return table
-
-
-def _largest(scale: Any) -> np.ndarray:
-    """Return the largest scale of each head, `[Hkv]`, or of the layer, `[1]`."""
-    largest = scale.reshape(1) if scale.ndim == 0 else scale.amax(dim=1)
-    array: np.ndarray = largest.double().numpy()
-    return array
 
 
 def _draw_line(axes: Any, line: np.ndarray, number: int, **look: Any) -> None:

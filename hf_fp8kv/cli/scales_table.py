@@ -2,18 +2,17 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..formats import FORMATS, count_plans, summarize_plan
 from ..scales import CalibrationReport, Granularity, KVScales
-from ..scales.report import QualityRow, SideStatistics
+from ..scales.report import SideStatistics
 from ..utils.text import format_list
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 _LARGEST = FORMATS["fp8_e4m3"].max
 # A layer whose scale exceeds the median of all layers by this factor gets a remark.
@@ -110,15 +109,12 @@ def _layers(indices: Sequence[object]) -> str:
 
 def inspect_table(
     scales: KVScales, report: CalibrationReport | None, width: int
-) -> "list[RenderableType]":
+) -> list[RenderableType]:
     """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
 
     Without a report only the scales are shown. The table of layers is cut into several that fit
     into `width` columns of the terminal.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     parts: list[RenderableType] = [Text(line, overflow="fold") for line in _heading(scales, report)]
     layers = describe_layers(scales, report)
     tables = [[first := ("layer", list(layers))]]
@@ -181,7 +177,8 @@ def _columns(
     def cells(side: str, field: str) -> list[str]:
         sides = [layer[side] or {} for layer in layers.values()]
         if field == "scale":
-            return [_range(x["min"], x["max"]) if "min" in x else "" for x in sides]
+            ends = [dict.fromkeys(x[end] for end in ("min", "max") if end in x) for x in sides]
+            return [" .. ".join(map(_short, different)) for different in ends]
         if field == "amax":
             origin = "scale" if report is None else "text"
             return [_short(x["amax"]) if x.get("amax_from") == origin else "" for x in sides]
@@ -216,41 +213,25 @@ def _tensors(source: str) -> str:
     return ", ".join([names[0], *(name.removeprefix(f"{stem}.") for name in names[1:])])
 
 
-def _range(low: float, high: float) -> str:
-    return _short(low) if low == high else f"{_short(low)} .. {_short(high)}"
-
-
 def _short(number: float) -> str:
     """Return three significant digits, without an exponent up to a million."""
     return f"{number:.0f}" if 999.5 <= number < 1e6 else f"{number:.3g}"
 
 
-def quality_parts(report: CalibrationReport) -> "list[RenderableType]":
+def quality_parts(report: CalibrationReport) -> list[RenderableType]:
     """Return the quality on held-out text, here and at other positions, and the centers."""
-    from rich.text import Text
-
-    titles = (
-        "held-out text, against the unquantised cache",
-        f"the same at other positions, up to {report.max_position}",
-    )
-    parts: list[RenderableType] = [
-        _quality_table(title, rows)
-        for title, rows in zip(titles, (report.quality, report.far_quality), strict=True)
-        if rows
-    ]
+    parts: list[RenderableType] = []
+    for title, rows in (
+        ("held-out text, against the unquantised cache", report.quality),
+        (f"the same at other positions, up to {report.max_position}", report.far_quality),
+    ):
+        if rows:
+            parts.append(table := Table(title=title))
+            table.add_column("cache")
+            for column in ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens"):
+                table.add_column(column, justify="right", no_wrap=True)
+        for row in rows:
+            kl, kl_max = (f"{x:.2e}" if x else "0" for x in (row.kl, row.kl_max))
+            cells = kl, kl_max, f"{row.top1:.2%}", f"{row.perplexity:.4g}", str(row.tokens)
+            table.add_row(Text(row.cache), *cells)
     return [*parts, Text(report.centers)] if report.centers else parts
-
-
-def _quality_table(title: str, rows: Sequence[QualityRow]) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title)
-    table.add_column("cache")
-    for column in ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        kl, kl_max = (f"{x:.2e}" if x else "0" for x in (row.kl, row.kl_max))
-        cells = kl, kl_max, f"{row.top1:.2%}", f"{row.perplexity:.4g}", str(row.tokens)
-        table.add_row(Text(row.cache), *cells)
-    return table

@@ -1,8 +1,6 @@
 """`hf-fp8kv serve`: an OpenAI server of one model over FP8 pages."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +12,17 @@ from ..cache.plans import parse_plan
 from ..errors import ConfigError
 from ..prefix.store import PrefixStore
 from ..utils.demo_model import demo_model_path
-from .arguments import SIZE, Backend, CacheDtype, KeyDtype, Plan, StaticScales, ValueDtype
-from .shared import print_note
+from .arguments import (
+    SIZE,
+    Backend,
+    CacheDtype,
+    KeyDtype,
+    Plan,
+    StaticScales,
+    ValueDtype,
+    page_options,
+)
+from .shared import handle_log, print_note
 
 
 class Serve(TyperCommand):
@@ -115,13 +122,8 @@ def serve(
     /version; POST /tokenize, /detokenize.
     """
     options: dict[str, Any] = ctx.obj
-    pages = {
-        "dtype": kv_cache_dtype,
-        "key_dtype": key_dtype,
-        "value_dtype": value_dtype,
+    pages = page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
-        "scales": scales,
-        "backend": backend,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
     }
     from ..server.config import ServerConfig
@@ -142,7 +144,11 @@ def serve(
     name = model or str(demo_model_path())
     from ..server.run import serve as run
 
-    with _log_to_stderr():
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.INFO)
+    # The form of the server's lines.
+    handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
+    with handle_log(handler):
         run(
             name,
             host=host,
@@ -154,19 +160,3 @@ def serve(
             served_name=served_model_name,
             template=None if chat_template is None else chat_template.read_text("utf-8"),
         )
-
-
-@contextmanager
-def _log_to_stderr() -> Iterator[None]:
-    """Write the library's log to stderr inside, in the form of the server's lines."""
-    library = logging.getLogger("hf_fp8kv")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
-    level = library.level
-    library.addHandler(handler)
-    library.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        library.removeHandler(handler)
-        library.setLevel(level)

@@ -5,15 +5,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console, Group, RenderableType
 
 from ..errors import ConfigError
 from ..utils.demo_model import demo_model_path
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 
@@ -41,26 +39,20 @@ def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any,
         raise ConfigError(f"cannot use --device {device}: {error}") from error
 
 
-def make_console(piped_width: int | None = None) -> "Console":
+def make_console(piped_width: int | None = None) -> Console:
     """Return stdout, as wide as the terminal or COLUMNS. Files and pipes are `piped_width` wide."""
-    from rich.console import Console
-
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if has_width else piped_width)
 
 
-def print_parts(parts: "Sequence[RenderableType]", *, piped_width: int | None = None) -> None:
+def print_parts(parts: Sequence[RenderableType], *, piped_width: int | None = None) -> None:
     """Print parts below each other, as wide as `make_console` says."""
-    console = make_console(piped_width)
-    for part in parts:
-        console.print(part)
+    make_console(piped_width).print(Group(*parts))
 
 
 @contextmanager
 def show_progress() -> Iterator[Callable[..., None]]:
     """Show on stderr the messages given to the function, and the share that is done."""
-    from rich.console import Console
-
     console = Console(stderr=True)
     with console.status("") as status:
 
@@ -76,6 +68,20 @@ def show_progress() -> Iterator[Callable[..., None]]:
 def print_note(message: str) -> None:
     """Print a line that is not a result on stderr, so that a pipe gets only results."""
     print(message, file=sys.stderr)
+
+
+@contextmanager
+def handle_log(handler: logging.Handler) -> Iterator[None]:
+    """Pass the library's log to a handler, from the handler's level on."""
+    library = logging.getLogger("hf_fp8kv")
+    level = library.level
+    library.addHandler(handler)
+    library.setLevel(min(handler.level, library.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        library.removeHandler(handler)
+        library.setLevel(level)
 
 
 class _Warnings(logging.Handler):
@@ -95,15 +101,11 @@ class _Warnings(logging.Handler):
 @contextmanager
 def report_problems() -> Iterator[list[str]]:
     """Print and collect the library's warnings, and explain a lack of memory."""
-    library = logging.getLogger("hf_fp8kv")
-    handler = _Warnings()
-    library.addHandler(handler)
     try:
-        yield handler.messages
+        with handle_log(handler := _Warnings()):
+            yield handler.messages
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"expected enough device memory, got: {error}; use a smaller --max-length or "
             "--batch-size, or another --device"
         ) from error
-    finally:
-        library.removeHandler(handler)

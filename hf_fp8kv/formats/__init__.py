@@ -1,32 +1,209 @@
-"""Formats: what one stored byte means."""
+"""Formats: what one stored byte means, and plans: how K and V of a layer are stored.
 
-from .formats import (
-    ADAPTIVE,
-    ALIASES,
-    AUTO,
-    DEFAULT_DTYPE,
-    DISTINCT,
-    FORMATS,
-    MIN_SCALE,
-    STATIC_DTYPE,
-    Format,
-    parse_dtype,
-)
-from .plan import LayerPlan, SidePlan, count_plans, summarize_plan
+Constants such as 448 are defined here and nowhere else.
 
-__all__ = [
-    "ADAPTIVE",
-    "ALIASES",
-    "AUTO",
-    "DEFAULT_DTYPE",
-    "DISTINCT",
-    "FORMATS",
-    "MIN_SCALE",
-    "STATIC_DTYPE",
-    "Format",
-    "LayerPlan",
-    "SidePlan",
-    "count_plans",
-    "parse_dtype",
-    "summarize_plan",
-]
+A format is one sign bit, `exponent_bits` and `mantissa_bits`; a code is one byte. Sources: E4M3 and
+E5M2 are those of "FP8 Formats for Deep Learning" (arXiv 2209.05433); the FNUZ variant is that of
+arXiv 2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). The others are ours, without
+infinity, and with 0x80 as NaN as in FNUZ, so that a NaN stays visible under static scales too. E3M4
+has the bias 3 (largest value 31, smallest step 2^-6), E2M5 the bias 1 (7.875, 2^-5).
+
+Int8 is sign and magnitude, with no exponent bits and the bias that makes the step 1 (largest value
+127): a float format of which all numbers are subnormal. docs/architecture.md says why.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ConfigError
+
+AUTO = "auto"
+# For `enable`: a plan that is measured on the model, see `choose_plan`.
+ADAPTIVE = "adaptive"
+
+# The smallest dynamic scale: a token of zeros (or of subnormal numbers) still gets a scale whose
+# reciprocal is finite in fp32.
+MIN_SCALE = 2.0**-100
+
+
+@dataclass(frozen=True)
+class Format:
+    """An 8-bit format: floating point, or integers as one without exponent bits.
+
+    `max` is the largest finite value. `scale_from_e4m3` times a scale made for E4M3FN gives the
+    scale for the same numbers in this format. `unsigned_zero`: 0x80 is NaN and there is no -0.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_code: int
+    nan_code: int
+    max: float
+    scale_from_e4m3: float
+    unsigned_zero: bool = False
+    inf_code: int | None = None
+    torch_dtype: torch.dtype | None = None
+
+    @property
+    def min_subnormal(self) -> float:
+        """The step between subnormal numbers, which is also the smallest positive value."""
+        return float(2.0 ** (1 - self.bias - self.mantissa_bits))
+
+    @property
+    def max_step(self) -> float:
+        """The step between the largest numbers."""
+        top = math.floor(math.log2(self.max))
+        return max(float(2.0 ** (top - self.mantissa_bits)), self.min_subnormal)
+
+    @property
+    def error_unit(self) -> float:
+        """512 over the largest rounding error, which is half of `max_step`: a power of two."""
+        return 1024.0 / self.max_step
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive value with a full mantissa; past `max` if there is no exponent."""
+        return float(2.0 ** (1 - self.bias))
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("fp8_e4m3", 4, 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
+        # The same bits are worth half: a scale is doubled, and 448 / 2 = 224 stays below 240.
+        Format(
+            "fp8_e4m3fnuz", 4, 3, 8, 0x7F, 0x80, 240.0, 2.0, True, torch_dtype=torch.float8_e4m3fnuz
+        ),
+        Format(
+            "fp8_e5m2", 5, 2, 15, 0x7B, 0x7F, 57344.0, 448.0 / 57344.0, inf_code=0x7C,
+            torch_dtype=torch.float8_e5m2,
+        ),
+        Format("fp8_e3m4", 3, 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, True),
+        Format("fp8_e2m5", 2, 5, 1, 0x7F, 0x80, 7.875, 448.0 / 7.875, True),
+        Format("int8", 0, 7, -6, 0x7F, 0x80, 127.0, 448.0 / 127.0, True),
+    )
+}  # fmt: skip
+
+# The first format of each precision: FNUZ has the errors of E4M3.
+DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.values())[::-1]
+
+# What a cache stores in unless it is told: with scales of its own, and with static ones, which
+# checkpoints have for E4M3.
+DEFAULT_DTYPE, STATIC_DTYPE = "fp8_e3m4", "fp8_e4m3"
+
+_ROTATED, _CENTERED = "rotated", "centered"
+ALIASES = {"model": AUTO, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
+
+
+def parse_dtype(name: object, argument: str = "dtype") -> str:
+    """Return the canonical name of a storage dtype: a key of `FORMATS`, or "auto".
+
+    `name` is a name, an alias, or a torch dtype. Raise ConfigError, which calls it `argument`, for
+    anything else.
+    """
+    if isinstance(name, str):
+        name = ALIASES.get(name, name)
+        if name == AUTO or name in FORMATS:
+            return name
+    # Not the `torch_dtype` of a format: the bytes are not those of torch's int8.
+    if name is torch.int8:
+        return "int8"
+    for fmt in FORMATS.values():
+        if name is fmt.torch_dtype and name is not None:
+            return fmt.name
+    known = ", ".join(repr(n) for n in (AUTO, *ALIASES, *FORMATS))
+    raise ConfigError(f"{argument}: expected one of {known}, got {name!r}")
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """How the keys of a layer are stored, or its values.
+
+    Attributes:
+        format: a key of `FORMATS`, or "auto".
+        rotated: whether a Hadamard transform over the head comes before scaling.
+        centered: whether a center is subtracted first; of keys only.
+    """
+
+    format: str
+    rotated: bool = False
+    centered: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", parse_dtype(self.format, "format"))
+        for name in (_ROTATED, _CENTERED):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{name}: expected True or False, got {getattr(self, name)!r}; "
+                    "SidePlan.parse('int8 rotated') makes a plan of text"
+                )
+        if self.is_auto and (self.rotated or self.centered):
+            raise ConfigError(
+                "format 'auto' expected neither rotation nor a center, since it stores numbers as "
+                f"they are, got {self}; choose an 8-bit format"
+            )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether numbers are stored as they are, in the model's dtype."""
+        return self.format == AUTO
+
+    def __str__(self) -> str:
+        marks = [_ROTATED] * self.rotated + [_CENTERED] * self.centered
+        return " ".join([self.format, *marks])
+
+    @classmethod
+    def parse(cls, text: str) -> "SidePlan":
+        """Return the plan of which `text` is the `str`, such as "fp8_e2m5 rotated centered".
+
+        Raises:
+            ConfigError: an unknown format or word.
+        """
+        name, *marks = (isinstance(text, str) and text.split()) or [""]
+        if not name or set(marks) - {_ROTATED, _CENTERED}:
+            raise ConfigError(
+                f"plan: expected a format, then {_ROTATED!r} or {_CENTERED!r} or both or neither, "
+                f"got {text!r}; write it as in SidePlan.parse('fp8_e2m5 rotated centered')"
+            )
+        return cls(name, _ROTATED in marks, _CENTERED in marks)
+
+
+class LayerPlan(NamedTuple):
+    """How a layer is stored."""
+
+    k: SidePlan
+    v: SidePlan
+
+    @classmethod
+    def parse(cls, k: str, v: str) -> "LayerPlan":
+        """Return the plan from both sides' `str`; raise ConfigError for others."""
+        return cls(SidePlan.parse(k), SidePlan.parse(v))
+
+    def check(self) -> None:
+        """Raise ConfigError for sides that are no `SidePlan`, such as their `str`."""
+        for name, side in zip("kv", self, strict=True):
+            if not isinstance(side, SidePlan):
+                raise ConfigError(
+                    f"plan: expected a SidePlan for {name}, got {side!r}; "
+                    "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes a plan of text"
+                )
+
+    def __str__(self) -> str:
+        return f"K {self.k}, V {self.v}"
+
+
+def count_plans(layers: Mapping[int, LayerPlan]) -> dict[str, int]:
+    """Return how many layers have each plan, by its `str`, the most frequent first."""
+    return dict(Counter(str(layers[index]) for index in sorted(layers)).most_common())
+
+
+def summarize_plan(layers: Mapping[int, LayerPlan]) -> str:
+    """Return the plans of layers in a line, such as "28 x K int8, V int8; 2 x K auto, V auto"."""
+    return "; ".join(f"{count} x {plan}" for plan, count in count_plans(layers).items())

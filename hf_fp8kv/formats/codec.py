@@ -53,13 +53,9 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     min_normal = (128 - fmt.bias) << 23
     code = torch.where(magnitude < min_normal, subnormal, normal).clamp(max=fmt.max_code)
-    if fmt.unsigned_zero:
-        code = torch.where(negative & (code > 0), code | 0x80, code)
-        code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
-    else:
-        code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
-        code = torch.where(negative, code | 0x80, code)
-    return code.to(torch.uint8)
+    code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
+    negative = negative & (code > 0) if fmt.unsigned_zero else negative
+    return torch.where(negative, code | 0x80, code).to(torch.uint8)
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -83,14 +79,11 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
         ).view(torch.float32)
         value = torch.where(exponent > 0, normal, fraction.float() * fmt.min_subnormal)
         value = torch.where(code >= 0x80, -value, value)
+        value[magnitude > fmt.max_code] = torch.nan
+        if fmt.inf_code is not None:
+            value[fmt.inf_code], value[fmt.inf_code | 0x80] = torch.inf, -torch.inf
         if fmt.unsigned_zero:
             value[fmt.nan_code] = torch.nan
-        else:
-            if fmt.inf_code is not None:
-                value[fmt.inf_code], value[fmt.inf_code | 0x80] = torch.inf, -torch.inf
-            special = fmt.max_code if fmt.inf_code is None else fmt.inf_code
-            value[special + 1 : 0x80] = torch.nan
-            value[(special + 1) | 0x80 :] = torch.nan
         return value.to(device)
 
 
@@ -112,11 +105,9 @@ def _bfloat16(upper: torch.Tensor) -> torch.Tensor:
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale of each vector with the least rounding error.
 
-    The relative error of a float format depends on where in its binade a number falls, so some
-    scales within an octave suit a vector better than others. Of `SEARCH_STEPS` scales
-    `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each rounded up to bfloat16, this is the one with
-    the smallest sum of squared errors (the first if several are equal). Reading costs the same as
-    with any other scale. It is used for K; V's errors hardly matter.
+    Of `SEARCH_STEPS` scales `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each rounded up to
+    bfloat16, this is the one with the smallest sum of squared errors (the first if several are
+    equal). It is used for K; V's errors hardly matter. docs/architecture.md says what it gains.
 
     Errors are summed as integers, in units of `1 / fmt.error_unit` and rounded half up, so that
     every backend chooses the same scale. A backend must not fuse the product with the sum and the

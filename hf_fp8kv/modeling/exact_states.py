@@ -1,11 +1,8 @@
 """Exact K and V from models whose attention would round them before any cache sees them.
 
-When transformers loads a checkpoint that declares a KV cache, and the package compressed-tensors is
-installed, each attention module hands its K and V to a `QuantizedKVCache` of that package. It
-rounds them with the checkpoint's scales, and passes them on to the cache of the call. An FP8 cache
-behind it would quantise what is quantised already, and a calibration would see clipped numbers.
-
-So that wrapper's `forward`, the only function that this package ever replaces, gets a condition in
+With compressed-tensors, each attention module of a checkpoint that declares a KV cache hands its K
+and V to a `QuantizedKVCache`, which rounds them and passes them on to the cache of the call. The
+`forward` of that wrapper, the only function that this package ever replaces, gets a condition in
 front: K and V pass unrounded to a cache that says `takes_exact_states`, and within
 `exact_states()`. With any other cache everything is as before, for each call anew.
 """

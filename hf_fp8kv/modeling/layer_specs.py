@@ -42,11 +42,7 @@ def find_layers(
         ]
     numbers: set[int] = set()
     for name in skip_layers:
-        if (
-            isinstance(name, int)
-            and not isinstance(name, bool)
-            and -len(layers) <= name < len(layers)
-        ):
+        if type(name) is int and -len(layers) <= name < len(layers):
             numbers.add(name % len(layers))
         elif isinstance(name, str) and name in types:
             numbers.update(i for i, kind in enumerate(types[: len(layers)]) if kind == name)

@@ -3,9 +3,8 @@
 They are attributes of one thread-local object. (Dynamo of torch 2.13 traces these in one graph, and
 cannot trace `ContextVar.set`.)
 
-A mask function is not given the cache. So a cache that is asked for the sizes of a mask leaves a
-`MaskRequest`, and "fp8_paged" takes it. Under another attention nothing takes it. It then stays
-until the next request, and a mask of other sizes ignores it.
+A cache that is asked for the sizes of a mask leaves a `MaskRequest`, and "fp8_paged" takes it.
+Under another attention it stays until the next request, and a mask of other sizes ignores it.
 """
 
 import threading

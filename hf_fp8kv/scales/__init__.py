@@ -1,6 +1,6 @@
 """Scales: static scales of K and V, and the files they come in."""
 
-from .checkpoint.declaration import declared_kv_scales
+from .checkpoint.configs import declared_kv_scales
 from .formats import SCALE_FORMATS, ScaleFormat
 from .kv_scales import KVScales
 from .layer_scales import Granularity, LayerScales

@@ -35,9 +35,7 @@ def make_card(
     """Return the card of scales under this name; text and metadata of `old` stay.
 
     Args:
-        scales: The scales as they are written.
         losses: Sentences about what the format could not hold.
-        format: The format they are written in.
         name: Name of the repository or folder.
         old: The existing card, empty without one. Its bytes need not be UTF-8.
         whole: Whether the model is there, too.

@@ -6,7 +6,7 @@ it is a `ScaleError`.
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -17,13 +17,11 @@ from ..formats import summarize_plan
 from ..utils.digests import fingerprint_weights
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
-from .checkpoint.folder import HubOptions
-from .layer_scales import LayerScales, ScaleData
+from .checkpoint.checkpoint import HubOptions
+from .layer_scales import KEEP_OUT, LayerScales, ScaleData, check_constant, check_ranks, scalar
 from .load import read_checkpoint, read_file
-from .report import CalibrationReport
 from .request import Request
 from .save import Weights, push_scales, save_scales
-from .validation import KEEP_OUT, check_constant, check_ranks, scalar
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +49,6 @@ class KVScales(ScaleData):
     Raises:
         ScaleError: `layers` is empty, or not a dict of `LayerScales`.
     """
-
-    def with_report(self, report: CalibrationReport) -> "KVScales":
-        """Return the same scales with the report of their calibration."""
-        return replace(self, report=report)
 
     def made_for(self, model: torch.nn.Module) -> bool | None:
         """Return whether the model has the weights that the scales were made for.

@@ -1,11 +1,9 @@
 """LayerScales, the static scales of one layer's K and V, and ScaleData, those of a model.
 
 There is one direction and one unit: `real = stored * scale`, and a scale is made for E4M3FN (448 is
-the largest code). What was made for another format is converted when it is read, and converted
-again when it is used.
-
-Scales may say how a layer is stored, as a plan: those of rotated numbers are for nothing else. With
-a plan the scales themselves may be left to the cache, one for each token and head.
+the largest code). Scales of other formats are converted when they are read, and when they are used.
+Scales may say how a layer is stored, as a plan. With a plan they may be left to the cache, one for
+each token and head.
 """
 
 from collections.abc import Mapping
@@ -16,13 +14,75 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import ScaleError
-from ..formats import Format, LayerPlan, summarize_plan
+from ..formats import MIN_SCALE, Format, LayerPlan, summarize_plan
 from ..utils.digests import digest_of
-from ..utils.text import format_list
+from ..utils.text import format_list, format_value
 from .report import CalibrationReport
-from .validation import check_tensor
 
 Granularity = Literal["tensor", "head", "channel"]
+# Outside of these the reciprocal, or the largest code times the scale, may leave fp32.
+_LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
+# What else to do about a layer that plan or scales do not have.
+KEEP_OUT = "keep the layer out with skip_layers (of a cache; serving has every layer in pages)"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_ranks(tp_rank: int, tp_size: int) -> None:
+    """Raise ScaleError unless `0 <= tp_rank < tp_size`."""
+    if type(tp_rank) is not int or type(tp_size) is not int or not 0 <= tp_rank < tp_size:
+        raise ScaleError(
+            f"expected integers with 0 <= tp_rank < tp_size, got tp_rank={tp_rank!r} and "
+            f"tp_size={tp_size!r}; one process is rank 0 of 1"
+        )
+
+
+def scalar(value: float) -> torch.Tensor:
+    """Return a number as float32 on the CPU, whatever torch's default dtype and device are."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+def check_constant(value: object, what: str) -> float:
+    """Return a number as a float; raise ScaleError unless it can be a scale."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compared before it is converted: an integer may be too large for a float.
+    if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    raise ScaleError(
+        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got "
+        f"{format_value(value)}; calibrate again, or use dynamic scales (scales=None)"
+    )
+
+
+def check_tensor(tensor: object, what: str, *, is_center: bool = False) -> torch.Tensor:
+    """Return a scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`, or raise ScaleError.
+
+    A center is `[heads, D]`, and may have any finite numbers.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ScaleError(f"{what}: expected a tensor with data, got {got}; pass one")
+    if tensor.dtype not in FLOATS:
+        raise ScaleError(
+            f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "
+            "convert it"
+        )
+    values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+    shapes, numbers, valid = "[heads, D]", "finite numbers", values.isfinite()
+    if not is_center:
+        values = values.reshape(()) if values.numel() == 1 else values
+        shapes = "[], [heads, 1], [heads, D] or [1, D]"
+        numbers += " above 0 (from 2^-100 to 2^100)"
+        valid = (values >= _LOWEST) & (values <= _HIGHEST)
+    if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
+        raise ScaleError(
+            f"{what}: expected the shape {shapes}, got {list(values.shape)}; reshape it"
+        )
+    if not valid.all():
+        raise ScaleError(
+            f"{what}: expected {numbers}, got {values[~valid][0].item()!r}; calibrate again, or "
+            "use dynamic scales (scales=None)"
+        )
+    return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,26 +117,23 @@ class LayerScales:
             center = check_tensor(self.k_center, what, is_center=True)
             object.__setattr__(self, "k_center", center)
         if self.plan is not None:
-            self._check_plan(self.plan)
+            if not isinstance(self.plan, LayerPlan):
+                raise ScaleError(
+                    f"scales ({self.source}): expected a LayerPlan, got {self.plan!r}; make one"
+                )
+            self.plan.check()
+            if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
+                got = "no center" if self.k_center is None else "a center of K"
+                raise ScaleError(
+                    f"scales ({self.source}): expected centers as the plan says, of K alone, got "
+                    f"{got} and the plan {self.plan}; change one of them"
+                )
         named = {"K": self.k, "V": self.v, "the center": self.k_center}
         heads = {n: t.shape[0] for n, t in named.items() if t is not None and t.ndim and len(t) > 1}
         if len(set(heads.values())) > 1:
             raise ScaleError(
                 f"scales ({self.source}): expected one number of heads, got {heads}; "
                 "give K, V and the center scales of the same layer"
-            )
-
-    def _check_plan(self, plan: LayerPlan) -> None:
-        if not isinstance(plan, LayerPlan):
-            raise ScaleError(
-                f"scales ({self.source}): expected a LayerPlan, got {plan!r}; make one"
-            )
-        plan.check()
-        if plan.v.centered or plan.k.centered != (self.k_center is not None):
-            got = "no center" if self.k_center is None else "a center of K"
-            raise ScaleError(
-                f"scales ({self.source}): expected centers as the plan says, of K alone, got "
-                f"{got} and the plan {plan}; change one of them"
             )
 
     @property

@@ -16,13 +16,16 @@ from .checkpoint.checkpoint import (
     OWN_FILE,
     OWN_FOLDER,
     Checkpoint,
+    Folder,
+    HubFolder,
+    HubOptions,
+    LocalFolder,
     find_added,
     find_in_shards,
     find_indexed,
+    read_configs,
 )
-from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, check_layer_counts
-from .checkpoint.declaration import TGI_ENTRY, find_declaration
-from .checkpoint.folder import Folder, HubFolder, HubOptions, LocalFolder
+from .checkpoint.configs import TGI_ENTRY, as_mapping
 from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
 from .formats.hf_fp8kv import METADATA, read_own_file
@@ -67,7 +70,7 @@ def read_file(path: Path, request: Request) -> ScaleData:
             f"{path}: expected .json or .safetensors, got {path.suffix!r}; name one of those"
         )
     # One file of a checkpoint, or its index: the config beside it says what the scales mean.
-    return read_tensors(replace(_read_configs(LocalFolder(path.parent)), files=files), request)
+    return read_tensors(replace(read_configs(LocalFolder(path.parent)), files=files), request)
 
 
 def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOptions]) -> ScaleData:
@@ -92,7 +95,7 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
         if own is not None:
             folder.path(place + REPORT_FILE)  # fetched to lie beside it
             return read_file(own, request)
-    checkpoint = _read_configs(folder)
+    checkpoint = read_configs(folder)
     indexed = find_indexed(folder)
     rank_files = {} if indexed else _find_rank_files(checkpoint)
     if rank_files:
@@ -114,15 +117,6 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     return read_tensors(checkpoint, request)
 
 
-def _read_configs(folder: Folder) -> Checkpoint:
-    """Return a checkpoint without tensors, with what its configs declare."""
-    path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
-    config = {} if path is None else read_json(path, unique=False)
-    second = None if second_path is None else read_json(second_path, unique=False)
-    check_layer_counts(path, config)
-    return Checkpoint(folder, config, find_declaration(config, second), {})
-
-
 def _find_rank_files(checkpoint: Checkpoint) -> dict[int, str]:
     """Return TensorRT-LLM's files of ranks; of a repository only where its config declares them."""
     listed = checkpoint.folder.list_files(".safetensors")
@@ -137,20 +131,6 @@ def _find_rank_files(checkpoint: Checkpoint) -> dict[int, str]:
 
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
     """Return one rank's scales, or for one process the largest over the ranks."""
-    _check_ranks(checkpoint, files)
-    found: list[ScaleData] = []
-
-    def read(rank: int) -> Mapping[int, LayerScales]:
-        names = checkpoint.folder.header(files[rank]) or ()
-        of_rank = replace(checkpoint, files=dict.fromkeys(names, files[rank]))
-        found.append(read_tensors(of_rank, request))
-        return found[-1].layers
-
-    layers = request.merge_ranks(checkpoint.origin, len(files), read)
-    return replace(found[0], layers=layers)
-
-
-def _check_ranks(checkpoint: Checkpoint, files: Mapping[int, str]) -> None:
     if sorted(files) != list(range(len(files))):
         raise ScaleError(
             f"{checkpoint.origin}: expected the ranks 0 to {len(files) - 1}, got "
@@ -169,3 +149,13 @@ def _check_ranks(checkpoint: Checkpoint, files: Mapping[int, str]) -> None:
                     f"{checkpoint.origin}: expected the files of {owner[entry]!r} ranks ({entry} "
                     f"in config.json), got {len(files)}; fetch the missing files"
                 )
+    found: list[ScaleData] = []
+
+    def read(rank: int) -> Mapping[int, LayerScales]:
+        names = checkpoint.folder.header(files[rank]) or ()
+        of_rank = replace(checkpoint, files=dict.fromkeys(names, files[rank]))
+        found.append(read_tensors(of_rank, request))
+        return found[-1].layers
+
+    layers = request.merge_ranks(checkpoint.origin, len(files), read)
+    return replace(found[0], layers=layers)

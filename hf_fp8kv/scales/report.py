@@ -104,13 +104,20 @@ def _read(kind: Any, value: Any, what: str) -> Any:
     if is_dataclass(kind) or origin is dict:
         if not isinstance(value, Mapping):
             raise _malformed("an object", value, what)
-        if is_dataclass(kind):
-            return _read_fields(kind, value, what)
-        try:
-            items = {arguments[0](key): item for key, item in value.items()}
-        except ValueError:
-            raise _malformed("the indices of layers", list(value), what) from None
-        return {k: _read(arguments[1], item, _join(what, k)) for k, item in items.items()}
+        if origin is dict:
+            try:
+                value = {arguments[0](key): item for key, item in value.items()}
+            except ValueError:
+                raise _malformed("the indices of layers", list(value), what) from None
+            kinds = dict.fromkeys(value, arguments[1])
+        else:
+            kinds = get_type_hints(kind)
+            required = {field.name for field in fields(kind) if field.default is MISSING}
+            if value.keys() - kinds.keys() or required - value.keys():
+                raise _malformed(f"the entries {', '.join(kinds)}", list(value), what)
+        dot = "" if what.endswith(": ") else "."
+        items = {n: _read(kinds[n], item, f"{what}{dot}{n}") for n, item in value.items()}
+        return items if origin is dict else kind(**items)
     if origin is tuple:
         if not isinstance(value, list):
             raise _malformed("a list", value, what)
@@ -122,18 +129,6 @@ def _read(kind: Any, value: Any, what: str) -> Any:
         expected = "a finite number" if kind is float else kind.__name__
         raise _malformed(expected, value, what)
     return kind(value)
-
-
-def _read_fields(kind: Any, value: Mapping[str, Any], what: str) -> Any:
-    kinds = get_type_hints(kind)
-    required = {field.name for field in fields(kind) if field.default is MISSING}
-    if value.keys() - kinds.keys() or required - value.keys():
-        raise _malformed(f"the entries {', '.join(kinds)}", list(value), what)
-    return kind(**{name: _read(kinds[name], x, _join(what, name)) for name, x in value.items()})
-
-
-def _join(what: str, name: object) -> str:
-    return f"{what}{name}" if what.endswith(": ") else f"{what}.{name}"
 
 
 def _malformed(expected: str, value: Any, what: str) -> ScaleError:

@@ -1,16 +1,15 @@
 """Request: what a caller wants of a file of scales, and whether what was read is that."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import ScaleError
 from ..utils.text import format_list
-from .checkpoint.config import layers_with_cache
-from .layer_scales import LayerScales
-from .validation import check_ranks
+from .checkpoint.configs import layers_with_cache
+from .layer_scales import LayerScales, check_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +69,8 @@ class Request:
         Without a config, all layers up to the last one are expected. With `exactly`, more than the
         expected ones are an error.
         """
-        expected: Sequence[int] = range(max(layers) + 1)
-        if config:
-            owners = layers_with_cache(config)
-            expected = sorted(layers) if owners is None else owners
+        owners = layers_with_cache(config) if config else range(max(layers) + 1)
+        expected = sorted(layers) if owners is None else owners
         extra = format_list(index for index in layers if index not in expected)
         if extra and exactly and self.strict:
             raise ScaleError(

@@ -7,11 +7,12 @@ until then a folder holds the same weights under the old config.
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, get_args
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from safetensors import SafetensorError, safe_open
@@ -28,12 +29,18 @@ from .checkpoint.checkpoint import (
     ONLY_FILE,
     OWN_FILE,
     OWN_FOLDER,
+    SCALES_FILE,
     Checkpoint,
+    LocalFolder,
+    find_added,
+    find_in_shards,
+    find_indexed,
+    read_configs,
+    translate_hub_errors,
 )
-from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, text_config
-from .checkpoint.folder import LocalFolder, translate_hub_errors
-from .existing import check_place, find_weights, list_files, open_source
-from .formats import READ_ONLY, SCALE_FORMATS, ScaleFormat
+from .checkpoint.configs import HF_QUANT_CONFIG, as_mapping, remove_declaration, text_config
+from .checkpoint.tensor_names import CACHE_PATTERNS
+from .formats import SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, reduce_scales, to_json
 from .formats.hf_fp8kv import HfFp8kv
 from .layer_scales import ScaleData
@@ -46,6 +53,11 @@ logger = logging.getLogger(__name__)
 Weights = Literal["copy", "link"]
 # Where our own files can be.
 _PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in (REPORT_FILE, OWN_FILE)]
+# All that a config.json of scales alone can have, whichever the format.
+_MINIMAL_ENTRIES = frozenset((
+    "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
+    "kv_cache_torch_dtype",
+))  # fmt: skip
 # The bytes of a file, a function that makes it, or None for a file that is deleted.
 _Content = bytes | Callable[[Path], object] | None
 
@@ -58,16 +70,11 @@ def save_scales(
     format = _find_format(name, tp_size)
     reduced, losses = reduce_scales(scales, format)
     source = target if checkpoint is None else checkpoint
-    existing = list_files(source)
-    whole = checkpoint is not None or bool(find_weights(existing))
-    opened: Checkpoint | None = None
-    if checkpoint is not None:
-        _check_copy(target, weights)
-        opened = open_source(source, format, overwrite=overwrite)
-    else:
-        check_place(target, existing, format.files(reduced, tp_size), overwrite=overwrite)
-        if isinstance(format, TensorFormat):
-            opened = open_source(source, format, overwrite=True, whole=whole)
+    existing = _list_files(source)
+    whole = checkpoint is not None or bool(_find_weights(existing))
+    opened = open_place(
+        target, format, format.files(reduced, tp_size), checkpoint, weights, overwrite=overwrite
+    )
     files = format.files(reduced, tp_size, opened)
     if opened is not None:
         _check_model(scales, opened, format)
@@ -117,8 +124,8 @@ def push_scales(
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         existing = api.list_repo_files(repo_id, revision=revision)
-        check_place(repo_id, existing, files, overwrite=overwrite)
-        weights = find_weights(existing)
+        _check_place(repo_id, existing, files, overwrite=overwrite)
+        weights = _find_weights(existing)
         of_scales = {*files} & {*existing} - {"config.json"}
         if "config.json" in files and (weights or ("config.json" in existing and not of_scales)):
             raise ScaleError(
@@ -156,7 +163,7 @@ def _find_format(name: str, tp_size: int) -> ScaleFormat:
     if name not in SCALE_FORMATS:
         raise ScaleError(
             f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
-            + (", since nothing reads scales in it without weights" * (name == READ_ONLY))
+            + (", since nothing reads scales in it without weights" * (name == "trtllm"))
         )
     format = SCALE_FORMATS[name]
     valid = isinstance(tp_size, int) and tp_size > 0
@@ -173,25 +180,83 @@ def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, b
     """Return files by their places: our own are apart from weights, and earlier ones go."""
     if OWN_FILE not in files:
         return dict(files)
-    apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
+    apart = _find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
     start = f"{OWN_FOLDER}/" if apart else ""
     placed = {start + n if n in (OWN_FILE, REPORT_FILE) else n: file for n, file in files.items()}
     return {**dict.fromkeys(name for name in _PLACES if name in existing), **placed}
 
 
-def _check_copy(target: Path, weights: Weights) -> None:
-    if weights not in ("copy", "link"):
+def open_place(
+    target: Path, format: ScaleFormat, written: Collection[str], checkpoint: Path | None,
+    weights: Weights = "copy", *, overwrite: bool,
+) -> Checkpoint | None:  # fmt: skip
+    """Return the checkpoint that scales become a part of, without its scales, or None.
+
+    Raises:
+        ScaleError: The `written` files of scales cannot be written to `target`, or the checkpoint
+            is not complete, has scales without `overwrite`, or others than can be replaced.
+    """
+    if target.exists() and not target.is_dir():
+        raise ScaleError(f"{target}: expected a folder, got a file; choose another")
+    source, whole = checkpoint or target, True
+    if checkpoint is None:
+        existing = _list_files(target)
+        _check_place(target, existing, written, overwrite=overwrite)
+        if not isinstance(format, TensorFormat):
+            return None
+        # Without weights it is a folder of scales, or an empty one.
+        overwrite, whole = True, bool(_find_weights(existing))
+    elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
-    if target.resolve().is_dir() and target.resolve().samefile(os.curdir):
+    elif target.resolve().is_dir() and target.resolve().samefile(os.curdir):
         raise ScaleError(
             f"{target}: expected a folder inside of the working folder or elsewhere, got the "
             "working folder itself, which a copy cannot replace; name another"
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    elif target.exists() and any(target.iterdir()):
         raise ScaleError(
             f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
             "checkpoint never replaces anything, choose another"
         )
+    folder = LocalFolder(source)
+    if whole and folder.path("config.json") is None:
+        raise ScaleError(
+            f"{source}: expected a folder with a checkpoint and its config.json, got none; fetch "
+            "a repository of the Hub first, with huggingface_hub.snapshot_download"
+        )
+    opened = read_configs(folder)
+    config = opened.config
+    if not whole and _MINIMAL_ENTRIES.issuperset(config):
+        config = {}  # only scales wrote it
+    files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
+    if whole and isinstance(format, TensorFormat) and not files:
+        raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
+    present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
+    for file in sorted(set(files.values())):
+        names = {name for name, other in files.items() if other == file}
+        # An interrupted call may have removed some scales.
+        missing = names - set(read_header(source / file)[0]) - set(present if overwrite else ())
+        if missing:
+            raise ScaleError(
+                f"{source / file}: expected the tensors of the index, found none named "
+                f"{format_list(sorted(missing))}; fetch the file again"
+            )
+        if file == SCALES_FILE and not names.issubset(present):
+            raise ScaleError(
+                f"{source / file}: expected a file of scales to replace, got one with "
+                f"{format_list(names.difference(present))}; rename that file"
+            )
+    if present and not overwrite:
+        raise ScaleError(
+            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}; use "
+            "the one that it was made from, or pass overwrite=True (--overwrite) to replace them "
+            "in the copy"
+        )
+    if config and (present or not whole):
+        config = remove_declaration(str(source), config, opened.second, format.name)
+    for name in present:
+        del files[name]
+    return replace(opened, config=config, files=files, left_out=frozenset(present))
 
 
 def _check_model(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat) -> None:
@@ -307,3 +372,48 @@ def _read_back(
 def _values(scales: ScaleData) -> str:
     layers = scales.layers.items()
     return format_value({i: [*(x.tolist() for x in s.static), str(s.plan)] for i, s in layers})
+
+
+def _list_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, and of those in the folder of our own file."""
+    paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+
+
+def _find_weights(names: Iterable[str]) -> list[str]:
+    """Return the file names in a model's folder that are weights."""
+    scales = (OWN_FILE, SCALES_FILE)
+    return [
+        name
+        for name in names
+        if PurePath(name).suffix.lower() in WEIGHTS and name not in scales and "/" not in name
+    ]
+
+
+def _check_place(
+    place: object, existing: Collection[str], files: Collection[str], *, overwrite: bool
+) -> None:
+    """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
+
+    Without `overwrite` they replace nothing, also not the config of weights. They are never written
+    next to scales that readers prefer.
+    """
+    own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
+    replaced = sorted({*files, *own} & {*existing})
+    if replaced and not overwrite:
+        raise ScaleError(
+            f"{place}: expected a place without {format_list(replaced)}, got one that has it; "
+            "choose another, or pass overwrite=True (--overwrite)"
+        )
+    weights = _find_weights(existing)
+    if "config.json" in files and weights and not overwrite:
+        raise ScaleError(
+            f"{place}: expected a place without weights, got {format_list(weights)}; choose "
+            "another, or pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
+            "scales, which can be uploaded"
+        )
+    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
+        raise ScaleError(
+            f"{place}: expected a place without {OWN_FILE}, which is read before all others, got "
+            "one that has it; choose another, or delete it"
+        )

@@ -49,15 +49,9 @@ def utc_now() -> str:
 
 
 def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
-    """Return the first entries of a result. Call it before the measurement: it observes the load.
+    """Return the first entries of a benchmark's result, by the name `suite`.
 
-    Args:
-        suite: Name of the benchmark.
-        extra_hardware: Further entries of the hardware.
-
-    Returns:
-        `suite`, `date`, `command`, `commit`, `versions`, `hardware`, `idle`, and
-        `used_by_others`, the share of CPU time.
+    Call it before the measurement: `used_by_others` is the share of CPU time of other processes.
     """
     share = share_of_others()
     return {

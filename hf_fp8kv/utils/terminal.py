@@ -1,10 +1,10 @@
 """Terminal output: tables and sizes in bytes."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 
 def format_size(size: float) -> str:
@@ -16,19 +16,13 @@ def format_size(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
-def make_table(rows: Sequence[Mapping[str, object]]) -> "RenderableType":
+def make_table(rows: Sequence[Mapping[str, object]]) -> RenderableType:
     """Return a table with a column for every key that occurs in a row."""
-    from rich.table import Table
-    from rich.text import Text
-
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table()
     for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_format_cell(row.get(name, ""))) for name in names))
+        cells = (row.get(name, "") for name in names)
+        table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else str(x)) for x in cells))
     return table
-
-
-def _format_cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

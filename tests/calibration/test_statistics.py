@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from hf_fp8kv import ConfigError, KVScales, calibrate
 from hf_fp8kv.calibration import reporting as module
-from hf_fp8kv.calibration.observe import Batch, measure_range, merge_ranges
+from hf_fp8kv.calibration.observe import Batch, measure_range, merge_tensors
 from hf_fp8kv.calibration.positions import limit_length
 from hf_fp8kv.calibration.reporting import head_amax, measure_statistics
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job
@@ -172,7 +172,7 @@ def test_amax_of_both_signs_and_every_head():
     k = torch.tensor([[[1.0, -5.0], [2.0, 0.5]], [[4.0, 0.0], [3.0, -2.5]]])
     parts = measure_range(k, -2 * k, None, None)
     assert head_amax(parts) == {"k": (5.0, 3.0), "v": (10.0, 6.0)}
-    both = merge_ranges(parts, measure_range(-3 * k[1:], k[1:], None, None))
+    both = merge_tensors(parts, measure_range(-3 * k[1:], k[1:], None, None))
     assert head_amax(both) == {"k": (12.0, 9.0), "v": (10.0, 6.0)}
 
 

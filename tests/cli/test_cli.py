@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_fp8kv.cli.arguments import parse_memory
-from hf_fp8kv.cli.side_by_side import Run, compare_tokens
+from hf_fp8kv.cli.generate import Run, compare_tokens
 from hf_fp8kv.utils.environment import version
 from tests.helpers import command_line
 

@@ -223,7 +223,7 @@ def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
         (["--model-dtype", "int8"], "bfloat16"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--batch-size", "0"], "--batch-size"),
-        (["--checkpoint", "/no/such/folder"], "config.json"),
+        (["--checkpoint", "/no/such/folder"], "does not exist"),
         (["--format", "trtllm"], "vllm-json, tgi"),
     ],
 )

@@ -251,7 +251,7 @@ BAD_CALLS = {
     "rank-too-high": ({"tp_rank": 2, "tp_size": 2}, "tp_rank=2 and tp_size=2"),
     "rank-below-zero": ({"tp_rank": -1}, "tp_rank=-1"),
     "no-ranks": ({"tp_size": 0}, "tp_size=0"),
-    "rank-not-a-number": ({"tp_rank": "0"}, "expected integers, got '0'"),
+    "rank-not-a-number": ({"tp_rank": "0"}, "expected integers .*tp_rank='0'"),
 }
 
 
@@ -302,7 +302,7 @@ def test_save_writes_one_file_and_nothing_else(tmp_path):
 
 def test_saving_into_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ScaleError, match="expected a folder that can be written"):
+    with pytest.raises(ScaleError, match="expected a folder, got a file"):
         two_layers().save_pretrained(tmp_path / "file")
 
 

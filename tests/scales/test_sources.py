@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales
-from hf_fp8kv.scales.checkpoint import folder as hub_module
+from hf_fp8kv.scales.checkpoint import checkpoint as hub_module
 from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY, TENSOR_NAMES
 from hf_fp8kv.scales.kv_scales import resolve
 
@@ -464,15 +464,18 @@ BAD_JSON: dict[str, tuple[Spoil, str]] = {
     "endless-integer": (spoiled_json(KEY, '"0": 1' + "0" * 5000), "expected a JSON file"),
     "missing-layer": (spoiled_json(KEY + ",", ""), "missing 0"),
     "layer-past-the-end": (spoiled_json('"2"', '"3"'), "missing 2"),
-    "layer-not-a-number": (spoiled_json(KEY, '"zero": 0.5'), "expected a layer .*'zero'"),
+    "layer-not-a-number": (spoiled_json(KEY, '"zero": 0.5'), "expected every layer .*'zero'"),
     "layer-twice": (spoiled_json(KEY, '"0": 1, "0": 2'), "'0' twice"),
-    "layer-twice-in-two-spellings": (spoiled_json(KEY, '"0": 1, "00": 2'), "layer 00 once"),
+    "layer-twice-in-two-spellings": (
+        spoiled_json(KEY, '"0": 1, "00": 2'),
+        "every layer once, .*'00'",
+    ),
     "no-layers": (spoiled_json('"scaling_factor"', '"scaling_factor": {"0": {}}, "x"'), "object"),
-    "rank-not-a-number": (spoiled_json('"0": {', '"first": {'), "expected a rank .*'first'"),
+    "rank-not-a-number": (spoiled_json('"0": {', '"first": {'), "expected every rank .*'first'"),
     "rank-missing": (spoiled_json('"0": {', '"1": {'), "expected the ranks 0 to 0, got 1"),
     "rank-twice": (
         spoiled_json('"0": {', '"rank0": {"0": 1, "1": 1, "2": 1}, "0": {'),
-        "a rank 0 once",
+        "every rank once, .*'0'",
     ),
     "ranks-with-other-layers": (
         spoiled_json('"0": {', '"1": {"0": 1}, "0": {'),

@@ -1,13 +1,24 @@
-"""Checkpoint: which tensors lie in which files, and what the configs beside them declare."""
+"""Checkpoints: files on this machine or the Hub, their tensors, and what their configs declare."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TypedDict
+
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+)
 
 from ...errors import ScaleError
-from ...utils.files import read_weight_map
-from .config import Config
-from .declaration import Declaration
-from .folder import Folder
+from ...utils.files import read_header, read_json, read_weight_map
+from .configs import HF_QUANT_CONFIG, Config, Declaration, check_layer_counts, find_declaration
 from .tensor_names import LIKELY
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -21,6 +32,134 @@ OWN_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
 OWN_FOLDER = "kv_scales"
 # The file of formats whose scales are tensors of the checkpoint.
 SCALES_FILE = "model-kv-scales.safetensors"
+# The base of HfHubHTTPError is the base of whatever HTTP library the Hub's client uses.
+_HUB_ERRORS: tuple[type[Exception], ...] = (
+    *HfHubHTTPError.__bases__,
+    OSError,
+    ValueError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+)
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder on this machine."""
+
+    root: Path
+    place: Path | None = None  # where its files will be, for messages
+
+    @property
+    def origin(self) -> str:
+        """What messages call it."""
+        return str(self.place or self.root)
+
+    def path(self, name: str) -> Path | None:
+        """Return a file, fetched if it is remote, or None if there is none."""
+        path = self.root / name
+        return path if path.is_file() else None
+
+    def header(self, name: str) -> list[str] | None:
+        """Return the tensor names of a safetensors file, or None if there is no such file."""
+        path = self.path(name)
+        return None if path is None else read_header(path)[0]
+
+    def list_files(self, suffix: str) -> list[str]:
+        """Return the names with this suffix that are known without fetching anything."""
+        return sorted(path.name for path in self.root.glob(f"*{suffix}"))
+
+
+class HubOptions(TypedDict, total=False):
+    """Which version of a repository to read and how to fetch it, as everywhere in transformers."""
+
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    force_download: bool
+    subfolder: str | None
+
+
+@contextmanager
+def translate_hub_errors(repo: str, verb: str) -> Iterator[None]:
+    """Raise ScaleError for whatever the Hub's client raises; `verb` is "read" or "written"."""
+    try:
+        yield
+    except _HUB_ERRORS as error:
+        if isinstance(error, ScaleError):
+            raise
+        raise ScaleError(
+            f"{repo}: expected a repository that can be {verb}, got {type(error).__name__}: "
+            f"{error}; check the name, the revision and the token"
+        ) from error
+
+
+@dataclass
+class HubFolder:
+    """A repository of the Hub. Only small files, and those that hold scales, are ever fetched."""
+
+    repo: str
+    revision: str | None = None
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    local_files_only: bool = False
+    force_download: bool = False
+    subfolder: str | None = None
+    # Set when a request has failed: only cached files are read then, though others may exist.
+    trouble: str = field(default="", init=False)
+    paths: dict[str, Path | None] = field(default_factory=dict, init=False)
+
+    @property
+    def offline(self) -> bool:
+        return self.local_files_only or constants.HF_HUB_OFFLINE or bool(self.trouble)
+
+    @property
+    def origin(self) -> str:
+        return f"{self.repo} ({self.trouble})" if self.trouble else self.repo
+
+    def path(self, name: str) -> Path | None:
+        if name not in self.paths:
+            self.paths[name] = None
+            with self._request():
+                path = hf_hub_download(
+                    self.repo, name, subfolder=self.subfolder, revision=self.revision,
+                    token=self.token, cache_dir=self.cache_dir, local_files_only=self.offline,
+                    force_download=self.force_download and not self.offline,
+                )  # fmt: skip
+                self.paths[name] = Path(path)
+        return self.paths[name]
+
+    def header(self, name: str) -> list[str] | None:
+        file = f"{self.subfolder}/{name}" if self.subfolder else name
+        with self._request():
+            cached = try_to_load_from_cache(self.repo, file, self.cache_dir, self.revision)
+            if isinstance(cached, str) and not self.force_download:
+                return read_header(Path(cached))[0]
+            if not self.offline:
+                # A request of some kilobytes instead of the whole file.
+                metadata = HfApi().parse_safetensors_file_metadata(
+                    self.repo, file, revision=self.revision, token=self.token
+                )
+                return list(metadata.tensors)
+        return None
+
+    def list_files(self, suffix: str) -> list[str]:
+        return []
+
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        """Pass over a file that does not exist, or is not cached while the Hub is out of reach."""
+        with translate_hub_errors(self.repo, "read"):
+            try:
+                yield
+            except EntryNotFoundError as error:
+                if isinstance(error, LocalEntryNotFoundError) and not self.trouble:
+                    self.trouble = (
+                        "offline: cached files only" if self.offline else "Hub out of reach"
+                    )
+
+
+Folder = LocalFolder | HubFolder
 
 
 @dataclass(frozen=True)
@@ -29,13 +168,27 @@ class Checkpoint:
 
     folder: Folder
     config: Config  # its config.json; empty when there is none
-    declaration: Declaration
+    second: Config | None  # its hf_quant_config.json
     files: Mapping[str, str]  # the file of each tensor
     left_out: Collection[str] = ()  # tensors in its files that are not part of it
 
     @property
     def origin(self) -> str:
         return self.folder.origin
+
+    @cached_property
+    def declaration(self) -> Declaration:
+        """What both configs declare."""
+        return find_declaration(self.config, self.second)
+
+
+def read_configs(folder: Folder) -> Checkpoint:
+    """Return a checkpoint with its configs, and without tensors."""
+    path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
+    config = {} if path is None else read_json(path, unique=False)
+    second = None if second_path is None else read_json(second_path, unique=False)
+    check_layer_counts(path, config)
+    return Checkpoint(folder, config, second, {})
 
 
 def find_indexed(folder: Folder) -> dict[str, str]:

@@ -14,10 +14,10 @@ from ...formats import FORMATS, LayerPlan
 from ...formats.rotation import rotation_block
 from ...utils.files import PICKLES, convert_read_errors
 from ...utils.text import format_list
-from ..layer_scales import LayerScales, ScaleData
+from ..layer_scales import FLOATS, LayerScales, ScaleData
 from ..request import Request
 from .checkpoint import JSON_FILE, OWN_FILE, Checkpoint
-from .config import head_counts, text_config
+from .configs import head_counts, text_config
 from .tensor_names import (
     ATTENTION_MODULE,
     BIAS,
@@ -32,8 +32,6 @@ from .tensor_names import (
 
 logger = logging.getLogger(__name__)
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
 
 def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     """Return the scales among the tensors of a checkpoint; raise ScaleError if there are none."""
@@ -44,7 +42,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
         raise _no_scales(checkpoint)
     _check_foreign(checkpoint)
     layers = _pair_sides(checkpoint, scale_tensors)
-    layers = _add_biases(checkpoint, layers)
+    _add_biases(checkpoint, layers)
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
             "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
@@ -124,9 +122,9 @@ def _load(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tenso
 def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a scale as float32: `[]`, or `[heads, 1]` for scales per head."""
     shape, heads = list(tensor.shape), head_counts(checkpoint.config)
-    if tensor.dtype not in _FLOATS:
+    if tensor.dtype not in FLOATS:
         raise ScaleError(
-            f"{checkpoint.origin}: {name}: expected one of {format_list(_FLOATS)}, got "
+            f"{checkpoint.origin}: {name}: expected one of {format_list(FLOATS)}, got "
             f"{tensor.dtype}; these are not scales of an FP8 cache"
         )
     single = all(n == 1 for n in shape)
@@ -140,15 +138,12 @@ def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.
     return tensor.float().reshape(() if single else (-1, 1))
 
 
-def _add_biases(
-    checkpoint: Checkpoint, layers: Mapping[int, LayerScales]
-) -> dict[int, LayerScales]:
-    """Return the scales with the biases of ModelOpt's FP8_AFFINE, `[1, heads or 1, 1, D or 1]`.
+def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
+    """Add the biases of ModelOpt's FP8_AFFINE, `[1, heads or 1, 1, D or 1]`.
 
     K's bias is its center. V is stored as it is, so the scales of V make room for its bias: where
     |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
     """
-    layers = dict(layers)
     matches = [match for match in map(BIAS.fullmatch, checkpoint.files) if match is not None]
     tensors = _load(checkpoint, (match[0] for match in matches))
     for match in matches:
@@ -160,7 +155,7 @@ def _add_biases(
         layer, shape = layers[index], list(tensor.shape) or [1, 1, 1, 1]
         of_scales = {len(scale) for scale in layer.static if scale.ndim} - {1}
         heads = {1, *(of_scales or head_counts(checkpoint.config) or shape[1:2])}
-        if tensor.dtype not in _FLOATS or shape[::2] != [1, 1] or shape[1] not in heads:
+        if tensor.dtype not in FLOATS or shape[::2] != [1, 1] or shape[1] not in heads:
             raise ScaleError(
                 f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D] "
                 f"with heads in {sorted(heads)}, got {tensor.dtype} {list(tensor.shape)}; export "
@@ -171,7 +166,6 @@ def _add_biases(
             layers[index] = replace(layer, k_center=bias)
         else:
             layers[index] = replace(layer, v=layer.static[1] + bias.abs() / FORMATS["fp8_e4m3"].max)
-    return layers
 
 
 def _rotate(

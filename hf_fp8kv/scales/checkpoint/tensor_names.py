@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .declaration import Declaration
+from .configs import Declaration
 
 # A tensor belongs to the language model when every part of its path is one of these: a tower for
 # images or audio has the same layer numbers, and an encoder or a draft head has none of our cache.
@@ -49,18 +49,6 @@ class TensorName:
     def pattern(self) -> re.Pattern[str]:
         tail = re.escape(self.name).replace(r"\{side\}", "(?P<side>[kv])", 1)
         return re.compile(LAYER + _ATTENTION + tail.replace(r"\{side\}", "(?P=side)"))
-
-    def match(self, name: str, declaration: Declaration) -> ScaleTensor | None:
-        """Return the scale that this name is, under what the config declares."""
-        dialect = declaration.dialect
-        format = dialect if dialect in self.formats else self.formats[0]
-        # An INT8 cache has these names too: they are taken here, and refused with the reason.
-        if not format or (self.needs_declaration and declaration.kind == "none"):
-            return None
-        if (match := self.pattern.fullmatch(name)) is None:
-            return None
-        side = match.groupdict().get("side", "kv")
-        return ScaleTensor(self.priority, int(match["layer"]), name, side, format)
 
 
 TENSOR_NAMES = (
@@ -107,12 +95,17 @@ def match_tensors(
     names: Iterable[str], declaration: Declaration
 ) -> tuple[list[ScaleTensor], list[str]]:
     """Return the scales among the names, best first, and the names that only look like scales."""
-    scales, unknown = [], []
+    scales, unknown, dialect = [], [], declaration.dialect
     for name in names:
-        names_here = TENSOR_NAMES if ATTENTION_MODULE.match(name) else ()
-        found = next(filter(None, (known.match(name, declaration) for known in names_here)), None)
-        if found is not None:
-            scales.append(found)
-        elif LIKELY.search(name):
-            unknown.append(name)
+        for known in TENSOR_NAMES if ATTENTION_MODULE.match(name) else ():
+            format = dialect if dialect in known.formats else known.formats[0]
+            # An INT8 cache has these names too: they are taken here, and refused with the reason.
+            valid = format and not (known.needs_declaration and declaration.kind == "none")
+            if valid and (match := known.pattern.fullmatch(name)):
+                side, layer = match.groupdict().get("side", "kv"), int(match["layer"])
+                scales.append(ScaleTensor(known.priority, layer, name, side, format))
+                break
+        else:
+            if LIKELY.search(name):
+                unknown.append(name)
     return sorted(scales), unknown

@@ -5,10 +5,7 @@ from .checkpoints import AutoFP8, CompressedTensors, ModelOpt, Quark, Tgi
 from .hf_fp8kv import HfFp8kv
 from .vllm_json import VllmJson
 
-__all__ = ["READ_ONLY", "SCALE_FORMATS", "ScaleFormat"]
-
-# Of TensorRT-LLM, since nothing reads its scales without its weights.
-READ_ONLY = "trtllm"
+__all__ = ["SCALE_FORMATS", "ScaleFormat"]
 
 SCALE_FORMATS: dict[str, ScaleFormat] = {
     format.name: format

@@ -6,7 +6,7 @@ Scales are reduced to what a format can hold, so that nothing saturates that did
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -19,8 +19,7 @@ from ...formats import FORMATS
 from ...utils.files import read_json
 from ...utils.text import format_list
 from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, SCALES_FILE, Checkpoint
-from ..checkpoint.config import HF_QUANT_CONFIG, Config, as_mapping, nested_configs
-from ..checkpoint.declaration import find_dialect
+from ..checkpoint.configs import HF_QUANT_CONFIG, Config, as_mapping, find_dialect, nested_configs
 from ..checkpoint.tensor_names import ATTENTION_MODULE
 from ..layer_scales import Granularity, LayerScales, ScaleData
 
@@ -78,9 +77,8 @@ class TensorFormat(ScaleFormat):
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
         size = 0
         if checkpoint is not None and (weights or checkpoint.config):
-            config = copy.deepcopy(checkpoint.config)
-            path, listed = (checkpoint.folder.path(n) for n in (HF_QUANT_CONFIG, INDEX_FILE))
-            second = None if path is None else read_json(path, unique=False)
+            config, second = copy.deepcopy((checkpoint.config, checkpoint.second))
+            listed = checkpoint.folder.path(INDEX_FILE)
             metadata = {} if listed is None else dict(as_mapping(read_json(listed).get("metadata")))
         if checkpoint is not None and weights:
             modules = _attention_modules(checkpoint, scales.layers)
@@ -91,6 +89,9 @@ class TensorFormat(ScaleFormat):
             for side, scale in zip("kv", layer.static, strict=True):
                 name = f"{modules[index]}.{self.tensor_name.format(side=side)}"
                 tensors[name] = scale.reshape((-1, 1, 1) if scale.ndim else self.shape).clone()
+        quantizable = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
+        # Some readers name the modules that hold experts.
+        quantizable |= {n.split(".experts.")[0] + ".experts" for n in weights if ".experts." in n}
         in_index = tensors if self.indexed or not weights else {}
         metadata["total_size"] = size + sum(tensor.nbytes for tensor in in_index.values())
         weight_map = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in weights.items()}
@@ -98,7 +99,7 @@ class TensorFormat(ScaleFormat):
         return {
             SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
             INDEX_FILE: to_json({"metadata": metadata, "weight_map": weight_map}),
-            **self.config_files(config, second, scales, _modules_with_weights(weights)),
+            **self.config_files(config, second, scales, sorted(quantizable)),
         }
 
     def config_files(
@@ -233,13 +234,6 @@ def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[
                 f"{format_list(sorted(paths.get(index, ()))) or 'none'}; use this model's scales"
             )
     return {index: paths[index].pop() for index in layers}
-
-
-def _modules_with_weights(files: Iterable[str]) -> list[str]:
-    """Return the modules with a weight, and those that hold experts, as some readers name them."""
-    modules = {name.removesuffix(".weight") for name in files if name.endswith(".weight")}
-    experts = {name.split(".experts.")[0] + ".experts" for name in files if ".experts." in name}
-    return sorted(modules | experts)
 
 
 def _count_bytes(path: Path, names: Collection[str]) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from ...errors import ScaleError
 from ...utils.text import format_value
-from ..checkpoint.config import HF_QUANT_CONFIG, Config, as_mapping
-from ..checkpoint.declaration import TGI_ENTRY
+from ..checkpoint.configs import HF_QUANT_CONFIG, TGI_ENTRY, Config, as_mapping
 from ..layer_scales import ScaleData
 from .base import TensorFormat, to_json
 

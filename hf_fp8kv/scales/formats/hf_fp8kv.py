@@ -85,20 +85,15 @@ def read_own_file(path: Path) -> ScaleData:
         scales = ScaleData(
             layers, HfFp8kv.name, about["model_type"], str(path), fingerprint=fingerprint
         )
-    return _add_report(scales, path.parent)
-
-
-def _add_report(scales: ScaleData, folder: Path) -> ScaleData:
-    """Return the scales with the report in their folder, if it is theirs: they need none."""
-    path = folder / REPORT_FILE
-    if not path.is_file():
+    place = path.parent / REPORT_FILE
+    if not place.is_file():
         return scales
     try:
-        report = CalibrationReport.from_dict(read_json(path), str(path))
-    except ScaleError as error:
+        report = CalibrationReport.from_dict(read_json(place), str(place))
+    except ScaleError as error:  # the scales do not need it
         logger.warning("the report of the calibration is left out: %s", error)
         return scales
     if report.scales_digest != scales.digest:
-        logger.warning("%s: is about other scales than those beside it, and left out", path)
+        logger.warning("%s: is about other scales than those beside it, and left out", place)
         return scales
     return replace(scales, report=report)

@@ -2,17 +2,15 @@
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import ScaleError
 from ...utils.files import convert_read_errors
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, Checkpoint
-from ..checkpoint.config import Config
-from ..layer_scales import LayerScales, ScaleData
+from ..checkpoint.configs import Config
+from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
 from ..request import Request
-from ..validation import check_constant, scalar
 from .base import ScaleFormat, to_json
 
 logger = logging.getLogger(__name__)
@@ -96,9 +94,9 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     ranks: dict[int, dict[int, float]] = {}
     where = f"{path}: kv_cache.scaling_factor"
     # "rank0" is an old spelling of "0".
-    for rank, entries in _parse_keys(where, factors, "rank", "(?:rank)?"):
+    for rank, entries in _parse_keys(where, factors, "rank", "(?:rank)?").items():
         ranks[rank] = {}
-        for layer, value in _parse_keys(f"{path}: rank {rank}", entries, "layer"):
+        for layer, value in _parse_keys(f"{path}: rank {rank}", entries, "layer").items():
             what = f"{path}: rank {rank}, layer {layer}"
             if isinstance(value, str):
                 with convert_read_errors(what, "a number"):
@@ -118,26 +116,20 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     return ranks
 
 
-def _parse_keys(
-    where: str, entries: object, what: str, prefix: str = ""
-) -> Iterator[tuple[int, object]]:
-    """Yield the entries of an object by their numbers, each of which it may have once."""
+def _parse_keys(where: str, entries: object, what: str, prefix: str = "") -> dict[int, object]:
+    """Return the entries of an object by their numbers, each of which it may have once."""
     if not isinstance(entries, dict) or not entries:
         raise ScaleError(
             f"{where}: expected an object of {what}s, got {format_value(entries)}; "
             'kv_cache.scaling_factor looks like {"0": {"0": 0.02}}'
         )
-    seen = set()
+    numbered: dict[int, object] = {}
     for key, value in entries.items():
         match = re.fullmatch(prefix + r"([0-9]{1,9})", key)
-        if match is None:
+        if match is None or int(match[1]) in numbered:
             raise ScaleError(
-                f"{where}: expected a {what} such as '0' as the key, got {format_value(key)}; "
-                "rename it"
+                f"{where}: expected every {what} once, with a key such as '0', got "
+                f"{format_value(key)}; rename or delete it"
             )
-        if int(match[1]) in seen:
-            raise ScaleError(
-                f"{where}: expected a {what} {match[1]} once, got it twice; delete one"
-            )
-        seen.add(int(match[1]))
-        yield int(match[1]), value
+        numbered[int(match[1])] = value
+    return numbered

@@ -1,7 +1,8 @@
-"""Declaration: the KV cache that the configs of a checkpoint declare, in the words of each tool."""
+"""Configs of a checkpoint: its layers and heads, and the KV cache that each tool declares."""
 
 import copy
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -9,8 +10,20 @@ from typing import Literal
 import torch
 
 from ...errors import ScaleError
-from .config import HF_QUANT_CONFIG, Config, as_mapping, get_entry, nested_configs
+from ...utils.text import format_value
 
+Config = dict[str, object]
+# A second config that may lie beside config.json.
+HF_QUANT_CONFIG = "hf_quant_config.json"
+# Where a config of several models keeps the one of the language model.
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+_LAYER_COUNTS = (
+    "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
+    "num_layers",
+)  # fmt: skip
+# Entries of models in which not every layer has attention, and that do not say which.
+_HYBRID = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
+_HEADS = re.compile(r"heads$|^n_head|^multi_query_group_num$")
 # Entries of a config that say how weights are quantized, and with them the cache.
 _BLOCKS = ("quantization_config", "compression_config", "quantization")
 # Those of a quantization config, and of config.json, that are of a KV cache.
@@ -46,6 +59,65 @@ class Declaration:
     remark: str = ""  # an oddity of the scales, in words
     # The rotations that K's scales are made for: the size of their blocks, and the modules.
     rotations: tuple[tuple[int, str], ...] = ()
+
+
+def get_entry(config: object, name: str) -> object:
+    """Return an entry of a dict, or an attribute of transformers' config; None without it."""
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def as_mapping(value: object) -> Mapping[str, object]:
+    """Return a dict, also of an object of transformers or pydantic; anything else is empty."""
+    for method in ("to_dict", "model_dump"):
+        convert = getattr(value, method, None)
+        if callable(convert):
+            value = convert()
+    return value if isinstance(value, Mapping) else {}
+
+
+def nested_configs(config: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield a config and the configs of the language model inside of it, each with its path."""
+    yield path, config
+    for name in _TEXT_CONFIGS:
+        inner = get_entry(config, name)
+        if inner is not None:
+            yield from nested_configs(inner, f"{path}{name}.")
+
+
+def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the innermost config of the language model."""
+    inner = next((m for m in (as_mapping(config.get(n)) for n in _TEXT_CONFIGS) if m), None)
+    return config if inner is None else text_config(inner)
+
+
+def check_layer_counts(where: object, config: Mapping[str, object]) -> None:
+    """Raise ScaleError for a `config.json` whose number of layers is no integer."""
+    for name, count in text_config(config).items():
+        if name in _LAYER_COUNTS and count is not None and type(count) is not int:
+            raise ScaleError(
+                f"{where}: {name}: expected an integer, got {format_value(count)}; transformers "
+                "refuses it too, fetch the config again"
+            )
+
+
+def layers_with_cache(config: Mapping[str, object]) -> Sequence[int] | None:
+    """Return the layers that own a KV cache by a `config.json`; None when it does not say."""
+    text = text_config(config)
+    count = next((text[n] for n in _LAYER_COUNTS if isinstance(text.get(n), int)), None)
+    if not isinstance(count, int) or not 0 < count < 1_000_000:
+        return None
+    shared = text.get("num_kv_shared_layers")
+    owners = range(count - shared if isinstance(shared, int) else count)
+    types = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(types, list) and len(types) == count:
+        return [i for i in owners if "attention" in str(types[i]) and "linear" not in str(types[i])]
+    return None if any(name in text for name in _HYBRID) else owners
+
+
+def head_counts(config: Mapping[str, object]) -> set[int]:
+    """Return every number of heads that a `config.json` names."""
+    text = text_config(config)
+    return {n for name, n in text.items() if _HEADS.search(name) and isinstance(n, int)}
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
