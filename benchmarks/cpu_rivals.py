@@ -1,0 +1,280 @@
+"""Attention on a CPU beside its rivals, and beside the rate at which memory is read.
+
+Layers: one layer stores its new tokens and attends to all tokens. Slopes: whole decode steps of the
+demo model in float32 at two lengths, and the time that each cached token adds between them. Caches
+of the slopes hold random numbers. llama.cpp runs in a process of its own, which prefills as many
+tokens of the same model file. All contenders take turns.
+"""
+
+import functools
+import itertools
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
+from hf_fp8kv.bench.contenders import (
+    DYNAMIC,
+    AttentionLayer,
+    Heads,
+    Step,
+    make_config,
+    ratios,
+    take_turns,
+)
+from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.cli.shared import load_model
+from hf_fp8kv.modeling.model_support import with_cache
+from hf_fp8kv.utils.demo_model import find_gguf_file
+from hf_fp8kv.utils.environment import describe_run
+
+from .shared import TURNS, Result, main
+
+SHAPES: tuple[Heads, ...] = ((32, 8, 128), (9, 3, 64), (4, 1, 256))
+PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
+BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
+BASELINE = next(iter(BUFFERS))
+CHUNK = 256
+# Lengths of the slopes, and steps that are timed at each.
+SHORT, LONG, STEPS = 256, 8000, 8
+LLAMA = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8_0"}
+
+
+def measure_rivals(
+    *,
+    parts: str = "layers,slopes",
+    context: Sequence[int] = (1024, 4096, 16384, 32768),
+    batches: Sequence[int] = (1, 8),
+    llama: str | None = None,
+    turns: int = 7,
+    progress: Callable[[str], None],
+) -> Result:
+    """Return rows of layers and of slopes.
+
+    A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V over the time), `of_read`
+    (that over the measured rate of reads), and `ratio`: the time over that of `BASELINE`. A row of
+    a slope has `us_per_token`, `tokens_per_s` at `LONG` tokens, and `ratio` to `DynamicCache`.
+
+    Args:
+        parts: "layers", "slopes" or both.
+        context: Numbers of stored tokens.
+        batches: Numbers of sequences.
+        llama: A Python interpreter that has llama-cpp-python; None leaves its rows out.
+        turns: Number of turns.
+        progress: Function that is called with what is measured next.
+    """
+    run, rows, reads = describe_run("cpu-rivals"), [], {}
+    threads = torch.get_num_threads()
+    with torch.inference_mode():
+        for count in sorted({1, threads}) if "layers" in parts else ():
+            torch.set_num_threads(count)
+            reads[count] = measure_reads()
+            for heads, tokens, batch in itertools.product(SHAPES, context, batches):
+                if tokens * batch > max(context):
+                    continue
+                for chunk in (1, CHUNK):
+                    progress(f"{heads}, {batch} x {tokens} tokens, {chunk} new, {count} threads")
+                    rows += _measure_layer(heads, tokens, batch, chunk, turns, reads[count])
+        torch.set_num_threads(threads)
+        if "slopes" in parts:
+            progress("slopes of the demo model")
+            rows += measure_slopes(turns, llama)
+    settings = {"turns": turns, "threads": threads, "reads_gb_per_s": reads, "llama": bool(llama)}
+    return {**run, "settings": settings, "rows": rows}
+
+
+def measure_reads() -> float:
+    """Return the rate at which torch's threads read 256 MiB, in GB/s: the median of nine passes."""
+    x = torch.ones(1 << 26)
+    steps: dict[str, Step] = {"read": x.sum}
+    return round(x.nbytes / statistics.median(take_turns(steps, 9)["read"]) / 1e9, 1)
+
+
+def _measure_layer(
+    heads: Heads, tokens: int, batch: int, chunk: int, turns: int, reads: float
+) -> list[Result]:
+    steps = _make_steps(heads, tokens, batch, chunk)
+    seconds = take_turns(steps, turns)
+    rows = []
+    for name, taken in seconds.items():
+        width = {"model": 2.0}.get(PAGED.get(name, ""), 1.0) if name in PAGED else 2.0
+        if name in BUFFERS:
+            width = BUFFERS[name].itemsize
+        ms = 1e3 * statistics.median(taken)
+        rate = 2 * batch * heads[1] * heads[2] * tokens * width / ms / 1e6
+        rows.append({
+            "cache": name, "heads": "/".join(map(str, heads)), "tokens": tokens, "batch": batch,
+            "new": chunk, "threads": torch.get_num_threads(), "ms": round(ms, 3),
+            "gb_per_s": round(rate, 1), "of_read": round(rate / reads, 2),
+            "ratio": round(statistics.median(ratios(seconds, name, BASELINE)), 3),
+        })  # fmt: skip
+    return rows
+
+
+def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, Step]:
+    """Return a step of each contender: store `chunk` tokens after `tokens`, attend, drop them."""
+    q_heads, kv_heads, dim = heads
+    module, scaling = AttentionLayer(q_heads // kv_heads), dim**-0.5
+    query = torch.randn(batch, q_heads, chunk, dim).bfloat16()
+    key, value = torch.randn(2, batch, kv_heads, chunk, dim).bfloat16()
+    history = torch.randn(2, batch, kv_heads, tokens, dim).bfloat16()
+    mask = torch.ones((1, 1, chunk, tokens + chunk), dtype=torch.bool).tril(tokens)
+
+    def step(cache: Cache, attend: Callable[..., object], seen: torch.Tensor | None) -> None:
+        keys, values = cache.update(key, value, 0)
+        attend(module, query, keys, values, seen, scaling=scaling)
+        cache.crop(-chunk)
+
+    def over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> None:
+        buffer[0, :, :, tokens:], buffer[1, :, :, tokens:] = key, value
+        if chunk == 1:  # query heads of a KV head become its queries
+            query = query.view(batch, kv_heads, -1, dim)
+        torch.nn.functional.scaled_dot_product_attention(
+            query, buffer[0], buffer[1], None if chunk == 1 else mask, enable_gqa=chunk > 1
+        )
+
+    steps: dict[str, Step] = {}
+    caches: dict[str, Cache] = {
+        name: FP8PagedCache(make_config(heads), dtype=dtype) for name, dtype in PAGED.items()
+    }
+    for name, cache in {**caches, DYNAMIC: DynamicCache()}.items():
+        cache.update(history[0], history[1], 0)
+        attend = fp8_paged_attention if name in PAGED else sdpa_attention_forward
+        seen = None if chunk == 1 or name in PAGED else mask
+        steps[name] = functools.partial(step, cache, attend, seen)
+    for name, dtype in BUFFERS.items():
+        buffer = torch.zeros(2, batch, kv_heads, tokens + chunk, dim, dtype=dtype)
+        buffer[:, :, :, :tokens] = history
+        steps[name] = functools.partial(over_buffer, buffer, query.to(dtype))
+    return steps
+
+
+# -- slopes ----------------------------------------------------------------------------------------
+
+
+def measure_slopes(turns: int, llama: str | None) -> list[Result]:
+    """Return a row for each cache of the demo model in float32, and for llama.cpp's caches."""
+    model, _ = load_model(None, "cpu", "float32")
+    options: dict[str, dict[str, Any] | None] = {DYNAMIC: None}
+    options |= {name: {"dtype": dtype} for name, dtype in PAGED.items()}
+    with _llama(llama) as steps:
+        for name, tokens in itertools.product(options, (SHORT, LONG)):
+            steps[name, tokens] = _model_step(model, options[name], tokens)
+        seconds: dict[tuple[str, int], list[float]] = {case: [] for case in steps}
+        for _ in range(turns):
+            for case, run in steps.items():
+                seconds[case].append(run())
+    slopes = {
+        name: [(b - a) / (LONG - SHORT) for a, b in zip(
+            seconds[name, SHORT], seconds[name, LONG], strict=True)]
+        for name, tokens in steps if tokens == SHORT
+    }  # fmt: skip
+    return [
+        {
+            "cache": name, "us_per_token": round(1e6 * statistics.median(slope), 2),
+            "tokens_per_s": round(1 / statistics.median(seconds[name, LONG]), 1),
+            "ratio": round(statistics.median(ratios(slopes, name, DYNAMIC)), 3),
+        }
+        for name, slope in slopes.items()
+    ]  # fmt: skip
+
+
+def _model_step(
+    model: PreTrainedModel, options: Mapping[str, Any] | None, tokens: int
+) -> Callable[[], float]:
+    """Return a function that takes some decode steps, and returns the seconds of one."""
+    config = model.config
+    cache: Cache = (
+        DynamicCache(config=config) if options is None else FP8PagedCache(config, **options)
+    )
+    heads, dim = config.num_key_value_heads, config.head_dim
+    for layer in range(config.num_hidden_layers):
+        cache.update(*torch.randn(2, 1, heads, tokens, dim), layer)
+    ids = torch.tensor([[1]])
+
+    def run() -> float:
+        model.set_attn_implementation("sdpa" if options is None else "fp8_paged")
+        taken = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            model(ids, **with_cache(model, cache))
+            taken.append(time.perf_counter() - began)
+            cache.crop(-1)
+        return statistics.median(taken)
+
+    return run
+
+
+# Reads a line of JSON with a case, and writes the seconds of a step.
+_LLAMA_PROCESS = """
+import json, statistics, sys, time
+import llama_cpp
+
+path, threads, steps, cases = json.loads(sys.stdin.readline())
+runs = []
+for kind, tokens in cases:
+    kind = getattr(llama_cpp, kind)
+    model = llama_cpp.Llama(path, n_ctx=tokens + 64, n_threads=threads, n_threads_batch=threads,
+                            flash_attn=True, type_k=kind, type_v=kind, verbose=False)
+    model.eval([i % 1000 + 1 for i in range(tokens)])
+    runs.append((model, tokens))
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    model, tokens = runs[json.loads(line)]
+    taken = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        model.eval([1])
+        taken.append(time.perf_counter() - began)
+        model.n_tokens = tokens
+    print(json.dumps(statistics.median(taken)), flush=True)
+"""
+
+
+@contextmanager
+def _llama(python: str | None) -> Iterator[dict[tuple[str, int], Callable[[], float]]]:
+    """Yield functions that return the seconds of a step of llama.cpp, by cache and length."""
+    if python is None:
+        yield {}
+        return
+    cases = list(itertools.product(LLAMA, (SHORT, LONG)))
+    setup = [
+        str(find_gguf_file()), torch.get_num_threads(), STEPS,
+        [[LLAMA[name], tokens] for name, tokens in cases],
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [python, "-c", _LLAMA_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def ask(question: object) -> Any:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    try:
+        ask(setup)
+        yield {case: functools.partial(ask, number) for number, case in enumerate(cases)}
+    finally:
+        process.kill()
+
+
+OPTIONS = {
+    **TURNS,
+    "--parts": {"help": "layers, slopes, or both with a comma."},
+    "--llama": {"help": "A Python interpreter that has llama-cpp-python (make rivals)."},
+    "--context": {"type": int, "nargs": "+", "help": "Numbers of stored tokens."},
+    "--batches": {"type": int, "nargs": "+", "help": "Numbers of sequences."},
+}
+
+if __name__ == "__main__":
+    main(__doc__, measure_rivals, OPTIONS)
