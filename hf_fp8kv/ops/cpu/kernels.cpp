@@ -11,8 +11,10 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -277,31 +279,42 @@ __attribute__((always_inline)) inline void add_products(
   }
 }
 
-// Products of LINES lines with N rows, `x_stride` numbers apart, set or added to
-// `out[row * out_stride + line]`.
+// Rows that lines are multiplied with, `x_stride` numbers apart, and where their products go: that
+// with line `i` to `out[i]`, and those of the next row `out_stride` numbers further.
+struct Rows {
+  const float* x;
+  int64_t x_stride;
+  float* out;
+  int64_t out_stride;
+
+  Rows from(int64_t row) const {
+    return {x + row * x_stride, x_stride, out + row * out_stride, out_stride};
+  }
+};
+
+// Set the products of LINES lines with N rows, or add them to what there is.
 template <int N, int LINES, bool ADDS, class Read>
 inline void multiply_lines(
-    const Read& read, const Segment* segments, int count, int64_t line, const float* x,
-    int64_t x_stride, float* out, int64_t out_stride) {
-  constexpr int TOTAL = LINES * N;
+    const Read& read, const Segment* segments, int64_t count, int64_t line, const Rows& rows) {
+  constexpr int TOTAL = LINES * N, LAST = TOTAL - 1;
   Floats sums[TOTAL] = {};
-  for (int s = 0; s < count; s++) {
+  for (int64_t s = 0; s < count; s++) {
     const Segment& segment = segments[s];
     const char* at = segment.at + line * segment.stride;
-    const float* row = x + segment.x;
+    const float* x = rows.x + segment.x;
     const int64_t whole = segment.count & ~(int64_t)(STEP - 1);
     Sixteen y[LINES];
     int64_t i = 0;
     for (; i < whole; i += STEP) {
       UNROLL
       for (int l = 0; l < LINES; l++) y[l] = read(at + l * segment.stride + i * Read::WIDTH);
-      add_products<N, LINES>(y, row + i, x_stride, sums);
+      add_products<N, LINES>(y, x + i, rows.x_stride, sums);
     }
     if (i < segment.count) {
       UNROLL
       for (int l = 0; l < LINES; l++)
         y[l] = read_some(read, at + l * segment.stride + i * Read::WIDTH, segment.count - i);
-      add_products<N, LINES>(y, row + i, x_stride, sums);
+      add_products<N, LINES>(y, x + i, rows.x_stride, sums);
     }
     if (segment.soon)
       for (int64_t j = 0; j < LINES * segment.stride; j += 64)
@@ -309,14 +322,13 @@ inline void multiply_lines(
   }
   UNROLL
   for (int i = 0; i < TOTAL; i += 4) {
-    constexpr int LAST = TOTAL - 1;
     auto at_most = [](int j) { return j < LAST ? j : LAST; };
     const Four four =
         sum_four(sums[i], sums[at_most(i + 1)], sums[at_most(i + 2)], sums[at_most(i + 3)]);
     UNROLL
     for (int j = 0; j < 4; j++) {
       if (i + j >= TOTAL) continue;
-      float* to = out + (i + j) % N * out_stride + line + (i + j) / N;
+      float* to = rows.out + (i + j) % N * rows.out_stride + line + (i + j) / N;
       *to = ADDS ? *to + four.sums[j] : four.sums[j];
     }
   }
@@ -324,34 +336,25 @@ inline void multiply_lines(
 
 template <int N, bool ADDS, class Read>
 void multiply_rows(
-    const Read& read, const Segment* segments, int count, int64_t lines, const float* x,
-    int64_t x_stride, float* out, int64_t out_stride) {
+    const Read& read, const Segment* segments, int64_t count, int64_t lines, const Rows& rows) {
   constexpr int LINES = SUMS / N;
   int64_t line = 0;
   for (; line + LINES <= lines; line += LINES)
-    multiply_lines<N, LINES, ADDS>(read, segments, count, line, x, x_stride, out, out_stride);
-  for (; line < lines; line++)
-    multiply_lines<N, 1, ADDS>(read, segments, count, line, x, x_stride, out, out_stride);
+    multiply_lines<N, LINES, ADDS>(read, segments, count, line, rows);
+  for (; line < lines; line++) multiply_lines<N, 1, ADDS>(read, segments, count, line, rows);
 }
 
 template <bool ADDS, class Read>
 void multiply(
-    const Read& read, const Segment* segments, int count, int64_t lines, int64_t rows,
-    const float* x, int64_t x_stride, float* out, int64_t out_stride) {
-  for (int64_t row = 0; row < rows; row += ROWS) {
-    const float* from = x + row * x_stride;
-    float* to = out + row * out_stride;
-    switch (rows - row) {
-      case 1:
-        multiply_rows<1, ADDS>(read, segments, count, lines, from, x_stride, to, out_stride);
-        break;
-      case 2:
-        multiply_rows<2, ADDS>(read, segments, count, lines, from, x_stride, to, out_stride);
-        break;
-      case 3:
-        multiply_rows<3, ADDS>(read, segments, count, lines, from, x_stride, to, out_stride);
-        break;
-      default: multiply_rows<4, ADDS>(read, segments, count, lines, from, x_stride, to, out_stride);
+    const Read& read, const Segment* segments, int64_t count, int64_t lines, int64_t size,
+    const Rows& rows) {
+  for (int64_t row = 0; row < size; row += ROWS) {
+    const Rows some = rows.from(row);
+    switch (size - row) {
+      case 1: multiply_rows<1, ADDS>(read, segments, count, lines, some); break;
+      case 2: multiply_rows<2, ADDS>(read, segments, count, lines, some); break;
+      case 3: multiply_rows<3, ADDS>(read, segments, count, lines, some); break;
+      default: multiply_rows<4, ADDS>(read, segments, count, lines, some);
     }
   }
 }
@@ -784,28 +787,31 @@ inline int64_t padded(int64_t count) { return (count + STEP - 1) & -STEP; }
 
 // What a thread works with: numbers of `rows` query rows and of one tile of positions.
 struct Scratch {
-  std::vector<float> memory;
+  std::unique_ptr<float[]> memory;
   std::vector<Part> parts;
   std::vector<Segment> segments, decoded;
   float *q, *logits, *offset, *largest, *sums, *k_scales, *v_scales, *strip, *latents, *out;
   int64_t q_stride;
   uint8_t seen[TILE + STEP];
 
-  explicit Scratch(const Attend& c) : parts(TILE), segments(TILE), decoded(TILE) {
-    const int64_t k = padded(c.k.dim), v = padded(c.v.dim);
+  explicit Scratch(const Attend& c) {
+    const int64_t rows = padded(c.rows), k = padded(c.k.dim), v = padded(c.v.dim);
+    const int64_t most = TILE / c.table.slots + 2, tile = TILE + STEP * most;  // of a tile
+    parts.resize(most), segments.resize(most), decoded.resize(most);
     q_stride = k + padded(c.latent ? c.p.dim : 0);
-    // A part may end inside of a vector, and the next one begin in it.
-    const int64_t strip = SUMS * (k > TILE * STEP ? k : TILE * STEP);
-    const int64_t rows = padded(c.rows), latent = c.latent ? LATENTS * q_stride : 0;
-    const int64_t sizes[] = {
-        c.rows * q_stride, c.rows * LINE, rows, rows, rows, LINE, LINE, strip, latent, c.rows * v};
-    float** places[] = {&q,        &logits,   &offset,      &largest, &sums,
-                        &k_scales, &v_scales, &this->strip, &latents, &out};
+    const int64_t of_latents = c.latent ? LATENTS * q_stride : 0;
+    const std::pair<float**, int64_t> places[] = {
+        {&q, c.rows * q_stride}, {&logits, c.rows * LINE},
+        {&offset, rows},         {&largest, rows},
+        {&sums, rows},           {&k_scales, LINE},
+        {&v_scales, LINE},       {&strip, SUMS * (k > tile ? k : tile)},
+        {&latents, of_latents},  {&out, c.rows * v}};
     int64_t total = STEP;
-    for (int64_t size : sizes) total += size;
-    memory.resize(total);
-    float* next = (float*)(((uintptr_t)memory.data() + 63) & -64);
-    for (int i = 0; i < 10; i++) *places[i] = next, next += sizes[i];
+    for (const auto& [place, size] : places) total += size;
+    memory.reset(new float[total]);
+    auto next = (float*)(((uintptr_t)memory.get() + 63) & -64);
+    for (const auto& [place, size] : places) *place = next, next += size;
+    std::memset(latents, 0, 4 * of_latents);
   }
 };
 
@@ -869,12 +875,10 @@ void load_scales(
 template <bool ADDS>
 void multiply_stored(
     Scratch& s, int64_t kind, const Decoding& code, bool clean, int64_t parts, int64_t lines,
-    int64_t rows, const float* x, int64_t x_stride, float* out, int64_t out_stride,
-    const uint8_t* seen) {
+    int64_t size, const Rows& rows, const uint8_t* seen) {
   with_reader(kind, code, clean, [&](const auto& read) {
-    if (rows <= ROWS && !seen)
-      return multiply<ADDS>(
-          read, s.segments.data(), parts, lines, rows, x, x_stride, out, out_stride);
+    if (size <= ROWS && !seen)
+      return multiply<ADDS>(read, s.segments.data(), parts, lines, size, rows);
     int64_t length = 0;
     for (int64_t i = 0; i < parts; i++) length += padded(s.segments[i].count);
     for (int64_t line = 0; line < lines; line += SUMS) {
@@ -892,8 +896,8 @@ void multiply_stored(
         }
         to += padded(segment.count);
       }
-      multiply<ADDS>(
-          ReadFloats{}, s.decoded.data(), parts, some, rows, x, x_stride, out + line, out_stride);
+      const Rows there{rows.x, rows.x_stride, rows.out + line, rows.out_stride};
+      multiply<ADDS>(ReadFloats{}, s.decoded.data(), parts, some, size, there);
     }
   });
 }
@@ -908,9 +912,8 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int
     s.segments[0] = {
         part.page + c.k.codes + (head * c.table.slots + part.slot) * stride, stride, c.k.dim, 0,
         soon};
-    multiply_stored<false>(
-        s, c.k.kind, c.k_code, clean, 1, part.count, rows, s.q, s.q_stride, s.logits + part.first,
-        LINE, nullptr);
+    const Rows logits{s.q, s.q_stride, s.logits + part.first, LINE};
+    multiply_stored<false>(s, c.k.kind, c.k_code, clean, 1, part.count, rows, logits, nullptr);
   }
 }
 
@@ -929,9 +932,9 @@ void multiply_values(
                        head * c.k.dim * c.table.slots * width_of(c.k.kind);
     s.segments[i] = {first, c.table.slots * width, part.count, part.first, soon};
   }
-  multiply_stored<true>(
-      s, c.v.kind, c.v_code, clean, parts, c.v.dim, rows, s.logits, LINE, s.out, padded(c.v.dim),
-      all_seen || clean ? nullptr : s.seen);
+  const Rows weights{s.logits, LINE, s.out, padded(c.v.dim)};
+  const uint8_t* seen = all_seen || clean ? nullptr : s.seen;
+  multiply_stored<true>(s, c.v.kind, c.v_code, clean, parts, c.v.dim, rows, weights, seen);
 }
 
 // Logits of latents, which are decoded with their positions behind, for both products.
@@ -972,7 +975,7 @@ void multiply_latents(
     const Segment line{
         (const char*)(s.latents + j * s.q_stride), 4 * s.q_stride, s.q_stride, 0, nullptr};
     const int64_t some = count - j < SUMS ? count - j : SUMS;
-    multiply<false>(ReadFloats{}, &line, 1, some, rows, s.q, s.q_stride, s.logits + j, LINE);
+    multiply<false>(ReadFloats{}, &line, 1, some, rows, {s.q, s.q_stride, s.logits + j, LINE});
   }
 }
 
@@ -1053,6 +1056,8 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
   for (int64_t row = 0; row < rows; row++) {
     float* line = s.logits + row * LINE;
     for (int64_t j = count; j < padded(count); j++) line[j] = NOTHING;
+    // A last part that begins inside of a vector is multiplied with weights up to here.
+    for (int64_t j = padded(count); j < padded(count) + STEP; j++) line[j] = 0;
     Floats best = splat(s.largest[row]);
     for (int64_t j = 0; j < count; j += LANES) {
       Floats x = load<Floats>(line + j);
