@@ -1,9 +1,9 @@
-"""Attention on a CPU beside its rivals, and beside the rate at which memory is read.
+"""Attention on a CPU, its rivals, and the rate at which memory is read.
 
 Layers: one layer stores its new tokens and attends to all tokens. Slopes: whole decode steps of the
 demo model in float32 at two lengths, and the time that each cached token adds between them. Caches
-of the slopes hold random numbers. llama.cpp runs in a process of its own, which prefills as many
-tokens of the same model file. All contenders take turns.
+of the slopes hold random numbers. llama.cpp runs in another process, which prefills the same number
+of tokens with the same model file. All contenders take turns.
 """
 
 import functools
@@ -60,8 +60,9 @@ def measure_rivals(
     """Return rows of layers and of slopes.
 
     A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V over the time), `of_read`
-    (that over the measured rate of reads), and `ratio`: the time over that of `BASELINE`. A row of
-    a slope has `us_per_token`, `tokens_per_s` at `LONG` tokens, and `ratio` to `DynamicCache`.
+    (its share of the measured rate of reads), and `ratio`: the time over the time of `BASELINE`. A
+    row of a slope has `us_per_token`, `tokens_per_s` at `LONG` tokens, and `ratio` to
+    `DynamicCache`.
 
     Args:
         parts: "layers", "slopes" or both.

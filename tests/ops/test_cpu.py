@@ -173,7 +173,7 @@ def test_a_forked_process_has_threads_of_its_own():
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_each_library_is_right(capability):
-    """The libraries that a CPU can run besides the one that is chosen on it."""
+    """The libraries that a CPU with AVX2 can run."""
     script = """
         import torch
         from hf_fp8kv.ops.cpu import backend
