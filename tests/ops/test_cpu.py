@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.errors import BackendError
+from hf_fp8kv.errors import BackendError, OutOfPagesError
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.cpu import backend as cpu_backend
 from hf_fp8kv.ops.cpu import build
@@ -118,6 +118,43 @@ def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
             assert_same(run(pages, query[:, :, -chunk:], length), alone[:, -chunk:])
         both = run(two, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
         assert_same(both[:1], alone[:, -1:])
+
+
+def compare(case: test_ops.Case, pages: Pages) -> None:
+    """Compare attention of both sequences with the reference, NaN included."""
+    query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim)
+    arguments = test_ops.arguments(case, pages) | {"bounds": None}
+    expected = test_ops.attend(case, pages, query, "reference", **arguments)
+    found = test_ops.attend(case, pages, query, "cpu", **arguments)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_pages_that_begin_inside_of_a_vector():
+    """The last page is not multiplied with weights of other tiles or sequences."""
+    hidden = test_ops.Case("", lengths=(281,), page_size=8, padding=260)
+    compare(hidden, test_ops.fill(test_ops.poisoned(hidden), hidden))
+    two = test_ops.Case("", lengths=(256, 25), page_size=8)
+    pages = test_ops.fill(test_ops.poisoned(two), two)
+    test_ops.poison(pages, 0, [35])
+    compare(two, pages)
+
+
+def test_a_prompt_that_sees_positions_from_a_start():
+    """torch's attention, which takes prompts in 16 bits, would see all of them."""
+    pages, query = make(100, dtype=torch.float16), torch.randn(1, 6, 70, DIM).half()
+    spec, ends = AttentionSpec(0.2, causal=True), torch.tensor([100], dtype=torch.int32)
+    expected = reference.attend(query.float(), pages, ends, 40, 100, spec)
+    found = cpu_backend.attend(query, pages, ends, 40, 100, spec)
+    torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=0.01)
+
+
+def test_more_new_tokens_than_the_length_are_refused():
+    pages = make(40)
+    before = test_ops.copy(pages)
+    key, value = torch.randn(2, 1, HEADS, 5, DIM)
+    with pytest.raises(OutOfPagesError):
+        cpu_backend.write(pages, key, value, torch.tensor([3], dtype=torch.int32))
+    assert_same_pool(pages, before)
 
 
 def test_scales_of_any_layout():

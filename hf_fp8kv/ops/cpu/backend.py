@@ -17,7 +17,6 @@ from ..torch import backend as torch_backend
 from . import build, prompts
 from .records import (
     ATTEND,
-    F32,
     GATHER,
     KINDS,
     WRITE,
@@ -154,7 +153,7 @@ def attend(
     """Return softmax attention, as `reference.attend` up to rounding."""
     if not KINDS.keys() >= {query.dtype, pages.k_dtype, pages.v_dtype}:
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
-    if prompts.is_faster(query, pages, spec):
+    if prompts.is_faster(query, pages, start, spec):
         return prompts.attend(query, pages, lengths, spec, gather)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent = spec
@@ -181,14 +180,14 @@ def attend(
         mask = no_gaps(mask).view(torch.uint8)
     bounds = None if mask is None or bounds is None else no_gaps(bounds)
     bias = None if bias is None else no_gaps(readable_floats(bias))
-    sinks = None if sinks is None else readable_floats(sinks.contiguous())
+    sinks = None if sinks is None else sinks.float().contiguous()
     second = *stored(pages, "v", None), *decoding(pages.v.format)
     values = (*stored(pages, "k", None), *decoding(k.format)) if latent else second
     call = ATTEND.pack(
         batch, q_heads, heads, tokens, start, stop, causal, window, scaling, softcap,
         *table(pages, lengths), *stored(pages, "k", center), *decoding(k.format),
         *values, latent, *second, *strided(query),
-        address(sinks), F32 if sinks is None else KINDS[sinks.dtype],
+        address(sinks),
         *broadcast(mask), *broadcast(bias), *broadcast(more),
         address(bounds), 0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0),
         SPAN, splits, blocks, block, rows, out.data_ptr(), KINDS[out.dtype], work.data_ptr(),

@@ -23,8 +23,11 @@ if platform.machine() in ("x86_64", "AMD64"):
     TARGETS["AVX512"] = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 _OPTIONS = [
     "-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread",
-    "-Wno-psabi",
+    "-fwrapv", "-Wno-psabi",
 ]  # fmt: skip
+if sys.platform == "linux":
+    # An older system than the compiler's has older versions of these.
+    _OPTIONS += ["-static-libgcc", "-static-libstdc++"]
 
 
 def find_library(capability: str) -> Path:
@@ -34,29 +37,32 @@ def find_library(capability: str) -> Path:
 
 
 def stamp() -> int:
-    """Return a number that changes with the source."""
-    return zlib.crc32(SOURCE.read_bytes())
+    """Return a number that changes with the source and with how it is compiled."""
+    return zlib.crc32(SOURCE.read_bytes() + Path(__file__).read_bytes())
 
 
 def build() -> list[Path]:
     """Compile the source for all targets, with the compiler named by CXX. Return the libraries.
 
+    Older libraries are removed first.
+
     Raises:
         OSError: There is no compiler. subprocess.CalledProcessError: It fails.
     """
+    for target in TARGETS:
+        find_library(target).unlink(missing_ok=True)
     named = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
     command = [*shlex.split(named), *_OPTIONS, f"-DSTAMP={stamp()}u", str(SOURCE)]
     running = {}
     for target, flags in TARGETS.items():
-        # Another process may have loaded the old library: it keeps the old file.
         new = find_library(target).with_suffix(f".{os.getpid()}")
         running[new] = subprocess.Popen([*command, *flags, "-o", str(new)])
-    libraries = []
-    for new, compiler in running.items():
-        if compiler.wait():
-            raise subprocess.CalledProcessError(compiler.returncode, compiler.args)
-        libraries.append(new.replace(new.with_suffix(".so")))
-    return libraries
+    failed = [compiler for compiler in running.values() if compiler.wait()]
+    if failed:
+        for new in running:
+            new.unlink(missing_ok=True)
+        raise subprocess.CalledProcessError(failed[0].returncode, failed[0].args)
+    return [new.replace(new.with_suffix(".so")) for new in running]
 
 
 if __name__ == "__main__":

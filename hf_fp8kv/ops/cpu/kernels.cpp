@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -43,6 +44,8 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 enum Kind : int64_t { CODES, BF16, F16, F32 };
 
 inline int64_t width_of(int64_t kind) { return kind == CODES ? 1 : kind == F32 ? 4 : 2; }
+
+inline int64_t padded(int64_t count) { return (count + STEP - 1) & -STEP; }
 
 inline Floats splat(float x) { return x - Floats{}; }
 
@@ -126,11 +129,26 @@ struct Strided {
 
 // ---- numbers in memory --------------------------------------------------------------------------
 
+#ifndef __AVX2__
 inline float from_half(uint16_t h) {
-  _Float16 x;
-  std::memcpy(&x, &h, 2);
-  return (float)x;
+  // 2^112 moves the exponent. That of infinity and NaN becomes the largest.
+  uint32_t raw = (uint32_t)(h & 0x7FFF) << 13;
+  float x = load<float>(&raw) * 0x1p112f;
+  raw = load<uint32_t>(&x) | ((h & 0x7C00) == 0x7C00 ? 0x7F800000 : 0) | (uint32_t)(h >> 15) << 31;
+  return load<float>(&raw);
 }
+
+inline uint16_t to_half(float x) {
+  const uint32_t raw = load<uint32_t>(&x), sign = raw >> 16 & 0x8000, size = raw & 0x7FFFFFFF;
+  if (size > 0x7F800000) return sign | 0x7E00;
+  if (size >= 0x477FF000) return sign | 0x7C00;
+  if (size < 0x38800000) {  // added to 0.5, a small number is rounded by the CPU
+    const float sum = load<float>(&size) + 0.5f;
+    return sign | (load<uint32_t>(&sum) - 0x3F000000);
+  }
+  return sign | (size - 0x38000000 + 0xFFF + (size >> 13 & 1)) >> 13;
+}
+#endif
 
 struct Sixteen {
   Floats part[PARTS];
@@ -361,7 +379,7 @@ void multiply(
 
 // Call `use` with the reader of stored numbers. `clean`: no code stands for NaN or infinity.
 template <class Use>
-void with_reader(int64_t kind, const Decoding& code, bool clean, const Use& use) {
+void with_reader(int64_t kind, const Decoding& code, [[maybe_unused]] bool clean, const Use& use) {
   switch (kind) {
     case F32: return use(ReadFloats{});
     case BF16: return use(ReadBrains{});
@@ -410,15 +428,17 @@ void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
   if (kind == BF16)
     for (int64_t i = 0; i < count; i++) halves[i] = to_brain(from[i]);
   if (kind == F16) {
-    int64_t i = 0;
 #ifdef __AVX2__
-    for (; i + 8 <= count; i += 8)
-      _mm_storeu_si128((__m128i*)(halves + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
-#endif
-    for (; i < count; i++) {
-      _Float16 x = (_Float16)from[i];
-      std::memcpy(halves + i, &x, 2);
+    for (int64_t i = 0; i < count; i += 8) {
+      float some[8] = {};
+      const int64_t left = count - i < 8 ? count - i : 8;
+      std::memcpy(some, from + i, 4 * left);
+      const __m128i found = _mm256_cvtps_ph(_mm256_loadu_ps(some), 0);
+      std::memcpy(halves + i, &found, 2 * left);
     }
+#else
+    for (int64_t i = 0; i < count; i++) halves[i] = to_half(from[i]);
+#endif
   }
 }
 
@@ -433,14 +453,14 @@ void rotate(float* x, int64_t dim, int64_t block) {
     int64_t i = 0;
 #ifndef __clang__
     if (half < LANES && dim % LANES == 0) {
-      Ints other, sign;
+      Ints other, second;
       for (int lane = 0; lane < LANES; lane++) {
         other[lane] = lane ^ half;
-        sign[lane] = lane & half ? INT32_MIN : 0;
+        second[lane] = lane & half ? -1 : 0;
       }
       for (; i < dim; i += LANES) {
-        Floats a = load<Floats>(x + i);
-        store(x + i, __builtin_shuffle(a, other) + bits((Ints)a ^ sign));
+        const Floats a = load<Floats>(x + i), b = __builtin_shuffle(a, other);
+        store(x + i, where(second, b - a, a + b));
       }
     }
 #endif
@@ -485,7 +505,11 @@ class Pool {
   void share(int64_t others, void (*work)(void*), void* context) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      for (; made_ < others; made_++) std::thread([this] { serve(); }).detach();
+      try {
+        for (; made_ < others; made_++) std::thread([this] { serve(); }).detach();
+      } catch (const std::system_error&) {
+        // The system has no more threads. Those that there are do the work.
+      }
       work_ = work, context_ = context, wanted_ = others;
     }
     for (int64_t i = 0; i < others; i++) wake_.notify_one();
@@ -660,7 +684,7 @@ bool has_pages(const Write& c) {
   for (int64_t sequence = 0; sequence < c.batch; sequence++) {
     const int64_t end = c.table.lengths[sequence];
     auto row = (const int32_t*)((const char*)c.table.table + sequence * c.table.stride);
-    if ((end - 1) / c.table.slots >= c.table.columns) return false;
+    if (end < c.tokens || (end - 1) / c.table.slots >= c.table.columns) return false;
     for (int64_t column = (end - c.tokens) / c.table.slots; column <= (end - 1) / c.table.slots;
          column++)
       if (row[column] < 0) return false;
@@ -717,7 +741,7 @@ void gather_part(
   const char* page = c.table.page_of(sequence, begin);
   const char* codes = page + s.codes + first * s.dim * width;
   const bool clean = s.kind == CODES && !has_special(codes, slots * s.dim, c.code);
-  const int64_t room = (s.dim + STEP - 1) & -STEP;
+  const int64_t room = padded(s.dim);
   float* lines = square;                   // [count, room]
   float* columns = square + BLOCK * room;  // [dim, BLOCK + STEP]
   with_reader(s.kind, c.code, clean, [&](const auto& read) {
@@ -766,8 +790,7 @@ struct Attend {
   Stored p;
   Decoding p_code;  // where K holds latents: their positions
   Strided q;
-  const char* sinks;
-  int64_t sinks_kind;
+  const float* sinks;
   Strided mask, bias, more;
   const int32_t* bounds;
   int64_t bounds_b, span, splits, blocks, block_tokens, rows;
@@ -782,8 +805,6 @@ struct Part {  // of a tile, in one page
   const char* page;
   int64_t slot, first, count;
 };
-
-inline int64_t padded(int64_t count) { return (count + STEP - 1) & -STEP; }
 
 // What a thread works with: numbers of `rows` query rows and of one tile of positions.
 struct Scratch {
@@ -1037,10 +1058,11 @@ bool hide(
     int64_t begin = first - low,
             end = c.causal && position + 1 - low < count ? position + 1 - low : count;
     if (c.window && position - c.window + 1 > first) begin = position - c.window + 1 - low;
-    const char* mask =
-        c.mask.data + sequence * c.mask.b + (token + row / groups) * c.mask.t + low - c.start;
+    const char* mask = nullptr;
+    if (masked)
+      mask = c.mask.data + sequence * c.mask.b + (token + row / groups) * c.mask.t + low - c.start;
     for (int64_t j = 0; j < count; j++) {
-      const bool visible = j >= begin && j < end && !(masked && !mask[j]);
+      const bool visible = j >= begin && j < end && !(mask && !mask[j]);
       s.seen[j] |= visible;
       if (!visible)
         for (int64_t g = 0; g < groups; g++) s.logits[(row + g) * LINE + j] = NOTHING;
@@ -1229,12 +1251,11 @@ void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head
     const float* part = c.work + ((unit * c.splits + i) * c.rows + place) * (2 + dim);
     fold(sums, part[0], part[1], part + 2, dim);
   }
-  float weight = 1, total = sums[1], *x = sums + 2, buffer[STEP];
+  float weight = 1, total = sums[1], *x = sums + 2;
   if (c.sinks) {
-    read_numbers(c.sinks + q_head * width_of(c.sinks_kind), c.sinks_kind, 1, buffer);
-    const float sink = buffer[0], most = sink > sums[0] ? sink : sums[0];
+    const float sink = c.sinks[q_head], most = sink > sums[0] ? sink : sums[0];
     weight = sums[0] > NOTHING ? std::exp(sums[0] - most) : 1;
-    total = total * weight + (sink > NOTHING ? std::exp(sink - most) : 0);
+    total = total * weight + (sink == NOTHING ? 0 : std::exp(sink - most));
   }
   const float inverse = weight / (total != 0 ? total : 1);
   const float factor = c.v.kind == CODES ? (float)c.v_code.factor : 1;
@@ -1281,9 +1302,8 @@ EXPORT void gather(const Gather* call, int64_t threads) {
   const Gather& c = *call;
   const int64_t blocks = (c.stop - c.start + BLOCK - 1) / BLOCK;
   for_units(c.batch * c.heads * blocks, threads, [&] {
-    return [&c, blocks,
-            square = std::vector<float>(
-                (padded(c.side.dim) + padded(c.side.dim)) * (BLOCK + STEP))](int64_t unit) mutable {
+    return [&c, blocks, square = std::vector<float>(2 * padded(c.side.dim) * (BLOCK + STEP))](
+               int64_t unit) mutable {
       int64_t begin = c.start + unit % blocks * BLOCK;
       const int64_t stop = begin + BLOCK < c.stop ? begin + BLOCK : c.stop;
       for (; begin < stop;) {
@@ -1301,8 +1321,10 @@ EXPORT void attend(const Attend* call, int64_t threads) {
   for_units(c.batch * c.heads * c.blocks * c.splits, threads, [&] {
     return [&c, scratch = Scratch(c)](int64_t unit) mutable { attend_unit(c, scratch, unit); };
   });
-  std::vector<float> line(2 + padded(c.v.dim));
-  for (int64_t row = 0; row < c.batch * c.tokens * c.q_heads; row++)
-    finish_row(
-        c, row / c.q_heads / c.tokens, row / c.q_heads % c.tokens, row % c.q_heads, line.data());
+  for_units(c.batch * c.tokens, threads, [&] {
+    return [&c, line = std::vector<float>(2 + padded(c.v.dim))](int64_t unit) mutable {
+      for (int64_t head = 0; head < c.q_heads; head++)
+        finish_row(c, unit / c.tokens, unit % c.tokens, head, line.data());
+    };
+  });
 }

@@ -28,14 +28,14 @@ _BYTES = 64 * 2**20
 _MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 
 
-def is_faster(query: Tensor, pages: Pages, spec: AttentionSpec) -> bool:
+def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> bool:
     """Return whether `attend` does what is asked for, and sooner than the loops."""
     rows = query.shape[2] * query.shape[1] // pages.heads
     plain = (
         spec.sinks is None and spec.mask is None and spec.bias is None
-        and not spec.softcap and not spec.latent and spec.causal
+        and not spec.softcap and not spec.latent and spec.causal and (spec.window or not start)
     )  # fmt: skip
-    return plain and rows >= ROWS and query.dtype in (torch.bfloat16, torch.float16)
+    return bool(plain) and rows >= ROWS and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def attend(

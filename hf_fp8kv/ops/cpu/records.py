@@ -23,7 +23,7 @@ _TABLE, _STORED, _STRIDED, _DECODING, _ENCODING = "7q", "7q", "5q", "5qd", "8qd"
 WRITE = struct.Struct("3qd" + _TABLE + 2 * (_STORED + _STRIDED + _ENCODING))
 GATHER = struct.Struct("7q" + _TABLE + _STORED + _DECODING + "2q")
 ATTEND = struct.Struct(
-    "8q2d" + _TABLE + 2 * (_STORED + _DECODING) + "q" + _STORED + _DECODING + _STRIDED + "2q"
+    "8q2d" + _TABLE + 2 * (_STORED + _DECODING) + "q" + _STORED + _DECODING + _STRIDED + "q"
     + 3 * _STRIDED + "10q"
 )  # fmt: skip
 
