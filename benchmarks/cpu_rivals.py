@@ -42,7 +42,6 @@ SHAPES: tuple[Heads, ...] = ((32, 8, 128), (9, 3, 64), (4, 1, 256))
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
 BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
 BASELINE = next(iter(BUFFERS))
-CHUNK = 256
 # Lengths of the slopes, and steps that are timed at each.
 SHORT, LONG, STEPS = 256, 8000, 8
 LLAMA = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8_0"}
@@ -53,6 +52,7 @@ def measure_rivals(
     parts: str = "layers,slopes",
     context: Sequence[int] = (1024, 4096, 16384, 32768),
     batches: Sequence[int] = (1, 8),
+    new: Sequence[int] = (1, 256),
     llama: str | None = None,
     turns: int = 7,
     progress: Callable[[str], None],
@@ -68,6 +68,7 @@ def measure_rivals(
         parts: "layers", "slopes" or both.
         context: Numbers of stored tokens.
         batches: Numbers of sequences.
+        new: Numbers of new tokens: 1 is a decode step.
         llama: A Python interpreter that has llama-cpp-python; None leaves its rows out.
         turns: Number of turns.
         progress: Function that is called with what is measured next.
@@ -81,7 +82,7 @@ def measure_rivals(
             for heads, tokens, batch in itertools.product(SHAPES, context, batches):
                 if tokens * batch > max(context):
                     continue
-                for chunk in (1, CHUNK):
+                for chunk in new:
                     progress(f"{heads}, {batch} x {tokens} tokens, {chunk} new, {count} threads")
                     rows += _measure_layer(heads, tokens, batch, chunk, turns, reads[count])
         torch.set_num_threads(threads)
@@ -275,6 +276,7 @@ OPTIONS = {
     "--llama": {"help": "A Python interpreter that has llama-cpp-python (make rivals)."},
     "--context": {"type": int, "nargs": "+", "help": "Numbers of stored tokens."},
     "--batches": {"type": int, "nargs": "+", "help": "Numbers of sequences."},
+    "--new": {"type": int, "nargs": "+", "help": "Numbers of new tokens."},
 }
 
 if __name__ == "__main__":
