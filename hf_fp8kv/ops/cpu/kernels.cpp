@@ -574,6 +574,12 @@ struct Write {
 constexpr int64_t BLOCK = 64;  // tokens of a unit of work
 constexpr int SCALES = 16;     // that are tried in an octave
 constexpr uint32_t INFINITE = 0x7F800000;
+const struct Octave {
+  float steps[SCALES];
+  Octave() {
+    for (int i = 0; i < SCALES; i++) steps[i] = (float)std::exp2(i / (double)SCALES);
+  }
+} OCTAVE;
 
 // Codes of `count` numbers: `codec.encode`, lane by lane.
 void encode(
@@ -616,13 +622,19 @@ uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Enco
   const float start = load<float>(&start_bits), unit = load<float>(&unit_bits);
   const Ints least_normal = Ints{} + (int32_t)(c.min_normal + (c.unit << 23));
   const Ints above = Ints{} + (int32_t)((c.drop << 23) + 0x400000);
-  uint32_t best = first;
+  float inverses[SCALES], squares[SCALES];
+  uint32_t scales[SCALES], best = first;
+  const float relative_to = 1 / start;
+  for (int i = 0; i < SCALES; i++) {
+    float tried = start * OCTAVE.steps[i];
+    scales[i] = (load<uint32_t>(&tried) + 0xFFFF) & 0xFFFF0000;
+    tried = load<float>(&scales[i]);
+    inverses[i] = unit / tried;
+    squares[i] = (tried * relative_to) * (tried * relative_to);
+  }
   float least = INFINITY;
   for (int scale = 0; scale < SCALES; scale++) {
-    float tried = start * (float)std::exp2(scale / (double)SCALES);
-    uint32_t raised = (load<uint32_t>(&tried) + 0xFFFF) & 0xFFFF0000;
-    tried = load<float>(&raised);
-    const float inverse = unit / tried, relative = tried * (1 / start);
+    const float inverse = inverses[scale];
     int64_t errors = 0;
     // A lane may add up the squares of 64 numbers in float32 and stay exact: an error is at most
     // 2^9, and its square times 64 at most 2^24.
@@ -643,12 +655,13 @@ uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Enco
 #else
         for (int lane = 0; lane < LANES; lane++) error[lane] = std::floor(error[lane]);
 #endif
-        sums += error * error;
+        sums = fma(error, error, sums);  // exact
       }
-      for (int lane = 0; lane < LANES; lane++) errors += (int64_t)sums[lane];
+      const Ints whole = __builtin_convertvector(sums, Ints);
+      for (int lane = 0; lane < LANES; lane++) errors += whole[lane];
     }
-    const float cost = (float)errors * (relative * relative);
-    if (cost < least) least = cost, best = raised >> 16;
+    const float cost = (float)errors * squares[scale];
+    if (cost < least) least = cost, best = scales[scale] >> 16;
   }
   return best;
 }
