@@ -1,5 +1,6 @@
 """The caches that the long suite compares: this package's, and their rivals."""
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
 
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.calibration.plan_choice import resolve_plan
+from hf_fp8kv.calibration.plan_choice import choose_plan, resolve_plan
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import ADAPTIVE
+from hf_fp8kv.scales.kv_scales import StoragePlan
 
 # The numbers of a block that share a scale in llama.cpp's q8_0.
 _BLOCK = 32
@@ -100,6 +102,19 @@ def _adaptive(model: PreTrainedModel) -> FP8PagedCache:
     return FP8PagedCache(model.config, plan=plan)
 
 
+@functools.cache
+def _plan_of_texts(model: PreTrainedModel) -> StoragePlan:
+    """Return a plan chosen on torch's docstrings, which no kind of text is taken from."""
+    docstrings = (getattr(torch, name).__doc__ for name in sorted(dir(torch)))
+    return choose_plan(
+        model, [text for text in docstrings if isinstance(text, str)], chat_template=False
+    )
+
+
+def _adaptive_texts(model: PreTrainedModel) -> FP8PagedCache:
+    return FP8PagedCache(model.config, plan=_plan_of_texts(model))
+
+
 def _rounded(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], Any]:
     return lambda model: RoundedCache(model.config, rounding)
 
@@ -114,6 +129,7 @@ def _constant(bits: float) -> Callable[[int], float]:
 
 ROWS: dict[str, Row] = {
     "adaptive": Row('FP8PagedCache, dtype="adaptive"', _adaptive),
+    "adaptive-texts": Row("FP8PagedCache, a plan chosen on texts", _adaptive_texts),
     "default": Row("FP8PagedCache, the default", _paged()),
     "e3m4": Row("fp8_e3m4", _paged(dtype="fp8_e3m4")),
     "e4m3": Row("fp8_e4m3", _paged(dtype="fp8_e4m3")),

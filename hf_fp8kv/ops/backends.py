@@ -123,12 +123,11 @@ def available_backends() -> dict[str, str | None]:
 def _why_not(name: str) -> str | None:
     if name == "triton":
         return _why_not_triton()
-    if name == "cpu":
+    if name == "cpu" and not _installed.get(name):
         from .cpu.build import REPAIR, find_library
 
-        if "cpu" not in _installed:
-            _installed["cpu"] = find_library(torch.backends.cpu.get_cpu_capability()).exists()
-        return None if _installed["cpu"] else f"its kernels are not compiled; {REPAIR}"
+        _installed[name] = find_library(torch.backends.cpu.get_cpu_capability()).exists()
+        return None if _installed[name] else f"its kernels are not compiled; {REPAIR}"
     return None
 
 

@@ -616,37 +616,34 @@ uint32_t dynamic_scale(uint32_t magnitude, float most, float least) {
 
 // The bits that `codec.search_scale` chooses from the dynamic scale `first`. Scales are at least
 // 2^-100 and numbers times their reciprocal below 2^16: the unit of the errors, a power of two,
-// goes into the reciprocal and changes no bit.
+// goes into the reciprocal and changes no bit. Each lane tries a scale.
 uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Encoding& c) {
+  typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
+  constexpr int VECTORS = SCALES / LANES;
   const uint32_t start_bits = first << 16, unit_bits = (uint32_t)(127 + c.unit) << 23;
   const float start = load<float>(&start_bits), unit = load<float>(&unit_bits);
   const Ints least_normal = Ints{} + (int32_t)(c.min_normal + (c.unit << 23));
   const Ints above = Ints{} + (int32_t)((c.drop << 23) + 0x400000);
-  float inverses[SCALES], squares[SCALES];
-  uint32_t scales[SCALES], best = first;
-  const float relative_to = 1 / start;
-  for (int i = 0; i < SCALES; i++) {
-    float tried = start * OCTAVE.steps[i];
-    scales[i] = (load<uint32_t>(&tried) + 0xFFFF) & 0xFFFF0000;
-    tried = load<float>(&scales[i]);
-    inverses[i] = unit / tried;
-    squares[i] = (tried * relative_to) * (tried * relative_to);
+  Floats scales[VECTORS], inverses[VECTORS];
+  Longs errors[VECTORS] = {};
+  for (int v = 0; v < VECTORS; v++) {
+    Ints tried = (Ints)(load<Floats>(OCTAVE.steps + v * LANES) * start);
+    scales[v] = bits((tried + 0xFFFF) & ~0xFFFF);
+    inverses[v] = unit / scales[v];
   }
-  float least = INFINITY;
-  for (int scale = 0; scale < SCALES; scale++) {
-    const float inverse = inverses[scale];
-    int64_t errors = 0;
-    // A lane may add up the squares of 64 numbers in float32 and stay exact: an error is at most
-    // 2^9, and its square times 64 at most 2^24.
-    for (int64_t begin = 0; begin < dim; begin += 64 * LANES) {
-      Floats sums = {};
-      const int64_t end = begin + 64 * LANES < dim ? begin + 64 * LANES : dim;
-      for (int64_t i = begin; i < end; i += LANES) {
-        Floats x = load<Floats>(line + i) * inverse;
+  // A lane may add up the squares of 64 numbers in float32 and stay exact: an error is at most
+  // 2^9, and its square times 64 at most 2^24.
+  for (int64_t begin = 0; begin < dim; begin += 64) {
+    Floats sums[VECTORS] = {};
+    const int64_t end = begin + 64 < dim ? begin + 64 : dim;
+    for (int64_t i = begin; i < end; i++) {
+      UNROLL
+      for (int v = 0; v < VECTORS; v++) {
+        const Floats x = inverses[v] * line[i];
         // Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded.
         Ints binade = (Ints)x & 0x7F800000;
         binade = binade > least_normal ? binade : least_normal;
-        Floats large = bits(binade + above);
+        const Floats large = bits(binade + above);
         Floats error = ((x + large) - large) - x + 0.5f;
 #if defined(__AVX512F__)
         error = (Floats)_mm512_roundscale_ps((__m512)error, 9);
@@ -655,15 +652,18 @@ uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Enco
 #else
         for (int lane = 0; lane < LANES; lane++) error[lane] = std::floor(error[lane]);
 #endif
-        sums = fma(error, error, sums);  // exact
+        sums[v] = fma(error, error, sums[v]);  // exact
       }
-      const Ints whole = __builtin_convertvector(sums, Ints);
-      for (int lane = 0; lane < LANES; lane++) errors += whole[lane];
     }
-    const float cost = (float)errors * squares[scale];
-    if (cost < least) least = cost, best = scales[scale] >> 16;
+    for (int v = 0; v < VECTORS; v++) errors[v] += __builtin_convertvector(sums[v], Longs);
   }
-  return best;
+  float least = INFINITY, best = start, relative_to = 1 / start;
+  for (int i = 0; i < SCALES; i++) {
+    const float tried = scales[i / LANES][i % LANES], relative = tried * relative_to;
+    const float cost = (float)errors[i / LANES][i % LANES] * (relative * relative);
+    if (cost < least) least = cost, best = tried;
+  }
+  return load<uint32_t>(&best) >> 16;
 }
 
 // Store the codes of one vector `x` at `codes`, and its dynamic scale, if it has one, at `dynamic`.
