@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
 from tests.helpers.tiny_models import tiny
-from tests.tools.compile_first import agree, cases, logits
+from tests.tools.compile_first import CASES, agree, compile_first, logits
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -21,24 +21,19 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "chosen"),
-    [
-        # Each case takes some seconds.
-        ("llama", ["preallocated"]),
-        *(pytest.param(name, [], marks=pytest.mark.full)
-          for name in ("llama", "gemma3_text", "gpt_oss")),
-    ],
-)  # fmt: skip
-def test_compile_first(name: str, chosen: list[str]) -> None:
-    command = [sys.executable, "-m", "tests.tools.compile_first", name, *chosen]
+def test_compile_first() -> None:
+    model, inputs = tiny("llama", attn_implementation="fp8_paged", num_hidden_layers=1)
+    compile_first("preallocated", model, inputs)
+
+
+@pytest.mark.full
+def test_compile_first_in_a_process() -> None:
     ran = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True,
+        [sys.executable, "-m", "tests.tools.compile_first"], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    model, _ = tiny(name)
-    assert ran.stdout.splitlines() == (chosen or [*cases(model.config), "export"])
+    assert ran.stdout.splitlines() == [f"{name} {case}" for name in CASES for case in CASES[name]]
 
 
 # The fast tier compiles the attention to a growing cache in test_blocks.py.

@@ -1,14 +1,11 @@
 """torch.compile and torch.export of a model before its first eager call in a process.
 
-    python -m tests.tools.compile_first gemma3_text
-    python -m tests.tools.compile_first llama preallocated export
+    python -m tests.tools.compile_first
 
 An eager call would load code and fill caches that tracing could then use. The program empties the
-caches of the process between the cases, so that each case is like the first. With names of cases
-it runs these only, on a model with one layer.
+caches of the process between the cases, so that each case is like the first.
 """
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +22,18 @@ Run = Callable[[Any, Any], list[torch.Tensor]]
 ROOM = 40
 
 
-def cases(config: Any) -> dict[str, Callable[[], Any]]:
-    """Return every kind of cache that a compiled model can take."""
+# Every case of one model, and each case once more for layers with a window and for sinks.
+CASES = {
+    "llama": (
+        "no cache", "DynamicCache", "StaticCache", "preallocated", "preallocated, stored", "export",
+    ),
+    "gemma3_text": ("no cache", "StaticCache", "preallocated"),
+    "gpt_oss": ("DynamicCache", "preallocated, stored", "export"),
+}  # fmt: skip
+
+
+def new_cache(case: str, config: Any) -> Any:
+    """Return the cache of a case."""
     return {
         "no cache": lambda: None,
         "DynamicCache": lambda: DynamicCache(config=config),
@@ -36,7 +43,7 @@ def cases(config: Any) -> dict[str, Callable[[], Any]]:
             config, page_size=16, max_cache_len=ROOM, prefill="stored", scales=0.05,
             plan="fp8_e3m4 centered",
         ),
-    }  # fmt: skip
+    }[case]()  # fmt: skip
 
 
 def forget(model: PreTrainedModel) -> None:
@@ -78,39 +85,41 @@ def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def main(name: str, *chosen: str) -> None:
-    """Compile first in every case, then compare with eager calls, and export last."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    layers = {"num_hidden_layers": 1} if chosen else {}
-    model, inputs = tiny(name, attn_implementation="fp8_paged", **layers)
-    assert "_can_set_attn_implementation_cached_value" not in vars(type(model)), "not the first"
-    for case, make in cases(model.config).items():
-        if chosen and case not in chosen:
-            continue
-        forget(model)
-        # AOTAutograd takes the handles apart. The other cases only check the tracing.
-        backend = "aot_eager" if case == "preallocated" else "eager"
-        compiled = torch.compile(model, fullgraph=True, backend=backend)
-        caches = [make() for _ in range(2 if case.startswith("preallocated") else 1)]
-        got = [logits(compiled, cache, inputs) for cache in caches]
-        assert not counters["graph_break"]
-        if case.startswith("preallocated"):
-            assert counters["stats"]["unique_graphs"] == 2, "a second cache was compiled again"
-        eager = make()
-        expected = logits(model, eager, inputs)
-        for each in got:
-            agree(each, expected)
-        if case.startswith("preallocated"):
-            agree(after(model, caches[0], inputs), after(model, eager, inputs))
-        print(case, flush=True)
-    if not chosen or "export" in chosen:
-        forget(model)
+def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
+    """Compile or export a model before any eager call, then compare with eager calls."""
+    forget(model)
+    if case == "export":
         inputs = {**inputs, "use_cache": False}
         exported = torch.export.export(model, (), inputs, strict=True)
         agree([exported.module()(**inputs).logits], [model(**inputs).logits])
-        print("export", flush=True)
+        return
+    # AOTAutograd takes the handles apart. The other cases only check the tracing.
+    backend = "aot_eager" if case == "preallocated" else "eager"
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    preallocated = case.startswith("preallocated")
+    caches = [new_cache(case, model.config) for _ in range(1 + preallocated)]
+    got = [logits(compiled, cache, inputs) for cache in caches]
+    assert not counters["graph_break"]
+    if preallocated:
+        assert counters["stats"]["unique_graphs"] == 2, "a second cache was compiled again"
+    eager = new_cache(case, model.config)
+    expected = logits(model, eager, inputs)
+    for each in got:
+        agree(each, expected)
+    if preallocated:
+        agree(after(model, caches[0], inputs), after(model, eager, inputs))
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name, cases in CASES.items():
+        model, inputs = tiny(name, attn_implementation="fp8_paged")
+        assert "_can_set_attn_implementation_cached_value" not in vars(type(model)), "not the first"
+        for case in cases:
+            compile_first(case, model, inputs)
+            print(name, case, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
