@@ -60,12 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
-def pytest_collection_finish() -> None:
-    """Take what was imported out of every later garbage collection; transformers asks for many."""
-    gc.collect()
-    gc.freeze()
-
-
 def _devices() -> list[object]:
     return ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_GPU else ["cpu"]
 
@@ -94,6 +88,16 @@ def poisoned_outputs() -> Iterator[None]:
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Take what is left of earlier modules out of garbage collections; transformers asks for many.
+
+    An engine of transformers collects twice when it stops.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

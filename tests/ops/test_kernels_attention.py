@@ -66,15 +66,17 @@ def to_device(x: Any) -> Any:
 
 
 def run(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> Tensor:
-    """Return a kernel's answer, on the CPU. Pages of 64 tokens are in blocks, unless told."""
+    """Return a kernel's answer, on the CPU. Pages of 64 tokens are in blocks, unless told.
+
+    With `blocks=None` the pages are on the device, and are not copied.
+    """
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     plans = {"plan": kwargs.pop("plan")} if "plan" in kwargs else {}
     blocks = kwargs.pop("blocks", case.page_size == 64)
     spec = AttentionSpec(**{name: to_device(x) for name, x in kwargs.items()})
-    device_pages = in_blocks(pages, device=DEVICE) if blocks else map_pages(to_device, pages)
-    found = KERNELS[kernel](
-        to_device(query), device_pages, lengths, case.start, case.stop, spec, **plans
-    )
+    if blocks is not None:
+        pages = in_blocks(pages, device=DEVICE) if blocks else map_pages(to_device, pages)
+    found = KERNELS[kernel](to_device(query), pages, lengths, case.start, case.stop, spec, **plans)
     return found.cpu()
 
 
@@ -461,9 +463,11 @@ def test_pages_past_two_gigabytes(kernel):
 
     block = torch.empty((count, pages.block.shape[1]), dtype=torch.uint8, device=DEVICE)
     block[table[0].long().to(DEVICE)] = pages.block[pages.table[0].long()].to(DEVICE)
-    far = pages._replace(block=block, table=table, offsets=locate_pages([block]))
+    far = map_pages(to_device, pages)._replace(
+        block=block, table=to_device(table), offsets=locate_pages([block])
+    )
     expected = attend(case, pages, query, "reference", **kwargs)
-    found = run(kernel, case, far, query, blocks=False, **kwargs)
+    found = run(kernel, case, far, query, blocks=None, **kwargs)
     assert errors(found, expected).max() <= bound(case)
 
 

@@ -20,7 +20,7 @@ CASES = {
     "good": {},
     "strides unknown": {"stride": 64 * 128 + 1},
     "V by rows": {"V_BY_ROWS": True},
-    "large": {"ROWS": 128, "WIDE": 512},
+    "large": {"ROWS": 64, "WIDE": 512},
     "converted by bits": {"BY_BITS": True},
     "float64": {"DOUBLE": True},
     "unknown format": None,
