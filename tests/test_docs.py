@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hf_fp8kv
-from tests.helpers.shallow import layers, shallow_model_path  # noqa: F401
+from tests.helpers.shallow import layers, save_first_layers  # noqa: F401
 
 pytestmark = [
     pytest.mark.text, pytest.mark.parametrize("layers", ["first layers"], indirect=True)
@@ -18,6 +18,13 @@ pytestmark = [
 
 DOCS = Path(__file__).parent.parent / "docs"
 PROMPT = "London is the capital of"
+
+
+@pytest.fixture(scope="module")
+def shallow_model_path(demo_model_path, tmp_path_factory):
+    """In float32: most CPUs take six times as long for products of bfloat16."""
+    folder = tmp_path_factory.mktemp("shallow") / "model"
+    return save_first_layers(demo_model_path, folder, dtype="float32")
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hf_fp8kv.utils import demo_model
 LAYERS = 2
 
 
-def save_first_layers(model: Path, folder: Path, layers: int = LAYERS) -> Path:
-    """Copy a checkpoint with its first layers only; return the folder."""
+def save_first_layers(model: Path, folder: Path, layers: int = LAYERS, **fields: str) -> Path:
+    """Copy a checkpoint with its first layers and these fields of its config. Return the folder."""
     kept = {
         name: tensor
         for name, tensor in load_file(model / "model.safetensors").items()
@@ -25,8 +25,9 @@ def save_first_layers(model: Path, folder: Path, layers: int = LAYERS) -> Path:
             shutil.copy(path, folder)
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = layers
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": layers, **fields})
+    )
     return folder
 
 
