@@ -1,12 +1,9 @@
 """What only the "cpu" backend has: threads, compiled libraries, and cases that it hands over."""
 
 import os
-import subprocess
-import sys
-import textwrap
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,52 +176,17 @@ def test_a_call_copies_nothing():
 # -- libraries -------------------------------------------------------------------------------------
 
 
-def run_script(script: str, **environment: str) -> str:
-    """Run a script in another process, and return what it writes."""
-    root = Path(__file__).parents[2]
-    folders = os.pathsep.join([str(root), *sys.path])
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": folders, **environment}, check=True,
-    )  # fmt: skip
-    return run.stdout.strip().split("\n")[-1]
-
-
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_process_has_threads_of_its_own():
-    script = """
-        import os, torch
-        from tests.ops import test_cpu
-
-        test_cpu.cpu_backend.GRAIN = 64
-        torch.set_num_threads(2)
-        pages, query = test_cpu.make(700), torch.randn(1, 6, 1, 32)
-        expected = test_cpu.attend(pages, query, 700)
-        child = os.fork()
-        same = torch.equal(test_cpu.attend(pages, query, 700), expected)
-        if child == 0:
-            os._exit(0 if same else 1)
-        print(same, os.waitpid(child, 0)[1])
-    """
-    assert run_script(script) == "True 0"
-
-
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_each_library_is_right(capability):
-    """The libraries that a CPU with AVX2 can run."""
-    script = """
-        import torch
-        from hf_fp8kv.ops.cpu import backend
-        from tests.ops import test_ops
-
-        for case in test_ops.CASES[:12] + test_ops.LATENTS:
-            pages, query, kwargs = test_ops.prepare(case)
-            want = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
-            found = test_ops.attend(case, pages, query, "cpu", **kwargs)
-            assert test_ops.errors(found, want).max() <= test_ops.bound(case, "cpu"), case
-        print(backend.load_library()._name.split("_")[-1])
-    """
-    found = run_script(script, ATEN_CPU_CAPABILITY=capability)
-    assert found == build.find_library(capability.upper()).name.split("_")[-1]
+    pages, query = make(700), torch.randn(1, 6, 1, DIM)
+    expected = attend(pages, query, 700)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(not torch.equal(attend(pages, query, 700), expected))
+    assert_same(attend(pages, query, 700), expected)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.fixture
@@ -233,6 +195,19 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cpu_backend.load_library.cache_clear()
     yield
     cpu_backend.load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
+def test_each_library_is_right(capability, monkeypatch):
+    """The libraries that a CPU with AVX2 can run."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for case in test_ops.CASES[:12] + test_ops.LATENTS:
+        pages, query, kwargs = test_ops.prepare(case)
+        want = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
+        found = test_ops.attend(case, pages, query, "cpu", **kwargs)
+        assert test_ops.errors(found, want).max() <= test_ops.bound(case, "cpu"), case
+    assert cpu_backend.load_library()._name == str(build.find_library(capability))
 
 
 @pytest.mark.usefixtures("no_library")
