@@ -1,15 +1,12 @@
 """Calls of the Triton backend with and without recordings: both must start the same kernels.
 
-    python -m tests.helpers.replays
-
-records each call, and makes calls that differ from it in one thing, before and after it. What
+Each call is recorded, and calls that differ from it in one thing are made before and after it. What
 reaches the launcher is compared with the same call made the long way. Triton chooses kernels as on
-a GPU, but a compiled kernel is only a name. The last line counts the comparisons of each operation.
-Only for a process without the interpreter.
+a GPU, but a compiled kernel is only a name. Only for a process without the interpreter, in which
+nothing else follows.
 """
 
 import itertools
-import json
 import pickle
 import sys
 from collections import namedtuple
@@ -284,8 +281,12 @@ def check_addresses(operation: Any, args: Any) -> None:
     assert all(x.isdisjoint(y) for x, y in itertools.combinations(found[1:], 2))
 
 
-def main() -> None:
-    """Make each call after the other, both ways; raise AssertionError if one differs."""
+def compare_calls() -> dict[str, int]:
+    """Make each call both ways. Return the number of comparisons of each operation.
+
+    Raises:
+        AssertionError: A call differs.
+    """
     pretend()
     spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERIES), mask=_mask(),
                          bounds=_bounds())  # fmt: skip
@@ -316,8 +317,4 @@ def main() -> None:
                 assert set(hooked) == {change.__name__ == "add"}
             counts[name] = next(seen)
         check_addresses(backend.attend, calls["attend"])
-    sys.stdout.write(json.dumps(counts) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return counts

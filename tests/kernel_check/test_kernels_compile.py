@@ -56,13 +56,16 @@ TARGETS_OF_STEPS = {"sm_90": STEPS, "gfx942": [STEPS[0], *STEPS[-3:]]}
 # One process compiles everything, because an import of torch and transformers takes seconds.
 COMPILE = f"""
 import json
+from tests.helpers.replays import compare_calls
 from tests.tools.kernels.bad_kernels import CASES, compile_bad
 from tests.tools.kernels.check import compile_variants, list_variants, run_in_processes
 targets = {TARGETS_OF_STEPS}
 steps = run_in_processes(
     list(targets), lambda name: compile_variants(name, list_variants(targets[name]))
 )
-print(json.dumps({{"steps": steps, "bad": run_in_processes(list(CASES), compile_bad)}}))
+bad = run_in_processes(list(CASES), compile_bad)
+replays = run_in_processes(["calls"], lambda _: [compare_calls()])
+print(json.dumps({{"steps": steps, "bad": bad, "replays": replays}}))
 """
 
 
@@ -73,12 +76,13 @@ def run_python(*arguments: str) -> tuple[int, dict]:
         env=make_environment(), cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.stdout, done.stderr
+    sys.stderr.write(done.stderr)
     return done.returncode, json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, list[dict]]]:
-    """Rows of the steps by target, and rows of the bad kernels by name."""
+    """Rows of the steps by target, of the bad kernels by name, and of the replayed calls."""
     return run_python("-c", COMPILE)[1]
 
 
@@ -97,6 +101,16 @@ def test_what_a_step_runs_keeps_the_rules(compiled, target):
     widened = any(row["kernel"] == "widen_codes" for row in compiled["steps"][target])
     assert widened == (target == "sm_90")
     assert {row["variant"] for row in compiled["steps"][target]} == set(TARGETS_OF_STEPS[target])
+
+
+def test_a_replayed_call_starts_what_triton_would(compiled):
+    """Also if one thing is changed that a call depends on: before the recording, and after it.
+
+    The interpreter never replays. Other tests have the numbers.
+    """
+    (compared,) = compiled["replays"]["calls"]
+    assert compared.keys() == {"attend", "write", "make_plan"}
+    assert sum(compared.values()) > 120, compared
 
 
 def test_steps_are_variants_of_every_operation():
