@@ -26,7 +26,7 @@ from tests.helpers.tiny_models import causal_config, tiny
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
 
-LAYERS, HEADS, DIM, PAGE = 6, 2, 16, 8
+LAYERS, HEADS, DIM, PAGE = 4, 2, 16, 8
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 EXACT = {"scales": 1.0, "page_size": PAGE}
 # Bytes of a page with static scales.
@@ -40,11 +40,13 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-# Two layers with a window before each layer without a window.
-MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+# Two layers with a window before the layer without a window, and one after it.
+MIXED = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+}
 # The last two layers read the keys and values of the two layers before.
 TURNS = {
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
     "activation_sparsity_pattern": [0.0] * LAYERS,
 }
@@ -57,7 +59,7 @@ def config(name: str = "llama", **fields: Any) -> Any:
 
 def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
     """Give all caches the same tokens, and compare the keys and values for attention."""
-    for index in range(LAYERS):
+    for index in range(len(caches[0].layers)):
         generator = torch.Generator().manual_seed(100 * seed + index)
         k, v = torch.randn(2, batch, HEADS, count, DIM, generator=generator)
         shown = [cache.update(k, 2 * v, index) for cache in caches]
@@ -70,7 +72,7 @@ def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
 
 def assert_holds(caches: list[Any]) -> None:
     """Assert that all caches hold the same keys and values."""
-    for index in range(LAYERS):
+    for index in range(len(caches[0].layers)):
         for side in ("keys", "values"):
             found = [getattr(cache.layers[index], side).dense() for cache in caches]
             for got in found:
@@ -79,9 +81,9 @@ def assert_holds(caches: list[Any]) -> None:
 
 def check(cache: FP8PagedCache) -> None:
     """Assert that at most two layers are on the device if the cache offloads all layers."""
-    sizes = [layer.store.memory_footprint() for layer in cache.paged_layers]
-    here = [size for size in sizes if size.get("pages")]
-    assert len(here) <= 2 or cache.options.offloading is not True
+    if cache.options.offloading is True:
+        sizes = [layer.store.memory_footprint() for layer in cache.paged_layers]
+        assert len([size for size in sizes if size.get("pages")]) <= 2
 
 
 def both(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
@@ -406,20 +408,21 @@ def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> N
 @pytest.mark.parametrize(("room", "crossing"), [(6, 0), (5, 1), (4, 2), (3, 3), (2, 4), (1, 4)])
 def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
     """With memory for all layers but one, one layer crosses per step and layer, not all six."""
-    stayed = FP8PagedCache(config(), **EXACT)
+    fields, layers = config(num_hidden_layers=6), 6
+    stayed = FP8PagedCache(fields, **EXACT)
     feed([stayed], 129)
     feed([stayed], 1, 1)
     sizes = stayed.memory_footprint()
     # Pages of a layer, with the room for growth.
-    pages = sizes.pages_bytes // PAGE_BYTES // LAYERS
-    cache = FP8PagedCache(config(), offloading=-(-pages * room // LAYERS), **EXACT)
+    pages = sizes.pages_bytes // PAGE_BYTES // layers
+    cache = FP8PagedCache(fields, offloading=-(-pages * room // layers), **EXACT)
     for step, count in enumerate((129, 1, 1, 1)):
         feed([cache], count, step)
     before = moved(cache)
     for step in range(4, 8):
         feed([cache], 1, step)
-    layer_bytes = sizes.used_bytes // LAYERS
-    assert moved(cache)[0] - before[0] == crossing * LAYERS * layer_bytes
+    layer_bytes = sizes.used_bytes // layers
+    assert moved(cache)[0] - before[0] == crossing * layers * layer_bytes
     if not crossing:
         assert moved(cache) == (0, 0)
         assert cache.memory_footprint().host_bytes == 0
