@@ -303,7 +303,9 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
 @pytest.mark.skipif(not INTERPRETED, reason="the model has the processors of an H200")
 def test_plans_take_hardly_longer_than_the_best(heads):
     """95 % of what the memory delivers, or of the best even split if no plan reaches that."""
-    for batch, most in ((1, 131072), (8, 131072), (25, 32768), (64, 32768)):
+    # The interpreter takes a second to plan for the largest batch, so this one has one case.
+    largest = [(64, 32768)] if heads == 8 else []
+    for batch, most in ((1, 131072), (8, 131072), (25, 32768), *largest):
         spread = [1024 + (most - 1024) * (7 * i % batch) // batch for i in range(batch)]
         for lengths in ([4096] * batch, [most] * batch, spread, [most, *[1024] * (batch - 1)]):
             with assuming(Target("cuda", 90, 132, interpreted=True)):

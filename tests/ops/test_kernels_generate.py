@@ -107,7 +107,7 @@ def started(recorded: Any) -> list[str]:
 def test_a_decode_step_is_two_launches_a_layer():
     """Besides the plan, one for all layers."""
     model, inputs = setting("gqa")
-    with recording() as recorded:
+    with recording(starts=False) as recorded:
         tokens(model, inputs, "triton", max_new_tokens=3)
     layers = model.config.num_hidden_layers
     prefill, step = (
@@ -124,7 +124,7 @@ def test_a_later_prompt_is_two_launches_a_layer(keywords):
     ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # of two query heads per KV head: 80 rows
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
-        with recording() as recorded:
+        with recording(starts=False) as recorded:
             model(ids, past_key_values=cache)
     found = [name for name in started(recorded) if name != "_plan"]
     assert found == ["_write", "_extend"] * model.config.num_hidden_layers
@@ -144,7 +144,7 @@ def test_layers_take_the_plan_of_their_query_rows(cache, count):
     split = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
     with torch.no_grad(), assuming(split):
         model(ids, past_key_values=cache)
-        with recording() as recorded:
+        with recording(starts=False) as recorded:
             model(ids[:, :count], past_key_values=cache)
     assert started(recorded).count("_plan") == 1
     assert started(recorded).count("_decode") == model.config.num_hidden_layers
