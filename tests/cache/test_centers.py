@@ -146,10 +146,9 @@ def test_a_sequence_begins_with_its_first_token(
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_first_calls() -> None:
-    model, batch = (
-        tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0)[0],
-        pad([(0, 45), (40, 45), (9, 45), (20, 44)]),
-    )
+    layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    model, _ = tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0, **layers)
+    batch = pad([(0, 45), (40, 45), (9, 45), (20, 44)])
     found = []
     for forward in (torch.compile(model, fullgraph=True, backend="eager"), model):
         cache = new_cache(model, 64)
