@@ -136,9 +136,9 @@ FULL_GRID = [
     *GRID, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
 ]  # fmt: skip
 SLOW = ("first prompt", "beams", "restore")
-# A sample of lines at their first run, or every third line, in quick calls at its last run as well.
+# A sample of lines at their first run, or every fifth line, in quick calls at its last run as well.
 # The cases share most of their lines, and each begins elsewhere.
-STRIDE = 3
+STRIDE = 5
 TIERS = [(*where, 20, 0) for where in GRID]
 TIERS += [
     pytest.param(*where, 0, i % STRIDE, marks=pytest.mark.full) for i, where in enumerate(FULL_GRID)

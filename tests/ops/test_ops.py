@@ -825,7 +825,7 @@ def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None
     ("others", "calls"),
     [
         (["torch", "cpu"], 300),
-        pytest.param(["torch", "cpu"], 5000, marks=pytest.mark.full),
+        pytest.param(["torch", "cpu"], 1500, marks=pytest.mark.full),
         pytest.param(["triton"], 300, marks=pytest.mark.full),
     ],
     ids=str,

@@ -1072,7 +1072,7 @@ def test_files_of_others_stay_and_unfinished_files_go(tmp_path: Path) -> None:
 # -- several processes ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [3, pytest.param(80, marks=pytest.mark.full)])
 def test_kills_while_writing(kills: int, tmp_path: Path) -> None:
     result = run_kills(tmp_path, kills=kills)
     assert (result["wrong"], result["over"]) == (0, 0), result
