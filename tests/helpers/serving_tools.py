@@ -18,7 +18,7 @@ from hf_fp8kv import FP8PagedCache, KVScales, serving
 from hf_fp8kv.scales import LayerScales
 from tests.helpers.margins import wide_margins
 
-NEW = 24
+NEW = 18
 PAGE = 16
 
 
