@@ -353,7 +353,7 @@ def test_nothing_is_merged_where_no_sequence_is_split():
     assert started == ["_decode", "_decode", "_combine"]
 
 
-SPLIT = Case("split", lengths=(900, 130, 400), tokens=3, page_size=64, sinks=True, heads=2,
+SPLIT = Case("split", lengths=(450, 130, 200), tokens=3, page_size=64, sinks=True, heads=2,
              q_heads=6)  # fmt: skip
 # Grid: few parts and many, and rotation of the merged sums by either order of operands.
 SPLITS = [

@@ -104,7 +104,7 @@ def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(se
 
 def test_a_request_is_sampled_as_it_asks_whatever_came_before(server):
     def texts(**fields: object) -> set[str]:
-        asked = body(messages=STORY, max_tokens=24, **fields)
+        asked = body(messages=STORY, max_tokens=12, **fields)
         return {text_in(server.answer(CHAT, **asked)) for _ in range(3)}
 
     hot = {"temperature": 2.0}
