@@ -143,15 +143,18 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("gap", [0, 512], ids=["dense", "between others"])
-@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
-def test_steps(request, backend, gap, kind, attention):
-    if backend == "triton":
-        if not gap:
-            pytest.skip("slow; pages are known by their addresses, with gaps or without")
-        request.getfixturevalue("interpreted")
+# Grid: the interpreter is slow, so "triton" meets each kind and each attention once. It finds pages
+# by their addresses, with gaps or without.
+@pytest.mark.parametrize(
+    ("backend", "gap", "kind", "attention"),
+    [
+        *itertools.product(["torch", "cpu"], [0, 512], NAMES, ATTENTIONS),
+        ("triton", 512, "dynamic", "plain"), ("triton", 512, "static", "window"),
+        ("triton", 512, "dynamic", "softcap and sinks"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("interpreted")
+def test_steps(backend, gap, kind, attention):
     layer = Layer(kind, backend, gap=gap, **ATTENTIONS[attention])
     memory, requests = layer.memory, Requests(seed=6)
     for counts in STEPS[: 3 if backend == "triton" else None]:
