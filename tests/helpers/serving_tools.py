@@ -102,6 +102,12 @@ def one_by_one(model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any)
     return found
 
 
+def are_exact(model: PreTrainedModel, texts: Sequence[list[int]], found: list[list[int]]) -> bool:
+    """Return whether these answers are the answers from unquantized pages."""
+    pairs = zip(texts, found, strict=True)
+    return all(one_by_one(model, [text], dtype="auto") == [answer] for text, answer in pairs)
+
+
 def enable(model: PreTrainedModel, texts: Sequence[list[int]], **keywords: Any) -> list[list[int]]:
     """Enable serving with FP8 pages, and return the tokens of generate() with the same pages."""
     model.set_attn_implementation("fp8_paged")

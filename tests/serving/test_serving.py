@@ -29,6 +29,7 @@ from tests.helpers.serving_tools import (
     PAGE,
     answer_to,
     answers_to,
+    are_exact,
     batched,
     batching,
     enable,
@@ -93,8 +94,7 @@ def check(model: Any, *, agree: bool | None = False, **keywords: Any) -> None:
     model.set_attn_implementation("fp8_paged")
     wanted = one_by_one(model, texts, **keywords)
     if agree is not None:  # otherwise the test would pass without FP8
-        exact = (one_by_one(model, [text], dtype="auto") for text in texts)
-        assert all([answer] == next(exact) for answer in wanted) == agree
+        assert are_exact(model, texts, wanted) == agree
     serving.enable(model, **keywords)
     try:
         for tokens in (256, 16):
