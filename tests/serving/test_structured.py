@@ -217,7 +217,7 @@ def requests(count: int) -> list[dict[str, object]]:
     """Grammars of four kinds, and none. Of ten requests five are greedy, and five are sampled."""
     forms = [
         structured(json=PERSON),
-        {},
+        {"max_tokens": 60},
         structured(regex=r"([a-f]{3} ){12}\."),
         structured(json=NUMBERS),
         structured(choice=["first", "second", "third"]),
@@ -225,8 +225,8 @@ def requests(count: int) -> list[dict[str, object]]:
     sampled = [{}, {"temperature": 1.5}]
     return [
         {
-            **forms[n % 5], **sampled[n // 5 % 2], "prompt": f"{n} " + "page " * (n % 4),
-            "seed": n, "max_tokens": 160, "stream": n % 3 == 0,
+            "max_tokens": 160, **forms[n % 5], **sampled[n // 5 % 2],
+            "prompt": f"{n} " + "page " * (n % 4), "seed": n, "stream": n % 3 == 0,
         }
         for n in range(count)
     ]  # fmt: skip
