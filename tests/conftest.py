@@ -92,10 +92,7 @@ def poisoned_outputs() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """Take what is left of earlier modules out of garbage collections; transformers asks for many.
-
-    An engine of transformers collects twice when it stops.
-    """
+    """Take objects of earlier modules out of collections: each engine of transformers runs two."""
     gc.collect()
     gc.freeze()
 

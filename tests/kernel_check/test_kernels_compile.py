@@ -60,9 +60,7 @@ from tests.helpers.replays import compare_calls
 from tests.tools.kernels.bad_kernels import CASES, compile_bad
 from tests.tools.kernels.check import compile_variants, list_variants, run_in_processes
 targets = {TARGETS_OF_STEPS}
-steps = run_in_processes(
-    list(targets), lambda name: compile_variants(name, list_variants(targets[name]))
-)
+steps = run_in_processes(list(targets), lambda x: compile_variants(x, list_variants(targets[x])))
 bad = run_in_processes(list(CASES), compile_bad)
 replays = run_in_processes(["calls"], lambda _: [compare_calls()])
 print(json.dumps({{"steps": steps, "bad": bad, "replays": replays}}))
@@ -104,10 +102,7 @@ def test_what_a_step_runs_keeps_the_rules(compiled, target):
 
 
 def test_a_replayed_call_starts_what_triton_would(compiled):
-    """Also if one thing is changed that a call depends on: before the recording, and after it.
-
-    The interpreter never replays. Other tests have the numbers.
-    """
+    """Also if one thing is changed that a call depends on: before the recording, and after it."""
     (compared,) = compiled["replays"]["calls"]
     assert compared.keys() == {"attend", "write", "make_plan"}
     assert sum(compared.values()) > 120, compared

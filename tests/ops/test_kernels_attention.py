@@ -66,15 +66,12 @@ def to_device(x: Any) -> Any:
 
 
 def run(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> Tensor:
-    """Return a kernel's answer, on the CPU. Pages of 64 tokens are in blocks, unless told.
-
-    With `blocks=None` the pages are on the device, and are not copied.
-    """
+    """Return a kernel's answer, on the CPU. Pages of 64 tokens are in blocks, unless told."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     plans = {"plan": kwargs.pop("plan")} if "plan" in kwargs else {}
     blocks = kwargs.pop("blocks", case.page_size == 64)
     spec = AttentionSpec(**{name: to_device(x) for name, x in kwargs.items()})
-    if blocks is not None:
+    if blocks is not None:  # else the pages are on the device already
         pages = in_blocks(pages, device=DEVICE) if blocks else map_pages(to_device, pages)
     found = KERNELS[kernel](to_device(query), pages, lengths, case.start, case.stop, spec, **plans)
     return found.cpu()

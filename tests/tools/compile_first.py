@@ -33,7 +33,6 @@ CASES = {
 
 
 def new_cache(case: str, config: Any) -> Any:
-    """Return the cache of a case."""
     return {
         "no cache": lambda: None,
         "DynamicCache": lambda: DynamicCache(config=config),
