@@ -19,13 +19,11 @@ from transformers.pytorch_utils import Conv1D
 from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..modeling.methods import ModelMethod, remove_methods
-from ..modeling.model_support import EXPAND
+from ..modeling.model_support import DETERMINISTIC, EXPAND
 from ..ops import choose_backend
 
 # Rows of a block. More of them take longer for one token, fewer for a prompt.
 ROWS = 16
-# The attribute of modules whose attention is deterministic.
-DETERMINISTIC = "_hf_fp8kv_deterministic"
 # The attribute of a model: who made it deterministic.
 _OWNERS = "_hf_fp8kv_deterministic_for"
 _LINEAR = (torch.nn.Linear, Conv1D)
@@ -142,4 +140,6 @@ def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: int = 0) 
         shape = [*rows.shape]
         shape[axis] = missing
         rows = torch.cat([rows, rows.new_zeros(shape)], axis)
-    return torch.cat([compute(part) for part in rows.split(ROWS, axis)], axis).narrow(axis, 0, count)
+    return torch.cat([compute(part) for part in rows.split(ROWS, axis)], axis).narrow(
+        axis, 0, count
+    )

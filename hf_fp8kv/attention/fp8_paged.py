@@ -14,13 +14,12 @@ from .. import ops
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..cache.stored_rounding import StoredRounding, straight_through
 from ..errors import ConfigError
-from ..modeling.model_support import ATTENTION, CACHE, ENGINE
+from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent
 from .compact import CompactMask
-from .deterministic import DETERMINISTIC
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
 logger = logging.getLogger(__name__)
@@ -201,9 +200,10 @@ def _padding_last(call: _Call, mask: CompactMask, rounding: StoredRounding) -> T
     column = torch.arange(tokens, device=call.key.device)
     index = (column + mask.bounds[:, :1]) % tokens
     _check_padding(mask.seen[:, 0, 0].expand(len(index), -1).gather(1, index))
-    moved = (x.gather(2, index[:, None, :, None].expand_as(x)) for x in call[1:4])
-    spec = call.spec._replace(mask=None)
-    attended, _ = _rounded_attention(_Call(call.module, *moved, spec, *call[5:]), rounding)
+    inputs = (call.query, call.key, call.value)
+    query, key, value = (x.gather(2, index[:, None, :, None].expand_as(x)) for x in inputs)
+    call = call._replace(query=query, key=key, value=value, spec=call.spec._replace(mask=None))
+    attended, _ = _rounded_attention(call, rounding)
     back = index.argsort(1)[:, :, None, None]
     return attended.gather(1, back.expand_as(attended))
 

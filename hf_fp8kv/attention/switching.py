@@ -9,8 +9,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..cache.stored_rounding import StoredRounding
-from ..modeling.model_support import ATTENTION
-from .deterministic import DETERMINISTIC
+from ..modeling.model_support import ATTENTION, DETERMINISTIC
 from .fp8_paged import ROUNDING, fp8_paged_attention
 from .masks import fp8_paged_mask
 

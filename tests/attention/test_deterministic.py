@@ -2,6 +2,7 @@
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from hf_fp8kv import ConfigError, FP8PagedCache, choose_plan, disable, enable, serving
+from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan, disable, enable, serving
 from hf_fp8kv.attention.deterministic import ROWS
 from tests.helpers.tiny_models import tiny
 
@@ -83,6 +84,21 @@ def test_forks_crops_and_a_preallocated_cache() -> None:
     found, pages = read(model, ids[:, 33:], [1] * 28, cache)
     assert torch.equal(found, logits[:, 33:])
     assert all(map(torch.equal, pages, stored))
+
+
+def test_a_prefix_store_keeps_its_pages_apart(tmp_path: Path) -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    ids, found = texts(1, 40), {}
+    for deterministic in (False, True, True):
+        keywords = {"deterministic": deterministic, "page_size": PAGE}
+        enable(model, prefix_store=PrefixStore(tmp_path), **keywords)
+        out = model.generate(
+            ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
+        )
+        found[out.past_key_values.memory_footprint().restored_tokens] = out.logits[0]
+    # Twice without pages from the store, and then with them.
+    assert sorted(found) == [0, 32]
+    assert torch.equal(found[32], found[0])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -161,7 +177,7 @@ def test_it_ends_with_disable_and_lives_in_copies() -> None:
     serving.enable(model, deterministic=True)
     with pytest.raises(ConfigError, match="attention over stored pages"):
         copy.deepcopy(model)(**inputs, use_cache=False)
-    with pytest.raises(ConfigError, match="torch.compile"), torch.no_grad():
+    with pytest.raises(ConfigError, match=r"torch\.compile"), torch.no_grad():
         torch.compile(model, backend="eager")(**inputs, past_key_values=FP8PagedCache(model.config))
     serving.disable(model)
     assert model.generate(texts(2, 5), max_new_tokens=2).shape == (2, 7)
@@ -197,5 +213,5 @@ def test_what_is_not_deterministic_is_refused(
 
 def test_an_engine_refuses_windows() -> None:
     model, _ = tiny("sliding", attn_implementation="fp8_paged")
-    with pytest.raises(ConfigError, match="deterministic=True: .*windows"):
+    with pytest.raises(ConfigError, match=r"deterministic=True: .*windows"):
         serving.enable(model, deterministic=True)
