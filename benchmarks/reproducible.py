@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Reader:
-    """One model, a text, and what it gives when it is read alone and at once."""
+    """One model, its texts, and its results for the first text, read alone and at once."""
 
     def __init__(
         self, model: PreTrainedModel, rng: random.Random, tokens: int, sequences: int
@@ -222,7 +222,7 @@ def measure_reproducibility(
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
 
-    `compared` are numbers, and `logits` and `pages` those of them that differ.
+    `compared` is the count of numbers, `logits` and `pages` are counts of different ones.
     """
     run, rows = describe_run("reproducible"), []
     cases = [(name, dtype) for name in (*MODELS, DEMO) for dtype in ("float32", "bfloat16")]
@@ -236,7 +236,7 @@ def measure_reproducibility(
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
         if not reader.windows:
             kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
-        # The demo model takes far longer: all kinds once, or half as many as of another.
+        # The demo model takes far longer: all kinds once, or half the number.
         todo = each // 2 if name == DEMO else each
         drawn = Counter(kinds + reader.rng.choices(kinds, k=max(0, todo - len(kinds) - 1)))
         for kind, count in [*drawn.items(), (Reader.decode, 1)]:
@@ -259,7 +259,7 @@ if __name__ == "__main__":
     main(
         __doc__, measure_reproducibility,
         {
-            "--seed": {"type": int, "help": "Of texts and combinations."},
+            "--seed": {"type": int, "help": "Seed of texts and combinations."},
             "--combinations": {"type": int, "help": "Number of combinations of all models."},
         },
     )  # fmt: skip

@@ -1,10 +1,8 @@
 """GRPO of the demo model with TRL, whose rollouts come from 8-bit pages that its trainer replays.
 
-    make rl
-    python examples/rl.py --case "fp8, scale 1.0" --steps 5 --seed 2
+    make rl RL_ARGS="--case 'fp8, scale 1.0' --steps 5 --seed 2"
 
-A ratio is the probability of a token in the trainer over that in the rollout, before the update of
-a batch. On policy it is 1: what differs is a wrong gradient, or a weight that hides it.
+A ratio is a token's probability in the trainer over its probability in the rollout.
 """
 
 import argparse
@@ -12,12 +10,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_fp8kv import demo_model_path, enable, serving
 
-PROMPTS = ["The sea is", "I like to eat", "Once upon a time"]
 CASES = ["ours", "ours, no replay", "fp8, scale 1.0", "16-bit cache"]
 
 
@@ -31,7 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    dtype = torch.bfloat16 if args.case == "16-bit cache" else torch.float32
+    dtype = "bfloat16" if args.case == "16-bit cache" else "float32"
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype)
     if args.case == "ours":
         serving.enable(model, deterministic=True)
@@ -53,7 +50,7 @@ def main() -> None:
     ratios: list[torch.Tensor] = []
 
     def compare(_model: object, _args: object, named: dict[str, Any], output: Any) -> None:
-        if not named.get("fused_lm_head"):  # a step of the engine
+        if "labels" not in named:  # a step of the engine
             return
         for labels, found in zip(named["labels"][:, 1:], output.log_probs, strict=True):
             is_answer = labels != -100
@@ -69,17 +66,15 @@ def main() -> None:
         logging_steps=1, disable_tqdm=True, use_transformers_continuous_batching=True,
         transformers_continuous_batching_config={"return_logprobs": True, "num_blocks": 64},
     )  # fmt: skip
-    data = Dataset.from_dict({"prompt": PROMPTS})
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
-    trainer = GRPOTrainer(model, vowels, config, train_dataset=data, processing_class=tokenizer)
+    data = Dataset.from_dict({"prompt": ["The sea is", "I like to eat", "Once upon a time"]})
+    trainer = GRPOTrainer(model, vowels, config, train_dataset=data)
     trainer.train()
-    ratio, log = torch.cat(ratios), trainer.state.log_history
-    rewards = [entry["reward"] for entry in log if "reward" in entry]
-    print(
-        f"{args.case}, seed {args.seed}: {len(ratio)} tokens, largest |ratio - 1| "
-        f"{(ratio - 1).abs().max():.1e}, standard deviation {ratio.std():.1e}, KL "
-        f"{(ratio - 1 - ratio.log()).mean():.1e}, reward {rewards[0]:.2f} to {rewards[-1]:.2f}"
-    )
+    ratio = torch.cat(ratios)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    print(f"{args.case}, seed {args.seed}: {len(ratio)} tokens", end=", ")
+    print(f"|ratio - 1| up to {(ratio - 1).abs().max():.1e}, std {ratio.std():.1e}", end=", ")
+    print(f"KL {(ratio - 1 - ratio.log()).mean():.1e}", end=", ")
+    print(f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
 
 
 if __name__ == "__main__":

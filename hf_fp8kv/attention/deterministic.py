@@ -42,7 +42,7 @@ def check_deterministic(
     if model.config.is_encoder_decoder:
         why = "is an encoder-decoder"
     elif not model._can_set_attn_implementation():
-        why = "has attention code of its own, and looks up no attention function"
+        why = "does not look its attention function up"
     elif others:
         why = f"has layers that are not stored in pages ({', '.join(map(str, others))})"
     elif (backend := choose_backend(options.backend, model.device)) != "cpu":
@@ -52,7 +52,7 @@ def check_deterministic(
             why = f"has products outside of linear modules ({name}: {kind})"
     if why:
         raise ConfigError(
-            "deterministic=True: expected a decoder on a CPU whose layers are all stored, got "
+            "deterministic: expected a decoder on a CPU whose layers are all stored, got "
             f"{type(model).__name__}, which {why}; leave deterministic out"
         )
 
@@ -86,7 +86,7 @@ def remove_deterministic(model: Any, owner: str) -> None:
 
 
 class _InBlocks(ModelMethod):
-    """The forward of a linear module, a block of rows after the other."""
+    """The forward of a linear module, block by block."""
 
     name = "forward"
 
@@ -101,13 +101,13 @@ class _InBlocks(ModelMethod):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compilation() -> None:  # not traced, as a `raise` would be, and then left out
     raise ConfigError(
-        "deterministic=True: expected a model that is not compiled, got torch.compile, whose code "
+        "deterministic: expected a model that is not compiled, got torch.compile, whose code "
         "adds in other orders; leave one of them out"
     )
 
 
 class _TokenByToken(ModelMethod):
-    """The forward of experts or of what chooses them, a token after the other.
+    """The forward of experts or of their router, token by token.
 
     How many tokens an expert gets depends on the call.
     """
@@ -128,7 +128,7 @@ class _TokenByToken(ModelMethod):
 
 
 def _has_matrices(module: torch.nn.Module) -> bool:
-    """Return whether a module multiplies matrices of its own, and is not linear."""
+    """Return whether a module has matrices, and is neither linear nor an embedding."""
     known = isinstance(module, (*_LINEAR, torch.nn.Embedding))
     return not known and any(x.ndim > 1 for x in module.parameters(recurse=False))
 

@@ -48,7 +48,7 @@ _NO_GRADIENT = (
     "model.eval(), or train without the cache (use_cache=False)"
 )
 _NOT_DETERMINISTIC = (
-    "deterministic=True: expected attention over stored pages, got other keys, or an argument that "
+    "deterministic: expected attention over stored pages, got other keys, or an argument that "
     "needs dense ones; use the cache that generate() makes, FP8PagedCache(..., prefill='stored'), "
     "or enable(..., training='stored') for calls without a cache"
 )
@@ -249,7 +249,7 @@ def _check_padding(mask: Tensor) -> None:
     # A complete mask, of a window, has the same rows for all texts.
     if (mask.int().diff() > 0).any() if mask.ndim == 2 else (mask != mask[:1]).any():
         raise ConfigError(
-            "deterministic=True: expected texts that begin at the first position, got padding "
+            "deterministic: expected texts that begin at the first position, got padding "
             "before or inside of them; use hf_fp8kv.serving and generate_batch, which need no "
             "padding, or texts of one length"
         )

@@ -68,7 +68,7 @@ def set_implementations(model: PreTrainedModel, names: dict[str, Any]) -> None:
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Put a model and all of its modules in eval mode for a while.
 
-    Meanwhile K and V stay unrounded, and attention need not be deterministic.
+    In that time K and V stay unrounded, and attention need not be deterministic.
     """
     training = [module for module in model.modules() if module.training]
     marks = {

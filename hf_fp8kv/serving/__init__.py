@@ -116,8 +116,8 @@ def enable(
         check_deterministic(model, config.options)
         if any(windows):
             raise ConfigError(
-                "deterministic=True: expected a model without sliding windows, whose pages an "
-                f"engine uses in turns, got {type(model).__name__}; use generate() with enable()"
+                "deterministic: expected a model without sliding windows, whose pages an "
+                f"engine uses again, got {type(model).__name__}; use generate() with enable()"
             )
     cache_class(config).check(model, config)
     if probe:
