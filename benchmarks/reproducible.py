@@ -4,7 +4,9 @@ Each model reads a text once, alone and at once. Then it reads the text again in
 by a seed, and all bits are compared. Users' calls are compared: nothing is padded or rounded.
 """
 
+import operator
 import random
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -217,12 +219,64 @@ def build(name: str, dtype: str) -> PreTrainedModel:
     return model.eval()  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
+def measure_cost(turns: int = 7) -> list[dict[str, Any]]:
+    """Return the seconds of calls of the demo model, and the ratio of deterministic ones."""
+    model: Any = build(DEMO, "float32")
+    ids = torch.randint(3, VOCABULARY, (8, 512))
+    batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+
+    def prefill(cache: Any) -> None:
+        model(ids[:1], **with_cache(model, cache))
+
+    def decode(cache: Any, rows: int = 1) -> None:
+        model(ids[:rows, :1], **with_cache(model, cache))
+
+    def serve(_cache: Any) -> None:
+        model.generate_batch(
+            [row[:64].tolist() for row in ids], generation_config=config,
+            continuous_batching_config=batching, progress_bar=False,
+        )  # fmt: skip
+
+    calls = {
+        "prefill of 512 tokens": prefill, "decode step": decode,
+        "decode step, 8 texts": lambda cache: decode(cache, 8), "8 requests in an engine": serve,
+    }  # fmt: skip
+    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in calls}
+    for turn in range(turns * 2 + 2):
+        deterministic = bool(turn % 2)
+        enable(model, deterministic=deterministic, prefill="stored")
+        serving.enable(model, deterministic=deterministic, probe=False)
+        for name, call in calls.items():
+            cache = FP8PagedCache(model.config, prefill="stored")
+            if "decode" in name:
+                model(ids[: 8 if "8" in name else 1, :256], **with_cache(model, cache))
+            began = time.perf_counter()
+            call(cache)
+            if turn > 1:  # the first turns warm up
+                seconds[name][deterministic].append(time.perf_counter() - began)
+    return [
+        {
+            "call": name, "seconds": round(statistics.median(stock), 4),
+            "deterministic": round(statistics.median(ours), 4),
+            "ratio": round(statistics.median(map(operator.truediv, ours, stock)), 2),
+        }
+        for name, (stock, ours) in seconds.items()
+    ]  # fmt: skip
+
+
 def measure_reproducibility(
-    *, seed: int = 0, combinations: int = 540, progress: Callable[[str, float], None]
+    *,
+    seed: int = 0,
+    combinations: int = 540,
+    cost: bool = False,
+    progress: Callable[[str, float], None],
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
 
-    `compared` is the count of numbers, `logits` and `pages` are counts of different ones.
+    `compared` is the count of numbers, `logits` and `pages` are counts of different ones. `costs` is
+    the result of `measure_cost`, if asked for.
     """
     run, rows = describe_run("reproducible"), []
     cases = [(name, dtype) for name in (*MODELS, DEMO) for dtype in ("float32", "bfloat16")]
@@ -252,7 +306,7 @@ def measure_reproducibility(
             })  # fmt: skip
         disable(model)
     settings = {"seed": seed, "threads": torch.get_num_threads()}
-    return {**run, "settings": settings, "rows": rows}
+    return {**run, "settings": settings, "rows": rows, "costs": measure_cost() if cost else []}
 
 
 if __name__ == "__main__":
@@ -260,6 +314,7 @@ if __name__ == "__main__":
         __doc__, measure_reproducibility,
         {
             "--seed": {"type": int, "help": "Seed of texts and combinations."},
+            "--cost": {"action": "store_true", "help": "Measure what it costs, too."},
             "--combinations": {"type": int, "help": "Number of combinations of all models."},
         },
     )  # fmt: skip
