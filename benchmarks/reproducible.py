@@ -275,8 +275,8 @@ def measure_reproducibility(
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
 
-    `compared` is the count of numbers, `logits` and `pages` are counts of different ones. `costs` is
-    the result of `measure_cost`, if asked for.
+    `compared` is the count of numbers, `logits` and `pages` are counts of different ones. `costs`
+    is the result of `measure_cost`, if asked for.
     """
     run, rows = describe_run("reproducible"), []
     cases = [(name, dtype) for name in (*MODELS, DEMO) for dtype in ("float32", "bfloat16")]
