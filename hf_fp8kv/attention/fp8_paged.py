@@ -14,7 +14,7 @@ from .. import ops
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..cache.stored_rounding import StoredRounding, straight_through
 from ..errors import ConfigError
-from ..modeling.model_support import ATTENTION, CACHE, ENGINE
+from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
@@ -46,6 +46,11 @@ _FOR_PRODUCT = (
 _NO_GRADIENT = (
     "expected inference, got a training step through stored pages, which have no gradient; call "
     "model.eval(), or train without the cache (use_cache=False)"
+)
+_NOT_DETERMINISTIC = (
+    "deterministic: expected attention over stored pages, got other keys, or an argument that "
+    "needs dense ones; use the cache that generate() makes, FP8PagedCache(..., prefill='stored'), "
+    "or enable(..., training='stored') for calls without a cache"
 )
 # Arguments that change what attention computes, and that only the model's own eager code knows.
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
@@ -129,7 +134,8 @@ def fp8_paged_attention(
     # By position, which takes half of the time that names do.
     spec = AttentionSpec(
         float(query.shape[-1] ** -0.5 if scaling is None else scaling), bool(causal),
-        int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias,
+        int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias, None,
+        False, getattr(module, DETERMINISTIC, False),
     )  # fmt: skip
     call = _Call(module, query, key, value, spec, dropout, kwargs)
     engine = getattr(key, ENGINE, kwargs.get(_ENGINE_ARGUMENT))
@@ -169,6 +175,8 @@ def _rounded_attention(call: _Call, rounding: StoredRounding) -> tuple[Tensor, T
     last one, and so would what the next layer stores, where that decides between two codes.
     """
     _, query, key, value, spec, dropout, kwargs = call
+    if spec.deterministic and isinstance(spec.mask, CompactMask):
+        return _padding_last(call, spec.mask, rounding), None
     stored = rounding.store(key, value)
     if dropout or _asks_dense(kwargs):
         key, value = rounding.read(stored, key, value)
@@ -178,8 +186,26 @@ def _rounded_attention(call: _Call, rounding: StoredRounding) -> tuple[Tensor, T
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         return attended, None
     key, value = rounding.read(stored, key, value)
-    dense, _ = _dense_attention(call._replace(key=key, value=value))
+    for_gradient = spec._replace(deterministic=False)
+    dense, _ = _dense_attention(call._replace(key=key, value=value, spec=for_gradient))
     return straight_through(dense, attended.to(dense.dtype)), None
+
+
+def _padding_last(call: _Call, mask: CompactMask, rounding: StoredRounding) -> Tensor:
+    """Attend to texts moved to the first positions, where a cache without padding stores them.
+
+    What comes after a text is padding, which it does not see.
+    """
+    tokens = call.key.shape[2]
+    column = torch.arange(tokens, device=call.key.device)
+    index = (column + mask.bounds[:, :1]) % tokens
+    _check_padding(mask.seen[:, 0, 0].expand(len(index), -1).gather(1, index))
+    inputs = (call.query, call.key, call.value)
+    query, key, value = (x.gather(2, index[:, None, :, None].expand_as(x)) for x in inputs)
+    call = call._replace(query=query, key=key, value=value, spec=call.spec._replace(mask=None))
+    attended, _ = _rounded_attention(call, rounding)
+    back = index.argsort(1)[:, :, None, None]
+    return attended.gather(1, back.expand_as(attended))
 
 
 def _latent_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
@@ -202,18 +228,36 @@ def _latent_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
     if projections is None:
         warning = _EXPANDS_WARNING if why else _DENSE_WARNING
         warn_once(logger, warning.format(type(module).__name__, why))
-    if projections is None or not projections.pays(tokens, length):
+    if projections is None or not (spec.deterministic or projections.pays(tokens, length)):
         return _dense_attention(call)
     if indices is not None:
         span = (query, key, spec.window or key.window, spec.causal, key.start)
         mask = complete_mask(spec.mask, *span, key.lengths if key.ragged else None)
         spec = spec._replace(mask=keep_chosen_keys(mask, indices, query, key))
     spec = spec._replace(latent=True)
-    attended = _stored_attention(projections.absorb(query), key, spec)
-    return projections.expand(attended), None
+    attended = _stored_attention(projections.absorb(query, spec.deterministic), key, spec)
+    return projections.expand(attended, spec.deterministic), None
+
+
+def _check_padding(mask: Tensor) -> None:
+    """Raise ConfigError if a text of a deterministic model has padding before its last token.
+
+    Where a token is stored would depend on it, and so would the order of sums.
+    """
+    if isinstance(mask, CompactMask):
+        mask = mask.seen[:, 0, 0]
+    # A complete mask, of a window, has the same rows for all texts.
+    if (mask.int().diff() > 0).any() if mask.ndim == 2 else (mask != mask[:1]).any():
+        raise ConfigError(
+            "deterministic: expected texts that begin at the first position, got padding "
+            "before or inside of them; use hf_fp8kv.serving and generate_batch, which need no "
+            "padding, or texts of one length"
+        )
 
 
 def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
+    if spec.deterministic and spec.mask is not None:
+        _check_padding(spec.mask)
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
@@ -287,6 +331,7 @@ def _engine_attention(call: _Call, cache: Any) -> Tensor:
         scaling=spec.scaling,
         softcap=spec.softcap,
         sinks=_detach_sinks(spec.sinks),
+        deterministic=spec.deterministic,
         engine=kwargs,
     )  # fmt: skip
     return attended
@@ -295,6 +340,8 @@ def _engine_attention(call: _Call, cache: Any) -> Tensor:
 def _dense_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
     """Attend over dense K and V with transformers' own code."""
     module, query, key, value, spec, dropout, kwargs = call
+    if spec.deterministic:
+        raise ConfigError(_NOT_DETERMINISTIC)
     window, start, filled = spec.window, None, None
     if isinstance(key, PagedKV):
         start = key.start

@@ -8,7 +8,7 @@ as keys and as values, and W_K, W_V are applied to what is new only.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..cache.paged_tensor import PagedKV
 from ..modeling.model_support import ATTENTION, EXPAND
+from .deterministic import in_blocks
 
 # An attribute of attention modules: whether they leave stored latents to "fp8_paged".
 _PASSES = "_hf_fp8kv_latent"
@@ -48,20 +49,24 @@ class Projections:
         both = weight.view(-1, key_dim + value_dim, weight.shape[1])
         self.key, self.value = both.split([key_dim, value_dim], 1)
 
-    def absorb(self, query: Tensor) -> Tensor:
+    def absorb(self, query: Tensor, deterministic: bool = False) -> Tensor:
         """Return queries of latents, `[B, H, T, R + P]`, for those of keys, `[B, H, T, N + P]`."""
         dim = self.key.shape[1]
         batch, heads, tokens, _ = query.shape
         rows = query[..., :dim].transpose(0, 1).reshape(heads, batch * tokens, dim)
-        absorbed = _multiply(rows, self.key).view(heads, batch, tokens, -1).transpose(0, 1)
+        compute = in_blocks if deterministic else _at_once
+        absorbed = compute(lambda part: _multiply(part, self.key), rows, 1)
+        absorbed = absorbed.reshape(heads, batch, tokens, -1).transpose(0, 1)
         return torch.cat([absorbed, query[..., dim:]], -1)
 
-    def expand(self, attended: Tensor) -> Tensor:
+    def expand(self, attended: Tensor, deterministic: bool = False) -> Tensor:
         """Return `[B, T, H, V]` for sums of latents, `[B, T, H, R]`."""
         batch, tokens, heads, _ = attended.shape
         columns = attended.permute(2, 3, 0, 1).flatten(2)
         # A CPU multiplies a transposed 16-bit matrix many times slower.
-        return _multiply(self.value, columns).permute(2, 0, 1).view(batch, tokens, heads, -1)
+        compute = in_blocks if deterministic else _at_once
+        expanded = compute(lambda part: _multiply(self.value, part.contiguous()), columns, 2)
+        return expanded.permute(2, 0, 1).reshape(batch, tokens, heads, -1)
 
     def pays(self, tokens: int, length: int) -> bool:
         """Return whether `tokens` queries over a history of `length` take fewer products so.
@@ -73,6 +78,10 @@ class Projections:
         both: int = self.key.shape[1] + self.value.shape[1]
         absorbed = tokens * rank * both + tokens * length * 2 * rank
         return absorbed < length * rank * both + tokens * length * both
+
+
+def _at_once(compute: Callable[[Tensor], Tensor], rows: Tensor, _axis: int) -> Tensor:
+    return compute(rows)
 
 
 def _multiply(one: Tensor, other: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..cache.stored_rounding import StoredRounding
-from ..modeling.model_support import ATTENTION
+from ..modeling.model_support import ATTENTION, DETERMINISTIC
 from .fp8_paged import ROUNDING, fp8_paged_attention
 from .masks import fp8_paged_mask
 
@@ -66,14 +66,21 @@ def set_implementations(model: PreTrainedModel, names: dict[str, Any]) -> None:
 
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model and all of its modules in eval mode for a while; K and V stay unrounded."""
+    """Put a model and all of its modules in eval mode for a while.
+
+    In that time K and V stay unrounded, and attention need not be deterministic.
+    """
     training = [module for module in model.modules() if module.training]
-    roundings = remove_rounding(model)
+    marks = {
+        module: {x: vars(module).pop(x) for x in (ROUNDING, DETERMINISTIC) if x in vars(module)}
+        for module in model.modules()
+    }
     model.eval()
     try:
         yield
     finally:
-        install_rounding(roundings)
+        for module, marked in marks.items():
+            vars(module).update(marked)
         for module in training:
             module.training = True
 
@@ -84,11 +91,10 @@ def install_rounding(roundings: Roundings) -> None:
         vars(module)[ROUNDING] = rounding
 
 
-def remove_rounding(model: torch.nn.Module) -> Roundings:
-    """Let no module of a model round any more; return what was installed."""
-    return {
-        module: vars(module).pop(ROUNDING) for module in model.modules() if ROUNDING in vars(module)
-    }
+def remove_rounding(model: torch.nn.Module) -> None:
+    """Let no module of a model round any more."""
+    for module in model.modules():
+        vars(module).pop(ROUNDING, None)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def prepare_rounding(
         raise ConfigError(f"training: expected None or 'stored', got {training!r}")
     cache = FP8PagedCache(model.config, **cache_keywords)
     options = cache.options
-    check_stored(options)
+    check_stored(options, "training='stored'")
     why = ""
     if model.config.is_encoder_decoder:
         why = "is an encoder-decoder"

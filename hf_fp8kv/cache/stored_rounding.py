@@ -78,16 +78,19 @@ class StoredRounding:
         return k, v
 
 
-def check_stored(options: CacheOptions) -> None:
-    """Raise ConfigError for options with which the bytes depend on how a text is cut into calls."""
+def check_stored(options: CacheOptions, why: str) -> None:
+    """Raise ConfigError for options with which the bytes depend on how a text is cut into calls.
+
+    `why`: the argument that needs such bytes.
+    """
     if options.prefill != "stored":
         raise ConfigError(
-            f"training='stored': expected prefill='stored', got {options.prefill!r}, with which a "
+            f"{why}: expected prefill='stored', got {options.prefill!r}, with which a "
             "prompt is read unrounded; leave prefill out"
         )
     if options.first_call_centers:
         raise ConfigError(
-            "training='stored': expected a plan that carries the centers of K, got one without: "
+            f"{why}: expected a plan that carries the centers of K, got one without: "
             "the center would be the mean of the first call, and so depend on where a text is cut "
             "into calls. Make the plan with hf_fp8kv.choose_plan(model), or store K without centers"
         )

@@ -97,6 +97,9 @@ def serve(
         int | None,
         typer.Option(min=2, help="Tokens of a prompt and its answer. Default: the model's."),
     ] = None,
+    deterministic: Annotated[
+        bool, typer.Option(help="Answers do not depend on other requests; takes longer.")
+    ] = False,
     prefix_store: Annotated[
         Path | None,
         typer.Option(
@@ -124,6 +127,7 @@ def serve(
     options: dict[str, Any] = ctx.obj
     pages = page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
+        "deterministic": deterministic,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
     }
     from ..server.config import ServerConfig

@@ -8,6 +8,7 @@ import transformers
 
 from ..errors import ConfigError
 from ..utils.digests import digest_of, digest_weights
+from .model_support import DETERMINISTIC
 
 # Hooks and replaced methods of these libraries do only what the digest covers.
 _COVERED = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
@@ -41,6 +42,7 @@ def describe_model(model: Any) -> dict[str, object]:
     return {
         "config": {name: x for name, x in model.config.to_dict().items() if name not in _NAMES},
         "class": type(model).__qualname__,
+        "deterministic": DETERMINISTIC in vars(model),
         "attention": str(model.config._attn_implementation),
         "transformers": transformers.__version__,
         "device": device,

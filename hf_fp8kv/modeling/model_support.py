@@ -14,6 +14,8 @@ from ..errors import ConfigError
 ATTENTION = "fp8_paged"
 # The method of an attention module that expands cached latents to K and V of each head.
 EXPAND = "expand_kv"
+# The attribute of modules, the model among them, that compute deterministically; see `enable`.
+DETERMINISTIC = "_hf_fp8kv_deterministic"
 # The attribute of new keys that holds the cache of a continuous-batching engine.
 ENGINE = "_hf_fp8kv_engine"
 # The name of a cache in `generate()` and in the models of transformers: "cache" since 5.24.

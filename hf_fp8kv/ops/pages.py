@@ -133,6 +133,8 @@ class AttentionSpec(NamedTuple):
         latent: K holds latents and V the positions (RoPE) of the same tokens, of one KV head. Both
             are keys: a query is `[latent, positions]`, `[B, Hq, T, Dk + Dv]`. The values are the
             latents, and so is the result: `[B, T, Hq, Dk]`. K has no center then.
+        deterministic: a query's result depends on what it sees, and on nothing else: not on the
+            other queries and sequences, and not on the number of threads. Only "cpu" does that.
     """
 
     scaling: float
@@ -144,6 +146,7 @@ class AttentionSpec(NamedTuple):
     bias: Tensor | None = None
     bounds: Tensor | None = None
     latent: bool = False
+    deterministic: bool = False
 
 
 # Names of the fields that `flatten` returns.

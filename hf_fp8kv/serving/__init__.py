@@ -11,6 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..attention.deterministic import (
+    check_deterministic,
+    install_deterministic,
+    remove_deterministic,
+)
 from ..cache.plans import Plan
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
@@ -40,6 +45,7 @@ def enable(
     backend: str = "auto",
     probe: bool = True,
     prefix_store: PrefixStore | None = None,
+    deterministic: bool = False,
 ) -> PreTrainedModel:
     """Make continuous batching of this model store FP8 pages, and read them as they are.
 
@@ -69,6 +75,8 @@ def enable(
         prefix_store: where pages of prompts are found that this engine does not have, also those
             of other processes, and where it leaves its own; for models without windows. All
             weights are read once for it.
+        deterministic: Whether pages and logits of a token have the same bits whatever else the
+            engine computes, as `hf_fp8kv.enable` says; for models without windows.
 
     Returns:
         The model.
@@ -103,7 +111,14 @@ def enable(
         plan=plan, backend=backend, prefix_store=prefix_store,
         tensor_parallel=tensor_parallel(model),
     )  # fmt: skip
-    check_kinds(model.config.get_text_config())
+    windows = check_kinds(model.config.get_text_config())
+    if deterministic:
+        check_deterministic(model, config.options)
+        if any(windows):
+            raise ConfigError(
+                "deterministic: expected a model without sliding windows, whose pages an "
+                f"engine uses again, got {type(model).__name__}; use generate() with enable()"
+            )
     cache_class(config).check(model, config)
     if probe:
         check_packing(model, config)
@@ -115,6 +130,8 @@ def enable(
         load_backend(choose_backend(config.options.backend, model.device))
     disable(model)
     Enabled.install(model, config)
+    if deterministic:
+        install_deterministic(model, __name__)
     return model
 
 
@@ -156,4 +173,5 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     state = enabled_state(model)
     if state is not None:
         state.remove(model)
+    remove_deterministic(model, __name__)
     return model

@@ -29,6 +29,7 @@ def attend_layer(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     reach: int = 0,
+    deterministic: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store the keys and values of a step; return the attention, `[1, N, Hq, D]`, zero for padding.
@@ -39,6 +40,7 @@ def attend_layer(
         window: of a layer whose pages are a ring; None: pages are in order.
         sinks: `[Hq]`, or None.
         reach: with pages in order, how many tokens a query sees, its own the last; 0: all.
+        deterministic: see `AttentionSpec`.
         out: where the result is written, with gaps or without; None: it is made here.
 
     Raises:
@@ -54,7 +56,7 @@ def attend_layer(
         check_shapes(key, value, layout)
     # The softmax ignores a constant in all logits of a row, unless some logits do not have it.
     center = storage.center if softcap or sinks is not None else None
-    spec = AttentionSpec(scaling, True, reach, softcap, sinks)
+    spec = AttentionSpec(scaling, True, reach, softcap, sinks, deterministic=deterministic)
     layer = _Layer(stored_as(pages, storage), storage, center, spec, window, layout, backend)
     if key is not None and value is not None:
         layer.write(key, value, work)

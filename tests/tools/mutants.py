@@ -202,6 +202,22 @@ MUTANTS = (
         "char*>(c.table.page_of(sequence, position - token))",
         "tests/ops/test_ops.py tests/ops/test_cpu.py",
     ),
+    Mutant(
+        "cpu: spans are added as threads split them", "ops/cpu/kernels.cpp",
+        "int64_t stop = (low / c.span + 1) * c.span;", "int64_t stop = high;",
+        "tests/ops/test_cpu.py tests/attention/test_deterministic.py",
+    ),
+    # Deterministic models.
+    Mutant(
+        "deterministic: rows in one product", "attention/deterministic.py",
+        "in rows.split(ROWS, axis)", "in [rows.narrow(axis, 0, count)]",
+        "tests/attention/test_deterministic.py",
+    ),
+    Mutant(
+        "deterministic: a center of the first call", "cache/stored_rounding.py",
+        "if options.first_call_centers:", "if False:",
+        "tests/attention/test_deterministic.py",
+    ),
     # Pages.
     Mutant(
         "fork: the copy is skipped", GROUP,

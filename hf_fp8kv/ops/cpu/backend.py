@@ -156,7 +156,7 @@ def attend(
     if prompts.is_faster(query, pages, start, spec):
         return prompts.attend(query, pages, lengths, spec, gather)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
-    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent = spec
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
     k, v = pages.k, pages.k if latent else pages.v
     batch, q_heads, tokens, q_dim = query.shape
     heads, v_dim = pages.heads, v.head_dim

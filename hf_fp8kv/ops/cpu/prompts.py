@@ -34,6 +34,7 @@ def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> b
     plain = (
         spec.sinks is None and spec.mask is None and spec.bias is None
         and not spec.softcap and not spec.latent and spec.causal and (spec.window or not start)
+        and not spec.deterministic
     )  # fmt: skip
     return bool(plain) and rows >= ROWS and query.dtype in (torch.bfloat16, torch.float16)
 

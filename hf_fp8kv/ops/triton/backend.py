@@ -75,7 +75,7 @@ def attend(
     if many:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = (query, pages, lengths, start, stop, spec, plan)
-    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent = spec
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
     # Other masks and biases are rare here, and have more strides that change from step to step.
     if bias is not None or not (mask is None or _is_compact(mask)):
         return decode.attend(*args)

@@ -124,6 +124,7 @@ class EngineCache:
         scaling: float,
         softcap: float,
         sinks: torch.Tensor | None,
+        deterministic: bool,
         engine: Mapping[str, Any],
     ) -> torch.Tensor:
         """Store one layer's new keys and values, and return the attention, as `attend_layer` does.
@@ -140,6 +141,7 @@ class EngineCache:
             query, key, value, work, self.layer_pages(layer), self.storage[layer], self.page_layout,
             self.backend,
             window=self.kinds[kind].window, scaling=scaling, softcap=softcap, sinks=sinks,
+            deterministic=deterministic,
         )  # fmt: skip
 
     def _decode_work(self, layer: int, kind: int, engine: Mapping[str, Any]) -> LayerWork:

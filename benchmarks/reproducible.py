@@ -1,0 +1,320 @@
+"""Bits of logits and stored pages, in any batch, chunks and engine, under `deterministic=True`.
+
+Each model reads a text once, alone and at once. Then it reads the text again in combinations drawn
+by a seed, and all bits are compared. Users' calls are compared: nothing is padded or rounded.
+"""
+
+import operator
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from hf_fp8kv import FP8PagedCache, PrefixStore, disable, enable, serving
+from hf_fp8kv.cli.shared import DEMO, load_model
+from hf_fp8kv.modeling.model_support import with_cache
+from hf_fp8kv.utils.environment import describe_run
+
+from .shared import Result, main
+
+Tensor = torch.Tensor
+PAGE, VOCABULARY = 64, 200
+# Tokens and sequences, at most. Sums are over spans of 512 tokens.
+SIZES, SIZES_OF_DEMO = (600, 16), (512, 3)
+# As SGLang's issue 25790: log-probabilities of decode and prefill, at each of these positions.
+POSITIONS = 512
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},  # GQA
+    "mistral": {"sliding_window": 70},
+    "gemma2": {"sliding_window": 70, "query_pre_attn_scalar": 32},  # softcap
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 70},  # sinks
+    "deepseek_v3": {  # latents
+        "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 16, "first_k_dense_replace": 2,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 48,
+    },
+}  # fmt: skip
+
+
+class Reader:
+    """One model, its texts, and its results for the first text, read alone and at once."""
+
+    def __init__(
+        self, model: PreTrainedModel, rng: random.Random, tokens: int, sequences: int
+    ) -> None:
+        self.model, self.rng, self.tokens, self.sequences = model, rng, tokens, sequences
+        self.texts = torch.randint(3, VOCABULARY, (sequences, tokens))
+        self.windows = any(layer.is_sliding for layer in self.cache().layers)
+        self.logits, self.pages = self.read(self.texts[:1], [self.tokens])
+
+    def cache(self, **keywords: Any) -> FP8PagedCache:
+        return FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE, **keywords)
+
+    @torch.no_grad()
+    def read(
+        self, ids: Tensor, chunks: list[int], cache: Any = None, row: int = 0
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return logits `[T, V]`, and the keys and values of all layers, of a row of texts."""
+        cache = self.cache() if cache is None else cache
+        outs = [
+            self.model(part, **with_cache(self.model, cache)).logits[row]
+            for part in ids.split(chunks, 1)
+        ]
+        sides = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        return torch.cat(outs), [side.dense()[row] for side in sides]
+
+    def draw_chunks(self, tokens: int) -> list[int]:
+        chunks: list[int] = []
+        largest = self.rng.choice([1, 8, 63, 64, 65, 200, 512])
+        while (left := tokens - sum(chunks)) > 0:
+            # Single tokens take the longest: a few of them stand for all.
+            chunks.append(min(left, self.rng.randint(1, largest)) if len(chunks) < 40 else left)
+        return chunks
+
+    def compare(self, found: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
+        """Return compared numbers, and differing ones of logits and of pages."""
+        logits, pages = found
+        pairs = [
+            # Less is left of a window where the last calls were shorter.
+            (one[:, -n:], other[:, -n:])
+            for one, other in zip(pages, self.pages[: len(pages)], strict=True)
+            if (n := min(one.shape[1], other.shape[1]))
+        ]
+        in_logits = int((logits != self.logits[start:]).sum())
+        in_pages = sum(int((one != other).sum()) for one, other in pairs)
+        return logits.numel() + sum(one.numel() for one, _ in pairs), in_logits, in_pages
+
+    # -- combinations ------------------------------------------------------------------------
+
+    def batch(self) -> tuple[int, int, int]:
+        """Read the text as one of a batch, in chunks."""
+        order = self.rng.sample(range(1, self.sequences), self.rng.randint(0, self.sequences - 1))
+        row = self.rng.randint(0, len(order))
+        order.insert(row, 0)
+        return self.compare(self.read(self.texts[order], self.draw_chunks(self.tokens), row=row))
+
+    def fork(self) -> tuple[int, int, int]:
+        """Continue a fork, after another text continued the cache."""
+        start = self.rng.randint(1, self.tokens - 1)
+        cache = self.cache()
+        self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
+        forked = cache.fork()
+        self.read(self.texts[1:2, :50], self.draw_chunks(50), cache)
+        rest = self.texts[:1, start:]
+        return self.compare(self.read(rest, self.draw_chunks(self.tokens - start), forked), start)
+
+    def recompute(self) -> tuple[int, int, int]:
+        """Remove the last tokens, and compute them again."""
+        removed = self.rng.randint(1, 60)
+        cache = self.cache()
+        cache.activate_past_recording()  # type: ignore[no-untyped-call]
+        self.read(self.texts[:1], self.draw_chunks(self.tokens), cache)
+        cache.crop(-removed)
+        rest = self.texts[:1, self.tokens - removed :]
+        return self.compare(
+            self.read(rest, self.draw_chunks(removed), cache), self.tokens - removed
+        )
+
+    def preallocated(self) -> tuple[int, int, int]:
+        """Read the text with a cache of fixed size."""
+        cache = self.cache(max_cache_len=self.tokens + self.rng.randint(0, 100))
+        logits, pages = self.read(self.texts[:1], self.draw_chunks(self.tokens), cache)
+        return self.compare((logits, [] if self.windows else [x[:, : self.tokens] for x in pages]))
+
+    def restart(self) -> tuple[int, int, int]:
+        """Continue a cache that was saved to a file."""
+        start = self.rng.randint(1, self.tokens - 1)
+        cache = self.cache()
+        self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            path = cache.save(f"{folder}/cache.safetensors")
+            loaded = FP8PagedCache.load(path)
+        rest = self.texts[:1, start:]
+        return self.compare(self.read(rest, self.draw_chunks(self.tokens - start), loaded), start)
+
+    def prefix(self) -> tuple[int, int, int]:
+        """Generate from a store of prefixes: a miss, and a hit after a restart."""
+        compared = differing = 0
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            for length in sorted(self.rng.sample(range(PAGE, self.tokens), 3)):
+                enable(
+                    self.model, deterministic=True, page_size=PAGE, prefix_store=PrefixStore(folder)
+                )
+                model: Any = self.model
+                out = model.generate(
+                    self.texts[:1, :length], max_new_tokens=1, output_logits=True,
+                    return_dict_in_generate=True,
+                )  # fmt: skip
+                compared += out.logits[0].numel()
+                differing += int((out.logits[0][0] != self.logits[length - 1]).sum())
+        enable(self.model, deterministic=True, page_size=PAGE)
+        return compared, differing, 0
+
+    def engine(self) -> tuple[int, int, int]:
+        """Answer among other requests in an engine, of which one is cancelled."""
+        length, count = self.rng.randint(1, self.tokens), self.rng.randint(1, self.sequences)
+        others = [
+            self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, count)
+        ]
+        serving.enable(self.model, deterministic=True)
+        config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
+        steps = ContinuousBatchingConfig(
+            return_logprobs=True, max_batch_tokens=self.rng.choice([64, 100, 256]), num_blocks=512
+        )
+        model: Any = self.model
+        with model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=steps
+        ) as manager:
+            waiting = [manager.add_request(other, max_new_tokens=4) for other in others]
+            own = manager.add_request(self.texts[0, :length].tolist(), max_new_tokens=4)
+            if waiting:
+                manager.cancel_request(waiting[0])
+            answer: Any = None
+            while answer is None and manager.is_running():
+                answer = manager.get_result(request_id=own, timeout=1)
+        serving.disable(self.model)
+        enable(self.model, deterministic=True, page_size=PAGE)
+        tokens = answer.generated_tokens
+        ids = torch.tensor([self.texts[0, :length].tolist() + tokens])
+        logits, _ = self.read(ids[:, :-1], [ids.shape[1] - 1])
+        rows = logits[length - 1 :].float().softmax(-1)
+        wanted = rows.gather(1, torch.tensor(tokens)[:, None]).log()[:, 0].tolist()
+        return 4, sum(x != y for x, y in zip(answer.logprobs, wanted, strict=True)), 0
+
+    @torch.no_grad()
+    def decode(self) -> tuple[int, int, int]:
+        """Compare log-probabilities of prefill with those of decode at each position."""
+        ids = self.texts[:1, :POSITIONS]
+        logits, _ = self.read(ids, [1] * POSITIONS)
+        one, other = (x[:POSITIONS].float().log_softmax(-1) for x in (logits, self.logits))
+        return one.numel(), int((one != other).sum()), 0
+
+
+def build(name: str, dtype: str) -> PreTrainedModel:
+    """Return the demo model, or a small model with random weights."""
+    if name == DEMO:
+        loaded: PreTrainedModel = load_model(None, "cpu", dtype)[0]
+        return loaded
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**_SMALL, **MODELS[name]})
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return model.eval()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def measure_cost(turns: int = 7) -> list[dict[str, Any]]:
+    """Return the seconds of calls of the demo model, and the ratio of deterministic ones."""
+    model: Any = build(DEMO, "float32")
+    ids = torch.randint(3, VOCABULARY, (8, 512))
+    batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+
+    def prefill(cache: Any) -> None:
+        model(ids[:1], **with_cache(model, cache))
+
+    def decode(cache: Any, rows: int = 1) -> None:
+        model(ids[:rows, :1], **with_cache(model, cache))
+
+    def serve(_cache: Any) -> None:
+        model.generate_batch(
+            [row[:64].tolist() for row in ids], generation_config=config,
+            continuous_batching_config=batching, progress_bar=False,
+        )  # fmt: skip
+
+    calls = {
+        "prefill of 512 tokens": prefill, "decode step": decode,
+        "decode step, 8 texts": lambda cache: decode(cache, 8), "8 requests in an engine": serve,
+    }  # fmt: skip
+    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in calls}
+    for turn in range(turns * 2 + 2):
+        deterministic = bool(turn % 2)
+        enable(model, deterministic=deterministic, prefill="stored")
+        serving.enable(model, deterministic=deterministic, probe=False)
+        for name, call in calls.items():
+            cache = FP8PagedCache(model.config, prefill="stored")
+            if "decode" in name:
+                model(ids[: 8 if "8" in name else 1, :256], **with_cache(model, cache))
+            began = time.perf_counter()
+            call(cache)
+            if turn > 1:  # the first turns warm up
+                seconds[name][deterministic].append(time.perf_counter() - began)
+    return [
+        {
+            "call": name, "seconds": round(statistics.median(stock), 4),
+            "deterministic": round(statistics.median(ours), 4),
+            "ratio": round(statistics.median(map(operator.truediv, ours, stock)), 2),
+        }
+        for name, (stock, ours) in seconds.items()
+    ]  # fmt: skip
+
+
+def measure_reproducibility(
+    *,
+    seed: int = 0,
+    combinations: int = 540,
+    cost: bool = False,
+    progress: Callable[[str, float], None],
+) -> Result:
+    """Return a row for each model, dtype and kind of combination.
+
+    `compared` is the count of numbers, `logits` and `pages` are counts of different ones. `costs`
+    is the result of `measure_cost`, if asked for.
+    """
+    run, rows = describe_run("reproducible"), []
+    cases = [(name, dtype) for name in (*MODELS, DEMO) for dtype in ("float32", "bfloat16")]
+    each = combinations // (2 * len(MODELS) + 1)
+    for place, (name, dtype) in enumerate(cases):
+        torch.manual_seed(seed)
+        model = build(name, dtype)
+        enable(model, deterministic=True, page_size=PAGE)
+        sizes = SIZES_OF_DEMO if name == DEMO else SIZES
+        reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes)
+        kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
+        if not reader.windows:
+            kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
+        # The demo model takes far longer: all kinds once, or half the number.
+        todo = each // 2 if name == DEMO else each
+        drawn = Counter(kinds + reader.rng.choices(kinds, k=max(0, todo - len(kinds) - 1)))
+        for kind, count in [*drawn.items(), (Reader.decode, 1)]:
+            progress(f"{name}, {dtype}, {kind.__name__}", place / len(cases))
+            began = time.perf_counter()
+            compared, logits, pages = map(
+                sum, zip(*(kind(reader) for _ in range(count)), strict=True)
+            )
+            rows.append({
+                "model": name, "dtype": dtype, "kind": kind.__name__, "combinations": count,
+                "compared": compared, "logits": logits, "pages": pages,
+                "seconds": round(time.perf_counter() - began, 1),
+            })  # fmt: skip
+        disable(model)
+    settings = {"seed": seed, "threads": torch.get_num_threads()}
+    return {**run, "settings": settings, "rows": rows, "costs": measure_cost() if cost else []}
+
+
+if __name__ == "__main__":
+    main(
+        __doc__, measure_reproducibility,
+        {
+            "--seed": {"type": int, "help": "Seed of texts and combinations."},
+            "--cost": {"action": "store_true", "help": "Measure what it costs, too."},
+            "--combinations": {"type": int, "help": "Number of combinations of all models."},
+        },
+    )  # fmt: skip

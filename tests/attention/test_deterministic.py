@@ -1,0 +1,218 @@
+"""`enable(model, deterministic=True)`: no bit depends on the batch, the chunks or the engine."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.pytorch_utils import Conv1D
+
+from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan, disable, enable, serving
+from hf_fp8kv.attention.deterministic import ROWS
+from tests.helpers.tiny_models import tiny
+
+Tensor = torch.Tensor
+PAGE = 8
+# More than a span of sums (512), which a window of 16 tokens does not need.
+TOKENS = {"gqa": 530}
+MODELS = {
+    "gqa": {}, "sliding": {}, "latent": {}, "softcap": {}, "sinks": {}, "gpt2": {},
+}  # fmt: skip
+Read = tuple[Tensor, list[Tensor]]
+
+
+def texts(count: int, tokens: int) -> Tensor:
+    return torch.randint(3, 90, (count, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor, chunks: list[int] | int, cache: Any = None) -> Read:
+    """Return logits `[B, T, V]`, and the keys and values of all layers, of texts read in chunks."""
+    cache = cache or FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
+    return torch.cat(parts, 1), [x.dense() for layer in cache.layers for x in kv_of(layer)]
+
+
+def kv_of(layer: Any) -> tuple[Any, Any]:
+    return layer.keys, layer.values
+
+
+def draw(rng: random.Random, tokens: int) -> list[int]:
+    """Return lengths of chunks, of which some are single tokens."""
+    chunks: list[int] = []
+    while (left := tokens - sum(chunks)) > 0:
+        largest = rng.choice([1, 3, PAGE, 40, tokens])
+        chunks.append(min(left, rng.randint(1, largest)))
+    return chunks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_batch_and_any_chunks(name: str, dtype: torch.dtype) -> None:
+    model, _ = tiny(name, attn_implementation="fp8_paged", dtype=dtype)
+    enable(model, deterministic=True, page_size=PAGE)
+    tokens, rng = TOKENS.get(name, 90), random.Random(name)
+    ids = texts(5, tokens)
+    logits, stored = read(model, ids[:1], [tokens])
+    for _ in range(4):
+        order = rng.sample(range(5), rng.randint(1, 5))
+        if 0 not in order:
+            order[0] = 0
+        found, pages = read(model, ids[order], draw(rng, tokens))
+        row = order.index(0)
+        assert torch.equal(found[row], logits[0]), order
+        for one, other in zip(pages, stored, strict=True):
+            assert torch.equal(one[row], other[0]), order
+
+
+def test_forks_crops_and_a_preallocated_cache() -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    enable(model, deterministic=True, page_size=PAGE)
+    ids = texts(1, 61)
+    logits, stored = read(model, ids, [61])
+    fixed = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, max_cache_len=80)
+    assert torch.equal(read(model, ids, [20, 1, 40], fixed)[0], logits)
+    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
+    read(model, ids[:, :33], [33], cache)
+    read(model, texts(2, 9)[1:], [9], cache.fork())
+    read(model, texts(2, 4)[1:], [4], cache)
+    cache.crop(-4)
+    found, pages = read(model, ids[:, 33:], [1] * 28, cache)
+    assert torch.equal(found, logits[:, 33:])
+    assert all(map(torch.equal, pages, stored))
+
+
+def test_a_prefix_store_keeps_its_pages_apart(tmp_path: Path) -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    ids, found = texts(1, 40), {}
+    for deterministic in (False, True, True):
+        keywords = {"deterministic": deterministic, "page_size": PAGE}
+        enable(model, prefix_store=PrefixStore(tmp_path), **keywords)
+        out = model.generate(
+            ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
+        )
+        found[out.past_key_values.memory_footprint().restored_tokens] = out.logits[0]
+    # Twice without pages from the store, and then with them.
+    assert sorted(found) == [0, 32]
+    assert torch.equal(found[32], found[0])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_trainer_s_pass_has_the_logits_of_a_rollout(side: str) -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    plan = choose_plan(model)
+    enable(model, training="stored", deterministic=True, plan=plan, page_size=PAGE)
+    lengths = torch.tensor([[70], [35], [5]])
+    ids, column = texts(3, 70), torch.arange(70)[None]
+    mask = column < lengths if side == "right" else column >= 70 - lengths
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = model.train()(
+        ids, attention_mask=mask.long(), position_ids=positions, use_cache=False
+    ).logits
+    assert found.requires_grad
+    for text, present, logits in zip(ids, mask, found, strict=True):
+        cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, plan=plan)
+        assert torch.equal(read(model, text[None, present], 5, cache)[0][0], logits[present])
+
+
+def test_an_engine_has_the_probabilities_of_a_cache() -> None:
+    """Requests of several lengths share steps, whose room cuts prompts."""
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    serving.enable(model, deterministic=True)
+    prompts = [
+        row[:length].tolist() for row, length in zip(texts(4, 60), (60, 3, 31, 17), strict=True)
+    ]
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(
+        return_logprobs=True, max_batch_tokens=48, num_blocks=64, use_cuda_graph=False
+    )
+    answers = model.generate_batch(
+        prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False
+    )
+    for prompt, answer in zip(prompts, answers.values(), strict=True):
+        ids = torch.tensor([prompt + answer.generated_tokens])
+        model.set_attn_implementation("fp8_paged")
+        logits = read(model, ids[:, :-1], [1] * (ids.shape[1] - 1))[0][0, len(prompt) - 1 :]
+        chosen = logits.softmax(-1).gather(1, ids[0, len(prompt) :, None]).log()[:, 0]
+        assert answer.logprobs == chosen.tolist()
+
+
+class Recorder(torch.nn.Linear):
+    """Records how many rows it computes."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        self.rows = {*getattr(self, "rows", ()), states.shape[:-1].numel()}
+        return super().forward(states)
+
+
+@pytest.mark.parametrize("module", [Recorder(8, 5), Recorder(8, 5, bias=False), Conv1D(5, 8)])
+@pytest.mark.parametrize("shape", [(1, 1), (ROWS - 1,), (0,), (ROWS,), (3, ROWS + 1)])
+def test_results_and_gradients_of_linear_modules(
+    module: torch.nn.Module, shape: tuple[int, ...]
+) -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model.extra = copy.deepcopy(module)
+    states = torch.randn(*shape, 8, generator=torch.Generator().manual_seed(0))
+    results = []
+    for change in (disable, lambda model: enable(model, deterministic=True)):
+        change(model)
+        model.extra.zero_grad()
+        model.extra.rows = set()
+        leaf = states.clone().requires_grad_()
+        out = model.extra(leaf)
+        (out.sin() * torch.arange(5)).sum().backward()
+        weights = [weight.grad for weight in model.extra.parameters()]
+        results.append([out, leaf.grad, *weights])
+    torch.testing.assert_close(*results)
+    if isinstance(module, Recorder):
+        assert model.extra.rows == {ROWS if states.numel() else 0}
+
+
+def test_it_ends_with_disable_and_lives_in_copies() -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    before = model(**inputs, use_cache=False).logits
+    enable(model, deterministic=True)
+    serving.enable(model, deterministic=True)
+    with pytest.raises(ConfigError, match="attention over stored pages"):
+        copy.deepcopy(model)(**inputs, use_cache=False)
+    with pytest.raises(ConfigError, match=r"torch\.compile"), torch.no_grad():
+        torch.compile(model, backend="eager")(**inputs, past_key_values=FP8PagedCache(model.config))
+    serving.disable(model)
+    assert model.generate(texts(2, 5), max_new_tokens=2).shape == (2, 7)
+    with pytest.raises(ConfigError, match="padding"):
+        model.generate(**inputs, max_new_tokens=2)
+    with pytest.raises(ConfigError, match="attention over stored pages"):
+        model(**inputs, use_cache=False)
+    disable(model)
+    assert torch.equal(model(**inputs, use_cache=False).logits, before)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "message"),
+    [
+        ("gqa", {"prefill": "exact"}, "prefill='stored'"),
+        ("gqa", {"plan": ("fp8_e3m4 centered", "fp8_e3m4")}, "centers"),
+        ("gqa", {"backend": "torch"}, "backend 'torch'"),
+        ("gqa", {"skip_layers": [1]}, r"not stored in pages \(1\)"),
+        ("cross_attention", {}, "encoder-decoder"),
+        ("alibi", {}, "does not look"),
+        ("hybrid", {}, "outside of linear modules"),
+    ],
+)
+def test_what_is_not_deterministic_is_refused(
+    name: str, keywords: dict[str, Any], message: str
+) -> None:
+    model, _ = tiny(name)
+    with pytest.raises(ConfigError, match=f"deterministic: .*{message}"):
+        enable(model, deterministic=True, **keywords)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_engine_refuses_windows() -> None:
+    model, _ = tiny("sliding", attn_implementation="fp8_paged")
+    with pytest.raises(ConfigError, match=r"deterministic: .*windows"):
+        serving.enable(model, deterministic=True)
