@@ -49,7 +49,7 @@ class Maker:
 
     def __init__(self, served: ServedModel, engine: Engine, seed: int | None) -> None:
         self._served, self._engine = served, engine
-        self._grammars = Grammars(served.tokenizer, engine.vocabulary, engine.fixed_steps)
+        self.grammars = Grammars(served.tokenizer, engine.vocabulary, engine.fixed_steps)
         self._seeds = random.Random(seed)  # of requests that name none
 
     def check_length(self, request: Request) -> None:
@@ -64,20 +64,15 @@ class Maker:
                 code="context_length_exceeded",
             )
 
-    async def make(self, request: Request, prompts: list[list[int]]) -> list[Choice]:
+    def make(self, request: Request, guide: Guide | None) -> list[Choice]:
         """Return the answers, `n` for each prompt, before any has begun.
+
+        It tokenizes prompts and words, and decodes prompts for parsers, which may take seconds.
 
         Raises:
             APIError: The request asks for what this engine or model does not have.
         """
-        guide = await self._grammars.compile(request)
-        # Words are tokenized, and prompts are decoded for parsers.
-        return await asyncio.to_thread(self._make_all, request, prompts, guide)
-
-    def _make_all(
-        self, request: Request, prompts: list[list[int]], guide: Guide | None
-    ) -> list[Choice]:
-        rules = self._read_rules(request)
+        prompts, rules = self._served.make_prompts(request), self._read_rules(request)
         return [
             self._make_one(request, prompt, place * request.n + nth, nth, rules, guide)
             for place, prompt in enumerate(prompts)
@@ -107,7 +102,7 @@ class Maker:
             parser = build_response_parser(served.tokenizer, served.model, prompt, **known)
         text = AnswerText(
             served.tokenizer.backend_tokenizer,
-            stops=request.stops,
+            stops=request.stop,
             hidden=frozenset(request.stop_token_ids),
             min_tokens=request.min_tokens,
             parser=parser,

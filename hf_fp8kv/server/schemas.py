@@ -31,7 +31,8 @@ MAX_CHOICES = 1024  # of one request, of all its prompts
 _MAX_VALUES = 16_384  # in all lists and objects of a field
 _MAX_CONFIG = 16_384  # characters
 
-# Fields of other servers, with the only values that mean what this one does anyway.
+# Fields of other servers, with the only values that mean what this one does anyway. Any other field
+# is unknown.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
@@ -47,14 +48,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         "xtc_probability", "top_n_tokens",
     ), (0,)),
     **dict.fromkeys(("length_penalty", "typical_p", "repeat_penalty", "num_beams"), (1,)),
-    **dict.fromkeys((
-        "truncate_prompt_tokens", "allowed_token_ids", "logits_processors", "chat_template",
-        "documents", "mm_processor_kwargs", "guided_json", "guided_regex", "guided_choice",
-        "guided_grammar", "regex", "ebnf", "json_schema", "lora_path", "kv_transfer_params",
-        "vllm_xargs", "cache_salt", "audio", "prediction", "previous_response_id", "conversation",
-        "reasoning_effort", "web_search_options", "moderation", "image", "background_options",
-        "context_management", "access_programs",
-    ), ()),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("auto", "none"),
@@ -120,15 +113,25 @@ _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _Prompts = Annotated[
     list[_Prompt | _Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 ]
-Kind = TypeVar("Kind", bound=BaseModel)
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+    # Fields with the only values that change nothing. None of them means no value does.
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+
+Kind = TypeVar("Kind", bound=_Strict)
 
 
 class Defaults(_Strict):
     """What a request's `generation_config` sets, instead of the model's own."""
+
+    only: ClassVar = {
+        "_from_model_config": (True,),
+        **dict.fromkeys(("length_penalty", "num_beams", "num_return_sequences"), (1,)),
+        **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
+        "repetition_penalty": (1,),
+    }
+    _IGNORED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
 
     do_sample: bool | None = None
     temperature: _Temperature | None = None
@@ -138,16 +141,10 @@ class Defaults(_Strict):
     max_new_tokens: _Count | None = None
     eos_token_id: _End | Annotated[list[_End], Field(max_length=128)] | None = None
 
-    _IGNORED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
-    _NEUTRAL: ClassVar[dict[str, Any]] = {
-        "_from_model_config": True, "length_penalty": 1, "min_length": 0, "min_new_tokens": 0,
-        "no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1,
-        "repetition_penalty": 1,
-    }  # fmt: skip
-
     @classmethod
-    def parse(cls, name: str, text: Any) -> "Defaults":
+    def parse(cls, text: Any) -> "Defaults":
         """Return the defaults in a string with a JSON object. Raises APIError."""
+        name = "generation_config"
         try:
             config = json.loads(text)
             if not isinstance(config, dict) or len(text) > _MAX_CONFIG:
@@ -155,15 +152,12 @@ class Defaults(_Strict):
         except (TypeError, ValueError, RecursionError):
             expected = f"a JSON object in a string of at most {_MAX_CONFIG} characters"
             raise invalid(name, expected, text) from None
-        given = {}
-        for field, value in config.items():
-            if value is None or field in cls._IGNORED:
-                continue
-            if field in cls.model_fields:
-                given[field] = value
-            elif value is not False and not _is_same(value, cls._NEUTRAL.get(field)):
-                fields = ", ".join(cls.model_fields)
-                raise unsupported(f"{name}.{field}", f"one of {fields}", value)
+        given = {
+            field: value
+            for field, value in config.items()
+            if field in cls.model_fields
+            or not (value is None or value is False or field in cls._IGNORED)
+        }
         return validate(cls, given, where=f"{name}.")
 
 
@@ -283,8 +277,6 @@ class Body(_Strict):
 class Request(Body):
     """A request to generate. Fields that are null are left out before it is validated."""
 
-    # Fields with the only values that mean what this path does anyway; none means no value does.
-    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
     _characters: int = 0  # of its texts
 
     # What to answer, and how long.
@@ -306,7 +298,11 @@ class Request(Body):
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[_Token], Field(max_length=128)] = []
     # OpenAI's four are too few for tasks of lm_eval.
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = []
+    stop: Annotated[
+        list[_Stop],
+        Field(max_length=16),
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    ] = []
     # In which form.
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
@@ -316,7 +312,7 @@ class Request(Body):
     text: Any = None
     structured_outputs: Any = None
     # How tokens are chosen, and what is reported of them.
-    generation_config: Any = None  # Defaults
+    generation_config: Annotated[Defaults | None, BeforeValidator(Defaults.parse)] = None
     temperature: _Temperature | None = None
     top_p: _Positive | None = None
     top_k: _End | None = None
@@ -352,11 +348,6 @@ class Request(Body):
         return None, None
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
     def scores(self) -> tuple[int | None, int | None]:
         """How many likely tokens to report for the answer and the prompt. None means no scores."""
         return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
@@ -383,7 +374,7 @@ class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     only: ClassVar = {
-        "echo": (False,), "add_special_tokens": (False,),
+        **_NEUTRAL, "echo": (False,), "add_special_tokens": (False,),
         **dict.fromkeys(("prompt", "input", "instructions", "text", "best_of"), ()),
     }  # fmt: skip
 
@@ -404,12 +395,13 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    only: ClassVar = dict.fromkeys(
-        (
+    only: ClassVar = {
+        **_NEUTRAL,
+        **dict.fromkeys((
             "messages", "input", "instructions", "text", "response_format", "tools", "tool_choice",
             "top_logprobs", "chat_template_kwargs",
-        ), ()
-    )  # fmt: skip
+        ), ()),
+    }  # fmt: skip
 
     @model_validator(mode="after")
     def _check_all(self) -> Self:
@@ -448,7 +440,8 @@ class ResponseRequest(Request):
     """POST /v1/responses."""
 
     only: ClassVar = {
-        "echo": (False,), "add_special_tokens": (False,), "top_logprobs": (0,), "n": (1,),
+        **_NEUTRAL, "echo": (False,), "add_special_tokens": (False,), "top_logprobs": (0,),
+        "n": (1,),
         **dict.fromkeys((
             "prompt", "messages", "prompt_logprobs", "logprobs", "stop", "max_tokens", "best_of",
             "max_completion_tokens", "response_format",
@@ -510,24 +503,22 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
         APIError: A field is unknown, invalid, or asks for what this server does not do.
     """
     given = dict[str, Any]()
-    only = {**_NEUTRAL, **kind.only} if issubclass(kind, Request) else {}
     for name, value in sorted(body.items()):
+        field = where + name
         more = itertools.islice(walk(value), _MAX_VALUES + 1, None)  # the first is `value`
         if name not in ("prompt", "tokens") and any(True for _ in more):
-            raise invalid(name, f"at most {_MAX_VALUES} values in all", value)
-        if name in only:
-            if not any(_is_same(value, one) for one in only[name]):
-                expected = " or ".join(map(json.dumps, only[name])) or "nothing"
-                raise unsupported(name, expected, value)
+            raise invalid(field, f"at most {_MAX_VALUES} values in all", value)
+        if name in kind.only:
+            if not any(_is_same(value, one) for one in kind.only[name]):
+                expected = " or ".join(map(json.dumps, kind.only[name])) or "nothing"
+                raise unsupported(field, expected, value)
         elif name in kind.model_fields:
             given[name] = value
         else:
-            message = f"{name:.100}: not a field of this path; leave it out"
-            raise APIError(400, message, param=name, code="unknown_parameter")
+            message = f"{field:.100}: not a field that this path reads; leave it out"
+            raise APIError(400, message, param=field, code="unknown_parameter")
     if given.get("stream") and "prompt_logprobs" in given:
         raise unsupported("prompt_logprobs", "no stream", given["prompt_logprobs"])
-    if "generation_config" in given:
-        given["generation_config"] = Defaults.parse("generation_config", given["generation_config"])
     try:
         found = kind.model_validate(given)
         if isinstance(found, Request):
