@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import itertools
 import random
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -121,20 +122,20 @@ class Maker:
         default is. The same seed for all answers would make them the same: each has the next one.
         """
         names = ("temperature", "top_p", "top_k", "min_p")
-        given = {name: getattr(request, name) for name in names}
-        asks = any(value is not None for value in given.values())
-        for name, value in given.items():
+        asks = any(getattr(request, name) is not None for name in names)
+        given = {}
+        for name in names:
+            value = getattr(request, name)
             given[name] = self._default(request, name) if value is None else value
-        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + nth
-        temperature = 1.0 if given["temperature"] is None else float(given["temperature"])
+        temperature = 1.0 if given["temperature"] is None else given["temperature"]
         if not (self._default(request, "do_sample") or asks) or temperature < LEAST_TEMPERATURE:
             return {}
-        top_k = given["top_k"] or 0
+        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + nth
+        if (given["top_k"] or 0) <= 0:
+            given["top_k"] = None
         return {
+            **{name: value for name, value in given.items() if value is not None},
             "temperature": temperature,
-            "top_k": top_k if top_k > 0 else self._engine.vocabulary,
-            "top_p": 1.0 if given["top_p"] is None else float(given["top_p"]),
-            "min_p": float(given["min_p"] or 0.0),
             "seed": (seed + 2**63) % 2**64 - 2**63,
         }
 
@@ -206,7 +207,7 @@ class Visit:
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
-        self._queue: asyncio.Queue[tuple[Choice, Part | None] | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()  # parts of choices, and exceptions
 
     def fail(self, error: APIError) -> None:
         """End the answer early."""
@@ -239,15 +240,12 @@ class Visit:
                 items = [await self._queue.get()]
                 while not self._queue.empty():
                     items.append(self._queue.get_nowait())
-                found: list[tuple[Choice, Part | None]] = []
-                for item in items:
-                    if isinstance(item, Exception):
-                        if found:
-                            yield found
-                        raise item
-                    found.append(item)
-                    left -= item[1] is None
-                yield found
+                found = list(itertools.takewhile(lambda item: isinstance(item, tuple), items))
+                left -= sum(part is None for _, part in found)
+                if found:
+                    yield found
+                if len(found) < len(items):
+                    raise items[len(found)]
         finally:
             for task in tasks:
                 task.cancel()
@@ -278,13 +276,11 @@ class Visit:
             async for tokens in stream:
                 begun.set()
                 last = tokens[-1] if tokens else last
-                if not choice.scores_only:
-                    self._put(choice, text.put(tokens))
+                self._put(choice, text.put(tokens))
                 if text.stopped:
                     break
         self._metrics.note_end(sequence)
-        if not choice.scores_only:
-            self._put(choice, text.end())
+        self._put(choice, text.end())
         whole = sequence.guide is not None and sequence.guide.complete
         if not (text.stopped or whole or last in sequence.ends) or choice.scores_only:
             choice.finish_reason = "length"
@@ -293,5 +289,5 @@ class Visit:
         self._queue.put_nowait((choice, None))
 
     def _put(self, choice: Choice, parts: list[Part]) -> None:
-        for part in parts:
+        for part in () if choice.scores_only else parts:
             self._queue.put_nowait((choice, part))

@@ -26,7 +26,6 @@ from .scheduling import share_steps
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 600.0
 _STOP_SECONDS = 30.0
 
 
@@ -60,7 +59,7 @@ class Engine:
         self._failure: Exception | None = None  # of a stopped engine
 
     def start(self) -> None:
-        """Start the engine's thread, and return when its pages are allocated.
+        """Allocate the engine's pages, and start its thread.
 
         Call `stop` after an error.
 
@@ -87,16 +86,14 @@ class Engine:
             self.model.register_forward_pre_hook(sampler.ask_for_scores, with_kwargs=True),
             self.model.register_forward_hook(sampler.take_scores, with_kwargs=True),
         ]
-        manager.start()
-        deadline = time.monotonic() + _START_SECONDS
-        while manager.batch_processor is None:
-            error = manager.background_thread_status.fatal_error
-            if error is not None or not manager.is_running() or time.monotonic() > deadline:
-                raise ConfigError(
-                    f"expected an engine for continuous batching, got: {error or 'no answer'}; "
-                    "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
-                ) from error
-            time.sleep(0.01)
+        try:
+            manager.warmup()  # allocates the pages
+            manager.start()
+        except Exception as error:
+            raise ConfigError(
+                f"expected an engine for continuous batching, got: {error}; "
+                "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
+            ) from error
         self.page_tokens = manager.batch_processor.cache.max_request_tokens()
         if self.page_tokens < 2:
             raise ConfigError(

@@ -110,15 +110,20 @@ def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None
 class FP8Manager(StockManager):  # type: ignore[misc]
     """A ContinuousBatchingManager whose engine stores FP8 pages and attends to them as they are."""
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        generation_config: Any,
+        continuous_batching_config: Any,
+        workload_hints: Any = None,
+    ) -> None:
         self._enabled: Enabled = vars(model)[_METHOD]
-        # Called in the engine's thread with a new batch processor, before its first step.
+        # Called with a new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
         try:
-            super().__init__(model, *args, **kwargs)
-            requested, hints = _bind_arguments(args, kwargs)
+            super().__init__(model, generation_config, continuous_batching_config, workload_hints)
             self._check_compilation()
-            self._choose_graphs(requested, hints)
+            self._choose_graphs(continuous_batching_config, workload_hints)
         except BaseException:
             restore_attention(model)
             raise
@@ -189,6 +194,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             super().warmup()
 
     def _create_batch_processor(self) -> Any:
+        if self.batch_processor is not None:
+            return super()._create_batch_processor()  # the same one again
         chosen, identity = self._enabled.config, ""
         if chosen.store is not None:
             page_size = self.continuous_batching_config.page_size
@@ -241,13 +248,6 @@ def restore_attention(model: Any, *, excluding: FP8Manager | None = None) -> Non
             before = vars(model).pop(_BEFORE, None)
             if before is not None:
                 set_implementations(model, before)
-
-
-def _bind_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the engine's config and the workload hints among a manager's arguments."""
-    names = ("generation_config", "continuous_batching_config", "workload_hints")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return given["continuous_batching_config"], given.get("workload_hints")
 
 
 def _count_blocks(config: Any, hints: Any) -> int:
