@@ -125,7 +125,6 @@ class Application:
     def end_all(self) -> None:
         """End all answers that are being generated."""
         for visit in list(self.metrics.unfinished):
-            assert isinstance(visit, Visit)
             visit.fail(APIError(503, STOPPING, code="stopping"))
 
     @contextlib.asynccontextmanager
@@ -272,7 +271,8 @@ class Application:
             text = f"expected a body within {seconds:g} s"
             raise APIError(408, text, headers={"connection": "close"}) from None
         if len(content) > _LONG:
-            return await _run(self._bodies, self._check, kind, content)
+            found: tuple[Any, str] = await _run(self._bodies, self._check, kind, content)
+            return found
         return self._check(kind, content)
 
     def _check(self, kind: type[schemas.Body], content: bytearray) -> tuple[Any, str]:
@@ -352,7 +352,7 @@ class Application:
         most, vocabulary = self._started().max_tokens, self._started().vocabulary
         if len(asked.tokens) > most or max(asked.tokens, default=0) >= vocabulary:
             expected = f"a list of at most {most} integers from 0 to {vocabulary - 1}"
-            raise APIError(400, f"tokens: expected {expected}", param="tokens")
+            raise schemas.invalid("tokens", expected, asked.tokens)
         return JSONResponse({"prompt": self.served.tokenizer.decode(asked.tokens)})
 
     # -- answers ---------------------------------------------------------------------------------
@@ -377,7 +377,8 @@ class Application:
     async def _prepare(self, asked: schemas.Request) -> list[Choice]:
         guide = await self._maker.grammars.compile(asked)
         pool = self._prompts if sum(asked.lengths) > _LONG else None
-        return await _run(pool, self._maker.make, asked, guide)
+        choices: list[Choice] = await _run(pool, self._maker.make, asked, guide)
+        return choices
 
 
 _Found = AsyncGenerator[list[tuple[Choice, Part | None]], None]

@@ -16,7 +16,7 @@ from .errors import APIError
 from .metrics import Metrics
 from .model import ServedModel
 from .sampling import LEAST_TEMPERATURE, Sequence, TokenRules
-from .schemas import CompletionRequest, Request
+from .schemas import CompletionRequest, Request, invalid
 from .structured import Grammars, Guide
 from .text import AnswerText, Part
 
@@ -74,6 +74,11 @@ class Maker:
             APIError: The request asks for what this engine or model does not have.
         """
         prompts, rules = self._served.make_prompts(request), self._read_rules(request)
+        given = {"logit_bias": rules.logit_bias, "stop_token_ids": request.stop_token_ids}
+        most = self._engine.vocabulary
+        for field, tokens in (*given.items(), *(("prompt", prompt) for prompt in prompts)):
+            if max(tokens, default=0) >= most:
+                raise invalid(field, f"tokens below {most}", max(tokens))
         return [
             self._make_one(request, prompt, place * request.n + nth, nth, rules, guide)
             for place, prompt in enumerate(prompts)
@@ -122,31 +127,23 @@ class Maker:
         default is. The same seed for all answers would make them the same: each has the next one.
         """
         names = ("temperature", "top_p", "top_k", "min_p")
-        asks = any(getattr(request, name) is not None for name in names)
-        given = {}
-        for name in names:
-            value = getattr(request, name)
-            given[name] = self._default(request, name) if value is None else value
+        given = {name: getattr(request, name) for name in names}
+        asks = any(value is not None for value in given.values())
+        given = {n: self._default(request, n) if x is None else x for n, x in given.items()}
         temperature = 1.0 if given["temperature"] is None else given["temperature"]
         if not (self._default(request, "do_sample") or asks) or temperature < LEAST_TEMPERATURE:
             return {}
-        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + nth
         if (given["top_k"] or 0) <= 0:
             given["top_k"] = None
-        return {
-            **{name: value for name, value in given.items() if value is not None},
-            "temperature": temperature,
-            "seed": (seed + 2**63) % 2**64 - 2**63,
-        }
+        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + nth
+        given |= {"temperature": temperature, "seed": (seed + 2**63) % 2**64 - 2**63}
+        return {name: value for name, value in given.items() if value is not None}
 
     def _count_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:
         """Return the limit of new tokens, and whether only the prompt is wanted."""
         engine = self._engine
         if not prompt:
             raise APIError(400, "expected a prompt of at least one token, got none")
-        if max(prompt) >= engine.vocabulary:
-            text = f"prompt: expected tokens below {engine.vocabulary}, got {max(prompt)}"
-            raise APIError(400, text, param="prompt")
         field, asked = request.limit
         scores_only = asked == 0  # an engine makes one token at least
         # The last token is part of the answer, and never stored.
@@ -176,11 +173,6 @@ class Maker:
         if penalty is None and request.generation_config is None and engine.fixed_steps is None:
             penalty = self._default(request, "repetition_penalty")
         bias = {int(token): float(value) for token, value in request.logit_bias.items()}
-        for field, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids)):
-            if any(token >= engine.vocabulary for token in tokens):
-                expected = f"tokens below {engine.vocabulary}"
-                text = f"{field}: expected {expected}, got {max(tokens)}"
-                raise APIError(400, text, param=field)
         words = {
             tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
             for word in request.bad_words

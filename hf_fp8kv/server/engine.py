@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..serving import Usage, usage
 from .errors import STOPPING, APIError
 from .metrics import Metrics
-from .sampling import SEQUENCE, Sampler, Sequence
+from .sampling import SEQUENCE, Sampler, Sequence, wants_prompt
 from .scheduling import share_steps
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,6 @@ class Engine:
         self.prompt_tokens = self.new_tokens = 0  # since the start
         # Why the host cannot change or read the logits of one request. None means that it can.
         self.fixed_steps: str | None = None
-        self._sequences: dict[str, Sequence] = {}  # that the engine has, by request
         self._hooks: list[Any] = []
         self._manager: Any = None  # while it is started
         self._failure: Exception | None = None  # of a stopped engine
@@ -159,7 +158,6 @@ class Engine:
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         # First: an output without a handler is lost.
         manager.register_result_handler(name, outputs.put_nowait)
-        self._sequences[name] = sequence
         sequence.submitted_at = time.perf_counter()
         try:
             added = manager.add_request(
@@ -180,21 +178,18 @@ class Engine:
                     output = outputs.get_nowait()
                 ended = output.is_finished()
                 if output.error is not None:
-                    raise self._output_error(sequence, str(output.error))
+                    guide, message = sequence.guide, str(output.error)
+                    if guide is not None and guide.is_to_blame:
+                        raise APIError(400, message, param=guide.field)
+                    raise APIError(500 if self.is_alive() else 503, message)
                 new = output.generated_tokens[seen:]
                 seen += len(new)
                 self.new_tokens += len(new)
                 yield new
         finally:
-            self._sequences.pop(name, None)
             if not ended:
                 manager.output_router.result_handlers.pop(name, None)
                 manager.cancel_request(name)
-
-    def _output_error(self, sequence: Sequence, message: str) -> APIError:
-        if sequence.guide is not None and sequence.guide.is_to_blame:
-            return APIError(400, message, param=sequence.guide.field)
-        return APIError(500 if self.is_alive() else 503, message)
 
     # -- the engine's thread calls these ---------------------------------------------------------
 
@@ -230,11 +225,12 @@ class Engine:
         find = processor.cache.search_prefix_match
 
         def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
-            sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.prompt_top is not None:
+            state = processor.scheduler.waiting_requests[request_id]
+            if wants_prompt(state):
                 return 0  # what is found is not computed: it has no logits
             tokens = int(find(request_id, prompt_ids))
-            if sequence is not None and sequence.last_token_at is None:  # otherwise it was resumed
+            sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
+            if sequence.last_token_at is None:  # otherwise it was resumed
                 sequence.cached_tokens = tokens
             return tokens
 

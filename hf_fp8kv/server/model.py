@@ -1,7 +1,6 @@
 """The server's one model: its names, its tokenizer, and prompts made of messages."""
 
 import inspect
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,6 @@ from .schemas import (
     CompletionRequest,
     FunctionCall,
     FunctionOutput,
-    Message,
     Reasoning,
     Request,
     ResponseRequest,
@@ -137,7 +135,7 @@ class ServedModel:
             if isinstance(request, ResponseRequest):
                 messages = _messages_of(request)
             else:
-                messages = [_plain(message) for message in request.messages]
+                messages = [message.plain for message in request.messages]
             found = self._render(messages, **given)
         except Exception as error:  # a template is a program, which may refuse anything
             text = f"{type(error).__name__}: {error}"
@@ -153,21 +151,6 @@ class ServedModel:
         return self.tokenizer.apply_chat_template(messages, **given)
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates take it: content is text, arguments are objects."""
-    plain = message.model_dump(
-        exclude_unset=True, include={"role", "tool_calls", "tool_call_id", "reasoning_content"}
-    )
-    content = message.content or ""
-    if not isinstance(content, str):
-        content = " ".join(part.text for part in content)
-    for call in plain.get("tool_calls") or ():
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
-            call["function"]["arguments"] = json.loads(arguments)
-    return {"content": content, **{k: value for k, value in plain.items() if value}}
-
-
 def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
     """Return the input of a response as messages of a chat."""
     messages, thoughts = list[dict[str, Any]](), None
@@ -175,7 +158,7 @@ def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
         if isinstance(item, Reasoning):
             thoughts = "".join(part.text for part in item.content or ())
         elif isinstance(item, FunctionCall):
-            function = {"name": item.name, "arguments": json.loads(item.arguments)}
+            function = {"name": item.name, "arguments": item.arguments}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             calls = messages[-1].setdefault("tool_calls", [])
@@ -184,7 +167,7 @@ def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
             answer = {"tool_call_id": item.call_id, "content": item.output}
             messages.append({"role": "tool", **answer})
         else:
-            messages.append(_plain(item))
+            messages.append(item.plain)
             if thoughts is not None and item.role == "assistant":
                 messages[-1]["reasoning_content"], thoughts = thoughts, None
     if request.instructions:

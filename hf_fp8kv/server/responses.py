@@ -103,9 +103,12 @@ class ResponseAnswer:
     def _begin(self, kind: str) -> None:
         name = f"{'rs' if kind == 'reasoning' else 'msg'}_{self._id}_{len(self._items)}"
         item: dict[str, Any] = {"id": name, "type": kind, "status": "in_progress", "content": []}
-        item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        if kind == "reasoning":
+            item["summary"] = []
+        else:
+            item["role"] = "assistant"
         self._item("added", item)
-        content = {"type": "reasoning_text", "text": ""}
+        content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         if kind == "message":
             content = {"type": "output_text", "text": "", "annotations": []}
         self._open = {**item, "content": [content]}

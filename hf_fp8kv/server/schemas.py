@@ -113,6 +113,8 @@ _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _Prompts = Annotated[
     list[_Prompt | _Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 ]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     # Fields with the only values that change nothing. None of them means no value does.
@@ -165,6 +167,13 @@ class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
+def _read_arguments(value: Any) -> Any:
+    try:
+        return from_json(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError("arguments that are JSON") from None
+
+
 class _TextPart(_Open):
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -175,7 +184,7 @@ class Function(_Open):
 
     name: str
     parameters: dict[str, Any] | None = None  # a JSON schema
-    arguments: Any = None
+    arguments: Annotated[Any, BeforeValidator(_read_arguments)] = None
 
 
 class _Call(_Open):
@@ -206,11 +215,19 @@ class Message(_Open):
 
     @field_validator("content")
     @classmethod
-    def _check_content(cls, content: Any, info: ValidationInfo) -> Any:
-        # An assistant that calls tools may have nothing to say.
+    def _read_content(cls, content: Any, info: ValidationInfo) -> str:
         if content is None and not info.data.get("tool_calls"):
             raise ValueError("text, or a list of parts")
-        return content
+        # An assistant that calls tools may have nothing to say.
+        text = content or ""
+        return text if isinstance(text, str) else " ".join(part.text for part in text)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it: content is text, arguments are objects."""
+        names = {"role", "tool_calls", "tool_call_id", "reasoning_content"}
+        given = self.model_dump(exclude_unset=True, include=names)
+        return {"content": self.content, **{name: x for name, x in given.items() if x}}
 
 
 class FunctionCall(_Open):
@@ -218,7 +235,7 @@ class FunctionCall(_Open):
 
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[Any, BeforeValidator(_read_arguments)]
 
 
 class FunctionOutput(_Open):

@@ -157,7 +157,10 @@ def _json(where: str, schema: Any) -> _Asked:
         raise _wrong(where, "a JSON schema, which is an object")
     text = json.dumps(schema, ensure_ascii=False)
     _check_limits(where, text, schema)
-    return where, str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS))
+    try:
+        return where, str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS))
+    except ValueError as error:  # a number that is not finite
+        raise APIError(400, f"{where}: {error}", param=where) from None
 
 
 def _check_limits(where: str, text: str, *schemas: dict[str, Any]) -> None:

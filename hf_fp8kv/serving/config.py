@@ -59,11 +59,6 @@ class ServingConfig:
             )
         return cls(options, prefix_store)
 
-    def for_rank(self, rank: int, size: int) -> "ServingConfig":
-        """Return the same configuration for the rank that an engine says it is."""
-        ranks = TensorParallel(rank, size)
-        return replace(self, options=replace(self.options, tensor_parallel=ranks))
-
     def identify(self, model: Any, page_size: int) -> str:
         """Return what the pages of a store depend on beside the tokens."""
         count = model.config.get_text_config().num_hidden_layers

@@ -48,7 +48,8 @@ class Enabled:
         self._model = weakref.ref(model)  # weak, since the model holds this
         self.config, self.kept = config, kept
         self._hook = hook or model.register_forward_pre_hook(_reject_stock_cache, with_kwargs=True)
-        self._managers: list[weakref.ref[Any]] = []
+        # The managers that were made for the model and are still alive, the last one last.
+        self.managers = weakref.WeakKeyDictionary[Any, None]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FP8Manager":
         """Return a manager; the arguments are those of transformers' method."""
@@ -73,16 +74,6 @@ class Enabled:
             vars(model)[_KEPT] = self.kept
         restore_attention(model)
 
-    @property
-    def managers(self) -> list[Any]:
-        """The managers that were made for the model and are still alive, the last one last."""
-        return [manager for ref in self._managers if (manager := ref()) is not None]
-
-    def add(self, manager: Any) -> None:
-        """Add a manager, which is not kept alive."""
-        self._managers = [ref for ref in self._managers if ref() is not None]
-        self._managers.append(weakref.ref(manager))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Enabled":
         model = self._model()
         return Enabled(memo.get(id(model), model), self.config, None, deepcopy(self._hook, memo))
@@ -95,6 +86,17 @@ def enabled_state(model: Any) -> Enabled | None:
     """Return what `enable` set on a model; None where it did not, or for what is no model."""
     state = getattr(model, "__dict__", {}).get(_METHOD)
     return state if isinstance(state, Enabled) else None
+
+
+def require_enabled(model: Any) -> Enabled:
+    """Return what `enable` set on a model. Raises ConfigError."""
+    state = enabled_state(model)
+    if state is None:
+        raise ConfigError(
+            "model: expected one that hf_fp8kv.serving.enable() was called on, got another "
+            f"{type(model).__name__}; call it first"
+        )
+    return state
 
 
 def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -127,7 +129,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         except BaseException:
             restore_attention(model)
             raise
-        self._enabled.add(self)
+        self._enabled.managers[self] = None
 
     def _check_compilation(self) -> None:
         """Refuse to compile attention, which works from lists of each step."""
@@ -161,8 +163,10 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                 f"and {type(self.model).__name__}; leave it out"
             )
         config.use_cuda_graph = (False, True)
-        blocks = requested.max_blocks_per_request or _count_blocks(config, hints)
-        config.max_blocks_per_request = blocks
+        # Of the longest request, as the engine counts for its own attentions.
+        tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+        blocks = -(-tokens // config.page_size) + 1 if tokens else _BLOCKS
+        config.max_blocks_per_request = requested.max_blocks_per_request or blocks
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Set the attention "fp8_paged"; `stop` puts back what the model ran before."""
@@ -248,9 +252,3 @@ def restore_attention(model: Any, *, excluding: FP8Manager | None = None) -> Non
             before = vars(model).pop(_BEFORE, None)
             if before is not None:
                 set_implementations(model, before)
-
-
-def _count_blocks(config: Any, hints: Any) -> int:
-    """Return the pages of the longest request, as the engine counts for its own attentions."""
-    tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-    return -(-tokens // config.page_size) + 1 if tokens else _BLOCKS
