@@ -98,11 +98,6 @@ class Application:
                 return
             metrics, longest = Metrics(self.served.names[-1]), self.config.max_model_tokens
             engine = Engine(self.served.model, self._batching, metrics, longest)
-            try:
-                engine.start()
-            except BaseException:
-                engine.stop()
-                raise
             metrics.engine, self.metrics = engine, metrics
             self._maker = Maker(self.served, engine, self.config.seed)
             self.stopping, self.engine = False, engine

@@ -30,7 +30,7 @@ _STOP_SECONDS = 30.0
 
 
 class Engine:
-    """Runs the requests of one model, which `hf_fp8kv.serving.enable` was called on.
+    """The engine of one model, which `hf_fp8kv.serving.enable` was called on, until it is stopped.
 
     Args:
         model: The model.
@@ -38,38 +38,29 @@ class Engine:
         metrics: Count each token.
         max_model_tokens: Maximum number of tokens of a prompt and its answer. None means the
             model's own maximum.
+
+    Raises:
+        ConfigError: The engine has no pages, or cannot run the model with this configuration.
     """
 
     def __init__(
         self, model: Any, batching: Any, metrics: Metrics, max_model_tokens: int | None = None
     ) -> None:
-        self.model, self._batching, self._metrics = model, batching, metrics
+        self.model, self._metrics = model, metrics
         text = model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
         limit = getattr(text, "max_position_embeddings", None)
         limits = [n for n in (limit, max_model_tokens) if isinstance(n, int) and n > 0]
         self.model_tokens = min(limits, default=None)  # of a prompt and its answer
-        self.page_tokens = 0  # that one request may hold
         self.prompt_tokens = self.new_tokens = 0  # since the start
         # Why the host cannot change or read the logits of one request. None means that it can.
         self.fixed_steps: str | None = None
-        self._hooks: list[Any] = []
-        self._manager: Any = None  # while it is started
         self._failure: Exception | None = None  # of a stopped engine
-
-    def start(self) -> None:
-        """Allocate the engine's pages, and start its thread.
-
-        Call `stop` after an error.
-
-        Raises:
-            ConfigError: The engine cannot run the model with this configuration.
-        """
         # The planner leaves memory for logits processors if the configuration samples.
-        config = self.model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
-        manager = self.model.init_continuous_batching(
+        config = model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
+        manager = model.init_continuous_batching(
             generation_config=GenerationConfig(**config | {"use_cache": False}),
-            continuous_batching_config=self._batching,
+            continuous_batching_config=batching,
         )
         # Requests choose their own temperature, top-k and so on, whose processors are "warpers".
         kept = [
@@ -80,25 +71,25 @@ class Engine:
         manager.logit_processor = sampler = Sampler(kept, self.vocabulary)
         manager.on_processor = lambda processor: self._prepare(processor, sampler)
         manager.output_router.output_queue = _Discard()
-        self._manager = manager
+        self._manager: Any = manager  # while it is started
         self._hooks = [
-            self.model.register_forward_pre_hook(sampler.ask_for_scores, with_kwargs=True),
-            self.model.register_forward_hook(sampler.take_scores, with_kwargs=True),
+            model.register_forward_pre_hook(sampler.ask_for_scores, with_kwargs=True),
+            model.register_forward_hook(sampler.take_scores, with_kwargs=True),
         ]
         try:
             manager.warmup()  # allocates the pages
+            self.page_tokens: int = manager.batch_processor.cache.max_request_tokens()
+            if self.page_tokens < 2:
+                raise ValueError(f"pages for {self.page_tokens} tokens of a request")
             manager.start()
-        except Exception as error:
+        except BaseException as error:
+            self.stop()
+            if not isinstance(error, Exception):
+                raise
             raise ConfigError(
-                f"expected an engine for continuous batching, got: {error}; "
-                "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
+                f"expected an engine for continuous batching, got: {error}; change "
+                "--cb-num-blocks or --cb-max-batch-tokens"
             ) from error
-        self.page_tokens = manager.batch_processor.cache.max_request_tokens()
-        if self.page_tokens < 2:
-            raise ConfigError(
-                f"expected pages for some tokens, got {self.page_tokens}; pass a larger "
-                "--cb-num-blocks"
-            )
 
     def stop(self) -> None:
         """End the engine's thread; requests that still run fail. Do nothing the second time."""
