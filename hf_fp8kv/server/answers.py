@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from .choices import Choice
@@ -163,19 +163,16 @@ def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[name] = value
 
 
-def count_usage(choices: Iterable[Choice]) -> dict[str, Any]:
+def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return the tokens of an answer; a prompt counts once, however many answers it has."""
-    prompt = cached = new = 0
-    for choice in choices:
-        new += choice.tokens
-        if choice.leads:
-            prompt += len(choice.sequence.prompt)
-            cached += choice.sequence.cached_tokens
+    new = sum(choice.tokens for choice in choices)
+    prompts = [choice.sequence for choice in choices if choice.leads]
+    prompt = sum(len(sequence.prompt) for sequence in prompts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
     }
 
 

@@ -117,18 +117,19 @@ class ServedModel:
         Raises:
             APIError: The chat template refuses the messages.
         """
-        if isinstance(request, CompletionRequest):
+        if request.prompt is not None:
+            prompts: list[Any] = [request.prompt]
+            if isinstance(request, CompletionRequest):
+                prompts = request.prompts
+            special = request.add_special_tokens
             return [
-                self._tokenize(prompt, special=request.add_special_tokens)
+                list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
                 if isinstance(prompt, str)
                 else prompt
-                for prompt in request.prompts
+                for prompt in prompts
             ]
-        if isinstance(request, TokenizeRequest) and request.prompt is not None:
-            return [self._tokenize(request.prompt, special=request.add_special_tokens)]
-        given: dict[str, Any] = {}
         if isinstance(request, TokenizeRequest):
-            given["add_generation_prompt"] = request.add_generation_prompt
+            given: dict[str, Any] = {"add_generation_prompt": request.add_generation_prompt}
         else:
             given = {**request.chat_template_kwargs, "tools": request.plain_tools}
         try:
@@ -142,9 +143,6 @@ class ServedModel:
             text = f"cannot make a prompt of these messages: {text:.300}"
             raise APIError(400, text) from error
         return [list(found["input_ids"])]
-
-    def _tokenize(self, text: str, *, special: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _render(self, messages: list[dict[str, Any]], **given: Any) -> Any:
         given = {"add_generation_prompt": True, "return_dict": True, **self._arguments, **given}

@@ -307,8 +307,7 @@ class Grammars:
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._pool, self._compile, field, grammar)
         try:
-            async with asyncio.timeout(_SECONDS):
-                return await work
+            return await asyncio.wait_for(work, _SECONDS)
         except TimeoutError:
             expected = f"a grammar that is compiled within {_SECONDS:g} s"
             text = f"{field}: expected {expected}; simplify it, or try again later"
