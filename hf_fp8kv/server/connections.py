@@ -22,7 +22,8 @@ def max_connections() -> int | None:
     limit = _descriptors()
     if limit is None:
         return None
-    return max(limit - psutil.Process().num_fds() - backlog() - _SPARE, 1)
+    used: int = psutil.Process().num_fds()
+    return max(limit - used - backlog() - _SPARE, 1)
 
 
 def backlog() -> int:

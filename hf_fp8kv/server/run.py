@@ -86,8 +86,7 @@ def serve(
         app.start()  # before uvicorn: an error is one line then, and a signal ends the process
         engine = app.engine
         server = _Server(app, lambda: on_ready(_address(bound)))
-        server.run(sockets=[bound])
-        app.stop()
+        server.run(sockets=[bound])  # which stops `app`
         assert engine is not None
         failure = engine.failure or server.failure
         if failure is not None:
