@@ -244,26 +244,21 @@ class Engine:
             error = why_refused(sequence, token, self.vocabulary)
             if error is not None:
                 processor.output_router.fail_and_deliver(state, RuntimeError(error))
-                _end(processor, state)
-                continue
-            sampler.record(row, token)
-            sequence.answer.append(token)
-            self._metrics.note_token(sequence, state.lifespan[0])
-            if _is_complete(sequence, self.vocabulary):
+            else:
+                sampler.record(row, token)
+                sequence.answer.append(token)
+                self._metrics.note_token(sequence, state.lifespan[0])
+                if not _is_complete(sequence, self.vocabulary):
+                    kept.append(request)
+                    kept_tokens.append(token)
+                    continue
                 # No token of the model can end what is whole.
                 state.generated_tokens.append(token)
                 state.status = RequestStatus.FINISHED
                 processor.output_router.deliver(state.to_generation_output())
-                _end(processor, state)
-                continue
-            kept.append(request)
-            kept_tokens.append(token)
+            processor.scheduler.finish_request(state.request_id)
+            processor.scheduler.block_new_requests = False
         return kept, kept_tokens
-
-
-def _end(processor: Any, state: Any) -> None:
-    processor.scheduler.finish_request(state.request_id)
-    processor.scheduler.block_new_requests = False
 
 
 def _is_complete(sequence: Sequence, vocabulary: int) -> bool:
@@ -283,11 +278,9 @@ def why_refused(sequence: Sequence, token: int, vocabulary: int) -> str | None:
     if guide is not None and (rules.bad_words or rules.min_tokens):
         guide.is_to_blame = True
         return f"{guide.field}: bad_words or min_tokens take away every token that may follow"
+    place, why = len(sequence.prompt) + len(sequence.answer), ""
     if guide is not None or rules:
         why = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
-    else:
-        why = ""
-    place = len(sequence.prompt) + len(sequence.answer)
     return (
         f"expected finite logits, got none for token {place}: {why}the model overflows on this "
         "prompt, or with these weights and dtype"

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -119,6 +119,9 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     # Fields with the only values that change nothing. None of them means no value does.
     only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def check(self) -> None:
+        """Raise APIError for fields that do not fit together."""
 
 
 Kind = TypeVar("Kind", bound=_Strict)
@@ -395,8 +398,7 @@ class ChatRequest(Request):
         **dict.fromkeys(("prompt", "input", "instructions", "text", "best_of"), ()),
     }  # fmt: skip
 
-    @model_validator(mode="after")
-    def _check_all(self) -> Self:
+    def check(self) -> None:
         if not self.messages:
             raise invalid("messages", "a list of one message or more", None)
         _check_tools(self)
@@ -406,7 +408,6 @@ class ChatRequest(Request):
             raise invalid("logprobs", "true or false", self.logprobs)
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "logprobs to be true", self.top_logprobs)
-        return self
 
 
 class CompletionRequest(Request):
@@ -420,8 +421,7 @@ class CompletionRequest(Request):
         ), ()),
     }  # fmt: skip
 
-    @model_validator(mode="after")
-    def _check_all(self) -> Self:
+    def check(self) -> None:
         prompts = self.prompts
         if prompts == [None]:
             raise invalid("prompt", "text, a list of tokens, or a list of prompts", None)
@@ -434,7 +434,6 @@ class CompletionRequest(Request):
             raise invalid("logprobs", "an integer from 0 to 20", True)
         if self.best_of not in (None, self.n):
             raise unsupported("best_of", "as many as n", self.best_of)
-        return self
 
     @property
     def prompts(self) -> list[Any]:
@@ -465,12 +464,10 @@ class ResponseRequest(Request):
         ), ()),
     }  # fmt: skip
 
-    @model_validator(mode="after")
-    def _check_all(self) -> Self:
+    def check(self) -> None:
         if not self.input:
             raise invalid("input", "text, or a list of one message or more", None)
         _check_tools(self)
-        return self
 
 
 class TokenizeRequest(Body):
@@ -481,11 +478,9 @@ class TokenizeRequest(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
-    @model_validator(mode="after")
-    def _check_all(self) -> Self:
+    def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
             raise APIError(400, "prompt, messages: expected one of them")
-        return self
 
 
 class DetokenizeRequest(Body):
@@ -538,18 +533,17 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
         raise unsupported("prompt_logprobs", "no stream", given["prompt_logprobs"])
     try:
         found = kind.model_validate(given)
-        if isinstance(found, Request):
-            texts = walk(
-                [body.get(name) for name in ("messages", "input", "instructions", "tools")]
-            )
-            found._characters = sum(len(text) for text in texts if isinstance(text, str))
-        return found
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_context=False)
         name = _name_of(first)
         wanted = dict.fromkeys(_expected(one) for one in (first, *others) if _name_of(one) == name)
         value = None if first["type"] == "missing" else first["input"]
         raise invalid(where + name, " or ".join(wanted)[:200], value) from None
+    found.check()
+    if isinstance(found, Request):
+        texts = walk([body.get(name) for name in ("messages", "input", "instructions", "tools")])
+        found._characters = sum(len(text) for text in texts if isinstance(text, str))
+    return found
 
 
 def _expected(error: Mapping[str, Any]) -> str:

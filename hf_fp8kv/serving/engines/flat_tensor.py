@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching import cache
 
 from ...errors import ConfigError
 from ...modeling.tensor_parallel import TensorParallel
-from ...ops import Pages, choose_backend
+from ...ops import Pages
 from ...prefix.engine import StoredBlocks
 from ...prefix.pages import check_store
 from ..layout import EnginePages, from_page
@@ -92,11 +92,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def check(model: Any, chosen: Any) -> None:
         """Raise ConfigError or ScaleError if no engine of this model can have this config."""
         config = model.config.get_text_config()
-        heads, dim = sizes(config)
-        heads //= chosen.options.tensor_parallel.size
-        chosen.layer_storage(config.num_hidden_layers, heads, dim)
-        Cache.bytes_per_token(config, chosen, model.dtype)  # pages of one size
-        choose_backend(chosen.options.backend, model.device)
+        heads = sizes(config)[0] // chosen.options.tensor_parallel.size
+        EngineCache()._prepare(chosen, config, heads, 64, model.dtype, model.device)
         if chosen.store is not None:
             check_store(chosen.store, chosen.options, model.config)
         kinds = list(stock.group_layers_by_attn_type(config))
