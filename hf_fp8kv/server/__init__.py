@@ -11,8 +11,7 @@ Importing this package imports neither fastapi nor uvicorn; `application` does w
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
-from ..serving.fp8_manager import enabled_state
+from ..serving.fp8_manager import require_enabled
 
 if TYPE_CHECKING:
     from .app import Application
@@ -70,11 +69,7 @@ def application(
     from .config import ServerConfig
     from .model import ServedModel
 
-    if enabled_state(model) is None:
-        raise ConfigError(
-            "model: expected one that hf_fp8kv.serving.enable() was called on, got another "
-            f"{type(model).__name__}; call it first"
-        )
+    require_enabled(model)
     own_name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return Application(
         ServedModel(

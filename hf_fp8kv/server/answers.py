@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from .choices import Choice
@@ -91,21 +91,21 @@ class Answers:
             else:
                 yield self._events(parts)
         if self._usage_last:
-            event = {**self._base, "choices": [], "usage": count_usage(self._choices)}
-            yield format_event(event)
+            yield self._event(usage=count_usage(self._choices))
         yield DONE
 
     def _events(self, parts: Parts) -> str:
         """Return the events of parts; the end of a single answer may have its usage."""
         alone = len(self._choices) == 1 and not self._usage_last
         return "".join(
-            self._event(self._write(choice, part), usage=alone and part is None)
+            self._event(self._write(choice, part), usage=count_usage(self._choices))
+            if alone and part is None
+            else self._event(self._write(choice, part))
             for choice, part in parts
         )
 
-    def _event(self, written: dict[str, Any], *, usage: bool = False) -> str:
-        used = {"usage": count_usage(self._choices)} if usage else {}
-        return format_event({**self._base, "choices": [written], **used})
+    def _event(self, *written: dict[str, Any], **more: Any) -> str:
+        return format_event({**self._base, "choices": written, **more})
 
     def _begin(self, choice: Choice) -> dict[str, Any]:
         empty: Any = {self._message: {"role": "assistant", "content": ""}}
@@ -163,19 +163,16 @@ def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[name] = value
 
 
-def count_usage(choices: Iterable[Choice]) -> dict[str, Any]:
+def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return the tokens of an answer; a prompt counts once, however many answers it has."""
-    prompt = cached = new = 0
-    for choice in choices:
-        new += choice.tokens
-        if choice.leads:
-            prompt += len(choice.sequence.prompt)
-            cached += choice.sequence.cached_tokens
+    new = sum(choice.tokens for choice in choices)
+    prompts = [choice.sequence for choice in choices if choice.leads]
+    prompt = sum(len(sequence.prompt) for sequence in prompts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
     }
 
 
@@ -191,24 +188,24 @@ class _Scores:
 
         The first time the prompt comes before it, if that is repeated.
         """
-        found: list[TokenLogprob | int] = self._of_prompt() if self._echo else []
+        found = self._of_prompt() if self._echo else []
         self._echo = False
         found += self._sequence.logprobs[self._sent : count]
         self._sent = max(self._sent, min(len(self._sequence.logprobs), count))
         if chat:
             return {"content": [self._chat_entry(one) for one in found], "refusal": None}
-        texts = [self._texts(one if isinstance(one, int) else one.token) for one in found]
+        texts = [self._texts(one.token) for one in found]
         *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
-            "token_logprobs": [None if isinstance(one, int) else one.logprob for one in found],
-            "top_logprobs": [self._top(one) for one in found],
+            "token_logprobs": [one.logprob for one in found],
+            "top_logprobs": [None if one.logprob is None else self._top(one) for one in found],
             "text_offset": offsets,
         }
 
     def prompt(self) -> list[Any]:
         """Return, for each token of the prompt, the most likely ones there; None for the first."""
-        return [None if isinstance(one, int) else self._ranks(one) for one in self._of_prompt()]
+        return [None, *map(self._ranks, self._of_prompt()[1:])]
 
     def _ranks(self, one: TokenLogprob) -> dict[str, Any]:
         own = () if one.token in dict(one.top) else ((one.token, one.logprob),)
@@ -221,15 +218,14 @@ class _Scores:
             for rank, (token, logprob) in enumerate([*one.top, *own], 1)
         }
 
-    def _of_prompt(self) -> list[TokenLogprob | int]:
-        """Return the log probabilities of the prompt's tokens; the first is a token alone."""
+    def _of_prompt(self) -> list[TokenLogprob]:
+        """Return the log probabilities of the prompt's tokens; the first token has none."""
         prompt, known = self._sequence.prompt, self._sequence.prompt_logprobs
-        return [prompt[0], *(known[place] for place in range(1, len(prompt)))]
+        first = TokenLogprob(prompt[0], None, 0, ())
+        return [first, *(known[place] for place in range(1, len(prompt)))]
 
-    def _top(self, one: TokenLogprob | int) -> dict[str, float] | None:
-        if isinstance(one, int):
-            return None
-        found: dict[str, float] = {}
+    def _top(self, one: TokenLogprob) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
         for token, logprob in (*one.top, (one.token, one.logprob)):
             found.setdefault(self._texts(token), logprob)  # of two with one text, the likelier
         return found

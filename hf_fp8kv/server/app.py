@@ -50,6 +50,8 @@ _LONG = 100_000  # bytes of a body, and characters of a prompt
 # not counted, since a connection buffers them anyway, and short requests should always go through.
 _BODIES, _BUFFER = 16, 65_536
 _RETRY = {"retry-after": "5"}
+# The key of a request's scope that has an ExitStack, which is closed when the request is answered.
+_ENDING = "hf_fp8kv.ending"
 
 
 class Application:
@@ -96,11 +98,6 @@ class Application:
                 return
             metrics, longest = Metrics(self.served.names[-1]), self.config.max_model_tokens
             engine = Engine(self.served.model, self._batching, metrics, longest)
-            try:
-                engine.start()
-            except BaseException:
-                engine.stop()
-                raise
             metrics.engine, self.metrics = engine, metrics
             self._maker = Maker(self.served, engine, self.config.seed)
             self.stopping, self.engine = False, engine
@@ -123,7 +120,6 @@ class Application:
     def end_all(self) -> None:
         """End all answers that are being generated."""
         for visit in list(self.metrics.unfinished):
-            assert isinstance(visit, Visit)
             visit.fail(APIError(503, STOPPING, code="stopping"))
 
     @contextlib.asynccontextmanager
@@ -175,7 +171,8 @@ class Application:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        path = _path_of(scope)
+        path, ending = _path_of(scope), contextlib.ExitStack()
+        scope[_ENDING] = ending
         try:
             self._check_access(path, scope["method"], headers)
             await self._api(scope, receive, send_noted)
@@ -186,6 +183,7 @@ class Application:
         except Exception:  # `_explain` has logged it
             pass
         finally:
+            ending.close()
             if scope["method"] == "POST" and path in _KINDS and self.engine is not None:
                 self.metrics.statuses[status] += 1
 
@@ -233,13 +231,10 @@ class Application:
 
     # -- bodies ----------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def _read(
-        self, request: Request, kind: type[schemas.Body]
-    ) -> AsyncIterator[tuple[Any, str]]:
-        """Yield a request's body as an object, and the model's name for the answer.
+    async def _read(self, request: Request, kind: type[schemas.Body]) -> tuple[Any, str]:
+        """Return a request's body as an object, and the model's name for the answer.
 
-        The bytes of the body are counted inside.
+        The bytes of the body are counted until the request is answered.
         """
         limit, length = self.config.max_body, request.headers.get("content-length", "0")
         media = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -249,31 +244,31 @@ class Application:
             raise _too_large(limit)
         seconds = min(self.config.body_seconds, self.config.client_seconds)
         content, held = bytearray(), 0
-        try:
-            try:
-                async with asyncio.timeout(seconds):
-                    async for chunk in request.stream():
-                        content += chunk
-                        if len(content) > limit:
-                            raise _too_large(limit)
-                        counted = max(len(content) - _BUFFER, 0)
-                        self._held += counted - held
-                        held = counted
-                        if counted and self._held > _BODIES * limit:
-                            expected = f"at most {_BODIES * limit} bytes of all requests"
-                            text = f"expected {expected}; try again later"
-                            raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
-            except TimeoutError:
-                text = f"expected a body within {seconds:g} s"
-                raise APIError(408, text, headers={"connection": "close"}) from None
-            if len(content) > _LONG:
-                found = await _run(self._bodies, self._check, kind, content)
-            else:
-                found = self._check(kind, content)
-            del content
-            yield found
-        finally:
+
+        def give_back() -> None:
             self._held -= held
+
+        request.scope[_ENDING].callback(give_back)
+        try:
+            async with asyncio.timeout(seconds):
+                async for chunk in request.stream():
+                    content += chunk
+                    if len(content) > limit:
+                        raise _too_large(limit)
+                    counted = max(len(content) - _BUFFER, 0)
+                    self._held += counted - held
+                    held = counted
+                    if counted and self._held > _BODIES * limit:
+                        expected = f"at most {_BODIES * limit} bytes of all requests"
+                        text = f"expected {expected}; try again later"
+                        raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
+        except TimeoutError:
+            text = f"expected a body within {seconds:g} s"
+            raise APIError(408, text, headers={"connection": "close"}) from None
+        if len(content) > _LONG:
+            found: tuple[Any, str] = await _run(self._bodies, self._check, kind, content)
+            return found
+        return self._check(kind, content)
 
     def _check(self, kind: type[schemas.Body], content: bytearray) -> tuple[Any, str]:
         asked = schemas.validate(kind, schemas.parse_body(content))
@@ -319,8 +314,8 @@ class Application:
         return {**described, "max_model_len": self._started().max_tokens}
 
     async def _load_model(self, request: Request) -> Response:
-        async with self._read(request, schemas.Body) as (_, name):
-            event = format_event({"status": "ready", "model": name, "cached": True})
+        _, name = await self._read(request, schemas.Body)
+        event = format_event({"status": "ready", "model": name, "cached": True})
         return Response(event, media_type="text/event-stream")
 
     async def _version(self) -> dict[str, str]:
@@ -342,44 +337,43 @@ class Application:
         return {"status": "ok", "requests_active": active, "requests_waiting": waiting}
 
     async def _tokenize(self, request: Request) -> Response:
-        async with self._read(request, schemas.TokenizeRequest) as (asked, _):
-            (found,) = await _run(self._prompts, self.served.make_prompts, asked)
+        asked, _ = await self._read(request, schemas.TokenizeRequest)
+        (found,) = await _run(self._prompts, self.served.make_prompts, asked)
         most = self._started().max_tokens
         return JSONResponse({"tokens": found, "count": len(found), "max_model_len": most})
 
     async def _detokenize(self, request: Request) -> Response:
-        async with self._read(request, schemas.DetokenizeRequest) as (asked, _):
-            most, vocabulary = self._started().max_tokens, self._started().vocabulary
-            if len(asked.tokens) > most or max(asked.tokens, default=0) >= vocabulary:
-                expected = f"a list of at most {most} integers from 0 to {vocabulary - 1}"
-                raise APIError(400, f"tokens: expected {expected}", param="tokens")
-            return JSONResponse({"prompt": self.served.tokenizer.decode(asked.tokens)})
+        asked, _ = await self._read(request, schemas.DetokenizeRequest)
+        most, vocabulary = self._started().max_tokens, self._started().vocabulary
+        if len(asked.tokens) > most or max(asked.tokens, default=0) >= vocabulary:
+            expected = f"a list of at most {most} integers from 0 to {vocabulary - 1}"
+            raise schemas.invalid("tokens", expected, asked.tokens)
+        return JSONResponse({"prompt": self.served.tokenizer.decode(asked.tokens)})
 
     # -- answers ---------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
         self._check_capacity()
-        kind = _KINDS[_path_of(request.scope)]
-        async with contextlib.AsyncExitStack() as held:
-            asked, name = await held.enter_async_context(self._read(request, kind))
-            visit = Visit(self._check_capacity(), self.metrics)
-            self.metrics.unfinished[visit] = 1
-            held.callback(self.metrics.unfinished.pop, visit, None)
-            choices = await _unless_gone(request, self._prepare(asked))
-            answer: Answers | ResponseAnswer
-            if isinstance(asked, schemas.ResponseRequest):
-                answer = ResponseAnswer(asked, name, choices[0])
-            else:
-                answer = Answers(asked, name, choices, self._texts)
-            found = visit.run(choices, streaming=asked.stream)
-            if not asked.stream:
-                return JSONResponse(await _unless_gone(request, _collect(found, answer), choices))
-            return _Stream(request, _events(found, answer), choices, held.pop_all())
+        asked, name = await self._read(request, _KINDS[_path_of(request.scope)])
+        visit = Visit(self._check_capacity(), self.metrics)
+        self.metrics.unfinished[visit] = 1
+        request.scope[_ENDING].callback(self.metrics.unfinished.pop, visit, None)
+        choices = await _unless_gone(request, self._prepare(asked))
+        answer: Answers | ResponseAnswer
+        if isinstance(asked, schemas.ResponseRequest):
+            answer = ResponseAnswer(asked, name, choices[0])
+        else:
+            answer = Answers(asked, name, choices, self._texts)
+        found = visit.run(choices, streaming=asked.stream)
+        if not asked.stream:
+            return JSONResponse(await _unless_gone(request, _collect(found, answer), choices))
+        return _Stream(request, _events(found, answer), choices)
 
     async def _prepare(self, asked: schemas.Request) -> list[Choice]:
-        long = sum(asked.lengths) > _LONG
-        prompts = await _run(self._prompts if long else None, self.served.make_prompts, asked)
-        return await self._maker.make(asked, prompts)
+        guide = await self._maker.grammars.compile(asked)
+        pool = self._prompts if sum(asked.lengths) > _LONG else None
+        choices: list[Choice] = await _run(pool, self._maker.make, asked, guide)
+        return choices
 
 
 _Found = AsyncGenerator[list[tuple[Choice, Part | None]], None]
@@ -406,20 +400,16 @@ async def _events(found: _Found, answer: Answers | ResponseAnswer) -> AsyncGener
 
 
 class _Stream(StreamingResponse):
-    """A streamed answer, which ends when its client leaves; `held` is closed at its end."""
+    """A streamed answer, which ends when its client leaves."""
 
     def __init__(
-        self,
-        request: Request,
-        events: AsyncGenerator[str, None],
-        choices: list[Choice],
-        held: contextlib.AsyncExitStack,
+        self, request: Request, events: AsyncGenerator[str, None], choices: list[Choice]
     ) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self._request, self._events, self._choices, self._held = request, events, choices, held
+        self._request, self._events, self._choices = request, events, choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held, contextlib.aclosing(self._events):
+        async with contextlib.aclosing(self._events):
             await _unless_gone(self._request, self.stream_response(send), self._choices)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import itertools
 import random
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from .errors import APIError
 from .metrics import Metrics
 from .model import ServedModel
 from .sampling import LEAST_TEMPERATURE, Sequence, TokenRules
-from .schemas import CompletionRequest, Request
+from .schemas import CompletionRequest, Request, invalid
 from .structured import Grammars, Guide
 from .text import AnswerText, Part
 
@@ -49,7 +50,7 @@ class Maker:
 
     def __init__(self, served: ServedModel, engine: Engine, seed: int | None) -> None:
         self._served, self._engine = served, engine
-        self._grammars = Grammars(served.tokenizer, engine.vocabulary, engine.fixed_steps)
+        self.grammars = Grammars(served.tokenizer, engine.vocabulary, engine.fixed_steps)
         self._seeds = random.Random(seed)  # of requests that name none
 
     def check_length(self, request: Request) -> None:
@@ -64,20 +65,20 @@ class Maker:
                 code="context_length_exceeded",
             )
 
-    async def make(self, request: Request, prompts: list[list[int]]) -> list[Choice]:
+    def make(self, request: Request, guide: Guide | None) -> list[Choice]:
         """Return the answers, `n` for each prompt, before any has begun.
+
+        It tokenizes prompts and words, and decodes prompts for parsers, which may take seconds.
 
         Raises:
             APIError: The request asks for what this engine or model does not have.
         """
-        guide = await self._grammars.compile(request)
-        # Words are tokenized, and prompts are decoded for parsers.
-        return await asyncio.to_thread(self._make_all, request, prompts, guide)
-
-    def _make_all(
-        self, request: Request, prompts: list[list[int]], guide: Guide | None
-    ) -> list[Choice]:
-        rules = self._read_rules(request)
+        prompts, rules = self._served.make_prompts(request), self._read_rules(request)
+        given = {"logit_bias": rules.logit_bias, "stop_token_ids": request.stop_token_ids}
+        most = self._engine.vocabulary
+        for field, tokens in (*given.items(), *(("prompt", prompt) for prompt in prompts)):
+            if max(tokens, default=0) >= most:
+                raise invalid(field, f"tokens below {most}", max(tokens))
         return [
             self._make_one(request, prompt, place * request.n + nth, nth, rules, guide)
             for place, prompt in enumerate(prompts)
@@ -107,7 +108,7 @@ class Maker:
             parser = build_response_parser(served.tokenizer, served.model, prompt, **known)
         text = AnswerText(
             served.tokenizer.backend_tokenizer,
-            stops=request.stops,
+            stops=request.stop,
             hidden=frozenset(request.stop_token_ids),
             min_tokens=request.min_tokens,
             parser=parser,
@@ -128,29 +129,21 @@ class Maker:
         names = ("temperature", "top_p", "top_k", "min_p")
         given = {name: getattr(request, name) for name in names}
         asks = any(value is not None for value in given.values())
-        for name, value in given.items():
-            given[name] = self._default(request, name) if value is None else value
-        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + nth
-        temperature = 1.0 if given["temperature"] is None else float(given["temperature"])
+        given = {n: self._default(request, n) if x is None else x for n, x in given.items()}
+        temperature = 1.0 if given["temperature"] is None else given["temperature"]
         if not (self._default(request, "do_sample") or asks) or temperature < LEAST_TEMPERATURE:
             return {}
-        top_k = given["top_k"] or 0
-        return {
-            "temperature": temperature,
-            "top_k": top_k if top_k > 0 else self._engine.vocabulary,
-            "top_p": 1.0 if given["top_p"] is None else float(given["top_p"]),
-            "min_p": float(given["min_p"] or 0.0),
-            "seed": (seed + 2**63) % 2**64 - 2**63,
-        }
+        if (given["top_k"] or 0) <= 0:
+            given["top_k"] = None
+        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + nth
+        given |= {"temperature": temperature, "seed": (seed + 2**63) % 2**64 - 2**63}
+        return {name: value for name, value in given.items() if value is not None}
 
     def _count_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:
         """Return the limit of new tokens, and whether only the prompt is wanted."""
         engine = self._engine
         if not prompt:
             raise APIError(400, "expected a prompt of at least one token, got none")
-        if max(prompt) >= engine.vocabulary:
-            text = f"prompt: expected tokens below {engine.vocabulary}, got {max(prompt)}"
-            raise APIError(400, text, param="prompt")
         field, asked = request.limit
         scores_only = asked == 0  # an engine makes one token at least
         # The last token is part of the answer, and never stored.
@@ -180,11 +173,6 @@ class Maker:
         if penalty is None and request.generation_config is None and engine.fixed_steps is None:
             penalty = self._default(request, "repetition_penalty")
         bias = {int(token): float(value) for token, value in request.logit_bias.items()}
-        for field, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids)):
-            if any(token >= engine.vocabulary for token in tokens):
-                expected = f"tokens below {engine.vocabulary}"
-                text = f"{field}: expected {expected}, got {max(tokens)}"
-                raise APIError(400, text, param=field)
         words = {
             tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
             for word in request.bad_words
@@ -211,7 +199,7 @@ class Visit:
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
-        self._queue: asyncio.Queue[tuple[Choice, Part | None] | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()  # parts of choices, and exceptions
 
     def fail(self, error: APIError) -> None:
         """End the answer early."""
@@ -244,15 +232,12 @@ class Visit:
                 items = [await self._queue.get()]
                 while not self._queue.empty():
                     items.append(self._queue.get_nowait())
-                found: list[tuple[Choice, Part | None]] = []
-                for item in items:
-                    if isinstance(item, Exception):
-                        if found:
-                            yield found
-                        raise item
-                    found.append(item)
-                    left -= item[1] is None
-                yield found
+                found = list(itertools.takewhile(lambda item: isinstance(item, tuple), items))
+                left -= sum(part is None for _, part in found)
+                if found:
+                    yield found
+                if len(found) < len(items):
+                    raise items[len(found)]
         finally:
             for task in tasks:
                 task.cancel()
@@ -283,13 +268,11 @@ class Visit:
             async for tokens in stream:
                 begun.set()
                 last = tokens[-1] if tokens else last
-                if not choice.scores_only:
-                    self._put(choice, text.put(tokens))
+                self._put(choice, text.put(tokens))
                 if text.stopped:
                     break
         self._metrics.note_end(sequence)
-        if not choice.scores_only:
-            self._put(choice, text.end())
+        self._put(choice, text.end())
         whole = sequence.guide is not None and sequence.guide.complete
         if not (text.stopped or whole or last in sequence.ends) or choice.scores_only:
             choice.finish_reason = "length"
@@ -298,5 +281,5 @@ class Visit:
         self._queue.put_nowait((choice, None))
 
     def _put(self, choice: Choice, parts: list[Part]) -> None:
-        for part in parts:
+        for part in () if choice.scores_only else parts:
             self._queue.put_nowait((choice, part))

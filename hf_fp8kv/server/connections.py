@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-import os
 from typing import Any
 
+import psutil
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import APIError
@@ -22,10 +22,7 @@ def max_connections() -> int | None:
     limit = _descriptors()
     if limit is None:
         return None
-    try:
-        used = len(os.listdir("/dev/fd"))
-    except OSError:
-        used = 64
+    used: int = psutil.Process().num_fds()
     return max(limit - used - backlog() - _SPARE, 1)
 
 

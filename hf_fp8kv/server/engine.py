@@ -21,17 +21,16 @@ from ..errors import ConfigError
 from ..serving import Usage, usage
 from .errors import STOPPING, APIError
 from .metrics import Metrics
-from .sampling import SEQUENCE, Sampler, Sequence
+from .sampling import SEQUENCE, Sampler, Sequence, wants_prompt
 from .scheduling import share_steps
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 600.0
 _STOP_SECONDS = 30.0
 
 
 class Engine:
-    """Runs the requests of one model, which `hf_fp8kv.serving.enable` was called on.
+    """The engine of one model, which `hf_fp8kv.serving.enable` was called on, until it is stopped.
 
     Args:
         model: The model.
@@ -39,39 +38,29 @@ class Engine:
         metrics: Count each token.
         max_model_tokens: Maximum number of tokens of a prompt and its answer. None means the
             model's own maximum.
+
+    Raises:
+        ConfigError: The engine has no pages, or cannot run the model with this configuration.
     """
 
     def __init__(
         self, model: Any, batching: Any, metrics: Metrics, max_model_tokens: int | None = None
     ) -> None:
-        self.model, self._batching, self._metrics = model, batching, metrics
+        self.model, self._metrics = model, metrics
         text = model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
         limit = getattr(text, "max_position_embeddings", None)
         limits = [n for n in (limit, max_model_tokens) if isinstance(n, int) and n > 0]
         self.model_tokens = min(limits, default=None)  # of a prompt and its answer
-        self.page_tokens = 0  # that one request may hold
         self.prompt_tokens = self.new_tokens = 0  # since the start
         # Why the host cannot change or read the logits of one request. None means that it can.
         self.fixed_steps: str | None = None
-        self._sequences: dict[str, Sequence] = {}  # that the engine has, by request
-        self._hooks: list[Any] = []
-        self._manager: Any = None  # while it is started
         self._failure: Exception | None = None  # of a stopped engine
-
-    def start(self) -> None:
-        """Start the engine's thread, and return when its pages are allocated.
-
-        Call `stop` after an error.
-
-        Raises:
-            ConfigError: The engine cannot run the model with this configuration.
-        """
         # The planner leaves memory for logits processors if the configuration samples.
-        config = self.model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
-        manager = self.model.init_continuous_batching(
+        config = model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
+        manager = model.init_continuous_batching(
             generation_config=GenerationConfig(**config | {"use_cache": False}),
-            continuous_batching_config=self._batching,
+            continuous_batching_config=batching,
         )
         # Requests choose their own temperature, top-k and so on, whose processors are "warpers".
         kept = [
@@ -82,27 +71,25 @@ class Engine:
         manager.logit_processor = sampler = Sampler(kept, self.vocabulary)
         manager.on_processor = lambda processor: self._prepare(processor, sampler)
         manager.output_router.output_queue = _Discard()
-        self._manager = manager
+        self._manager: Any = manager  # while it is started
         self._hooks = [
-            self.model.register_forward_pre_hook(sampler.ask_for_scores, with_kwargs=True),
-            self.model.register_forward_hook(sampler.take_scores, with_kwargs=True),
+            model.register_forward_pre_hook(sampler.ask_for_scores, with_kwargs=True),
+            model.register_forward_hook(sampler.take_scores, with_kwargs=True),
         ]
-        manager.start()
-        deadline = time.monotonic() + _START_SECONDS
-        while manager.batch_processor is None:
-            error = manager.background_thread_status.fatal_error
-            if error is not None or not manager.is_running() or time.monotonic() > deadline:
-                raise ConfigError(
-                    f"expected an engine for continuous batching, got: {error or 'no answer'}; "
-                    "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
-                ) from error
-            time.sleep(0.01)
-        self.page_tokens = manager.batch_processor.cache.max_request_tokens()
-        if self.page_tokens < 2:
+        try:
+            manager.warmup()  # allocates the pages
+            self.page_tokens: int = manager.batch_processor.cache.max_request_tokens()
+            if self.page_tokens < 2:
+                raise ValueError(f"pages for {self.page_tokens} tokens of a request")
+            manager.start()
+        except BaseException as error:
+            self.stop()
+            if not isinstance(error, Exception):
+                raise
             raise ConfigError(
-                f"expected pages for some tokens, got {self.page_tokens}; pass a larger "
-                "--cb-num-blocks"
-            )
+                f"expected an engine for continuous batching, got: {error}; change "
+                "--cb-num-blocks or --cb-max-batch-tokens"
+            ) from error
 
     def stop(self) -> None:
         """End the engine's thread; requests that still run fail. Do nothing the second time."""
@@ -162,7 +149,6 @@ class Engine:
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         # First: an output without a handler is lost.
         manager.register_result_handler(name, outputs.put_nowait)
-        self._sequences[name] = sequence
         sequence.submitted_at = time.perf_counter()
         try:
             added = manager.add_request(
@@ -183,21 +169,18 @@ class Engine:
                     output = outputs.get_nowait()
                 ended = output.is_finished()
                 if output.error is not None:
-                    raise self._output_error(sequence, str(output.error))
+                    guide, message = sequence.guide, str(output.error)
+                    if guide is not None and guide.is_to_blame:
+                        raise APIError(400, message, param=guide.field)
+                    raise APIError(500 if self.is_alive() else 503, message)
                 new = output.generated_tokens[seen:]
                 seen += len(new)
                 self.new_tokens += len(new)
                 yield new
         finally:
-            self._sequences.pop(name, None)
             if not ended:
                 manager.output_router.result_handlers.pop(name, None)
                 manager.cancel_request(name)
-
-    def _output_error(self, sequence: Sequence, message: str) -> APIError:
-        if sequence.guide is not None and sequence.guide.is_to_blame:
-            return APIError(400, message, param=sequence.guide.field)
-        return APIError(500 if self.is_alive() else 503, message)
 
     # -- the engine's thread calls these ---------------------------------------------------------
 
@@ -233,11 +216,12 @@ class Engine:
         find = processor.cache.search_prefix_match
 
         def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
-            sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.prompt_top is not None:
+            state = processor.scheduler.waiting_requests[request_id]
+            if wants_prompt(state):
                 return 0  # what is found is not computed: it has no logits
             tokens = int(find(request_id, prompt_ids))
-            if sequence is not None and sequence.last_token_at is None:  # otherwise it was resumed
+            sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
+            if sequence.last_token_at is None:  # otherwise it was resumed
                 sequence.cached_tokens = tokens
             return tokens
 
@@ -260,26 +244,21 @@ class Engine:
             error = why_refused(sequence, token, self.vocabulary)
             if error is not None:
                 processor.output_router.fail_and_deliver(state, RuntimeError(error))
-                _end(processor, state)
-                continue
-            sampler.record(row, token)
-            sequence.answer.append(token)
-            self._metrics.note_token(sequence, state.lifespan[0])
-            if _is_complete(sequence, self.vocabulary):
+            else:
+                sampler.record(row, token)
+                sequence.answer.append(token)
+                self._metrics.note_token(sequence, state.lifespan[0])
+                if not _is_complete(sequence, self.vocabulary):
+                    kept.append(request)
+                    kept_tokens.append(token)
+                    continue
                 # No token of the model can end what is whole.
                 state.generated_tokens.append(token)
                 state.status = RequestStatus.FINISHED
                 processor.output_router.deliver(state.to_generation_output())
-                _end(processor, state)
-                continue
-            kept.append(request)
-            kept_tokens.append(token)
+            processor.scheduler.finish_request(state.request_id)
+            processor.scheduler.block_new_requests = False
         return kept, kept_tokens
-
-
-def _end(processor: Any, state: Any) -> None:
-    processor.scheduler.finish_request(state.request_id)
-    processor.scheduler.block_new_requests = False
 
 
 def _is_complete(sequence: Sequence, vocabulary: int) -> bool:
@@ -299,11 +278,9 @@ def why_refused(sequence: Sequence, token: int, vocabulary: int) -> str | None:
     if guide is not None and (rules.bad_words or rules.min_tokens):
         guide.is_to_blame = True
         return f"{guide.field}: bad_words or min_tokens take away every token that may follow"
+    place, why = len(sequence.prompt) + len(sequence.answer), ""
     if guide is not None or rules:
         why = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
-    else:
-        why = ""
-    place = len(sequence.prompt) + len(sequence.answer)
     return (
         f"expected finite logits, got none for token {place}: {why}the model overflows on this "
         "prompt, or with these weights and dtype"

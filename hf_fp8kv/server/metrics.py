@@ -38,7 +38,7 @@ class Metrics(Collector):
         # Finished requests to generate by HTTP status; 499 is a client that went away.
         self.statuses: Counter[int] = Counter()
         # For each request that is answered, how many of its answers are not finished.
-        self.unfinished: Counter[object] = Counter()
+        self.unfinished: Counter[Any] = Counter()
         registry.register(self)
 
     def note_token(self, sequence: Sequence, began: float) -> None:
@@ -101,15 +101,14 @@ class Metrics(Collector):
     def summary(self, tokens_per_second: float) -> str:
         """Return what runs and what the pages hold, in one line."""
         engine, used = self.engine, self.engine.usage()
-        parts = [
+        text = (
             f"requests: {engine.active()} active, {self.waiting()} waiting, "
-            f"{self.statuses.total()} answered",
-            f"{tokens_per_second:.1f} tokens/s",
-        ]
-        if used is not None:
-            parts += [
-                f"pages: {used.pages_used} of {used.pages_total} used, {used.tokens_held} tokens, "
-                f"{format_size(used.bytes_used)} of {format_size(used.bytes_total)}",
-                f"prefixes: {used.prefix_hits} hits, {used.prefix_tokens} tokens",
-            ]
-        return "; ".join(parts)
+            f"{self.statuses.total()} answered; {tokens_per_second:.1f} tokens/s"
+        )
+        if used is None:
+            return text
+        return (
+            f"{text}; pages: {used.pages_used} of {used.pages_total} used, {used.tokens_held} "
+            f"tokens, {format_size(used.bytes_used)} of {format_size(used.bytes_total)}; "
+            f"prefixes: {used.prefix_hits} hits, {used.prefix_tokens} tokens"
+        )

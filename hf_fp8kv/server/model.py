@@ -1,7 +1,6 @@
 """The server's one model: its names, its tokenizer, and prompts made of messages."""
 
 import inspect
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,6 @@ from .schemas import (
     CompletionRequest,
     FunctionCall,
     FunctionOutput,
-    Message,
     Reasoning,
     Request,
     ResponseRequest,
@@ -119,25 +117,26 @@ class ServedModel:
         Raises:
             APIError: The chat template refuses the messages.
         """
-        if isinstance(request, CompletionRequest):
+        if request.prompt is not None:
+            prompts: list[Any] = [request.prompt]
+            if isinstance(request, CompletionRequest):
+                prompts = request.prompts
+            special = request.add_special_tokens
             return [
-                self._tokenize(prompt, special=request.add_special_tokens)
+                list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
                 if isinstance(prompt, str)
                 else prompt
-                for prompt in request.prompts
+                for prompt in prompts
             ]
-        if isinstance(request, TokenizeRequest) and request.prompt is not None:
-            return [self._tokenize(request.prompt, special=request.add_special_tokens)]
-        given: dict[str, Any] = {}
         if isinstance(request, TokenizeRequest):
-            given["add_generation_prompt"] = request.add_generation_prompt
+            given: dict[str, Any] = {"add_generation_prompt": request.add_generation_prompt}
         else:
             given = {**request.chat_template_kwargs, "tools": request.plain_tools}
         try:
             if isinstance(request, ResponseRequest):
                 messages = _messages_of(request)
             else:
-                messages = [_plain(message) for message in request.messages]
+                messages = [message.plain for message in request.messages]
             found = self._render(messages, **given)
         except Exception as error:  # a template is a program, which may refuse anything
             text = f"{type(error).__name__}: {error}"
@@ -145,27 +144,9 @@ class ServedModel:
             raise APIError(400, text) from error
         return [list(found["input_ids"])]
 
-    def _tokenize(self, text: str, *, special: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
-
     def _render(self, messages: list[dict[str, Any]], **given: Any) -> Any:
         given = {"add_generation_prompt": True, "return_dict": True, **self._arguments, **given}
         return self.tokenizer.apply_chat_template(messages, **given)
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates take it: content is text, arguments are objects."""
-    plain = message.model_dump(
-        exclude_unset=True, include={"role", "tool_calls", "tool_call_id", "reasoning_content"}
-    )
-    content = message.content or ""
-    if not isinstance(content, str):
-        content = " ".join(part.text for part in content)
-    for call in plain.get("tool_calls") or ():
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
-            call["function"]["arguments"] = json.loads(arguments)
-    return {"content": content, **{k: value for k, value in plain.items() if value}}
 
 
 def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
@@ -175,7 +156,7 @@ def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
         if isinstance(item, Reasoning):
             thoughts = "".join(part.text for part in item.content or ())
         elif isinstance(item, FunctionCall):
-            function = {"name": item.name, "arguments": json.loads(item.arguments)}
+            function = {"name": item.name, "arguments": item.arguments}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             calls = messages[-1].setdefault("tool_calls", [])
@@ -184,7 +165,7 @@ def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
             answer = {"tool_call_id": item.call_id, "content": item.output}
             messages.append({"role": "tool", **answer})
         else:
-            messages.append(_plain(item))
+            messages.append(item.plain)
             if thoughts is not None and item.role == "assistant":
                 messages[-1]["reasoning_content"], thoughts = thoughts, None
     if request.instructions:

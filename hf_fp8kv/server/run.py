@@ -5,11 +5,11 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import math
 import os
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -27,11 +27,8 @@ from .options import LOADING_OPTIONS, batching_config, template_arguments
 
 logger = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For answers that were ended to be sent.
 _END_SECONDS = 5.0
-# Between looks at the engine.
-_WATCH_SECONDS = 0.5
 # Exceptions transformers and PyTorch raise for an invalid model folder or option.
 _LOADING_ERRORS = (
     OSError, ValueError, TypeError, LookupError, ImportError, RuntimeError, AssertionError
@@ -89,8 +86,7 @@ def serve(
         app.start()  # before uvicorn: an error is one line then, and a signal ends the process
         engine = app.engine
         server = _Server(app, lambda: on_ready(_address(bound)))
-        server.run(sockets=[bound])
-        app.stop()
+        server.run(sockets=[bound])  # which stops `app`
         assert engine is not None
         failure = engine.failure or server.failure
         if failure is not None:
@@ -146,8 +142,9 @@ class _Server(uvicorn.Server):
             )
         )
         self._app, self._on_ready = app, on_ready
-        self._stop_requested = asyncio.Event()
-        self._stop_forced = asyncio.Event()
+        self._signals = 0
+        self._deadline = math.inf  # of the requests that run, once it stops
+        self._ended = False  # whether the requests that ran have been ended
         self.failure: str | None = None  # why the engine ended, if it did by itself
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -156,58 +153,32 @@ class _Server(uvicorn.Server):
             # Collections while requests run need not look through what is there now: it stays.
             gc.collect()
             gc.freeze()
+            self._log = asyncio.create_task(self._log_metrics())
             self._on_ready()
 
-    async def main_loop(self) -> None:
-        work = (self._stop(), self._log_metrics(), self._watch_engine())
-        tasks = [asyncio.create_task(one) for one in work]
-        try:
-            await super().main_loop()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Count a signal. The process does not end by it."""
+        self._signals += 1
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Begin the stop at a signal inside; the process does not end by the signal."""
-        loop = asyncio.get_running_loop()
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to shut down. uvicorn asks ten times a second."""
+        if self.failure is None and self._app.failure is not None:
+            # All requests would be refused from now on. The engine has ended those that ran.
+            self.failure, self._signals = self._app.failure, 2
+        return (self._signals > 0 and self._is_done()) or await super().on_tick(counter)
 
-        def on_signal(_signal: int, _frame: FrameType | None) -> None:
-            forced = self._stop_requested.is_set()
-            loop.call_soon_threadsafe((self._stop_forced if forced else self._stop_requested).set)
-
-        before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    async def _stop(self) -> None:
-        """Wait for a signal, then for the requests that run; then end those that still do."""
-        await self._stop_requested.wait()
-        self._app.stopping = True
-        running, grace = self._app.metrics.unfinished, self._app.config.grace
-        logger.info("stopping: %d requests get %g s", len(running), grace)
-        deadline = time.monotonic() + grace
-        while running and time.monotonic() < deadline and not self._stop_forced.is_set():
-            await asyncio.sleep(0.05)
-        if running:
+    def _is_done(self) -> bool:
+        """Refuse new requests. Return whether those that run are over, or have had their time."""
+        running, now = self._app.metrics.unfinished, time.monotonic()
+        if not self._app.stopping:
+            self._app.stopping, grace = True, self._app.config.grace
+            self._deadline = now + grace
+            logger.info("stopping: %d requests get %g s", len(running), grace)
+        if running and not self._ended and (now >= self._deadline or self._signals > 1):
             logger.warning("stopping: %d requests are ended", len(running))
             self._app.end_all()
-        deadline = time.monotonic() + _END_SECONDS
-        while running and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        self.should_exit = True
-
-    async def _watch_engine(self) -> None:
-        """Stop when the engine has ended by itself: all requests would be refused from then on."""
-        while self._app.failure is None:
-            await asyncio.sleep(_WATCH_SECONDS)
-        self.failure = self._app.failure
-        self._stop_forced.set()  # the engine has ended its requests, with an error
-        self._stop_requested.set()
+            self._ended, self._deadline = True, now + _END_SECONDS
+        return not running or (self._ended and now >= self._deadline)
 
     async def _log_metrics(self) -> None:
         """Log a line at intervals, while requests run or have run since the last one."""

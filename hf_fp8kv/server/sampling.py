@@ -31,7 +31,7 @@ class TokenLogprob(NamedTuple):
     """The log probability of a token in its place."""
 
     token: int
-    logprob: float
+    logprob: float | None  # None: nothing comes before the token
     rank: int  # 1: no token was more likely
     top: tuple[tuple[int, float], ...]  # the most likely tokens there, the first one first
 

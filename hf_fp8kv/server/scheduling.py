@@ -35,8 +35,9 @@ def share_steps(scheduler: Any) -> None:
         for request, tokens in chosen.items():
             limits[request] = min(tokens, limited.get(request, tokens))
         found = process(ordered, token_budget, *others)
-        # The last one gives up its pages first: the newest prompt, not the longest.
-        scheduler.starved_requests.sort(key=_age)
+        # The last one gives up its pages first: the newest prompt, not the longest. Decoding
+        # requests stay in front, in their order.
+        scheduler.starved_requests.sort(key=lambda one: is_prompt(one[0]) * one[0].created_time)
         return found
 
     def schedule_request(state: Any, tokens: Any, token_budget: int, *others: Any) -> None:
@@ -47,10 +48,9 @@ def share_steps(scheduler: Any) -> None:
     scheduler._schedule_request = schedule_request
 
 
-def _age(starved: tuple[Any, int]) -> tuple[bool, float]:
-    state, _ = starved
-    decodes = state.status == RequestStatus.DECODING
-    return not decodes, 0.0 if decodes else state.created_time
+def is_prompt(state: Any) -> bool:
+    """Return whether a request has no token yet."""
+    return bool(state.status != RequestStatus.DECODING)
 
 
 def limit_scored(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
@@ -60,7 +60,7 @@ def limit_scored(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
     """
     kept, limits, left = [], {}, PROMPT_STEP_TOKENS
     for state in candidates:
-        if wants_prompt(state) and state.status != RequestStatus.DECODING:
+        if wants_prompt(state) and is_prompt(state):
             if not left:
                 continue
             tokens = min(len(state.remaining_prefill_tokens), left)
@@ -76,8 +76,8 @@ def share_tokens(candidates: Sequence[Any], tokens: int) -> tuple[list[Any], dic
     Requests that decode come first, as they are; then the other prompts that have a share, the
     shortest first; then the oldest prompt, which gets what is left; then the rest.
     """
-    decoding = [state for state in candidates if state.status == RequestStatus.DECODING]
-    prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
+    decoding = [state for state in candidates if not is_prompt(state)]
+    prompts = [state for state in candidates if is_prompt(state)]
     room = tokens - len(decoding)
     if len(prompts) < 2 or room < 2:
         return [*decoding, *prompts], {}

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -31,7 +31,8 @@ MAX_CHOICES = 1024  # of one request, of all its prompts
 _MAX_VALUES = 16_384  # in all lists and objects of a field
 _MAX_CONFIG = 16_384  # characters
 
-# Fields of other servers, with the only values that mean what this one does anyway.
+# Fields of other servers, with the only values that mean what this one does anyway. Any other field
+# is unknown.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
@@ -47,14 +48,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         "xtc_probability", "top_n_tokens",
     ), (0,)),
     **dict.fromkeys(("length_penalty", "typical_p", "repeat_penalty", "num_beams"), (1,)),
-    **dict.fromkeys((
-        "truncate_prompt_tokens", "allowed_token_ids", "logits_processors", "chat_template",
-        "documents", "mm_processor_kwargs", "guided_json", "guided_regex", "guided_choice",
-        "guided_grammar", "regex", "ebnf", "json_schema", "lora_path", "kv_transfer_params",
-        "vllm_xargs", "cache_salt", "audio", "prediction", "previous_response_id", "conversation",
-        "reasoning_effort", "web_search_options", "moderation", "image", "background_options",
-        "context_management", "access_programs",
-    ), ()),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("auto", "none"),
@@ -120,15 +113,30 @@ _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _Prompts = Annotated[
     list[_Prompt | _Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 ]
-Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+    # Fields with the only values that change nothing. None of them means no value does.
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def check(self) -> None:
+        """Raise APIError for fields that do not fit together."""
+
+
+Kind = TypeVar("Kind", bound=_Strict)
 
 
 class Defaults(_Strict):
     """What a request's `generation_config` sets, instead of the model's own."""
+
+    only: ClassVar = {
+        "_from_model_config": (True,),
+        **dict.fromkeys(("length_penalty", "num_beams", "num_return_sequences"), (1,)),
+        **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
+        "repetition_penalty": (1,),
+    }
+    _IGNORED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
 
     do_sample: bool | None = None
     temperature: _Temperature | None = None
@@ -138,16 +146,10 @@ class Defaults(_Strict):
     max_new_tokens: _Count | None = None
     eos_token_id: _End | Annotated[list[_End], Field(max_length=128)] | None = None
 
-    _IGNORED: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
-    _NEUTRAL: ClassVar[dict[str, Any]] = {
-        "_from_model_config": True, "length_penalty": 1, "min_length": 0, "min_new_tokens": 0,
-        "no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1,
-        "repetition_penalty": 1,
-    }  # fmt: skip
-
     @classmethod
-    def parse(cls, name: str, text: Any) -> "Defaults":
+    def parse(cls, text: Any) -> "Defaults":
         """Return the defaults in a string with a JSON object. Raises APIError."""
+        name = "generation_config"
         try:
             config = json.loads(text)
             if not isinstance(config, dict) or len(text) > _MAX_CONFIG:
@@ -155,20 +157,24 @@ class Defaults(_Strict):
         except (TypeError, ValueError, RecursionError):
             expected = f"a JSON object in a string of at most {_MAX_CONFIG} characters"
             raise invalid(name, expected, text) from None
-        given = {}
-        for field, value in config.items():
-            if value is None or field in cls._IGNORED:
-                continue
-            if field in cls.model_fields:
-                given[field] = value
-            elif value is not False and not _is_same(value, cls._NEUTRAL.get(field)):
-                fields = ", ".join(cls.model_fields)
-                raise unsupported(f"{name}.{field}", f"one of {fields}", value)
+        given = {
+            field: value
+            for field, value in config.items()
+            if field in cls.model_fields
+            or not (value is None or value is False or field in cls._IGNORED)
+        }
         return validate(cls, given, where=f"{name}.")
 
 
 class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
+
+
+def _read_arguments(value: Any) -> Any:
+    try:
+        return from_json(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError("arguments that are JSON") from None
 
 
 class _TextPart(_Open):
@@ -181,7 +187,7 @@ class Function(_Open):
 
     name: str
     parameters: dict[str, Any] | None = None  # a JSON schema
-    arguments: Any = None
+    arguments: Annotated[Any, BeforeValidator(_read_arguments)] = None
 
 
 class _Call(_Open):
@@ -212,11 +218,19 @@ class Message(_Open):
 
     @field_validator("content")
     @classmethod
-    def _check_content(cls, content: Any, info: ValidationInfo) -> Any:
-        # An assistant that calls tools may have nothing to say.
+    def _read_content(cls, content: Any, info: ValidationInfo) -> str:
         if content is None and not info.data.get("tool_calls"):
             raise ValueError("text, or a list of parts")
-        return content
+        # An assistant that calls tools may have nothing to say.
+        text = content or ""
+        return text if isinstance(text, str) else " ".join(part.text for part in text)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it: content is text, arguments are objects."""
+        names = {"role", "tool_calls", "tool_call_id", "reasoning_content"}
+        given = self.model_dump(exclude_unset=True, include=names)
+        return {"content": self.content, **{name: x for name, x in given.items() if x}}
 
 
 class FunctionCall(_Open):
@@ -224,7 +238,7 @@ class FunctionCall(_Open):
 
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[Any, BeforeValidator(_read_arguments)]
 
 
 class FunctionOutput(_Open):
@@ -283,8 +297,6 @@ class Body(_Strict):
 class Request(Body):
     """A request to generate. Fields that are null are left out before it is validated."""
 
-    # Fields with the only values that mean what this path does anyway; none means no value does.
-    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
     _characters: int = 0  # of its texts
 
     # What to answer, and how long.
@@ -306,7 +318,11 @@ class Request(Body):
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[_Token], Field(max_length=128)] = []
     # OpenAI's four are too few for tasks of lm_eval.
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = []
+    stop: Annotated[
+        list[_Stop],
+        Field(max_length=16),
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    ] = []
     # In which form.
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
@@ -316,7 +332,7 @@ class Request(Body):
     text: Any = None
     structured_outputs: Any = None
     # How tokens are chosen, and what is reported of them.
-    generation_config: Any = None  # Defaults
+    generation_config: Annotated[Defaults | None, BeforeValidator(Defaults.parse)] = None
     temperature: _Temperature | None = None
     top_p: _Positive | None = None
     top_k: _End | None = None
@@ -352,11 +368,6 @@ class Request(Body):
         return None, None
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
     def scores(self) -> tuple[int | None, int | None]:
         """How many likely tokens to report for the answer and the prompt. None means no scores."""
         return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
@@ -383,12 +394,11 @@ class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     only: ClassVar = {
-        "echo": (False,), "add_special_tokens": (False,),
+        **_NEUTRAL, "echo": (False,), "add_special_tokens": (False,),
         **dict.fromkeys(("prompt", "input", "instructions", "text", "best_of"), ()),
     }  # fmt: skip
 
-    @model_validator(mode="after")
-    def _check_all(self) -> Self:
+    def check(self) -> None:
         if not self.messages:
             raise invalid("messages", "a list of one message or more", None)
         _check_tools(self)
@@ -398,21 +408,20 @@ class ChatRequest(Request):
             raise invalid("logprobs", "true or false", self.logprobs)
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "logprobs to be true", self.top_logprobs)
-        return self
 
 
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    only: ClassVar = dict.fromkeys(
-        (
+    only: ClassVar = {
+        **_NEUTRAL,
+        **dict.fromkeys((
             "messages", "input", "instructions", "text", "response_format", "tools", "tool_choice",
             "top_logprobs", "chat_template_kwargs",
-        ), ()
-    )  # fmt: skip
+        ), ()),
+    }  # fmt: skip
 
-    @model_validator(mode="after")
-    def _check_all(self) -> Self:
+    def check(self) -> None:
         prompts = self.prompts
         if prompts == [None]:
             raise invalid("prompt", "text, a list of tokens, or a list of prompts", None)
@@ -425,7 +434,6 @@ class CompletionRequest(Request):
             raise invalid("logprobs", "an integer from 0 to 20", True)
         if self.best_of not in (None, self.n):
             raise unsupported("best_of", "as many as n", self.best_of)
-        return self
 
     @property
     def prompts(self) -> list[Any]:
@@ -448,19 +456,18 @@ class ResponseRequest(Request):
     """POST /v1/responses."""
 
     only: ClassVar = {
-        "echo": (False,), "add_special_tokens": (False,), "top_logprobs": (0,), "n": (1,),
+        **_NEUTRAL, "echo": (False,), "add_special_tokens": (False,), "top_logprobs": (0,),
+        "n": (1,),
         **dict.fromkeys((
             "prompt", "messages", "prompt_logprobs", "logprobs", "stop", "max_tokens", "best_of",
             "max_completion_tokens", "response_format",
         ), ()),
     }  # fmt: skip
 
-    @model_validator(mode="after")
-    def _check_all(self) -> Self:
+    def check(self) -> None:
         if not self.input:
             raise invalid("input", "text, or a list of one message or more", None)
         _check_tools(self)
-        return self
 
 
 class TokenizeRequest(Body):
@@ -471,11 +478,9 @@ class TokenizeRequest(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
-    @model_validator(mode="after")
-    def _check_all(self) -> Self:
+    def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
             raise APIError(400, "prompt, messages: expected one of them")
-        return self
 
 
 class DetokenizeRequest(Body):
@@ -510,38 +515,35 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
         APIError: A field is unknown, invalid, or asks for what this server does not do.
     """
     given = dict[str, Any]()
-    only = {**_NEUTRAL, **kind.only} if issubclass(kind, Request) else {}
     for name, value in sorted(body.items()):
+        field = where + name
         more = itertools.islice(walk(value), _MAX_VALUES + 1, None)  # the first is `value`
         if name not in ("prompt", "tokens") and any(True for _ in more):
-            raise invalid(name, f"at most {_MAX_VALUES} values in all", value)
-        if name in only:
-            if not any(_is_same(value, one) for one in only[name]):
-                expected = " or ".join(map(json.dumps, only[name])) or "nothing"
-                raise unsupported(name, expected, value)
+            raise invalid(field, f"at most {_MAX_VALUES} values in all", value)
+        if name in kind.only:
+            if not any(_is_same(value, one) for one in kind.only[name]):
+                expected = " or ".join(map(json.dumps, kind.only[name])) or "nothing"
+                raise unsupported(field, expected, value)
         elif name in kind.model_fields:
             given[name] = value
         else:
-            message = f"{name:.100}: not a field of this path; leave it out"
-            raise APIError(400, message, param=name, code="unknown_parameter")
+            message = f"{field:.100}: not a field that this path reads; leave it out"
+            raise APIError(400, message, param=field, code="unknown_parameter")
     if given.get("stream") and "prompt_logprobs" in given:
         raise unsupported("prompt_logprobs", "no stream", given["prompt_logprobs"])
-    if "generation_config" in given:
-        given["generation_config"] = Defaults.parse("generation_config", given["generation_config"])
     try:
         found = kind.model_validate(given)
-        if isinstance(found, Request):
-            texts = walk(
-                [body.get(name) for name in ("messages", "input", "instructions", "tools")]
-            )
-            found._characters = sum(len(text) for text in texts if isinstance(text, str))
-        return found
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_context=False)
         name = _name_of(first)
         wanted = dict.fromkeys(_expected(one) for one in (first, *others) if _name_of(one) == name)
         value = None if first["type"] == "missing" else first["input"]
         raise invalid(where + name, " or ".join(wanted)[:200], value) from None
+    found.check()
+    if isinstance(found, Request):
+        texts = walk([body.get(name) for name in ("messages", "input", "instructions", "tools")])
+        found._characters = sum(len(text) for text in texts if isinstance(text, str))
+    return found
 
 
 def _expected(error: Mapping[str, Any]) -> str:

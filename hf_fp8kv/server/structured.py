@@ -34,7 +34,7 @@ _LEXER_STATES = 50_000
 _NO_TOKEN = "none of the model's tokens can follow"
 # Between the parts of JSON: a space, or a line break and an indentation. Models that do not know
 # how to go on would write white space without end.
-_WHITESPACE = r"( |\n {0,32})"
+_OPTIONS: Any = {"whitespace_pattern": r"( |\n {0,32})"}
 # Limits of a grammar: its characters, and parts whose time or memory is not linear in these.
 _CHARACTERS = 65_536
 _EXPRESSIONS = 8_192  # characters of regular expressions
@@ -44,12 +44,12 @@ _MULTIPLES = 10_000
 CHOICE = "tool_choice"
 # vLLM's field.
 STRUCTURED = "structured_outputs"
-# The field, and what makes its grammar with llguidance's LLMatcher.
-_Asked = tuple[str, Callable[[Any], str]]
+# The field, and its grammar as llguidance takes it.
+_Asked = tuple[str, str]
 
 
 def read_grammar(request: Any) -> _Asked | None:
-    """Return the field of a request that has a grammar, and what makes it; None: there is none.
+    """Return the field of a request that has a grammar, and the grammar; None: there is none.
 
     Raises:
         APIError: Fields are wrong, or two of them have a grammar.
@@ -91,13 +91,12 @@ def _read_format(where: str, given: Any, inner: str) -> _Asked | None:
 
 
 def _read_structured_outputs(given: Any) -> _Asked | None:
-    where = STRUCTURED
-    _check_names(where, given, ("json", "regex", "choice", "json_object"))
+    _check_names(STRUCTURED, given, ("json", "regex", "choice", "json_object"))
     asked = {name: value for name, value in given.items() if value not in (None, False)}
     if len(asked) != 1:
-        raise _wrong(where, "one of json, regex, choice, json_object")
+        raise _wrong(STRUCTURED, "one of json, regex, choice, json_object")
     ((name, value),) = asked.items()
-    where = f"{where}.{name}"
+    where = f"{STRUCTURED}.{name}"
     if name == "json_object":
         if value is not True:
             raise _wrong(where, "true or false")
@@ -112,12 +111,13 @@ def _read_structured_outputs(given: Any) -> _Asked | None:
             raise _wrong(where, "a regular expression")
         if len(value) > _EXPRESSIONS:
             raise _wrong(where, f"at most {_EXPRESSIONS} characters")
-        return where, lambda matcher: str(matcher.grammar_from_regex(value))
+        return where, str(llguidance.LLMatcher.grammar_from_regex(value))
     texts = value if isinstance(value, list) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise _wrong(where, "a list of texts")
     lark = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-    return _limited(where, lark, lambda matcher: str(matcher.grammar_from_lark(lark)))
+    _check_limits(where, lark)
+    return where, lark
 
 
 _READERS: Mapping[str, Callable[[Any], _Asked | None]] = {
@@ -143,26 +143,28 @@ def _read_tools(request: Any) -> _Asked | None:
     rules = []
     for index, (tool, schema) in enumerate(schemas.items()):
         begin = json.dumps(f'{{"name": {json.dumps(tool)}, "parameters": ')
-        options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
+        options = {"x-guidance": _OPTIONS}
         rules.append(f'call_{index}: {begin} %json {json.dumps(schema | options)} "}}"')
     any_call = " | ".join(f"call_{index}" for index in range(len(schemas)))
     more = "" if request.parallel_tool_calls is False else ' (", " call)*'
     lark = "\n".join([f'start: "[" call{more} "]"', f"call: {any_call}", *rules])
-    make = lambda matcher: str(matcher.grammar_from_lark(lark))  # noqa: E731
-    return _limited(CHOICE, lark, make, *schemas.values())
+    _check_limits(CHOICE, lark, *schemas.values())
+    return CHOICE, lark
 
 
 def _json(where: str, schema: Any) -> _Asked:
     if not isinstance(schema, dict):
         raise _wrong(where, "a JSON schema, which is an object")
-    options = {"whitespace_pattern": _WHITESPACE}
     text = json.dumps(schema, ensure_ascii=False)
-    make = lambda matcher: str(matcher.grammar_from_json_schema(text, defaults=options))  # noqa: E731
-    return _limited(where, text, make, schema)
+    _check_limits(where, text, schema)
+    try:
+        return where, str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS))
+    except ValueError as error:  # a number that is not finite
+        raise APIError(400, f"{where}: {error}", param=where) from None
 
 
-def _limited(where: str, text: str, make: Callable[[Any], str], *schemas: dict[str, Any]) -> _Asked:
-    """Return a grammar.
+def _check_limits(where: str, text: str, *schemas: dict[str, Any]) -> None:
+    """Check the text of a grammar, and the schemas in it.
 
     Raises:
         APIError: Compiling it would take minutes, or a schema changes how it is compiled.
@@ -185,7 +187,6 @@ def _limited(where: str, text: str, make: Callable[[Any], str], *schemas: dict[s
     patterns = [v["pattern"] for v in values if isinstance(v.get("pattern"), str)]
     if sum(map(len, names + patterns)) > _EXPRESSIONS:
         raise _wrong(where, f"patterns of at most {_EXPRESSIONS} characters")
-    return where, make
 
 
 def _check_names(where: str, given: Any, names: tuple[str, ...]) -> None:
@@ -306,22 +307,20 @@ class Grammars:
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._pool, self._compile, field, grammar)
         try:
-            async with asyncio.timeout(_SECONDS):
-                return await work
+            return await asyncio.wait_for(work, _SECONDS)
         except TimeoutError:
             expected = f"a grammar that is compiled within {_SECONDS:g} s"
             text = f"{field}: expected {expected}; simplify it, or try again later"
             raise APIError(400, text, param=field) from None
 
-    def _compile(self, field: str, grammar: Callable[[Any], str]) -> Guide:
+    def _compile(self, field: str, grammar: str) -> Guide:
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._read_tokens(field)
         tokens, usable = self._tokens
         limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
         try:
-            text = grammar(llguidance.LLMatcher)
-            matcher = llguidance.LLMatcher(tokens, text, limits=limits, log_level=0)
+            matcher = llguidance.LLMatcher(tokens, grammar, limits=limits, log_level=0)
             if matcher.is_error():
                 raise GrammarError(_explain(matcher))
             return Guide(field, matcher, usable)

@@ -27,7 +27,7 @@ from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
 from .engines import StockManager, cache_class
-from .fp8_manager import Enabled, FP8Manager, enabled_state, running_managers
+from .fp8_manager import Enabled, FP8Manager, enabled_state, require_enabled, running_managers
 from .probe import check_kinds, check_packing
 from .usage import Usage, usage
 
@@ -151,13 +151,7 @@ def manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
     Raises:
         ConfigError: `enable` was not called, or the engine's config asks for what is not possible.
     """
-    state = enabled_state(model)
-    if state is None:
-        raise ConfigError(
-            f"expected a model that hf_fp8kv.serving.enable() was called on, got another "
-            f"{type(model).__name__}; call it first"
-        )
-    return state(*args, **kwargs)
+    return require_enabled(model)(*args, **kwargs)
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:

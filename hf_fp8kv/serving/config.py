@@ -1,6 +1,5 @@
 """The configuration of a model's engine, checked before any engine is made."""
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,10 +9,8 @@ from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.identity import identify_model
-from ..modeling.tensor_parallel import TensorParallel
 from ..prefix.pages import identify_options
 from ..prefix.store import PrefixStore
-from ..scales.kv_scales import KVScales
 
 
 class LayerStorage(NamedTuple):
@@ -25,6 +22,13 @@ class LayerStorage(NamedTuple):
     center: torch.Tensor | None  # of K, [Hkv, D]
 
 
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("scales", "dtype", "key_dtype", "value_dtype", "tensor_parallel")),
+    "backend": "auto", "page_size": 64, "max_cache_len": None, "max_pages": None,
+    "prefill": "stored",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ServingConfig:
     """The keywords of `enable`, parsed."""
@@ -33,24 +37,12 @@ class ServingConfig:
     store: PrefixStore | None = None
 
     @classmethod
-    def parse(
-        cls,
-        *,
-        scales: KVScales | str | os.PathLike[str] | float | None = None,
-        dtype: object = None,
-        key_dtype: object = None,
-        value_dtype: object = None,
-        plan: object = None,
-        backend: str = "auto",
-        tensor_parallel: TensorParallel | None = None,
-        prefix_store: PrefixStore | None = None,
-    ) -> "ServingConfig":
-        """Return the configuration. Raises ConfigError, ScaleError or BackendError."""
-        options = CacheOptions.parse(
-            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
-            page_size=64, max_cache_len=None, max_pages=None, prefill="stored", backend=backend,
-            tensor_parallel=tensor_parallel,
-        )  # fmt: skip
+    def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
+        """Return the configuration. Raises ConfigError, ScaleError or BackendError.
+
+        `keywords` are others of `enable`, and `tensor_parallel`.
+        """
+        options = CacheOptions.parse(**{**_DEFAULTS, **keywords})
         if options.first_call_centers:
             raise ConfigError(
                 "plan: expected a plan or scales that carry the centers of K, got none; the engine "
@@ -58,11 +50,6 @@ class ServingConfig:
                 "Make them with hf_fp8kv.choose_plan(model), or store K without centers"
             )
         return cls(options, prefix_store)
-
-    def for_rank(self, rank: int, size: int) -> "ServingConfig":
-        """Return the same configuration for the rank that an engine says it is."""
-        ranks = TensorParallel(rank, size)
-        return replace(self, options=replace(self.options, tensor_parallel=ranks))
 
     def identify(self, model: Any, page_size: int) -> str:
         """Return what the pages of a store depend on beside the tokens."""

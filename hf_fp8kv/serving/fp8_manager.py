@@ -48,7 +48,8 @@ class Enabled:
         self._model = weakref.ref(model)  # weak, since the model holds this
         self.config, self.kept = config, kept
         self._hook = hook or model.register_forward_pre_hook(_reject_stock_cache, with_kwargs=True)
-        self._managers: list[weakref.ref[Any]] = []
+        # The managers that were made for the model and are still alive, the last one last.
+        self.managers = weakref.WeakKeyDictionary[Any, None]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FP8Manager":
         """Return a manager; the arguments are those of transformers' method."""
@@ -73,16 +74,6 @@ class Enabled:
             vars(model)[_KEPT] = self.kept
         restore_attention(model)
 
-    @property
-    def managers(self) -> list[Any]:
-        """The managers that were made for the model and are still alive, the last one last."""
-        return [manager for ref in self._managers if (manager := ref()) is not None]
-
-    def add(self, manager: Any) -> None:
-        """Add a manager, which is not kept alive."""
-        self._managers = [ref for ref in self._managers if ref() is not None]
-        self._managers.append(weakref.ref(manager))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Enabled":
         model = self._model()
         return Enabled(memo.get(id(model), model), self.config, None, deepcopy(self._hook, memo))
@@ -95,6 +86,17 @@ def enabled_state(model: Any) -> Enabled | None:
     """Return what `enable` set on a model; None where it did not, or for what is no model."""
     state = getattr(model, "__dict__", {}).get(_METHOD)
     return state if isinstance(state, Enabled) else None
+
+
+def require_enabled(model: Any) -> Enabled:
+    """Return what `enable` set on a model. Raises ConfigError."""
+    state = enabled_state(model)
+    if state is None:
+        raise ConfigError(
+            "model: expected one that hf_fp8kv.serving.enable() was called on, got another "
+            f"{type(model).__name__}; call it first"
+        )
+    return state
 
 
 def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -110,19 +112,24 @@ def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None
 class FP8Manager(StockManager):  # type: ignore[misc]
     """A ContinuousBatchingManager whose engine stores FP8 pages and attends to them as they are."""
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        generation_config: Any,
+        continuous_batching_config: Any,
+        workload_hints: Any = None,
+    ) -> None:
         self._enabled: Enabled = vars(model)[_METHOD]
-        # Called in the engine's thread with a new batch processor, before its first step.
+        # Called with a new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
         try:
-            super().__init__(model, *args, **kwargs)
-            requested, hints = _bind_arguments(args, kwargs)
+            super().__init__(model, generation_config, continuous_batching_config, workload_hints)
             self._check_compilation()
-            self._choose_graphs(requested, hints)
+            self._choose_graphs(continuous_batching_config, workload_hints)
         except BaseException:
             restore_attention(model)
             raise
-        self._enabled.add(self)
+        self._enabled.managers[self] = None
 
     def _check_compilation(self) -> None:
         """Refuse to compile attention, which works from lists of each step."""
@@ -156,8 +163,10 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                 f"and {type(self.model).__name__}; leave it out"
             )
         config.use_cuda_graph = (False, True)
-        blocks = requested.max_blocks_per_request or _count_blocks(config, hints)
-        config.max_blocks_per_request = blocks
+        # Of the longest request, as the engine counts for its own attentions.
+        tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+        blocks = -(-tokens // config.page_size) + 1 if tokens else _BLOCKS
+        config.max_blocks_per_request = requested.max_blocks_per_request or blocks
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Set the attention "fp8_paged"; `stop` puts back what the model ran before."""
@@ -189,6 +198,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             super().warmup()
 
     def _create_batch_processor(self) -> Any:
+        if self.batch_processor is not None:
+            return super()._create_batch_processor()  # the same one again
         chosen, identity = self._enabled.config, ""
         if chosen.store is not None:
             page_size = self.continuous_batching_config.page_size
@@ -241,16 +252,3 @@ def restore_attention(model: Any, *, excluding: FP8Manager | None = None) -> Non
             before = vars(model).pop(_BEFORE, None)
             if before is not None:
                 set_implementations(model, before)
-
-
-def _bind_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the engine's config and the workload hints among a manager's arguments."""
-    names = ("generation_config", "continuous_batching_config", "workload_hints")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return given["continuous_batching_config"], given.get("workload_hints")
-
-
-def _count_blocks(config: Any, hints: Any) -> int:
-    """Return the pages of the longest request, as the engine counts for its own attentions."""
-    tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-    return -(-tokens // config.page_size) + 1 if tokens else _BLOCKS

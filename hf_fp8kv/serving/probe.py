@@ -26,8 +26,7 @@ LENGTHS = (4, 3)
 # that does not stays below 2e-3, of all that tests/helpers/tiny_models.py builds. In 16 bits the
 # order of sums counts: up to 0.03 there, and what is wrong in a model with real positions is far
 # above 0.1.
-TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
-TOLERANCE_16 = 0.1
+_TOLERANCE, _TOLERANCE_16 = 1e-3, 0.1
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SLOTS = 8
 
@@ -73,7 +72,7 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
             f"{type(error).__name__}: {error}; use generate() with FP8PagedCache"
         ) from error
     difference = _relative_error(torch.cat(packed), torch.cat(wanted))
-    if not difference < TOLERANCES.get(model.dtype, TOLERANCE_16):
+    if not difference < (_TOLERANCE_16 if model.dtype.itemsize < 4 else _TOLERANCE):
         raise ConfigError(
             f"expected a model that takes packed requests, got {name}, whose logits differ with "
             f"them (relative RMS {difference:.2g}): it counts positions by itself, or does not "

@@ -8,7 +8,7 @@ before the start of its sequence sees nothing, and its result is not used).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -100,12 +100,7 @@ class _Entry:
     pages: tuple[_Ints, ...]  # of each kind
 
 
-class _HasTokens(Protocol):
-    @property
-    def tokens(self) -> int: ...
-
-
-_Counted = TypeVar("_Counted", bound=_HasTokens)
+_Counted = TypeVar("_Counted", bound=Any)  # with `tokens`
 
 
 class EngineStep:
@@ -189,26 +184,15 @@ class _Planner:
         return page, (position % self.page_size).astype(np.int32)
 
     def batch(self, group: list[_Entry], step_tokens: int) -> AttendBatch:
-        count = max(entry.tokens for entry in group)
         ends = [entry.past + entry.tokens for entry in group]
         lengths = [end if self.window is None else min(end, self.window) for end in ends]
         pages = [-(-length // self.page_size) for length in lengths]
         table = np.full((len(group), max(pages)), -1, np.int32)
         for row, entry, number in zip(table, group, pages, strict=True):
             row[:number] = entry.pages[self.index][:number]
-        tokens = used = targets = None
-        if count > 1 or len(group) < step_tokens:
-            offset = np.arange(count) - count
-            after = np.array([entry.first + entry.tokens for entry in group])[:, None]
-            padding = np.array([entry.tokens for entry in group])[:, None] + offset < 0
-            chosen = np.where(padding, after - 1, after + offset).reshape(-1)
-            tokens = targets = self.send(chosen, np.int64)
-            if padding.any():
-                real = np.flatnonzero(~padding)
-                used, targets = self.send(real, np.int64), self.send(chosen[real], np.int64)
-        return AttendBatch(
-            tokens, used, targets, count, self.send(table, np.int32),
-            self.send(lengths, np.int32), max(lengths), causal=count > 1,
+        return make_batch(
+            group, step_tokens, self.send(table, np.int32), self.send(lengths, np.int32),
+            max(lengths),
         )  # fmt: skip
 
     def chunk(self, entry: _Entry) -> RingChunk:
@@ -226,6 +210,30 @@ class _Planner:
 
 
 _NONE = np.empty(0, np.int32)
+
+
+def make_batch(
+    group: Sequence[Any], step_tokens: int, table: torch.Tensor, lengths: torch.Tensor, stop: int
+) -> AttendBatch:
+    """Return the operation of requests with about the same number of new tokens.
+
+    Each has `tokens` of the step, from its token `first` on. `table` `[B, M]` and `lengths` `[B]`,
+    this step's tokens among them, are int32; `stop` is at least the largest length.
+    """
+    count = max(entry.tokens for entry in group)
+    tokens = used = targets = None
+    if count > 1 or len(group) < step_tokens:
+        # Shorter ones are padded in front: such queries are before the start of their sequence, or
+        # repeat what it already has, and their results are not used.
+        offset = np.arange(count) - count
+        after = np.array([entry.first + entry.tokens for entry in group])[:, None]
+        padding = np.array([entry.tokens for entry in group])[:, None] + offset < 0
+        places = np.where(padding, after - 1, after + offset).reshape(-1).astype(np.int64)
+        tokens = targets = upload(places, lengths.device)
+        if padding.any():
+            real = np.flatnonzero(~padding).astype(np.int64)
+            used, targets = upload(real, lengths.device), upload(places[real], lengths.device)
+    return AttendBatch(tokens, used, targets, count, table, lengths, stop, causal=count > 1)
 
 
 def group_by_length(entries: Sequence[_Counted]) -> list[list[_Counted]]:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from ..ops.blocks import upload
-from ..serving.step import AttendBatch, LayerWork, decode_work, group_by_length
+from ..serving.step import AttendBatch, LayerWork, decode_work, group_by_length, make_batch
 
 _Ints = npt.NDArray[np.int32]
 
@@ -98,22 +98,8 @@ def _plan_batch(
     group: list[_Row], step_tokens: int, lengths: torch.Tensor, table: torch.Tensor, longest: int
 ) -> AttendBatch:
     """Return the operation of requests with about the same number of new tokens."""
-    count = max(row.tokens for row in group)
     numbers = np.array([row.number for row in group], np.int64)
     if len(numbers) < len(lengths) or (np.diff(numbers) != 1).any():
         chosen = upload(numbers, lengths.device)
         lengths, table = lengths.index_select(0, chosen), table.index_select(0, chosen)
-    tokens = used = targets = None
-    if count > 1 or len(group) < step_tokens:
-        # Shorter ones are padded in front: such queries are before the start of their sequence, or
-        # repeat what it already has, and their results are not used.
-        offset = np.arange(count) - count
-        after = np.array([row.first + row.tokens for row in group])[:, None]
-        padding = np.array([row.tokens for row in group])[:, None] + offset < 0
-        places = np.where(padding, after - 1, after + offset).reshape(-1).astype(np.int64)
-        tokens = targets = upload(places, lengths.device)
-        if padding.any():
-            real = np.flatnonzero(~padding).astype(np.int64)
-            used = upload(real, lengths.device)
-            targets = upload(places[real], lengths.device)
-    return AttendBatch(tokens, used, targets, count, table, lengths, longest, causal=count > 1)
+    return make_batch(group, step_tokens, table, lengths, longest)

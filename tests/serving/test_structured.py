@@ -396,7 +396,7 @@ def guide(folder):
     made = grammars.Grammars(AutoTokenizer.from_pretrained(folder), 95, None)
 
     def guide(regex: str) -> grammars.Guide:
-        return made._compile("regex", lambda matcher: matcher.grammar_from_regex(regex))
+        return made._compile("regex", llguidance.LLMatcher.grammar_from_regex(regex))
 
     return guide
 
@@ -466,4 +466,4 @@ def test_a_tokenizer_without_bytes_is_refused(folder):
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     made = grammars.Grammars(tokenizer, 95, None)
     with pytest.raises(APIError, match=r"x: .*this model's tokenizer is not supported"):
-        made._compile("x", lambda matcher: matcher.grammar_from_regex("a"))
+        made._compile("x", llguidance.LLMatcher.grammar_from_regex("a"))

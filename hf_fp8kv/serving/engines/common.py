@@ -84,8 +84,8 @@ class EngineCache:
             ConfigError, ScaleError, BackendError: what was chosen does not fit the model.
         """
         self._config, dim, layers = config, sizes(config)[1], config.num_hidden_layers
-        self.page_layout = EnginePages.of(chosen.options, layers, heads, dim, page_size, dtype)
         self.storage = chosen.layer_storage(layers, heads, dim, device)
+        self.page_layout = EnginePages.of(chosen.options, layers, heads, dim, page_size, dtype)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
         self._step = EngineStep([])
         self._batch: object = None
@@ -121,15 +121,13 @@ class EngineCache:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scaling: float,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        deterministic: bool,
         engine: Mapping[str, Any],
+        **attention: Any,
     ) -> torch.Tensor:
         """Store one layer's new keys and values, and return the attention, as `attend_layer` does.
 
         `engine` is what the engine passes to every layer: a "block_table" if the step is one.
+        `attention` is scaling, softcap and sinks.
         """
         layer: int = module.layer_idx  # type: ignore[assignment]
         kind = self._kind_of[layer]
@@ -139,9 +137,7 @@ class EngineCache:
             work = self._step.work(kind, query.device)
         return attend_layer(
             query, key, value, work, self.layer_pages(layer), self.storage[layer], self.page_layout,
-            self.backend,
-            window=self.kinds[kind].window, scaling=scaling, softcap=softcap, sinks=sinks,
-            deterministic=deterministic,
+            self.backend, window=self.kinds[kind].window, **attention,
         )  # fmt: skip
 
     def _decode_work(self, layer: int, kind: int, engine: Mapping[str, Any]) -> LayerWork:

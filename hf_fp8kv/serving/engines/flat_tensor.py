@@ -7,6 +7,7 @@ to, so that page `n` is the same bytes for every kind; a block starts at a multi
 
 import weakref
 from bisect import bisect_left
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from transformers.generation.continuous_batching import cache
 
 from ...errors import ConfigError
-from ...ops import Pages, choose_backend
+from ...modeling.tensor_parallel import TensorParallel
+from ...ops import Pages
 from ...prefix.engine import StoredBlocks
 from ...prefix.pages import check_store
 from ..layout import EnginePages, from_page
@@ -48,7 +50,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     ) -> None:
         helper, chosen, heads = distributed_helper, self.chosen, sizes(config)[0]
         if helper.tp_size > 1 and helper.are_kv_heads_tp_ed():
-            chosen = chosen.for_rank(helper.tp_local_rank, helper.tp_size)
+            ranks = TensorParallel(helper.tp_local_rank, helper.tp_size)
+            chosen = replace(chosen, options=replace(chosen.options, tensor_parallel=ranks))
             # An uneven number is an error of the engine itself, before it allocates anything.
             heads = max(heads // helper.tp_size, 1)
         page_size = continuous_batching_config.page_size
@@ -89,11 +92,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def check(model: Any, chosen: Any) -> None:
         """Raise ConfigError or ScaleError if no engine of this model can have this config."""
         config = model.config.get_text_config()
-        heads, dim = sizes(config)
-        heads //= chosen.options.tensor_parallel.size
-        chosen.layer_storage(config.num_hidden_layers, heads, dim)
-        Cache.bytes_per_token(config, chosen, model.dtype)  # pages of one size
-        choose_backend(chosen.options.backend, model.device)
+        heads = sizes(config)[0] // chosen.options.tensor_parallel.size
+        EngineCache()._prepare(chosen, config, heads, 64, model.dtype, model.device)
         if chosen.store is not None:
             check_store(chosen.store, chosen.options, model.config)
         kinds = list(stock.group_layers_by_attn_type(config))
@@ -207,25 +207,15 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         page = self.page_layout.bytes_per_page * self.config.num_hidden_layers
         kinds = self.cache_allocators
         allocator = kinds.get(stock.FULL_ATTENTION) or next(iter(kinds.values()))
-        kept = list(allocator.ledger.cached_blocks)
-        tokens = count_tokens(allocator, kept, lengths, self.page_layout.slots)
-        return total, total - free, page, tokens
-
-
-def count_tokens(kind: Any, kept: list[int], lengths: dict[str, int], size: int) -> int:
-    """Return the tokens in the blocks of one kind of layers; a shared block counts once.
-
-    `kind` has the block tables, and a window if the layers do. `kept` are full blocks that are only
-    there for reuse; `lengths` the tokens of each live request; `size` those of a page.
-    """
-    tokens = dict.fromkeys(kept, size)
-    # Copies: the engine's thread goes on meanwhile.
-    for request, blocks in list(kind.block_table.items()):
-        left = min(lengths.get(request, 0), getattr(kind, "sliding_window", 2**62))
-        for block in list(blocks):
-            tokens[block] = max(tokens.get(block, 0), min(left, size))
-            left = max(left - size, 0)
-    return sum(tokens.values())
+        size = self.page_layout.slots
+        # By block, since requests share some. Copies: the engine's thread goes on meanwhile.
+        tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), size)
+        for request, blocks in list(allocator.block_table.items()):
+            left = min(lengths.get(request, 0), getattr(allocator, "sliding_window", 2**62))
+            for block in list(blocks):
+                tokens[block] = max(tokens.get(block, 0), min(left, size))
+                left = max(left - size, 0)
+        return total, total - free, page, sum(tokens.values())
 
 
 class _FP8Pages:
