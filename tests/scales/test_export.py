@@ -789,7 +789,7 @@ def test_a_copy_never_replaces_anything(tmp_path, model):
 def test_a_copy_does_not_replace_the_working_folder(tmp_path, model, monkeypatch, target):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with refused("got the working folder itself", target):
+    with refused("or the working folder itself", target):
         patched(model, target, "tgi")
     assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
     assert patched(model, Path("../here/copy"), "tgi").is_dir()
