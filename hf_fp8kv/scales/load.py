@@ -41,20 +41,20 @@ _RANK_FILE = re.compile(r"rank([0-9]{1,6})\.safetensors")
 
 def read_file(path: Path, request: Request) -> ScaleData:
     """Return the scales of one file, whichever format it is in; raise ScaleError otherwise."""
-    if path.suffix.lower() in PICKLES:
-        raise ScaleError(
-            f"{path}: expected .json or .safetensors, got {path.suffix}; pickles are never "
-            "loaded, convert the file to safetensors"
-        )
     if not os.path.isfile(path):
         advice = "use from_pretrained" if os.path.isdir(path) else "check the path"
         raise ScaleError(f"{path}: expected a file, found none; {advice}")
+    if path.suffix not in (".json", ".safetensors"):
+        raise ScaleError(
+            f"{path}: expected .json or .safetensors, got {path.suffix!r}; pickles are never "
+            "loaded, convert the file to safetensors"
+        )
     if path.suffix == ".json":
         data = read_json(path)
         if "weight_map" not in data:
             return parse_json(path, data, request, {})
         files = read_weight_map(path)
-    elif path.suffix == ".safetensors":
+    else:
         names, facts = read_header(path)
         if METADATA in facts:
             return read_own_file(path)
@@ -65,10 +65,6 @@ def read_file(path: Path, request: Request) -> ScaleData:
                 "as it does"
             )
         files = dict.fromkeys(names, path.name)
-    else:
-        raise ScaleError(
-            f"{path}: expected .json or .safetensors, got {path.suffix!r}; name one of those"
-        )
     # One file of a checkpoint, or its index: the config beside it says what the scales mean.
     return read_tensors(replace(read_configs(LocalFolder(path.parent)), files=files), request)
 
@@ -97,9 +93,16 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
             return read_file(own, request)
     checkpoint = read_configs(folder)
     indexed = find_indexed(folder)
-    rank_files = {} if indexed else _find_rank_files(checkpoint)
-    if rank_files:
-        return _read_ranks(checkpoint, rank_files, request)
+    listed = [] if indexed else folder.list_files(".safetensors")
+    ranks = {int(match[1]): name for name in listed if (match := _RANK_FILE.fullmatch(name))}
+    # The files of a repository are not listed, so its config must declare TensorRT-LLM's.
+    while not indexed and not listed and checkpoint.declaration.dialect == "trtllm":
+        name = f"rank{len(ranks)}.safetensors"
+        if folder.header(name) is None:
+            break
+        ranks[len(ranks)] = name
+    if ranks:
+        return _read_ranks(checkpoint, ranks, request)
     files = indexed or find_in_shards(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
         # A copy for TGI has an index without the scales, also beside quantized weights.
@@ -115,18 +118,6 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
         return parse_json(path, read_json(path), request, checkpoint.config)
     return read_tensors(checkpoint, request)
-
-
-def _find_rank_files(checkpoint: Checkpoint) -> dict[int, str]:
-    """Return TensorRT-LLM's files of ranks; of a repository only where its config declares them."""
-    listed = checkpoint.folder.list_files(".safetensors")
-    files = {int(match[1]): name for name in listed if (match := _RANK_FILE.fullmatch(name))}
-    while not listed and checkpoint.declaration.dialect == "trtllm":
-        name = f"rank{len(files)}.safetensors"
-        if checkpoint.folder.header(name) is None:
-            break
-        files[len(files)] = name
-    return files
 
 
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
