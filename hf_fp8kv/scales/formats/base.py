@@ -6,7 +6,7 @@ Scales are reduced to what a format can hold, so that nothing saturates that did
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -159,58 +159,39 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         )
     losses: dict[str, list[int]] = defaultdict(list)
     losses["the formats of the plan are left out, servers store E4M3"] = list(scales.plan or ())
-    losses["K's scales make room for the centers, which are left out"] = [
-        index for index, layer in scales.layers.items() if layer.k_center is not None
-    ]
-    layers = {index: _drop_center(layer) for index, layer in scales.layers.items()}
-    head_counts = _count_heads(layers) if format.granularity == "head" else {}
-    for index, layer in layers.items():
-        heads = head_counts.get(index)
-        k, v = (_largest(scale, heads) for scale in layer.static)
-        for before, after in zip(layer.static, (k, v), strict=True):
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for index, layer in scales.layers.items():
+        k, v = layer.static
+        if layer.k_center is not None:  # |K| <= max * scale + |center|
+            losses["K's scales make room for the centers, which are left out"].append(index)
+            room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
+            k = k + (room if k.ndim else room.max())
+        pairs[index] = k, v
+    counts = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
+    # A layer with one number takes the heads of the rest, since all layers have one strategy.
+    several = {*counts.values()} - {1}
+    default = several.pop() if len(several) == 1 else 0
+    counts = {index: count if count > 1 else default for index, count in counts.items()}
+    per_head = format.granularity == "head" and all(counts.values())
+    layers = {}
+    for index, pair in pairs.items():
+        k, v = (x.amax(1, keepdim=True) if x.ndim and per_head else x.max() for x in pair)
+        if per_head:
+            k, v = (x.expand(counts[index], 1).clone() for x in (k, v))
+        for before, after in zip(pair, (k, v), strict=True):
             if before.ndim and (before != after).any():
-                losses[
-                    f"the largest scale of each {'head' if heads else 'layer'} is written"
-                ].append(index)
+                kind = "head" if per_head else "layer"
+                losses[f"the largest scale of each {kind} is written"].append(index)
         if not format.holds_both_sides:
             if (k != v).any():
                 losses["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)
-        layers[index] = LayerScales(k, v, source=layer.source)
+        layers[index] = LayerScales(k, v, source=scales.layers[index].source)
     texts = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
     return replace(scales, layers=layers), texts
 
 
-def _drop_center(layer: LayerScales) -> LayerScales:
-    """Return a scale of K for the same numbers without a center: |K| <= max * scale + |center|."""
-    if layer.k_center is None:
-        return layer
-    k, v = layer.static
-    room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
-    # One number stays one number.
-    room = room if k.ndim else room.max()
-    return LayerScales(k + room, v, source=layer.source)
-
-
-def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
-    """Return how many heads each layer is written for; empty: all are written per tensor."""
-    own = {i: max(len(t) if t.ndim else 1 for t in s.static) for i, s in layers.items()}
-    counts = {*own.values()} - {1}
-    # A layer with one number takes the heads of the rest, since all layers have one strategy.
-    default = counts.pop() if len(counts) == 1 else 0
-    heads = {index: count if count > 1 else default for index, count in own.items()}
-    return heads if all(heads.values()) else {}
-
-
-def _largest(scale: torch.Tensor, heads: int | None) -> torch.Tensor:
-    """Return the largest scale, `[]`, or with a number of heads one for each, `[heads, 1]`."""
-    if heads is None:
-        return scale.max()
-    return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()
-
-
 def _minimal_config(scales: ScaleData) -> Config:
-    """Return the entries of a `config.json` that the scales alone can fill in."""
     config: Config = {"model_type": scales.model_type} if scales.model_type else {}
     if sorted(scales.layers) == list(range(len(scales.layers))):
         config["num_hidden_layers"] = len(scales.layers)
@@ -221,23 +202,19 @@ def _minimal_config(scales: ScaleData) -> Config:
 
 
 def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
-    """Return the attention module of each layer, by the names of its weights."""
-    paths: dict[int, set[str]] = {}
-    for name in checkpoint.files:
-        match = ATTENTION_MODULE.match(name)
-        if match is not None:
-            paths.setdefault(int(match["layer"]), set()).add(match["path"])
+    paths: dict[int, set[str]] = defaultdict(set)
+    for match in filter(None, map(ATTENTION_MODULE.match, checkpoint.files)):
+        paths[int(match["layer"])].add(match["path"])
     for index in layers:
-        if len(paths.get(index, ())) != 1:
+        if len(paths[index]) != 1:
             raise ScaleError(
                 f"{checkpoint.origin}: expected one attention module in layer {index}, got "
-                f"{format_list(sorted(paths.get(index, ()))) or 'none'}; use this model's scales"
+                f"{format_list(sorted(paths[index])) or 'none'}; use this model's scales"
             )
     return {index: paths[index].pop() for index in layers}
 
 
 def _count_bytes(path: Path, names: Collection[str]) -> int:
-    """Return how many bytes of the tensors are in a safetensors file."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     spans = [header[name]["data_offsets"] for name in header.keys() & names]
