@@ -201,7 +201,6 @@ _SPREAD: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = We
 
 
 def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
-    """Return which of the heads of scales are those of this rank, which has `wanted` heads."""
     if heads in (1, wanted):
         return slice(0, heads)
     if heads == wanted * tp_size:

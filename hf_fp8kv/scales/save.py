@@ -140,7 +140,8 @@ class WritableScales(ScaleData):
                 f"{target}: expected a folder that can be written, got {error}; choose another"
                 + (", or weights='copy' (--weights copy)" if weights == "link" else "")
             ) from error
-        _warn_of_losses(target, chosen, losses + chosen.missing_facts(self, opened))
+        if losses := losses + chosen.missing_facts(self, opened):
+            logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
         return [target / name for name, content in contents.items() if content is not None]
 
     def push_to_hub(
@@ -205,13 +206,9 @@ class WritableScales(ScaleData):
                 commit_message=commit_message,
                 revision=revision,
             )
-        _warn_of_losses(repo_id, chosen, losses + chosen.missing_facts(self))
+        if losses := losses + chosen.missing_facts(self):
+            logger.warning("%s: written as %s: %s", repo_id, format, "; ".join(losses))
         return str(commit.commit_url)
-
-
-def _warn_of_losses(place: object, format: ScaleFormat, losses: list[str]) -> None:
-    if losses:
-        logger.warning("%s: written as %s: %s", place, format.name, "; ".join(losses))
 
 
 def _find_format(name: str, tp_size: int) -> ScaleFormat:
@@ -415,19 +412,13 @@ def _values(scales: ScaleData) -> str:
 
 
 def _list_files(folder: Path) -> list[str]:
-    """Return the names of the files in a folder, and of those in the folder of our own file."""
     paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def _find_weights(names: Iterable[str]) -> list[str]:
-    """Return the file names in a model's folder that are weights."""
-    scales = (OWN_FILE, SCALES_FILE)
-    return [
-        name
-        for name in names
-        if PurePath(name).suffix.lower() in WEIGHTS and name not in scales and "/" not in name
-    ]
+    files = (name for name in names if name not in (OWN_FILE, SCALES_FILE) and "/" not in name)
+    return [name for name in files if PurePath(name).suffix.lower() in WEIGHTS]
 
 
 def _check_place(

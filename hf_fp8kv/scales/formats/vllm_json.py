@@ -90,7 +90,6 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
 
 
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
-    """Return the numbers of every rank, each of them checked."""
     ranks: dict[int, dict[int, float]] = {}
     where = f"{path}: kv_cache.scaling_factor"
     # "rank0" is an old spelling of "0".
