@@ -19,6 +19,7 @@ decide at the end (scoring.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,9 +28,8 @@ from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import ROTATED, TensorDict, merge_tensors
-from .pairs import Partners
-from .positions import SPREAD, Beyond
 from .queries import Queries
+from .rope import SPREAD, Beyond, Partners
 from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_near
 
 # The largest relative cost of a larger scale, and how many octaves up are tried.
@@ -68,11 +68,6 @@ class Candidate:
             queries = queries.rotated
         return transform(x, self.center, rotated=self.plan.rotated), queries
 
-    def weigh(self, error: torch.Tensor, queries: Queries, kind: Granularity) -> torch.Tensor:
-        """Return the cost of errors of the scaled values, see `Queries`."""
-        weigh = queries.cost_of_keys if self.side == "k" else queries.cost_of_values
-        return weigh(error, kind)
-
     def measure(
         self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor
     ) -> torch.Tensor:
@@ -84,7 +79,7 @@ class Candidate:
         x, queries = self.transform(x, queries)
         unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
         error = rounding_error(x, unit, self.fmt)
-        return error.square() if queries is None else self.weigh(error, queries, "head")
+        return error.square() if queries is None else queries.cost(self.side, error, "head")
 
 
 def _scale_format(plan: SidePlan) -> Format:
@@ -144,7 +139,6 @@ def list_candidates(
 def _list_plans(
     index: int, options: CalibrationOptions, *, may_turn: bool
 ) -> dict[str, list[SidePlan]]:
-    """Return the plans to try, by side."""
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
     safe, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
@@ -237,7 +231,7 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
             rooms.append(squares.sum(axes, keepdim=True) if axes else squares)
         cost = torch.zeros_like(rooms[0])
         if queries is not None:
-            cost = candidate.weigh(rounding_error(x, scale, fmt), queries, kind)
+            cost = queries.cost(candidate.side, rounding_error(x, scale, fmt), kind)
             cost = (cost.sum(0, keepdim=True) if kind == "tensor" else cost).double()
         costs.append(torch.stack([cost, *rooms]))
     return torch.stack(costs, 1).cpu()
@@ -291,25 +285,22 @@ def choose_scales(
     """Return the scales of each layer for the first candidates, and for the best ones."""
 
     def cost(
-        index: int, k: torch.Tensor, v: torch.Tensor | None, queries: Queries | None
+        sides: str, index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None
     ) -> TensorDict:
         return {
             side: torch.stack(
                 [c.measure(x, queries, scale).sum(dtype=torch.float64).cpu() for c, scale in tried]
             )
             for side, x in (("k", k), ("v", v))
-            if x is not None and len(tried := made[index][side]) > 1
+            if side in sides and len(tried := made[index][side]) > 1
         }
 
-    several = {side: any(len(of[side]) > 1 for of in made.values()) for side in "kv"}
-    near, far = sample_near(windows), sample_far(windows, beyond)
-    costs = (
-        fold_layers(job, "plans", near if any(several.values()) else [], cost),
-        fold_layers(
-            job, "far plans", far if several["k"] else [],
-            lambda index, k, v, queries: cost(index, k, None, queries),
-        ),
-    )  # fmt: skip
+    costs = []
+    for name, sides, batches in (
+        ("plans", "kv", sample_near(windows)), ("far plans", "k", sample_far(windows, beyond)),
+    ):  # fmt: skip
+        several = any(len(of[side]) > 1 for of in made.values() for side in sides)
+        costs.append(fold_layers(job, name, batches if several else [], partial(cost, sides)))
     first, best = {}, {}
     for index, of in made.items():
         found = [of_stage[index] for of_stage in costs if index in of_stage]

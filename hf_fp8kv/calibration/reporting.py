@@ -30,7 +30,7 @@ from . import scoring
 from .choose import transform
 from .divergence import UNQUANTISED
 from .observe import Batch, TensorDict, make_batches, not_finite, observe
-from .positions import Beyond
+from .rope import Beyond
 from .stages import Job, fold_layers
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 _FAR_TOKENS = 2048
 # Tokens that errors are measured on; shares are of all tokens.
 _ERROR_TOKENS = 1024
-# The error under static scales of a layer that has none: no sum is below 0.
-_NONE = -1.0
 
 
 def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
@@ -96,8 +94,8 @@ def _count(
 ) -> torch.Tensor:  # fmt: skip
     """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32.
 
-    It ends with an error for each format, static and dynamic. `fmt` is the format of the layer,
-    unless it has a plan.
+    It ends with an error for each format, under static scales, if there are any, and dynamic ones.
+    `fmt` is the format of the layer, unless it has a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
     center, choose = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
@@ -120,32 +118,22 @@ def _count(
     ]
     x, stored = x[sample], stored[sample]
     counts.append(x.square().sum(dtype=torch.float64))
-    if scale is None:
-        counts += [torch.tensor(_NONE, device=x.device)] * len(formats)
-    else:
+    if scale is not None:
         counts += [_squared_error(stored, scale * f.scale_from_e4m3, f) for f in formats]
     counts += [_squared_error(x, choose(x, f).float()[..., None], f) for f in formats]
     return torch.stack([count.double() for count in counts])
 
 
 def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the squared error of `x` under a scale in the unit of `fmt`, float64."""
     return rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
 
 
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
-    numbers, saturated, not_zero, vanished, energy, *errors = row
-    names = [fmt.name for fmt in formats] + [DYNAMIC + fmt.name for fmt in formats]
-    return SideStatistics(
-        amax,
-        saturated / max(numbers, 1.0),
-        vanished / max(not_zero, 1.0),
-        {
-            name: (e / energy) ** 0.5 if energy else 0.0
-            for name, e in zip(names, errors, strict=True)
-            if e >= 0
-        },
-    )
+    numbers, saturated, not_zero, vanished, energy, *squares = row
+    names = [start + fmt.name for start in ("", DYNAMIC) for fmt in formats][-len(squares) :]
+    errors = [(x / energy) ** 0.5 if energy else 0.0 for x in squares]
+    shares = saturated / max(numbers, 1.0), vanished / max(not_zero, 1.0)
+    return SideStatistics(amax, *shares, dict(zip(names, errors, strict=True)))
 
 
 def _score_quality(
@@ -196,7 +184,6 @@ def make_report(
     windows: Sequence[torch.Tensor],
     scored: Sequence[torch.Tensor],
     beyond: Beyond,
-    *,
     texts: int = 0,
     tokens: int = 0,
 ) -> CalibrationReport:

@@ -14,9 +14,8 @@ from ..formats import Format, LayerPlan
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
 from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, not_finite, observe
-from .pairs import Partners
-from .positions import SPREAD, Beyond
 from .queries import Queries, observe_queries
+from .rope import SPREAD, Beyond, Partners
 
 # Windows on which scales are tried.
 SAMPLE_WINDOWS = 8

@@ -7,8 +7,8 @@ from tqdm import tqdm
 from hf_fp8kv import ConfigError, KVScales, calibrate
 from hf_fp8kv.calibration import reporting as module
 from hf_fp8kv.calibration.observe import Batch, measure_range, merge_tensors
-from hf_fp8kv.calibration.positions import limit_length
 from hf_fp8kv.calibration.reporting import head_amax, measure_statistics
+from hf_fp8kv.calibration.rope import limit_length
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
