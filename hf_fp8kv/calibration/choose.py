@@ -18,7 +18,7 @@ decide at the end (scoring.py).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -58,7 +58,7 @@ class Candidate:
     @property
     def fmt(self) -> Format:
         """The format of the scales. For values that are stored as they are, the unit's format."""
-        return _scale_format(self.plan)
+        return FORMATS[STATIC_DTYPE if self.plan.is_auto else self.plan.format]
 
     def transform(
         self, x: torch.Tensor, queries: Queries | None
@@ -80,10 +80,6 @@ class Candidate:
         unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
         error = rounding_error(x, unit, self.fmt)
         return error.square() if queries is None else queries.cost(self.side, error, "head")
-
-
-def _scale_format(plan: SidePlan) -> Format:
-    return FORMATS[STATIC_DTYPE if plan.is_auto else plan.format]
 
 
 # The candidates of a layer by side. The first candidate of a side is the fallback.
@@ -202,8 +198,8 @@ def make_candidate(
     # Any scale stores zeros, so their range becomes the range of their neighbors, or 1.
     largest = amax.max()
     amax = torch.where(amax > 0, amax, torch.where(largest > 0, largest, 1.0))
-    most = _scale_format(plan).max
-    return Candidate(side, plan, center, amax / most, reach / most, granularity)
+    made = Candidate(side, plan, center, amax, reach, granularity)
+    return replace(made, first=amax / made.fmt.max, reach=reach / made.fmt.max)
 
 
 # The axes of `[Hkv, D]` that share a scale.

@@ -124,9 +124,7 @@ def observe(
         inputs["attention_mask"] = valid.long()
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
-        inputs["decoder_input_ids"] = ids
-        if valid is not None:
-            inputs["decoder_attention_mask"] = valid.long()
+        inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
     if batch.start is not None:
         positions = torch.arange(batch.start, batch.start + ids.shape[1], device=device)
         inputs["position_ids"] = positions.expand(ids.shape)

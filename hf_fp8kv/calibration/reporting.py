@@ -48,14 +48,12 @@ def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
 
 
 def measure_statistics(
-    job: Job,
-    batches: Sequence[Batch],
-    layers: Mapping[int, LayerScales],
-    amax: Mapping[int, Mapping[str, tuple[float, ...]]],
-) -> dict[int, LayerStatistics]:
+    job: Job, batches: Sequence[Batch], layers: Mapping[int, LayerScales],
+    ranges: Mapping[int, TensorDict],
+) -> dict[int, LayerStatistics]:  # fmt: skip
     """Return the statistics of every layer on a text; raise ConfigError for NaN or infinity.
 
-    `amax` has the largest magnitudes of each layer on the texts of its scales.
+    `ranges` are those of the texts that the scales are made on.
     """
     fmt = job.options.fmt
     tokens = sum(batch.tokens for batch in batches)
@@ -80,10 +78,8 @@ def measure_statistics(
     results = {}
     for index in sorted(layers):
         rows = sums[index]["counts"] if sums else torch.zeros(2, 5 + 2 * len(formats))
-        k, v = (
-            _summarize(row.tolist(), amax[index][side], formats)
-            for side, row in zip("kv", rows, strict=True)
-        )
+        amax = head_amax(ranges[index])
+        k, v = (_summarize(rows[i].tolist(), amax[side], formats) for i, side in enumerate("kv"))
         results[index] = LayerStatistics(k, v, layers[index].k_center is not None)
     return results
 
@@ -190,9 +186,7 @@ def make_report(
     """Measure the scales on `windows`, and the model's predictions on `scored`, also beyond."""
     model, options = job.model, job.options
     layers = {index: layer for index, layer in scales.layers.items() if index in ranges}
-    amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
-    batches = make_batches(windows, 1)
-    statistics = measure_statistics(job, batches, layers, amax)
+    statistics = measure_statistics(job, make_batches(windows, 1), layers, ranges)
     rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
     far = beyond.spread(scoring.first_windows(scored, _FAR_TOKENS))
     far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
