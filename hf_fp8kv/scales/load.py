@@ -15,12 +15,12 @@ from .checkpoint.checkpoint import (
     JSON_FILE,
     OWN_FILE,
     OWN_FOLDER,
+    SCALES_FILE,
     Checkpoint,
     Folder,
     HubFolder,
     HubOptions,
     LocalFolder,
-    find_added,
     find_in_shards,
     find_indexed,
     read_configs,
@@ -106,7 +106,7 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     files = indexed or find_in_shards(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
         # A copy for TGI has an index without the scales, also beside quantized weights.
-        files |= find_added(folder)
+        files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)
     checkpoint = replace(checkpoint, files=files)
     if match_tensors(files, checkpoint.declaration)[0]:
         if request.strict and folder.path("config.json") is None:
@@ -129,16 +129,13 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
         )
     for owner in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
         # Each stage of a pipeline counts its layers from 0: which one is which is not written.
-        if owner.get("pp_size") not in (None, 1):
-            raise ScaleError(
-                f"{checkpoint.origin}: expected one pipeline stage, got pp_size = "
-                f"{owner['pp_size']!r}; convert the checkpoint without pipeline parallelism"
-            )
-        for entry in ("tp_size", "world_size", "tensor_parallel"):
-            if owner.get(entry) not in (None, len(files)):
+        counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), len(files))
+        for entry, count in {"pp_size": 1, **counts}.items():
+            if owner.get(entry) not in (None, count):
                 raise ScaleError(
-                    f"{checkpoint.origin}: expected the files of {owner[entry]!r} ranks ({entry} "
-                    f"in config.json), got {len(files)}; fetch the missing files"
+                    f"{checkpoint.origin}: expected {len(files)} ranks of one pipeline stage, as "
+                    f"there are files, got {entry} = {owner[entry]!r} in config.json; fetch "
+                    "missing files, and convert without pipeline parallelism"
                 )
     found: list[ScaleData] = []
 

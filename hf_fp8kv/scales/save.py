@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import ScaleError
-from ..utils.files import WEIGHTS, read_header, read_json, read_weight_map, write_all
+from ..utils.files import WEIGHTS, read_header, read_weight_map, write_all
 from ..utils.text import format_list, format_value
 from .card import CARD_FILE, make_card
 from .checkpoint.checkpoint import (
@@ -32,16 +32,15 @@ from .checkpoint.checkpoint import (
     SCALES_FILE,
     Checkpoint,
     LocalFolder,
-    find_added,
     find_in_shards,
     find_indexed,
     read_configs,
     translate_hub_errors,
 )
-from .checkpoint.configs import HF_QUANT_CONFIG, as_mapping, remove_declaration, text_config
+from .checkpoint.configs import HF_QUANT_CONFIG, remove_declaration, text_config
 from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import SCALE_FORMATS, ScaleFormat
-from .formats.base import TensorFormat, reduce_scales, to_json
+from .formats.base import TensorFormat, make_index, reduce_scales, to_json
 from .formats.hf_fp8kv import HfFp8kv
 from .layer_scales import ScaleData
 from .load import read_folder
@@ -281,7 +280,8 @@ def open_place(
         )
     if not whole and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # only scales wrote it
-    files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
+    files = find_indexed(folder) or find_in_shards(folder)
+    files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)  # not in every index
     if whole and isinstance(format, TensorFormat) and not files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
     present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
@@ -340,9 +340,7 @@ def _change_weights(
             changes[FIRST_FILE if renamed else path.name] = rewrite
     for path in source.glob("*.safetensors.index.json") if removed else ():
         weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed}
-        facts = as_mapping(read_json(path).get("metadata"))
-        facts = {n: fact for n, fact in facts.items() if not n.startswith("total_")}
-        changes[path.name] = to_json({"metadata": facts, "weight_map": weight_map})
+        changes[path.name] = make_index(path, weight_map)
     # An index among `files` comes later, after the files that it names.
     return {name: content for name, content in changes.items() if name not in files}
 

@@ -323,7 +323,8 @@ def test_a_copy_has_the_same_weights_and_reads_back(tmp_path, request, source, f
     assert any(not name.endswith("weight") for name in tensors) == beside
     if beside:
         index = json.loads((copy / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+        assert index["weight_map"].keys() == tensors.keys()
+        assert index["metadata"] == {}  # no count of other tensors
     if format != "quark":  # whose package transformers asks for
         assert_loads_the_same(source, copy)
 

@@ -12,7 +12,6 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
-    NotASafetensorsRepoError,
     SafetensorsParsingError,
 )
 
@@ -33,13 +32,8 @@ OWN_FOLDER = "kv_scales"
 # The file of formats whose scales are tensors of the checkpoint.
 SCALES_FILE = "model-kv-scales.safetensors"
 # The base of HfHubHTTPError is the base of whatever HTTP library the Hub's client uses.
-_HUB_ERRORS: tuple[type[Exception], ...] = (
-    *HfHubHTTPError.__bases__,
-    OSError,
-    ValueError,
-    NotASafetensorsRepoError,
-    SafetensorsParsingError,
-)
+_HUB_ERRORS: tuple[type[Exception], ...]
+_HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsingError)
 
 
 @dataclass(frozen=True)
@@ -221,8 +215,3 @@ def find_in_shards(folder: Folder) -> dict[str, str]:
                 )
             files[name] = shard
     return files
-
-
-def find_added(folder: Folder) -> dict[str, str]:
-    """Return the tensors in our file of scales, which an index need not name."""
-    return dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)

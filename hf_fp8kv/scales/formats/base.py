@@ -6,7 +6,7 @@ Scales are reduced to what a format can hold, so that nothing saturates that did
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +27,13 @@ from ..layer_scales import Granularity, LayerScales, ScaleData
 def to_json(data: object) -> bytes:
     """Return the bytes of a JSON file."""
     return json.dumps(data, indent=2).encode() + b"\n"
+
+
+def make_index(old: Path | None, weight_map: Mapping[str, str]) -> bytes:
+    """Return an index with the metadata of an old one, except counts, which no loader reads."""
+    facts = {} if old is None else as_mapping(read_json(old).get("metadata"))
+    facts = {name: fact for name, fact in facts.items() if not name.startswith("total_")}
+    return to_json({"metadata": facts, "weight_map": weight_map})
 
 
 class ScaleFormat:
@@ -72,18 +79,13 @@ class TensorFormat(ScaleFormat):
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
         weights = {} if checkpoint is None else checkpoint.files
-        config, metadata = _minimal_config(scales), Config()
-        second: Config | None = None
+        config, second, listed = _minimal_config(scales), None, None
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
-        size = 0
         if checkpoint is not None and (weights or checkpoint.config):
             config, second = copy.deepcopy((checkpoint.config, checkpoint.second))
             listed = checkpoint.folder.path(INDEX_FILE)
-            metadata = {} if listed is None else dict(as_mapping(read_json(listed).get("metadata")))
         if checkpoint is not None and weights:
             modules = _attention_modules(checkpoint, scales.layers)
-            paths = [checkpoint.folder.path(file) for file in {*weights.values()}]
-            size = sum(_count_bytes(path, weights) for path in paths if path)
         tensors = {}
         for index, layer in scales.layers.items():
             for side, scale in zip("kv", layer.static, strict=True):
@@ -93,12 +95,11 @@ class TensorFormat(ScaleFormat):
         # Some readers name the modules that hold experts.
         quantizable |= {n.split(".experts.")[0] + ".experts" for n in weights if ".experts." in n}
         in_index = tensors if self.indexed or not weights else {}
-        metadata["total_size"] = size + sum(tensor.nbytes for tensor in in_index.values())
         weight_map = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in weights.items()}
         weight_map |= dict.fromkeys(in_index, SCALES_FILE)
         return {
             SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
-            INDEX_FILE: to_json({"metadata": metadata, "weight_map": weight_map}),
+            INDEX_FILE: make_index(listed, weight_map),
             **self.config_files(config, second, scales, sorted(quantizable)),
         }
 
@@ -212,10 +213,3 @@ def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[
                 f"{format_list(sorted(paths[index])) or 'none'}; use this model's scales"
             )
     return {index: paths[index].pop() for index in layers}
-
-
-def _count_bytes(path: Path, names: Collection[str]) -> int:
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    spans = [header[name]["data_offsets"] for name in header.keys() & names]
-    return sum(stop - start for start, stop in spans)
