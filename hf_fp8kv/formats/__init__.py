@@ -186,14 +186,15 @@ class LayerPlan(NamedTuple):
         """Return the plan from both sides' `str`; raise ConfigError for others."""
         return cls(SidePlan.parse(k), SidePlan.parse(v))
 
-    def check(self) -> None:
-        """Raise ConfigError for sides that are no `SidePlan`, such as their `str`."""
-        for name, side in zip("kv", self, strict=True):
-            if not isinstance(side, SidePlan):
-                raise ConfigError(
-                    f"plan: expected a SidePlan for {name}, got {side!r}; "
-                    "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes a plan of text"
-                )
+    @classmethod
+    def check(cls, plan: object, what: str) -> "LayerPlan":
+        """Return a plan; raise ConfigError unless it is a `LayerPlan` of two `SidePlan`."""
+        if isinstance(plan, cls) and all(isinstance(side, SidePlan) for side in plan):
+            return plan
+        raise ConfigError(
+            f"{what}: expected a LayerPlan of two SidePlan, got {plan!r}; "
+            "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes one of text"
+        )
 
     def __str__(self) -> str:
         return f"K {self.k}, V {self.v}"

@@ -99,6 +99,7 @@ class LayerScales:
 
     Raises:
         ScaleError: what cannot be scales, or not together.
+        ConfigError: a plan that is not a `LayerPlan`.
     """
 
     k: torch.Tensor | None
@@ -117,11 +118,7 @@ class LayerScales:
             center = check_tensor(self.k_center, what, is_center=True)
             object.__setattr__(self, "k_center", center)
         if self.plan is not None:
-            if not isinstance(self.plan, LayerPlan):
-                raise ScaleError(
-                    f"scales ({self.source}): expected a LayerPlan, got {self.plan!r}; make one"
-                )
-            self.plan.check()
+            LayerPlan.check(self.plan, f"plan ({self.source})")
             if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
                 got = "no center" if self.k_center is None else "a center of K"
                 raise ScaleError(

@@ -30,7 +30,7 @@ from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
 from .formats.hf_fp8kv import METADATA, read_own_file
 from .formats.vllm_json import parse_json
-from .layer_scales import LayerScales, ScaleData
+from .layer_scales import ScaleData
 from .report import REPORT_FILE
 from .request import Request
 
@@ -137,13 +137,9 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
                     f"there are files, got {entry} = {owner[entry]!r} in config.json; fetch "
                     "missing files, and convert without pipeline parallelism"
                 )
-    found: list[ScaleData] = []
 
-    def read(rank: int) -> Mapping[int, LayerScales]:
+    def read(rank: int) -> ScaleData:
         names = checkpoint.folder.header(files[rank]) or ()
-        of_rank = replace(checkpoint, files=dict.fromkeys(names, files[rank]))
-        found.append(read_tensors(of_rank, request))
-        return found[-1].layers
+        return read_tensors(replace(checkpoint, files=dict.fromkeys(names, files[rank])), request)
 
-    layers = request.merge_ranks(checkpoint.origin, len(files), read)
-    return replace(found[0], layers=layers)
+    return request.merge_ranks(checkpoint.origin, len(files), read)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from ...errors import ScaleError
@@ -77,16 +78,17 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
     if all(scales == ranks[0] for scales in ranks.values()):
         ranks = {0: ranks[0]}
 
-    def read(rank: int) -> dict[int, LayerScales]:
-        return {
+    def read(rank: int) -> ScaleData:
+        layers = {
             layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
             for layer, scale in ranks[rank].items()
         }
+        return ScaleData(layers, VllmJson.name, model_type, str(path))
 
-    layers = request.merge_ranks(path, len(ranks), read)
+    merged = request.merge_ranks(path, len(ranks), read)
     # Its readers refuse a file with another number of layers, too many as well as too few.
-    layers = request.select_layers(layers, config, str(path), exactly=True)
-    return ScaleData(layers, VllmJson.name, model_type, str(path))
+    layers = request.select_layers(merged.layers, config, str(path), exactly=True)
+    return replace(merged, layers=layers)
 
 
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
