@@ -34,9 +34,8 @@ from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a window, and windows of texts. A window is read at each of the positions that the model
-# has.
-_TOKENS, _WINDOWS, _POSITIONS = 128, 8, (0, 1024, 4096, 16384)
+# Tokens of a window, which is read at each of the positions that the model has.
+_TOKENS, _POSITIONS = 128, (0, 1024, 4096, 16384)
 # The largest cost of a format in each head, relative to the fallback. Costs are for the smallest
 # scales. Those of least error, which a cache searches for K, take a quarter off E3M4's cost for
 # Gaussian values, and two thirds if two channels are 50 times larger.
@@ -78,7 +77,7 @@ def choose_plan(
             model, texts, tokenizer, max_tokens=2**18, max_length=_TOKENS, held_out=0,
             text_column=text_column, chat_template=chat_template,
         )  # fmt: skip
-        windows = sample_windows(corpus.windows, _WINDOWS)
+        windows = sample_windows(corpus.windows)
     tokens = sum(map(len, windows))
     if texts is not None and tokens < _TOKENS:
         logger.warning(

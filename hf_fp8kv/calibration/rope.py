@@ -200,6 +200,5 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
     guess = alone.clone()
     guess[low], guess[low + step] = low + step, low
     known = partner != alone
-    if (guess[known] != partner[known]).any():
-        return partner  # another pattern: what was seen is all that is known
-    return guess
+    # In another pattern, what was seen is all that is known.
+    return guess if torch.equal(guess[known], partner[known]) else partner

@@ -28,8 +28,7 @@ from .checkpoint.checkpoint import (
 from .checkpoint.configs import TGI_ENTRY, as_mapping
 from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
-from .formats.hf_fp8kv import METADATA, read_own_file
-from .formats.vllm_json import parse_json
+from .formats.files import METADATA, parse_json, read_own_file
 from .layer_scales import ScaleData
 from .report import REPORT_FILE
 from .request import Request

@@ -69,7 +69,7 @@ class Request:
         Without a config, all layers up to the last one are expected. With `exactly`, more than the
         expected ones are an error.
         """
-        owners = layers_with_cache(config) if config else range(max(layers) + 1)
+        owners = layers_with_cache(origin, config) if config else range(max(layers) + 1)
         expected = sorted(layers) if owners is None else owners
         extra = format_list(index for index in layers if index not in expected)
         if extra and exactly and self.strict:

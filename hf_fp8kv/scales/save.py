@@ -41,7 +41,7 @@ from .checkpoint.configs import HF_QUANT_CONFIG, remove_declaration, text_config
 from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, make_index, reduce_scales, to_json
-from .formats.hf_fp8kv import HfFp8kv
+from .formats.files import HfFp8kv
 from .layer_scales import ScaleData
 from .load import read_folder
 from .report import REPORT_FILE

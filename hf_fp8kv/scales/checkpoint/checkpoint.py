@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 
 from ...errors import ScaleError
 from ...utils.files import read_header, read_json, read_weight_map
-from .configs import HF_QUANT_CONFIG, Config, Declaration, check_layer_counts, find_declaration
+from .configs import HF_QUANT_CONFIG, Config, Declaration, find_declaration
 from .tensor_names import LIKELY
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -181,7 +181,6 @@ def read_configs(folder: Folder) -> Checkpoint:
     path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
     second = None if second_path is None else read_json(second_path, unique=False)
-    check_layer_counts(path, config)
     return Checkpoint(folder, config, second, {})
 
 

@@ -91,21 +91,18 @@ def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     return config if inner is None else text_config(inner)
 
 
-def check_layer_counts(where: object, config: Mapping[str, object]) -> None:
-    """Raise ScaleError for a `config.json` whose number of layers is no integer."""
-    for name, count in text_config(config).items():
-        if name in _LAYER_COUNTS and count is not None and type(count) is not int:
-            raise ScaleError(
-                f"{where}: {name}: expected an integer, got {format_value(count)}; transformers "
-                "refuses it too, fetch the config again"
-            )
-
-
-def layers_with_cache(config: Mapping[str, object]) -> Sequence[int] | None:
+def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
     """Return the layers that own a KV cache by a `config.json`; None when it does not say."""
-    text = text_config(config)
-    count = next((text[n] for n in _LAYER_COUNTS if isinstance(text.get(n), int)), None)
-    if not isinstance(count, int) or not 0 < count < 1_000_000:
+    text, count = text_config(config), 0
+    for name in reversed(_LAYER_COUNTS):
+        if (value := text.get(name)) is not None:
+            if type(value) is not int:
+                raise ScaleError(
+                    f"{origin}: config.json: {name}: expected an integer, got "
+                    f"{format_value(value)}; transformers refuses it too, fetch the config again"
+                )
+            count = value
+    if not 0 < count < 1_000_000:
         return None
     shared = text.get("num_kv_shared_layers")
     owners = range(count - shared if isinstance(shared, int) else count)
