@@ -211,7 +211,6 @@ class WritableScales(ScaleData):
 
 
 def _find_format(name: str, tp_size: int) -> ScaleFormat:
-    """Return the format of this name; raise ScaleError if it cannot hold so many ranks."""
     if name not in SCALE_FORMATS:
         raise ScaleError(
             f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
@@ -351,7 +350,6 @@ def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str]
 
 
 def _transfer(weights: Weights, source: Path, target: Path) -> None:
-    """Copy a file, or link it if it has weights and these are linked."""
     if weights == "link" and source.suffix.lower() in WEIGHTS:
         # The Hub's cache holds symbolic links, and only the file itself stays.
         os.link(source.resolve(), target)

@@ -79,11 +79,18 @@ class TensorFormat(ScaleFormat):
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
         weights = {} if checkpoint is None else checkpoint.files
-        config, second, listed = _minimal_config(scales), None, None
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
+        config: Config = {"model_type": scales.model_type} if scales.model_type else {}
+        second, listed = None, None
         if checkpoint is not None and (weights or checkpoint.config):
             config, second = copy.deepcopy((checkpoint.config, checkpoint.second))
             listed = checkpoint.folder.path(INDEX_FILE)
+        else:  # the entries that the scales alone can fill in
+            if sorted(scales.layers) == list(range(len(scales.layers))):
+                config["num_hidden_layers"] = len(scales.layers)
+            heads = {len(k) for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
+            if len(heads) == 1:
+                config["num_key_value_heads"] = heads.pop()
         if checkpoint is not None and weights:
             modules = _attention_modules(checkpoint, scales.layers)
         tensors = {}
@@ -190,16 +197,6 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         layers[index] = LayerScales(k, v, source=scales.layers[index].source)
     texts = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
     return replace(scales, layers=layers), texts
-
-
-def _minimal_config(scales: ScaleData) -> Config:
-    config: Config = {"model_type": scales.model_type} if scales.model_type else {}
-    if sorted(scales.layers) == list(range(len(scales.layers))):
-        config["num_hidden_layers"] = len(scales.layers)
-    heads = {k.shape[0] for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
-    if len(heads) == 1:
-        config["num_key_value_heads"] = heads.pop()
-    return config
 
 
 def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
