@@ -17,14 +17,7 @@ from ..formats import DISTINCT, FORMATS, Format
 from ..formats.codec import dynamic_scale, round_to_format, rounding_error, search_scale
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import LayerScales
-from ..scales.report import (
-    DYNAMIC,
-    PLANNED,
-    CalibrationReport,
-    LayerStatistics,
-    QualityRow,
-    SideStatistics,
-)
+from ..scales.report import DYNAMIC, CalibrationReport, LayerStatistics, QualityRow, SideStatistics
 from ..utils.environment import hardware, utc_now, versions
 from . import scoring
 from .choose import transform
@@ -192,7 +185,7 @@ def make_report(
     far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
-        dtype=options.fmt.name if scales.plan is None else PLANNED,
+        dtype=options.fmt.name if scales.plan is None else "plan",
         granularity="/".join(dict.fromkeys(s.granularity for s in scales.layers.values())),
         margin=options.margin,
         texts=texts,

@@ -38,8 +38,6 @@ _HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsin
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder on this machine."""
-
     root: Path
     place: Path | None = None  # where its files will be, for messages
 
@@ -158,8 +156,6 @@ Folder = LocalFolder | HubFolder
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in a folder."""
-
     folder: Folder
     config: Config  # its config.json; empty when there is none
     second: Config | None  # its hf_quant_config.json
@@ -172,7 +168,6 @@ class Checkpoint:
 
     @cached_property
     def declaration(self) -> Declaration:
-        """What both configs declare."""
         return find_declaration(self.config, self.second)
 
 
