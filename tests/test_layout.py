@@ -28,10 +28,10 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1526, "bench": 973, "cache": 3358, "calibration": 2418, "cli": 1746,
-    "enabling": 242, "errors": 63, "formats": 438, "__init__": 62, "modeling": 630, "ops": 6699,
-    "paging": 1699, "prefix": 1059, "scales": 3109, "server": 4068, "serving": 1785,
-    "utils": 517, "vllm": 1022,
+    "attention": 1526, "bench": 973, "cache": 3358, "calibration": 2330, "cli": 1676,
+    "enabling": 242, "errors": 63, "formats": 438, "__init__": 62, "modeling": 625, "ops": 6699,
+    "paging": 1699, "prefix": 1059, "scales": 2937, "server": 4068, "serving": 1785,
+    "utils": 514, "vllm": 1022,
 }  # fmt: skip
 
 

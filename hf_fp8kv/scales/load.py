@@ -45,8 +45,8 @@ def read_file(path: Path, request: Request) -> ScaleData:
         raise ScaleError(f"{path}: expected a file, found none; {advice}")
     if path.suffix not in (".json", ".safetensors"):
         raise ScaleError(
-            f"{path}: expected .json or .safetensors, got {path.suffix!r}; pickles are never "
-            "loaded, convert the file to safetensors"
+            f"{path}: expected .json or .safetensors, got {path.suffix!r}; name one of those, or "
+            "convert the file (pickles are never loaded)"
         )
     if path.suffix == ".json":
         data = read_json(path)
