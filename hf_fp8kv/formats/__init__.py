@@ -66,11 +66,6 @@ class Format:
         """512 over the largest rounding error, which is half of `max_step`: a power of two."""
         return 1024.0 / self.max_step
 
-    @property
-    def min_normal(self) -> float:
-        """The smallest positive value with a full mantissa; past `max` if there is no exponent."""
-        return float(2.0 ** (1 - self.bias))
-
 
 FORMATS: dict[str, Format] = {
     f.name: f

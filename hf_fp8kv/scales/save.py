@@ -427,17 +427,13 @@ def _check_place(
     """
     own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
     replaced = sorted({*files, *own} & {*existing})
-    if replaced and not overwrite:
+    weights = _find_weights(existing) if "config.json" in files else []
+    if (replaced or weights) and not overwrite:
+        without = format_list(replaced) if replaced else "weights"
         raise ScaleError(
-            f"{place}: expected a place without {format_list(replaced)}, got one that has it; "
-            "choose another, or pass overwrite=True (--overwrite)"
-        )
-    weights = _find_weights(existing)
-    if "config.json" in files and weights and not overwrite:
-        raise ScaleError(
-            f"{place}: expected a place without weights, got {format_list(weights)}; choose "
-            "another, or pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
-            "scales, which can be uploaded"
+            f"{place}: expected a place without {without}, got one that has "
+            f"{format_list(weights) or 'it'}; choose another, pass overwrite=True (--overwrite), "
+            "or checkpoint= (--checkpoint) for a copy of a checkpoint with the scales"
         )
     if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
         raise ScaleError(
