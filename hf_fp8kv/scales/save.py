@@ -429,11 +429,11 @@ def _check_place(
     replaced = sorted({*files, *own} & {*existing})
     weights = _find_weights(existing) if "config.json" in files else []
     if (replaced or weights) and not overwrite:
-        without = format_list(replaced) if replaced else "weights"
+        without, found = format_list(replaced), format_list(weights)
         raise ScaleError(
-            f"{place}: expected a place without {without}, got one that has "
-            f"{format_list(weights) or 'it'}; choose another, pass overwrite=True (--overwrite), "
-            "or checkpoint= (--checkpoint) for a copy of a checkpoint with the scales"
+            f"{place}: expected a place without {without or 'weights'}, got one that has "
+            f"{'it' if without else found}; choose another, pass overwrite=True (--overwrite), or "
+            "checkpoint= (--checkpoint) for a copy of a checkpoint with the scales"
         )
     if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
         raise ScaleError(
