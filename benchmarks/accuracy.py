@@ -25,7 +25,7 @@ from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration import choose
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import TensorDict, make_batches, paged_layers
-from hf_fp8kv.calibration.pairs import measure_partners
+from hf_fp8kv.calibration.rope import measure_partners
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job, collect_ranges
 from hf_fp8kv.calibration.texts import Corpus, read_corpus
 from hf_fp8kv.errors import ConfigError

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers, shares_keys
 from ..modeling.step import MaskRequest
-from ..modeling.tensor_parallel import check_divides, kv_heads, query_heads
+from ..modeling.tensor_parallel import check_divides, count_heads, kv_heads
 from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup
 from ..paging.lengths import DeviceLength, HostLength
@@ -78,7 +78,7 @@ class PagedLayers:
         group = self._group(window)
         heads, of_queries, size = None, 0, self.options.tensor_parallel.size
         if self.config is not None:
-            of_queries = (query_heads(self.config, index) or 0) // size
+            of_queries = (count_heads(self.config, index) or 0) // size
             heads = kv_heads(self.config, index) if size > 1 else None
         encoding = Encoding(index, self.options, self.first_tokens, heads, turns)
         pool = pool or self.options.new_pool(encoding.plan, self.budget, index)

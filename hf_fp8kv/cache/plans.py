@@ -56,12 +56,7 @@ def parse_plan(plan: object) -> Plan | None:
                 f"plan: expected layers' numbers from 0, got {index!r}; name layers as `plan` of a "
                 "cache does"
             )
-        if not isinstance(layer, LayerPlan):
-            raise ConfigError(
-                f"plan: expected a LayerPlan for layer {index}, got {layer!r}; {_HOW}"
-            )
-        layer.check()
-        if layer.v.centered:
+        if LayerPlan.check(layer, f"plan of layer {index}").v.centered:
             raise ConfigError(
                 f"plan: expected V without a center, which only K can have, got {layer} for layer "
                 f"{index}; leave 'centered' out of V's plan"

@@ -18,7 +18,8 @@ decide at the end (scoring.py).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -27,9 +28,8 @@ from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import ROTATED, TensorDict, merge_tensors
-from .pairs import Partners
-from .positions import SPREAD, Beyond
 from .queries import Queries
+from .rope import SPREAD, Beyond, Partners
 from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_near
 
 # The largest relative cost of a larger scale, and how many octaves up are tried.
@@ -58,7 +58,7 @@ class Candidate:
     @property
     def fmt(self) -> Format:
         """The format of the scales. For values that are stored as they are, the unit's format."""
-        return _scale_format(self.plan)
+        return FORMATS[STATIC_DTYPE if self.plan.is_auto else self.plan.format]
 
     def transform(
         self, x: torch.Tensor, queries: Queries | None
@@ -67,11 +67,6 @@ class Candidate:
         if queries is not None and self.plan.rotated and self.side == "k":
             queries = queries.rotated
         return transform(x, self.center, rotated=self.plan.rotated), queries
-
-    def weigh(self, error: torch.Tensor, queries: Queries, kind: Granularity) -> torch.Tensor:
-        """Return the cost of errors of the scaled values, see `Queries`."""
-        weigh = queries.cost_of_keys if self.side == "k" else queries.cost_of_values
-        return weigh(error, kind)
 
     def measure(
         self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor
@@ -84,11 +79,7 @@ class Candidate:
         x, queries = self.transform(x, queries)
         unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
         error = rounding_error(x, unit, self.fmt)
-        return error.square() if queries is None else self.weigh(error, queries, "head")
-
-
-def _scale_format(plan: SidePlan) -> Format:
-    return FORMATS[STATIC_DTYPE if plan.is_auto else plan.format]
+        return error.square() if queries is None else queries.cost(self.side, error, "head")
 
 
 # The candidates of a layer by side. The first candidate of a side is the fallback.
@@ -144,7 +135,6 @@ def list_candidates(
 def _list_plans(
     index: int, options: CalibrationOptions, *, may_turn: bool
 ) -> dict[str, list[SidePlan]]:
-    """Return the plans to try, by side."""
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
     safe, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
@@ -208,8 +198,8 @@ def make_candidate(
     # Any scale stores zeros, so their range becomes the range of their neighbors, or 1.
     largest = amax.max()
     amax = torch.where(amax > 0, amax, torch.where(largest > 0, largest, 1.0))
-    most = _scale_format(plan).max
-    return Candidate(side, plan, center, amax / most, reach / most, granularity)
+    made = Candidate(side, plan, center, amax, reach, granularity)
+    return replace(made, first=amax / made.fmt.max, reach=reach / made.fmt.max)
 
 
 # The axes of `[Hkv, D]` that share a scale.
@@ -237,7 +227,7 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
             rooms.append(squares.sum(axes, keepdim=True) if axes else squares)
         cost = torch.zeros_like(rooms[0])
         if queries is not None:
-            cost = candidate.weigh(rounding_error(x, scale, fmt), queries, kind)
+            cost = queries.cost(candidate.side, rounding_error(x, scale, fmt), kind)
             cost = (cost.sum(0, keepdim=True) if kind == "tensor" else cost).double()
         costs.append(torch.stack([cost, *rooms]))
     return torch.stack(costs, 1).cpu()
@@ -291,25 +281,22 @@ def choose_scales(
     """Return the scales of each layer for the first candidates, and for the best ones."""
 
     def cost(
-        index: int, k: torch.Tensor, v: torch.Tensor | None, queries: Queries | None
+        sides: str, index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None
     ) -> TensorDict:
         return {
             side: torch.stack(
                 [c.measure(x, queries, scale).sum(dtype=torch.float64).cpu() for c, scale in tried]
             )
             for side, x in (("k", k), ("v", v))
-            if x is not None and len(tried := made[index][side]) > 1
+            if side in sides and len(tried := made[index][side]) > 1
         }
 
-    several = {side: any(len(of[side]) > 1 for of in made.values()) for side in "kv"}
-    near, far = sample_near(windows), sample_far(windows, beyond)
-    costs = (
-        fold_layers(job, "plans", near if any(several.values()) else [], cost),
-        fold_layers(
-            job, "far plans", far if several["k"] else [],
-            lambda index, k, v, queries: cost(index, k, None, queries),
-        ),
-    )  # fmt: skip
+    costs = []
+    for name, sides, batches in (
+        ("plans", "kv", sample_near(windows)), ("far plans", "k", sample_far(windows, beyond)),
+    ):  # fmt: skip
+        several = any(len(of[side]) > 1 for of in made.values() for side in sides)
+        costs.append(fold_layers(job, name, batches if several else [], partial(cost, sides)))
     first, best = {}, {}
     for index, of in made.items():
         found = [of_stage[index] for of_stage in costs if index in of_stage]

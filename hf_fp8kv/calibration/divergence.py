@@ -28,14 +28,9 @@ class Scores:
 
         The perplexity is NaN where no token of the text is known to follow a scored one.
         """
-        return QualityRow(
-            cache,
-            self.kl.mean().item(),
-            self.kl.max().item(),
-            self.same.mean().item(),
-            self.surprise.mean().exp().item(),
-            self.kl.numel(),
-        )
+        kl, top1, surprise = self.kl.mean().item(), self.same.mean().item(), self.surprise.mean()
+        tokens = self.kl.numel()
+        return QualityRow(cache, kl, self.kl.max().item(), top1, surprise.exp().item(), tokens)
 
     @classmethod
     def concat(cls, parts: Iterable["Scores"]) -> "Scores":

@@ -58,18 +58,14 @@ class _ObservedCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        def without_padding(states: torch.Tensor) -> torch.Tensor:  # [B, H, T, D] -> [N, H, D]
+            # mps has no float64, which sums are made in.
+            states = states.cpu() if states.device.type == "mps" else states
+            rows = states.detach().transpose(1, 2)
+            return rows.flatten(0, 1) if self._valid is None else rows[self._valid.to(rows.device)]
+
         if layer_idx in self._observed:
-            # [B, H, T, D] -> [N, H, D], without what is padding
-            rows = [
-                # mps has no float64, which sums are made in.
-                (states.cpu() if states.device.type == "mps" else states).detach().transpose(1, 2)
-                for states in (key_states, value_states)
-            ]
-            if self._valid is None:
-                k, v = (row.flatten(0, 1) for row in rows)
-            else:
-                k, v = (row[self._valid.to(row.device)] for row in rows)
-            self._on_states(layer_idx, k, v)
+            self._on_states(layer_idx, without_padding(key_states), without_padding(value_states))
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
@@ -124,9 +120,7 @@ def observe(
         inputs["attention_mask"] = valid.long()
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
-        inputs["decoder_input_ids"] = ids
-        if valid is not None:
-            inputs["decoder_attention_mask"] = valid.long()
+        inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
     if batch.start is not None:
         positions = torch.arange(batch.start, batch.start + ids.shape[1], device=device)
         inputs["position_ids"] = positions.expand(ids.shape)

@@ -27,16 +27,15 @@ from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import fingerprint_weights
 from .observe import Batch, not_finite, paged_layers
-from .positions import find_limit, turns_keys
 from .queries import Queries, observe_queries
+from .rope import find_limit, find_ropes
 from .stages import sample_windows
 from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a window, and windows of texts. A window is read at each of the positions that the model
-# has.
-_TOKENS, _WINDOWS, _POSITIONS = 128, 8, (0, 1024, 4096, 16384)
+# Tokens of a window, which is read at each of the positions that the model has.
+_TOKENS, _POSITIONS = 128, (0, 1024, 4096, 16384)
 # The largest cost of a format in each head, relative to the fallback. Costs are for the smallest
 # scales. Those of least error, which a cache searches for K, take a quarter off E3M4's cost for
 # Gaussian values, and two thirds if two channels are 50 times larger.
@@ -78,7 +77,7 @@ def choose_plan(
             model, texts, tokenizer, max_tokens=2**18, max_length=_TOKENS, held_out=0,
             text_column=text_column, chat_template=chat_template,
         )  # fmt: skip
-        windows = sample_windows(corpus.windows, _WINDOWS)
+        windows = sample_windows(corpus.windows)
     tokens = sum(map(len, windows))
     if texts is not None and tokens < _TOKENS:
         logger.warning(
@@ -88,7 +87,7 @@ def choose_plan(
     with eval_mode(model):
         reads, positions = _read(model, layers, windows)
     latent = caches_latents(model.config.get_text_config(decoder=True))
-    may_move = positions > 1 or not turns_keys(model)
+    may_move = positions > 1 or not find_ropes(model)
     source = f"chosen on {tokens} {'random tokens' if texts is None else 'tokens of text'}"
     chosen = {}
     for index in sorted(layers):
@@ -181,8 +180,12 @@ def _choose(
         else:
             k_errors = dynamic_errors(of_k, formats[:count])
             v_errors = dynamic_errors(of_v, formats[count:])
-        cost = _cost_of_keys(q, weights, k_errors, k_plans)
-        # As `Queries.cost_of_values`. Rotation changes no cost of values.
+        # As `Queries.cost`. Rotated queries and rotated errors have the same products, and rotation
+        # changes no cost of values.
+        both = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
+        moved = both[[int(plan.rotated) for plan in k_plans]] @ k_errors.mT
+        moved = moved - (weights * moved).sum(-1, keepdim=True)
+        cost = (weights * moved.square()).sum((1, 3, 4))
         costs.append(torch.cat([cost, (weights @ v_errors).square().sum((1, 3, 4))]))
     found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
@@ -200,15 +203,6 @@ def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> 
     variants = torch.cat([variants, variants @ _hadamard(x.shape[-1], x.device)])
     which = [plan.centered + len(variants) // 2 * plan.rotated for plan in plans]
     return variants[which].transpose(2, 3)
-
-
-def _cost_of_keys(q: Tensor, weights: Tensor, errors: Tensor, plans: Sequence[SidePlan]) -> Tensor:
-    """Return what `Queries.cost_of_keys` does: `[plans, Hkv]`."""
-    # Rotated queries and rotated errors have the same products.
-    both = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
-    moved = both[[int(plan.rotated) for plan in plans]] @ errors.mT
-    moved = moved - (weights * moved).sum(-1, keepdim=True)
-    return (weights * moved.square()).sum((1, 3, 4))
 
 
 @functools.cache

@@ -60,8 +60,11 @@ class Queries:
         spread = self.weights * (1 - self.weights)
         return torch.einsum("hgqn,hgqd->nhd", spread, self.q.square())
 
-    def cost_of_keys(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-        """Return the cost of errors of K, `[N, Hkv, Dk]`: `[Hkv, 1]`, by channel `[Hkv, Dk]`."""
+    def cost(self, side: str, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+        """Return the cost of errors of K or V, `[N, Hkv, D]`: `[Hkv, 1]`, by channel `[Hkv, D]`."""
+        if side == "v":
+            moved = torch.einsum("hgqn,nhd->hgqd", self.weights, error).square().sum((-3, -2))
+            return moved if granularity == "channel" else moved.sum(-1, keepdim=True)
         if granularity == "channel":
             mean = torch.einsum("hgqn,nhd->hgqd", self.weights, error)
             square = torch.einsum("hgqn,nhd->hgqd", self.weights, error.square())
@@ -69,11 +72,6 @@ class Queries:
         moved = torch.einsum("hgqd,nhd->hgqn", self.q, error)
         mean = (self.weights * moved).sum(-1, keepdim=True)
         return (self.weights * (moved - mean).square()).sum((-3, -2, -1))[..., None]
-
-    def cost_of_values(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-        """Return the cost of errors of V, `[N, Hkv, Dv]`, in the same shapes."""
-        moved = torch.einsum("hgqn,nhd->hgqd", self.weights, error).square().sum((-3, -2))
-        return moved if granularity == "channel" else moved.sum(-1, keepdim=True)
 
 
 def observe_queries(

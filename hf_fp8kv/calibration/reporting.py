@@ -17,20 +17,13 @@ from ..formats import DISTINCT, FORMATS, Format
 from ..formats.codec import dynamic_scale, round_to_format, rounding_error, search_scale
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import LayerScales
-from ..scales.report import (
-    DYNAMIC,
-    PLANNED,
-    CalibrationReport,
-    LayerStatistics,
-    QualityRow,
-    SideStatistics,
-)
+from ..scales.report import DYNAMIC, CalibrationReport, LayerStatistics, QualityRow, SideStatistics
 from ..utils.environment import hardware, utc_now, versions
 from . import scoring
 from .choose import transform
 from .divergence import UNQUANTISED
 from .observe import Batch, TensorDict, make_batches, not_finite, observe
-from .positions import Beyond
+from .rope import Beyond
 from .stages import Job, fold_layers
 
 logger = logging.getLogger(__name__)
@@ -39,8 +32,6 @@ logger = logging.getLogger(__name__)
 _FAR_TOKENS = 2048
 # Tokens that errors are measured on; shares are of all tokens.
 _ERROR_TOKENS = 1024
-# The error under static scales of a layer that has none: no sum is below 0.
-_NONE = -1.0
 
 
 def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
@@ -50,14 +41,12 @@ def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
 
 
 def measure_statistics(
-    job: Job,
-    batches: Sequence[Batch],
-    layers: Mapping[int, LayerScales],
-    amax: Mapping[int, Mapping[str, tuple[float, ...]]],
-) -> dict[int, LayerStatistics]:
+    job: Job, batches: Sequence[Batch], layers: Mapping[int, LayerScales],
+    ranges: Mapping[int, TensorDict],
+) -> dict[int, LayerStatistics]:  # fmt: skip
     """Return the statistics of every layer on a text; raise ConfigError for NaN or infinity.
 
-    `amax` has the largest magnitudes of each layer on the texts of its scales.
+    `ranges` are those of the texts that the scales are made on.
     """
     fmt = job.options.fmt
     tokens = sum(batch.tokens for batch in batches)
@@ -82,10 +71,8 @@ def measure_statistics(
     results = {}
     for index in sorted(layers):
         rows = sums[index]["counts"] if sums else torch.zeros(2, 5 + 2 * len(formats))
-        k, v = (
-            _summarize(row.tolist(), amax[index][side], formats)
-            for side, row in zip("kv", rows, strict=True)
-        )
+        amax = head_amax(ranges[index])
+        k, v = (_summarize(rows[i].tolist(), amax[side], formats) for i, side in enumerate("kv"))
         results[index] = LayerStatistics(k, v, layers[index].k_center is not None)
     return results
 
@@ -96,8 +83,8 @@ def _count(
 ) -> torch.Tensor:  # fmt: skip
     """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32.
 
-    It ends with an error for each format, static and dynamic. `fmt` is the format of the layer,
-    unless it has a plan.
+    It ends with an error for each format, under static scales, if there are any, and dynamic ones.
+    `fmt` is the format of the layer, unless it has a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
     center, choose = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
@@ -120,32 +107,22 @@ def _count(
     ]
     x, stored = x[sample], stored[sample]
     counts.append(x.square().sum(dtype=torch.float64))
-    if scale is None:
-        counts += [torch.tensor(_NONE, device=x.device)] * len(formats)
-    else:
+    if scale is not None:
         counts += [_squared_error(stored, scale * f.scale_from_e4m3, f) for f in formats]
     counts += [_squared_error(x, choose(x, f).float()[..., None], f) for f in formats]
     return torch.stack([count.double() for count in counts])
 
 
 def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the squared error of `x` under a scale in the unit of `fmt`, float64."""
     return rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
 
 
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
-    numbers, saturated, not_zero, vanished, energy, *errors = row
-    names = [fmt.name for fmt in formats] + [DYNAMIC + fmt.name for fmt in formats]
-    return SideStatistics(
-        amax,
-        saturated / max(numbers, 1.0),
-        vanished / max(not_zero, 1.0),
-        {
-            name: (e / energy) ** 0.5 if energy else 0.0
-            for name, e in zip(names, errors, strict=True)
-            if e >= 0
-        },
-    )
+    numbers, saturated, not_zero, vanished, energy, *squares = row
+    names = [start + fmt.name for start in ("", DYNAMIC) for fmt in formats][-len(squares) :]
+    errors = [(x / energy) ** 0.5 if energy else 0.0 for x in squares]
+    shares = saturated / max(numbers, 1.0), vanished / max(not_zero, 1.0)
+    return SideStatistics(amax, *shares, dict(zip(names, errors, strict=True)))
 
 
 def _score_quality(
@@ -196,22 +173,19 @@ def make_report(
     windows: Sequence[torch.Tensor],
     scored: Sequence[torch.Tensor],
     beyond: Beyond,
-    *,
     texts: int = 0,
     tokens: int = 0,
 ) -> CalibrationReport:
     """Measure the scales on `windows`, and the model's predictions on `scored`, also beyond."""
     model, options = job.model, job.options
     layers = {index: layer for index, layer in scales.layers.items() if index in ranges}
-    amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
-    batches = make_batches(windows, 1)
-    statistics = measure_statistics(job, batches, layers, amax)
+    statistics = measure_statistics(job, make_batches(windows, 1), layers, ranges)
     rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
     far = beyond.spread(scoring.first_windows(scored, _FAR_TOKENS))
     far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
-        dtype=options.fmt.name if scales.plan is None else PLANNED,
+        dtype=options.fmt.name if scales.plan is None else "plan",
         granularity="/".join(dict.fromkeys(s.granularity for s in scales.layers.values())),
         margin=options.margin,
         texts=texts,

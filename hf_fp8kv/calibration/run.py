@@ -24,10 +24,9 @@ from ..utils.digests import fingerprint_weights
 from ..utils.text import format_list, format_value
 from . import choose, scoring, stages
 from .observe import TensorDict, make_batches, paged_layers
-from .pairs import Partners, measure_partners
-from .positions import Beyond, check_count, find_reach, turns_keys
 from .queries import observe_queries
 from .reporting import make_report
+from .rope import Beyond, Partners, check_count, find_reach, find_ropes, measure_partners
 from .stages import CalibrationOptions, Job
 from .texts import read_model_corpus
 
@@ -100,19 +99,16 @@ def calibrate(
     if caches_latents(model.config.get_text_config(decoder=True)):
         options = replace(options, latent=True, center=False)
     check_count("batch_size", batch_size)
-    beyond = Beyond(find_reach(model, max_length, max_position))
+    reach = find_reach(model, max_length, max_position)
     corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    with _run_in_eval_mode(model, layers, options, progress) as job:
-        partners = measure_partners(model, corpus.windows[0], layers)
-        batches = make_batches(corpus.windows, batch_size)
-        ranges = stages.collect_ranges(job, "text", batches, partners)
+    read = _read_windows(model, layers, options, progress, corpus.windows, batch_size, reach)
+    with read as (job, ranges, partners, beyond):
         _warn_of_gaps(job, ranges, partners)
-        beyond = _find_beyond(model, beyond, partners)
         beyond, near, far = _collect_samples(job, corpus.windows, partners, beyond)
-        may_turn = bool(beyond.untried) and turns_keys(model)
+        may_turn = bool(beyond.untried) and bool(find_ropes(model))
         candidates = {
             index: choose.list_candidates(
                 index, of, partners[index], options, near.get(index), far.get(index),
@@ -130,9 +126,8 @@ def calibrate(
             for layers in choose.choose_scales(job, corpus.windows, beyond, made)
         )  # fmt: skip
         scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
-        counts = {"texts": corpus.texts, "tokens": corpus.tokens}
-        held = corpus.held_out
-        report = make_report(job, scales, ranges, centers, held, held, beyond, **counts)
+        held, counts = corpus.held_out, (corpus.texts, corpus.tokens)
+        report = make_report(job, scales, ranges, centers, held, held, beyond, *counts)
     return replace(scales, report=report)
 
 
@@ -164,7 +159,7 @@ def measure(
     """
     layers = paged_layers(model)
     options = _options(model, "head", False, dtype, 1.0, None)
-    beyond = Beyond(find_reach(model, max_length, max_position))
+    reach = find_reach(model, max_length, max_position)
     if not isinstance(found := resolve(scales), KVScales):
         raise ConfigError(
             f"scales: expected KVScales, a path or a repository id, got {scales!r}; "
@@ -178,13 +173,11 @@ def measure(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    scored = scoring.first_windows(corpus.windows, _SCORED)
-    with _run_in_eval_mode(model, layers, options, progress) as job:
-        partners = measure_partners(model, corpus.windows[0], layers)
-        ranges = stages.collect_ranges(job, "text", make_batches(corpus.windows, 1), partners)
-        beyond = _find_beyond(model, beyond, partners)
+    windows, scored = corpus.windows, scoring.first_windows(corpus.windows, _SCORED)
+    read = _read_windows(model, layers, options, progress, windows, 1, reach)
+    with read as (job, ranges, _, beyond):
         centers = "Centers were not tried: the scales were given."
-        return make_report(job, scales, ranges, centers, corpus.windows, scored, beyond)
+        return make_report(job, scales, ranges, centers, windows, scored, beyond)
 
 
 def _options(
@@ -219,17 +212,6 @@ def _options(
             "would saturate what was seen"
         )
     return CalibrationOptions(granularity, FORMATS[name], float(margin), center, chosen)  # type: ignore[arg-type]
-
-
-def _find_beyond(
-    model: PreTrainedModel, beyond: Beyond, partners: Mapping[int, Partners]
-) -> Beyond:
-    """Return the positions at which the model can be run."""
-    if any(of.k is not None for of in partners.values()):
-        return beyond
-    kind = type(model).__name__
-    what = "is an encoder-decoder" if model.config.is_encoder_decoder else "takes no position_ids"
-    return replace(beyond, untried=f"{kind} cannot be run at other positions: it {what}")
 
 
 def _collect_samples(
@@ -269,10 +251,19 @@ def _warn_of_gaps(
 
 
 @contextmanager
-def _run_in_eval_mode(
-    model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, progress: bool
-) -> Iterator[Job]:
-    """Put the model in eval mode and draw a bar, which starts over at each stage."""
+def _read_windows(
+    model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, progress: bool,
+    windows: Sequence[torch.Tensor], batch_size: int, reach: int,
+) -> Iterator[tuple[Job, dict[int, TensorDict], dict[int, Partners], Beyond]]:  # fmt: skip
+    """Read windows in eval mode, with a bar that starts over at each stage of the block."""
     with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
-        yield Job(model, layers, options, bar)
+        job = Job(model, layers, options, bar)
+        partners = measure_partners(model, windows[0], layers)
+        ranges = stages.collect_ranges(job, "text", make_batches(windows, batch_size), partners)
+        known, kind = any(of.k is not None for of in partners.values()), type(model).__name__
+        why = (
+            "is an encoder-decoder" if model.config.is_encoder_decoder else "takes no position_ids"
+        )
+        untried = "" if known else f"{kind} cannot be run at other positions: it {why}"
+        yield job, ranges, partners, Beyond(reach, untried)
         bar.set_description("done")

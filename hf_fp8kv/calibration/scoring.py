@@ -14,7 +14,7 @@ from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales, StoragePlan
 from .divergence import Scores, compare_caches
 from .observe import MODEL_ERRORS, Batch, input_device
-from .positions import Beyond, turns_keys
+from .rope import Beyond, find_ropes
 from .stages import Job
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def check_plans(
     elif not job.options.center:
         return safe, "Centers of K were not asked for."
     note = f" Other positions: {beyond.untried}." if beyond.untried else ""
-    if note and turns_keys(job.model):
+    if note and find_ropes(job.model):
         note = f" RoPE turns K with the position, and {beyond.untried}: K stays as it is."
     layers = chosen.layers
     changed = sum(
@@ -62,10 +62,8 @@ def check_plans(
     trial = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
     if not trial:
         return safe, f"{kept} the texts are too short to try others.{note}"
-    caches = {
-        "without": cache_factory(job, safe, layers),
-        "with": cache_factory(job, chosen, layers),
-    }
+    both = {"without": safe, "with": chosen}
+    caches = {name: cache_factory(job, scales, layers) for name, scales in both.items()}
     stages = {
         f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
         f"at others up to {beyond.reach}": beyond.spread(trial),

@@ -14,9 +14,8 @@ from ..formats import Format, LayerPlan
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
 from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, not_finite, observe
-from .pairs import Partners
-from .positions import SPREAD, Beyond
 from .queries import Queries, observe_queries
+from .rope import SPREAD, Beyond, Partners
 
 # Windows on which scales are tried.
 SAMPLE_WINDOWS = 8
@@ -119,17 +118,17 @@ def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
     return {name: x.sum(0, dtype=torch.float64).cpu() for name, x in sums.items()}
 
 
-def sample_windows(windows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """Return `count` of the windows, of every length: from all over the list."""
-    return list(windows[:: max(1, len(windows) // count)][:count])
+def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `SAMPLE_WINDOWS` of the windows, of every length: from all over the list."""
+    return list(windows[:: max(1, len(windows) // SAMPLE_WINDOWS)][:SAMPLE_WINDOWS])
 
 
 def sample_near(windows: Sequence[torch.Tensor]) -> list[Batch]:
     """Return a sample of the windows, at their own positions."""
-    return [Batch((window,)) for window in sample_windows(windows, SAMPLE_WINDOWS)]
+    return [Batch((window,)) for window in sample_windows(windows)]
 
 
 def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
     """Return a sample of the windows at other positions, with at most the tokens of the text."""
     room = max(_FAR_PIECE, sum(map(len, windows)) // SPREAD)
-    return beyond.spread([w[:room] for w in sample_windows(windows, SAMPLE_WINDOWS)], SPREAD)
+    return beyond.spread([w[:room] for w in sample_windows(windows)], SPREAD)

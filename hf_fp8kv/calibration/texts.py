@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..utils.text import format_list, format_value
-from .positions import check_count, limit_length
+from .rope import check_count, limit_length
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,6 @@ class _Encoder:
         return list(ids)
 
     def _render(self, where: str, messages: Sequence[Any]) -> str:
-        """Return the text of a conversation, by the tokenizer's chat template."""
         if self._chat_template is False:
             hint = "Leave chat_template out, or pass the texts"
             raise _error(where, "a text, since chat_template=False", "a list of messages", hint)
@@ -360,6 +359,5 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: 
 
 
 def _rank(contents: Iterable[bytes]) -> tuple[int, bytes]:
-    """Rank windows by the longest, then by a hash of all of them."""
     ordered = sorted(contents)
     return -max(map(len, ordered)), hashlib.sha256(b"".join(ordered)).digest()

@@ -18,11 +18,7 @@ from ..ops import CHOICES
 
 def offer(values: Iterable[str]) -> Callable[[str], list[str]]:
     """Return a function with which a shell completes one of the values."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [value for value in values if value.startswith(incomplete)]
-
-    return complete
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def choice(values: Iterable[str], aliases: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -12,23 +12,7 @@ from ..scales import SCALE_FORMATS, Granularity, KVScales
 from ..scales.checkpoint.checkpoint import JSON_FILE, OWN_FILE, SCALES_FILE
 from ..scales.report import REPORT_FILE
 from ..scales.save import open_place
-from .arguments import (
-    TEXTS_HELP,
-    ChatTemplate,
-    Device,
-    Dtype,
-    Json,
-    MaxLength,
-    MaxPosition,
-    MaxTokens,
-    Model,
-    ModelDtype,
-    Overwrite,
-    TextColumn,
-    choice,
-    given_options,
-    load_texts,
-)
+from . import arguments
 from .scales_table import describe_scales, quality_parts
 from .shared import load_model, print_note, print_parts, report_problems
 
@@ -37,17 +21,17 @@ COPY = "checkpoint"
 
 def calibrate(
     ctx: typer.Context,
-    texts: Annotated[str, typer.Option(metavar="FILE", help=TEXTS_HELP)],
+    texts: Annotated[str, typer.Option(metavar="FILE", help=arguments.TEXTS_HELP)],
     out: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for the scales; created if missing.")
     ],
-    model: Model = None,
+    model: arguments.Model = None,
     granularity: Annotated[
         str | None,
         typer.Option(
             help="One scale per layer (tensor), head or channel. "
             "Default: head, or the finest that --format can hold.",
-            **choice(get_args(Granularity)),
+            **arguments.choice(get_args(Granularity)),
         ),
     ] = None,
     center: Annotated[
@@ -58,13 +42,13 @@ def calibrate(
             "Default: on for hf_fp8kv, the only format that can hold them.",
         ),
     ] = None,
-    dtype: Dtype = None,
+    dtype: arguments.Dtype = None,
     plan: Annotated[
         str | None,
         typer.Option(
             help="measured: choose for each layer the format, rotation and center that cost least. "
             "Only this package can use such scales.",
-            **choice(("measured",)),
+            **arguments.choice(("measured",)),
         ),
     ] = None,
     margin: Annotated[
@@ -78,20 +62,22 @@ def calibrate(
     to: Annotated[
         str,
         typer.Option(
-            "--format", help="Format of the files; see convert --to.", **choice(SCALE_FORMATS)
+            "--format",
+            help="Format of the files; see convert --to.",
+            **arguments.choice(SCALE_FORMATS),
         ),
     ] = "hf_fp8kv",
-    max_tokens: MaxTokens = None,
-    max_length: MaxLength = None,
-    max_position: MaxPosition = None,
+    max_tokens: arguments.MaxTokens = None,
+    max_length: arguments.MaxLength = None,
+    max_position: arguments.MaxPosition = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in one batch.")] = None,
-    text_column: TextColumn = None,
-    chat_template: ChatTemplate = None,
+    text_column: arguments.TextColumn = None,
+    chat_template: arguments.ChatTemplate = None,
     held_out: Annotated[
         int | None, typer.Option(min=0, help="Tokens to hold out for checking the scales.")
     ] = None,
-    device: Device = "auto",
-    model_dtype: ModelDtype = "auto",
+    device: arguments.Device = "auto",
+    model_dtype: arguments.ModelDtype = "auto",
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -101,11 +87,11 @@ def calibrate(
             help=f"Also write a copy of this checkpoint, with scales in --format, to OUT/{COPY}.",
         ),
     ] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    overwrite: arguments.Overwrite = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Calibrate static scales on texts."""
-    options = given_options(ctx)
+    options = arguments.given_options(ctx)
     if plan is not None and not SCALE_FORMATS[to].holds_centers:
         message = f"requires --format hf_fp8kv, got {to}, whose readers know no plans"
         raise typer.BadParameter(message, param_hint="--plan")
@@ -116,7 +102,7 @@ def calibrate(
         options = {"center": False, "granularity": SCALE_FORMATS[to].granularity} | options
     folder = Path(out)
     with report_problems() as warnings:
-        source = load_texts(texts)
+        source = arguments.load_texts(texts)
         # With a checkpoint, its copy has the scales in --format, and OUT has them as hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else to
         # Check that the scales can be written before minutes are spent: next to no others, although

@@ -62,13 +62,32 @@ def convert(
 
     What the format cannot hold is reduced so that nothing saturates, with a warning.
     """
-    _check_target(out, push_to_hub, checkpoint, weights)
+    if (out is None) == (push_to_hub is None):
+        got = "both" if out else "neither"
+        message = f"expected a folder to write to, or --push-to-hub; got {got}"
+        raise typer.BadParameter(message, param_hint="OUT")
+    if out is not None and Path(out).suffix in (".json", ".safetensors"):
+        message = f"expected a folder (the format names the files in it), got {out!r}"
+        raise typer.BadParameter(message, param_hint="OUT")
+    if push_to_hub is not None and checkpoint is not None:
+        message = "uploads only the scales: omit --checkpoint, or write the copy to a folder"
+        raise typer.BadParameter(message, param_hint="--push-to-hub")
+    if weights == "link" and checkpoint is None:
+        raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
     given: dict[str, Any] = {
         "format": to, "overwrite": overwrite, "tp_size": tp_size, "base_model": base_model
     }  # fmt: skip
     with report_problems() as warnings:
         source = KVScales.from_pretrained(scales, strict=not lenient)
-        named = _set_model_type(source, model_type, lenient)
+        about, named = describe_scales(source), source
+        if model_type not in (None, source.model_type):
+            named = replace(source, model_type=model_type)
+            if source.model_type is not None:
+                got = repr(source.model_type)
+                message = f"{source.origin}: expected scales of {model_type!r}, got {got}"
+                if not lenient:
+                    raise ScaleError(f"{message}; omit --model-type, or pass --lenient")
+                logger.warning("%s: written as %r", message, model_type)
         files: list[str] = []
         if push_to_hub is not None:
             commit = named.push_to_hub(push_to_hub, **given)
@@ -76,7 +95,6 @@ def convert(
         else:
             paths = named.save_pretrained(str(out), checkpoint=checkpoint, weights=weights, **given)
             files, target = list(map(str, paths)), {"format": to, "folder": str(out)}
-    about = describe_scales(source)
     if as_json:
         print(json.dumps({"from": about, "to": target, "files": files, "warnings": warnings}))
         return
@@ -85,32 +103,3 @@ def convert(
         f"{', K centered' if about['centered'] else ''}, {named.model_type or 'model type unknown'}"
     )
     print("\n".join(files) or target["commit"])
-
-
-def _check_target(out: str | None, repo: str | None, checkpoint: str | None, weights: str) -> None:
-    if (out is None) == (repo is None):
-        message = (
-            f"expected a folder to write to, or --push-to-hub; got {'both' if out else 'neither'}"
-        )
-        raise typer.BadParameter(message, param_hint="OUT")
-    if out is not None and Path(out).suffix in (".json", ".safetensors"):
-        message = f"expected a folder (the format names the files in it), got {out!r}"
-        raise typer.BadParameter(message, param_hint="OUT")
-    if repo is not None and checkpoint is not None:
-        message = "uploads only the scales: omit --checkpoint, or write the copy to a folder"
-        raise typer.BadParameter(message, param_hint="--push-to-hub")
-    if weights == "link" and checkpoint is None:
-        raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
-
-
-def _set_model_type(scales: KVScales, model_type: str | None, lenient: bool) -> KVScales:
-    """Return the scales with a model type; another one that they name is an error or a warning."""
-    given_type = scales.model_type
-    if model_type is None or given_type == model_type:
-        return scales
-    if given_type is not None:
-        message = f"{scales.origin}: expected scales of {model_type!r}, got {given_type!r}"
-        if not lenient:
-            raise ScaleError(f"{message}; omit --model-type, or pass --lenient")
-        logger.warning("%s: written as %r", message, model_type)
-    return replace(scales, model_type=model_type)

@@ -24,20 +24,7 @@ from ..modeling.model_support import CACHE
 from ..scales.kv_scales import warn_if_stale
 from ..utils.tensors import collect_tensors
 from ..utils.terminal import format_size
-from .arguments import (
-    SIZE,
-    Backend,
-    CacheDtype,
-    Device,
-    Json,
-    KeyDtype,
-    Model,
-    Plan,
-    StaticScales,
-    ValueDtype,
-    offer,
-    page_options,
-)
+from . import arguments
 from .shared import DEMO, load_model, print_parts
 
 ATTENTIONS = ("fp8_paged", "sdpa", "eager", "flex_attention")
@@ -48,20 +35,20 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(help="The text to continue or answer; - reads it from stdin.")
     ] = "London is the capital of",
-    model: Model = None,
-    kv_cache_dtype: CacheDtype = None,
-    key_dtype: KeyDtype = None,
-    value_dtype: ValueDtype = None,
-    plan: Plan = None,
-    scales: StaticScales = None,
+    model: arguments.Model = None,
+    kv_cache_dtype: arguments.CacheDtype = None,
+    key_dtype: arguments.KeyDtype = None,
+    value_dtype: arguments.ValueDtype = None,
+    plan: arguments.Plan = None,
+    scales: arguments.StaticScales = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
     page_size: Annotated[int, typer.Option(min=1, help="In tokens.")] = 64,
-    backend: Backend = "auto",
+    backend: arguments.Backend = "auto",
     attn: Annotated[
         str,
         typer.Option(
             help="The attention for the FP8 run: fp8_paged, sdpa, eager, ...",
-            autocompletion=offer(ATTENTIONS),
+            autocompletion=arguments.offer(ATTENTIONS),
         ),
     ] = "fp8_paged",
     chat: Annotated[
@@ -71,17 +58,18 @@ def generate(
         float, typer.Option(min=0.0, help="0: always the most likely token.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed, for a temperature above 0.")] = 0,
-    device: Device = "auto",
+    device: arguments.Device = "auto",
     memory: Annotated[
         Any,
         typer.Option(
-            help="Show how many tokens fit into this much memory: 8GiB, 500MB, ...", **SIZE
+            help="Show how many tokens fit into this much memory: 8GiB, 500MB, ...",
+            **arguments.SIZE,
         ),
     ] = "8GiB",
-    as_json: Json = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Answer a prompt with the default cache and with FP8 pages, side by side."""
-    options = page_options(ctx) | {"page_size": page_size}
+    options = arguments.page_options(ctx) | {"page_size": page_size}
     if kv_cache_dtype != ADAPTIVE:
         FP8PagedCache(**options)  # raises for wrong options before minutes are spent
     text = sys.stdin.read().strip() if prompt == "-" else prompt
@@ -149,11 +137,12 @@ class Comparison:
 
     def run_dense(self) -> Run:
         """Answer with transformers' default cache and the model's own attention."""
-        cache, ids, speed = self._generate(partial(DynamicCache, config=self.model.config))
+        cache, answer = self._generate(partial(DynamicCache, config=self.model.config))
         size = sum(t.nbytes for layer in cache.layers for t in collect_tensors(vars(layer)))
         tokens = cache.get_seq_length()
         name = f"DynamicCache {str(self.model.dtype).removeprefix('torch.')}"
-        return self._run(ids, speed, name, "none", tokens, size, size / tokens)
+        share = size / tokens
+        return Run(name, "none", *answer, tokens, size, share, int(self.room / share))
 
     def run_paged(self, attn: str, options: Mapping[str, Any]) -> Run:
         """Answer with FP8 pages, read by the attention `attn`."""
@@ -163,7 +152,7 @@ class Comparison:
             raise ConfigError(f"--attn {attn} does not work with {self.name}: {error}") from error
         dtype, plan = resolve_plan(self.model, options["dtype"], options["plan"])
         keywords = {**options, "dtype": dtype, "plan": plan}
-        cache, ids, speed = self._generate(partial(FP8PagedCache, self.model.config, **keywords))
+        cache, answer = self._generate(partial(FP8PagedCache, self.model.config, **keywords))
         warn_if_stale(self.model, cache.options.scales)
         sizes, page = cache.memory_footprint(), options["page_size"]
         # The last page is partly filled: a token's size is its share of a full page.
@@ -174,13 +163,13 @@ class Comparison:
         stored = "plans by layer" if len(plans) > 1 else str(plan.k if plan.k == plan.v else plan)
         is_auto = all(side.is_auto for plan in plans for side in plan)
         scales = "none" if is_auto else str(options["scales"] or "dynamic")
-        size = sizes.used_bytes + sizes.other_bytes
-        return self._run(
-            ids, speed, f"pages of {page}, {stored}", scales, sizes.tokens, size, share
-        )
+        name, size = f"pages of {page}, {stored}", sizes.used_bytes + sizes.other_bytes
+        return Run(name, scales, *answer, sizes.tokens, size, share, int(self.room / share))
 
-    def _generate(self, make_cache: Callable[[], Any]) -> tuple[Any, list[int], float | None]:
-        """Return the filled cache, the new tokens, and the tokens per second after the first."""
+    def _generate(
+        self, make_cache: Callable[[], Any]
+    ) -> tuple[Any, tuple[str, str, list[int], float | None]]:
+        """Return the filled cache, and attention, text, tokens and speed after the first token."""
         stamps: list[float] = []
 
         def stamp(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -198,15 +187,9 @@ class Comparison:
         ids = ids[self.inputs["input_ids"].shape[1] :].tolist()
         stamps = stamps[-len(ids) :]
         steps = len(stamps) - 1
-        return cache, ids, steps / (stamps[-1] - stamps[0]) if steps > 0 else None
-
-    def _run(
-        self, ids: list[int], speed: float | None, cache: str, scales: str,
-        tokens: int, size: int, per_token: float,
-    ) -> Run:  # fmt: skip
+        speed = steps / (stamps[-1] - stamps[0]) if steps > 0 else None
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        attention, fit = str(self.model.config._attn_implementation), int(self.room / per_token)
-        return Run(cache, scales, attention, text, ids, speed, tokens, size, per_token, fit)
+        return cache, (str(self.model.config._attn_implementation), text, ids, speed)
 
 
 def compare_tokens(one: Run, other: Run) -> dict[str, int | None]:

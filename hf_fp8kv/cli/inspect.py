@@ -13,23 +13,7 @@ from ..errors import ScaleError
 from ..scales import KVScales
 from ..utils.files import CACHE_FORMAT, read_header
 from ..utils.terminal import format_size, make_table
-from .arguments import (
-    TEXTS_HELP,
-    ChatTemplate,
-    Device,
-    Dtype,
-    Json,
-    MaxLength,
-    MaxPosition,
-    MaxTokens,
-    Model,
-    ModelDtype,
-    Scales,
-    TextColumn,
-    given_options,
-    load_texts,
-    parse_plot,
-)
+from . import arguments
 from .scales_plot import plot_scales
 from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
 from .shared import load_model, make_console, print_parts, report_problems
@@ -37,31 +21,34 @@ from .shared import load_model, make_console, print_parts, report_problems
 
 def inspect(
     ctx: typer.Context,
-    scales: Scales,
-    model: Model = None,
+    scales: arguments.Scales,
+    model: arguments.Model = None,
     texts: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help=f"Measure the scales on these texts. {TEXTS_HELP}"),
+        typer.Option(
+            metavar="FILE", help="Measure the scales on these texts. " + arguments.TEXTS_HELP
+        ),
     ] = None,
     plot: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Plot each layer (PNG).", parser=parse_plot)
+        str | None,
+        typer.Option(metavar="PATH", help="Plot each layer (PNG).", parser=arguments.parse_plot),
     ] = None,
-    dtype: Dtype = None,
-    max_tokens: MaxTokens = None,
-    max_length: MaxLength = None,
-    max_position: MaxPosition = None,
-    text_column: TextColumn = None,
-    chat_template: ChatTemplate = None,
-    device: Device = "auto",
-    model_dtype: ModelDtype = "auto",
-    as_json: Json = False,
+    dtype: arguments.Dtype = None,
+    max_tokens: arguments.MaxTokens = None,
+    max_length: arguments.MaxLength = None,
+    max_position: arguments.MaxPosition = None,
+    text_column: arguments.TextColumn = None,
+    chat_template: arguments.ChatTemplate = None,
+    device: arguments.Device = "auto",
+    model_dtype: arguments.ModelDtype = "auto",
+    as_json: arguments.Json = False,
 ) -> None:
     """Show static scales, one row per layer, and anything odd about them.
 
     With --texts they are measured; else the report of their calibration is shown, if there is one.
     Of a file that a cache was saved to, show how each layer is stored.
     """
-    options = given_options(ctx)
+    options = arguments.given_options(ctx)
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
         raise typer.BadParameter("requires --texts", param_hint=option)
@@ -76,7 +63,7 @@ def inspect(
         source = KVScales.from_pretrained(scales, strict=False)
         report = source.report
         if texts is not None:
-            given = load_texts(texts)
+            given = arguments.load_texts(texts)
             loaded, tokenizer = load_model(model, device, model_dtype)
             report = calibration.measure(loaded, source, given, tokenizer=tokenizer, **options)
         if plot is not None:
@@ -96,7 +83,6 @@ def inspect(
 
 
 def _is_cache(path: str) -> bool:
-    """Return whether this is a file of `FP8PagedCache.save`."""
     with suppress(ScaleError):  # the reader of scales describes what is wrong with the file
         return Path(path).is_file() and read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False

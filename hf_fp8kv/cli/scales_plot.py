@@ -127,7 +127,6 @@ def _number_layers(axes: Any) -> None:
 
 
 def _draw_heads(figure: Any, axes: Any, table: np.ndarray) -> None:
-    """Draw a heat map: layers from left to right, heads from top to bottom."""
     axes.set_ylabel("KV head")
     axes.set_facecolor("0.85")  # missing values
     if np.isnan(table).all():

@@ -12,16 +12,7 @@ from ..cache.plans import parse_plan
 from ..errors import ConfigError
 from ..prefix.store import PrefixStore
 from ..utils.demo_model import demo_model_path
-from .arguments import (
-    SIZE,
-    Backend,
-    CacheDtype,
-    KeyDtype,
-    Plan,
-    StaticScales,
-    ValueDtype,
-    page_options,
-)
+from . import arguments
 from .shared import handle_log, print_note
 
 
@@ -63,12 +54,12 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(help="A folder or a Hub id. Default: the demo model.")
     ] = None,
-    kv_cache_dtype: CacheDtype = None,
-    key_dtype: KeyDtype = None,
-    value_dtype: ValueDtype = None,
-    plan: Plan = None,
-    scales: StaticScales = None,
-    backend: Backend = "auto",
+    kv_cache_dtype: arguments.CacheDtype = None,
+    key_dtype: arguments.KeyDtype = None,
+    value_dtype: arguments.ValueDtype = None,
+    plan: arguments.Plan = None,
+    scales: arguments.StaticScales = None,
+    backend: arguments.Backend = "auto",
     host: Annotated[
         str, typer.Option(help="Where to listen; beyond this machine only with a token.")
     ] = "127.0.0.1",
@@ -80,7 +71,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_body: Annotated[Any, typer.Option(help="The largest request.", **SIZE)] = "4MiB",
+    max_body: Annotated[Any, typer.Option(help="The largest request.", **arguments.SIZE)] = "4MiB",
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; others get 429.")
     ] = 128,
@@ -107,7 +98,7 @@ def serve(
         ),
     ] = None,
     prefix_store_size: Annotated[
-        Any, typer.Option(help="The most that the folder may take.", **SIZE)
+        Any, typer.Option(help="The most that the folder may take.", **arguments.SIZE)
     ] = "16GiB",
     client_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a client may neither send nor read.")
@@ -125,7 +116,7 @@ def serve(
     /version; POST /tokenize, /detokenize.
     """
     options: dict[str, Any] = ctx.obj
-    pages = page_options(ctx) | {
+    pages = arguments.page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
         "deterministic": deterministic,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),

@@ -2,7 +2,7 @@
 
 Constants such as 448 are defined here and nowhere else.
 
-A format is one sign bit, `exponent_bits` and `mantissa_bits`; a code is one byte. Sources: E4M3 and
+A code is a byte: a sign bit, `7 - mantissa_bits` exponent bits, and the mantissa. Sources: E4M3 and
 E5M2 are those of "FP8 Formats for Deep Learning" (arXiv 2209.05433); the FNUZ variant is that of
 arXiv 2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). The others are ours, without
 infinity, and with 0x80 as NaN as in FNUZ, so that a NaN stays visible under static scales too. E3M4
@@ -40,7 +40,6 @@ class Format:
     """
 
     name: str
-    exponent_bits: int
     mantissa_bits: int
     bias: int
     max_code: int
@@ -67,27 +66,22 @@ class Format:
         """512 over the largest rounding error, which is half of `max_step`: a power of two."""
         return 1024.0 / self.max_step
 
-    @property
-    def min_normal(self) -> float:
-        """The smallest positive value with a full mantissa; past `max` if there is no exponent."""
-        return float(2.0 ** (1 - self.bias))
-
 
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        Format("fp8_e4m3", 4, 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
+        Format("fp8_e4m3", 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
         # The same bits are worth half: a scale is doubled, and 448 / 2 = 224 stays below 240.
         Format(
-            "fp8_e4m3fnuz", 4, 3, 8, 0x7F, 0x80, 240.0, 2.0, True, torch_dtype=torch.float8_e4m3fnuz
+            "fp8_e4m3fnuz", 3, 8, 0x7F, 0x80, 240.0, 2.0, True, torch_dtype=torch.float8_e4m3fnuz
         ),
         Format(
-            "fp8_e5m2", 5, 2, 15, 0x7B, 0x7F, 57344.0, 448.0 / 57344.0, inf_code=0x7C,
+            "fp8_e5m2", 2, 15, 0x7B, 0x7F, 57344.0, 448.0 / 57344.0, inf_code=0x7C,
             torch_dtype=torch.float8_e5m2,
         ),
-        Format("fp8_e3m4", 3, 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, True),
-        Format("fp8_e2m5", 2, 5, 1, 0x7F, 0x80, 7.875, 448.0 / 7.875, True),
-        Format("int8", 0, 7, -6, 0x7F, 0x80, 127.0, 448.0 / 127.0, True),
+        Format("fp8_e3m4", 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, True),
+        Format("fp8_e2m5", 5, 1, 0x7F, 0x80, 7.875, 448.0 / 7.875, True),
+        Format("int8", 7, -6, 0x7F, 0x80, 127.0, 448.0 / 127.0, True),
     )
 }  # fmt: skip
 
@@ -186,14 +180,15 @@ class LayerPlan(NamedTuple):
         """Return the plan from both sides' `str`; raise ConfigError for others."""
         return cls(SidePlan.parse(k), SidePlan.parse(v))
 
-    def check(self) -> None:
-        """Raise ConfigError for sides that are no `SidePlan`, such as their `str`."""
-        for name, side in zip("kv", self, strict=True):
-            if not isinstance(side, SidePlan):
-                raise ConfigError(
-                    f"plan: expected a SidePlan for {name}, got {side!r}; "
-                    "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes a plan of text"
-                )
+    @classmethod
+    def check(cls, plan: object, what: str) -> "LayerPlan":
+        """Return a plan; raise ConfigError unless it is a `LayerPlan` of two `SidePlan`."""
+        if isinstance(plan, cls) and all(isinstance(side, SidePlan) for side in plan):
+            return plan
+        raise ConfigError(
+            f"{what}: expected a LayerPlan of two SidePlan, got {plan!r}; "
+            "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes one of text"
+        )
 
     def __str__(self) -> str:
         return f"K {self.k}, V {self.v}"

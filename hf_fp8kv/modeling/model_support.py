@@ -42,8 +42,7 @@ def model_class(config_class: type) -> type[Any] | None:
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         transformers.MODEL_MAPPING,
     ):
-        if config_class in mapping:
-            model = mapping[config_class]
+        if model := mapping.get(config_class, None):
             return model[0] if isinstance(model, tuple) else model
     return None
 

@@ -77,15 +77,11 @@ def _splits_heads(model: Any) -> bool:
 
 def kv_heads(config: Any, layer: int) -> int | None:
     """Return the KV heads of a layer of the whole model; None: the config does not say."""
-    return _heads(config, layer, "num_key_value_heads") or query_heads(config, layer)
+    return count_heads(config, layer, "num_key_value_heads") or count_heads(config, layer)
 
 
-def query_heads(config: Any, layer: int) -> int | None:
-    """Return the query heads of a layer of the whole model; None: the config does not say."""
-    return _heads(config, layer, "num_attention_heads")
-
-
-def _heads(config: Any, layer: int, field: str) -> int | None:
+def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> int | None:
+    """Return the query heads, or heads of a field, of a layer of the whole model, as `kv_heads`."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     heads = config_field(config, field)

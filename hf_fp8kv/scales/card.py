@@ -68,7 +68,6 @@ def _insert(text: str, section: str) -> str:
 def _describe(
     scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, model: str
 ) -> str:
-    """Return the section: what the scales are, how they were calibrated, and how to use them."""
     kinds = "/".join(sorted({layer.granularity for layer in scales.layers.values()}))
     centers = ", K centered" if scales.centered else ""
     kind = "Plan" if scales.is_dynamic else "Static scales"

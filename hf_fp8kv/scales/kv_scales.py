@@ -8,7 +8,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -21,7 +21,7 @@ from .checkpoint.checkpoint import HubOptions
 from .layer_scales import KEEP_OUT, LayerScales, ScaleData, check_constant, check_ranks, scalar
 from .load import read_checkpoint, read_file
 from .request import Request
-from .save import Weights, push_scales, save_scales
+from .save import WritableScales
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _HARM = ("What its K and V have grown to since saturates",
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KVScales(ScaleData):
+class KVScales(WritableScales):
     """The static scales of a model, in the unit of E4M3FN.
 
     Attributes:
@@ -156,75 +156,6 @@ class KVScales(ScaleData):
         of = f"of layer {index}"
         return self.layers[index].spread(of, num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
 
-    def save_pretrained(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        format: str = "hf_fp8kv",
-        checkpoint: str | os.PathLike[str] | None = None,
-        weights: Weights = "copy",
-        overwrite: bool = False,
-        tp_size: int = 1,
-        base_model: str | None = None,
-    ) -> list[Path]:
-        """Write the scales in a format, alone or into a checkpoint; return the paths.
-
-        All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centers
-        exactly; what another format cannot hold is reduced to the largest scale, with a warning.
-
-        Args:
-            folder: where to; it is made when it is not there.
-            format: one of `SCALE_FORMATS`.
-            checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
-                a copy of it with the scales. Its weights stay the same to the byte.
-            weights: "link": the weights of the copy are hard links, on the same disk.
-            overwrite: replaces the scales that are there, or those of `checkpoint` in its copy.
-                In the folder of a model it adds the scales to that: its weights stay the same,
-                and its `config.json` has every entry that it had.
-            tp_size: for "vllm-json": for how many ranks; each gets the largest scale of the layer.
-            base_model: the repository that `checkpoint` is of, for the card (README.md) of its
-                copy, which says what the scales are and how to load them.
-
-        Raises:
-            ScaleError: when the format cannot be written, or not there.
-        """
-        return save_scales(
-            self, Path(folder), format, checkpoint=None if checkpoint is None else Path(checkpoint),
-            weights=weights, overwrite=overwrite, tp_size=tp_size, base_model=base_model,
-        )  # fmt: skip
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        format: str = "hf_fp8kv",
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        commit_message: str = "Add scales of the KV cache",
-        overwrite: bool = False,
-        tp_size: int = 1,
-        base_model: str | None = None,
-    ) -> str:
-        """Upload the scales alone, as `save_pretrained` writes them; return the commit's address.
-
-        A card (README.md) says what they are and how to use them; one that is there is extended.
-
-        Args:
-            repo_id: is made when it is not there.
-            private, token, revision, commit_message: as everywhere in huggingface-hub.
-            format, overwrite, tp_size: as in `save_pretrained`.
-            base_model: the repository of the model that the scales are for, for the card.
-
-        Raises:
-            ScaleError: when the format cannot be written, or not there.
-        """
-        return push_scales(
-            self, repo_id, format, private=private, token=token, revision=revision,
-            commit_message=commit_message, overwrite=overwrite, tp_size=tp_size,
-            base_model=base_model,
-        )  # fmt: skip
-
 
 class StoragePlan(KVScales):
     """How each layer is stored: format, rotation and center of K. The cache finds the scales.
@@ -266,17 +197,12 @@ def wrap_scales(data: ScaleData) -> KVScales:
 
 
 def resolve(
-    scales: KVScales | str | os.PathLike[str] | float | None,
-    *,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    strict: bool = True,
-    **hub_options: Unpack[HubOptions],
+    scales: KVScales | str | os.PathLike[str] | float | None, **options: Any
 ) -> KVScales | float | None:
     """Return what the argument `scales` of a cache stands for; raise ScaleError for anything else.
 
     None is dynamic scales, a number that constant for every layer, a string or path a file, a
-    folder or a repository of the Hub. The other arguments are those of `from_pretrained`.
+    folder or a repository of the Hub, read with `options`, the keywords of `from_pretrained`.
     """
     if scales is None or isinstance(scales, KVScales):
         return scales
@@ -287,9 +213,7 @@ def resolve(
             "scales: expected None, a number, KVScales, a path or a repository id, got "
             f"{type(scales).__name__}"
         )
-    return KVScales.from_pretrained(
-        scales, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub_options
-    )
+    return KVScales.from_pretrained(scales, **options)
 
 
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:

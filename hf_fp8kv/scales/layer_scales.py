@@ -7,14 +7,14 @@ each token and head.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..errors import ScaleError
-from ..formats import MIN_SCALE, Format, LayerPlan, summarize_plan
+from ..formats import MIN_SCALE, LayerPlan, summarize_plan
 from ..utils.digests import digest_of
 from ..utils.text import format_list, format_value
 from .report import CalibrationReport
@@ -99,6 +99,7 @@ class LayerScales:
 
     Raises:
         ScaleError: what cannot be scales, or not together.
+        ConfigError: a plan that is not a `LayerPlan`.
     """
 
     k: torch.Tensor | None
@@ -117,11 +118,7 @@ class LayerScales:
             center = check_tensor(self.k_center, what, is_center=True)
             object.__setattr__(self, "k_center", center)
         if self.plan is not None:
-            if not isinstance(self.plan, LayerPlan):
-                raise ScaleError(
-                    f"scales ({self.source}): expected a LayerPlan, got {self.plan!r}; make one"
-                )
-            self.plan.check()
+            LayerPlan.check(self.plan, f"plan ({self.source})")
             if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
                 got = "no center" if self.k_center is None else "a center of K"
                 raise ScaleError(
@@ -154,17 +151,6 @@ class LayerScales:
         if any(t.ndim and t.shape[1] > 1 for t in self.static):
             return "channel"
         return "head" if any(t.numel() > 1 for t in self.static) else "tensor"
-
-    def convert(self, k_format: Format, v_format: Format | None = None) -> "LayerScales":
-        """Return the scales that let `k_format` (and `v_format`; None: the same) hold as much.
-
-        Only ever call this on scales in the unit of E4M3FN, and once: it is the last step before
-        an operation. Centers are real numbers and stay.
-        """
-        k, v = self.static
-        return replace(
-            self, k=k * k_format.scale_from_e4m3, v=v * (v_format or k_format).scale_from_e4m3
-        )
 
     def spread(
         self, of: str, heads: int, k_dim: int, v_dim: int, tp_rank: int = 0, tp_size: int = 1
@@ -201,7 +187,6 @@ _SPREAD: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = We
 
 
 def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
-    """Return which of the heads of scales are those of this rank, which has `wanted` heads."""
     if heads in (1, wanted):
         return slice(0, heads)
     if heads == wanted * tp_size:

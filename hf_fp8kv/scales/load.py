@@ -15,12 +15,12 @@ from .checkpoint.checkpoint import (
     JSON_FILE,
     OWN_FILE,
     OWN_FOLDER,
+    SCALES_FILE,
     Checkpoint,
     Folder,
     HubFolder,
     HubOptions,
     LocalFolder,
-    find_added,
     find_in_shards,
     find_indexed,
     read_configs,
@@ -28,9 +28,8 @@ from .checkpoint.checkpoint import (
 from .checkpoint.configs import TGI_ENTRY, as_mapping
 from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
-from .formats.hf_fp8kv import METADATA, read_own_file
-from .formats.vllm_json import parse_json
-from .layer_scales import LayerScales, ScaleData
+from .formats.files import METADATA, parse_json, read_own_file
+from .layer_scales import ScaleData
 from .report import REPORT_FILE
 from .request import Request
 
@@ -41,20 +40,20 @@ _RANK_FILE = re.compile(r"rank([0-9]{1,6})\.safetensors")
 
 def read_file(path: Path, request: Request) -> ScaleData:
     """Return the scales of one file, whichever format it is in; raise ScaleError otherwise."""
-    if path.suffix.lower() in PICKLES:
-        raise ScaleError(
-            f"{path}: expected .json or .safetensors, got {path.suffix}; pickles are never "
-            "loaded, convert the file to safetensors"
-        )
     if not os.path.isfile(path):
         advice = "use from_pretrained" if os.path.isdir(path) else "check the path"
         raise ScaleError(f"{path}: expected a file, found none; {advice}")
+    if path.suffix not in (".json", ".safetensors"):
+        raise ScaleError(
+            f"{path}: expected .json or .safetensors, got {path.suffix!r}; name one of those, or "
+            "convert the file (pickles are never loaded)"
+        )
     if path.suffix == ".json":
         data = read_json(path)
         if "weight_map" not in data:
             return parse_json(path, data, request, {})
         files = read_weight_map(path)
-    elif path.suffix == ".safetensors":
+    else:
         names, facts = read_header(path)
         if METADATA in facts:
             return read_own_file(path)
@@ -65,10 +64,6 @@ def read_file(path: Path, request: Request) -> ScaleData:
                 "as it does"
             )
         files = dict.fromkeys(names, path.name)
-    else:
-        raise ScaleError(
-            f"{path}: expected .json or .safetensors, got {path.suffix!r}; name one of those"
-        )
     # One file of a checkpoint, or its index: the config beside it says what the scales mean.
     return read_tensors(replace(read_configs(LocalFolder(path.parent)), files=files), request)
 
@@ -97,13 +92,20 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
             return read_file(own, request)
     checkpoint = read_configs(folder)
     indexed = find_indexed(folder)
-    rank_files = {} if indexed else _find_rank_files(checkpoint)
-    if rank_files:
-        return _read_ranks(checkpoint, rank_files, request)
+    listed = [] if indexed else folder.list_files(".safetensors")
+    ranks = {int(match[1]): name for name in listed if (match := _RANK_FILE.fullmatch(name))}
+    # The files of a repository are not listed, so its config must declare TensorRT-LLM's.
+    while not indexed and not listed and checkpoint.declaration.dialect == "trtllm":
+        name = f"rank{len(ranks)}.safetensors"
+        if folder.header(name) is None:
+            break
+        ranks[len(ranks)] = name
+    if ranks:
+        return _read_ranks(checkpoint, ranks, request)
     files = indexed or find_in_shards(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
         # A copy for TGI has an index without the scales, also beside quantized weights.
-        files |= find_added(folder)
+        files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)
     checkpoint = replace(checkpoint, files=files)
     if match_tensors(files, checkpoint.declaration)[0]:
         if request.strict and folder.path("config.json") is None:
@@ -117,18 +119,6 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     return read_tensors(checkpoint, request)
 
 
-def _find_rank_files(checkpoint: Checkpoint) -> dict[int, str]:
-    """Return TensorRT-LLM's files of ranks; of a repository only where its config declares them."""
-    listed = checkpoint.folder.list_files(".safetensors")
-    files = {int(match[1]): name for name in listed if (match := _RANK_FILE.fullmatch(name))}
-    while not listed and checkpoint.declaration.dialect == "trtllm":
-        name = f"rank{len(files)}.safetensors"
-        if checkpoint.folder.header(name) is None:
-            break
-        files[len(files)] = name
-    return files
-
-
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
     """Return one rank's scales, or for one process the largest over the ranks."""
     if sorted(files) != list(range(len(files))):
@@ -138,24 +128,17 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
         )
     for owner in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
         # Each stage of a pipeline counts its layers from 0: which one is which is not written.
-        if owner.get("pp_size") not in (None, 1):
-            raise ScaleError(
-                f"{checkpoint.origin}: expected one pipeline stage, got pp_size = "
-                f"{owner['pp_size']!r}; convert the checkpoint without pipeline parallelism"
-            )
-        for entry in ("tp_size", "world_size", "tensor_parallel"):
-            if owner.get(entry) not in (None, len(files)):
+        counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), len(files))
+        for entry, count in {"pp_size": 1, **counts}.items():
+            if owner.get(entry) not in (None, count):
                 raise ScaleError(
-                    f"{checkpoint.origin}: expected the files of {owner[entry]!r} ranks ({entry} "
-                    f"in config.json), got {len(files)}; fetch the missing files"
+                    f"{checkpoint.origin}: expected {len(files)} ranks of one pipeline stage, as "
+                    f"there are files, got {entry} = {owner[entry]!r} in config.json; fetch "
+                    "missing files, and convert without pipeline parallelism"
                 )
-    found: list[ScaleData] = []
 
-    def read(rank: int) -> Mapping[int, LayerScales]:
+    def read(rank: int) -> ScaleData:
         names = checkpoint.folder.header(files[rank]) or ()
-        of_rank = replace(checkpoint, files=dict.fromkeys(names, files[rank]))
-        found.append(read_tensors(of_rank, request))
-        return found[-1].layers
+        return read_tensors(replace(checkpoint, files=dict.fromkeys(names, files[rank])), request)
 
-    layers = request.merge_ranks(checkpoint.origin, len(files), read)
-    return replace(found[0], layers=layers)
+    return request.merge_ranks(checkpoint.origin, len(files), read)

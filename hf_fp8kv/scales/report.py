@@ -15,8 +15,6 @@ from ..utils.text import format_value
 REPORT_FILE = "kv_calibration.json"
 # What a key of `SideStatistics.error` starts with when the scales are dynamic.
 DYNAMIC = "dynamic "
-# Instead of a format: each layer is stored as the plan of the scales says.
-PLANNED = "plan"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class CalibrationReport:
     """What a calibration found; a measurement of scales from elsewhere is one too."""
 
     model: str  # what it is called
-    dtype: str  # the format of the cache that shares and quality are of, or "plan"
+    dtype: str  # the format of the cache that shares and quality are of, or "plan": by layer
     granularity: str  # tensor, head, channel or token; several, joined by "/", when layers differ
     margin: float  # what the scales were multiplied by
     texts: int  # how many were calibrated on

@@ -9,7 +9,7 @@ import torch
 from ..errors import ScaleError
 from ..utils.text import format_list
 from .checkpoint.configs import layers_with_cache
-from .layer_scales import LayerScales, check_ranks
+from .layer_scales import LayerScales, ScaleData, check_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -26,23 +26,23 @@ class Request:
         check_ranks(self.tp_rank, self.tp_size)
 
     def merge_ranks(
-        self, origin: object, count: int, read: Callable[[int], Mapping[int, LayerScales]]
-    ) -> dict[int, LayerScales]:
+        self, origin: object, count: int, read: Callable[[int], ScaleData]
+    ) -> ScaleData:
         """Return the caller's of `count` ranks, or the largest scale of each layer over all.
 
         The scales of a single rank are those of the whole model: they hold for each part of it.
         """
         if self.tp_size == count:
-            return dict(read(self.tp_rank))
+            return read(self.tp_rank)
         if self.tp_size > 1 and count > 1 and self.strict:
             raise ScaleError(
                 f"{origin}: expected the scales of {self.tp_size} ranks, got {count}; pass "
                 "strict=False (--lenient) to use the largest of all ranks"
             )
         parts = [read(rank) for rank in range(count)]
-        layers, differ = dict(parts[0]), False
+        layers, differ = dict(parts[0].layers), False
         for index, first in layers.items() if count > 1 else ():
-            pairs = [part[index].static for part in parts if index in part]
+            pairs = [part.layers[index].static for part in parts if index in part.layers]
             if len(pairs) < count or any(scale.ndim for pair in pairs for scale in pair):
                 raise ScaleError(
                     f"{origin}: expected one number a side of layer {index} from every rank, got "
@@ -54,7 +54,7 @@ class Request:
         if differ:
             message = "%s: the scales of its %d ranks differ: the largest one is used of each layer"
             logger.warning(message, origin, count)
-        return layers
+        return replace(parts[0], layers=layers)
 
     def select_layers(
         self,
@@ -69,7 +69,7 @@ class Request:
         Without a config, all layers up to the last one are expected. With `exactly`, more than the
         expected ones are an error.
         """
-        owners = layers_with_cache(config) if config else range(max(layers) + 1)
+        owners = layers_with_cache(origin, config) if config else range(max(layers) + 1)
         expected = sorted(layers) if owners is None else owners
         extra = format_list(index for index in layers if index not in expected)
         if extra and exactly and self.strict:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import ScaleError
-from ..utils.files import WEIGHTS, read_header, read_json, read_weight_map, write_all
+from ..utils.files import WEIGHTS, read_header, read_weight_map, write_all
 from ..utils.text import format_list, format_value
 from .card import CARD_FILE, make_card
 from .checkpoint.checkpoint import (
@@ -32,17 +32,16 @@ from .checkpoint.checkpoint import (
     SCALES_FILE,
     Checkpoint,
     LocalFolder,
-    find_added,
     find_in_shards,
     find_indexed,
     read_configs,
     translate_hub_errors,
 )
-from .checkpoint.configs import HF_QUANT_CONFIG, as_mapping, remove_declaration, text_config
+from .checkpoint.configs import HF_QUANT_CONFIG, remove_declaration, text_config
 from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import SCALE_FORMATS, ScaleFormat
-from .formats.base import TensorFormat, reduce_scales, to_json
-from .formats.hf_fp8kv import HfFp8kv
+from .formats.base import TensorFormat, make_index, reduce_scales, to_json
+from .formats.files import HfFp8kv
 from .layer_scales import ScaleData
 from .load import read_folder
 from .report import REPORT_FILE
@@ -62,104 +61,156 @@ _MINIMAL_ENTRIES = frozenset((
 _Content = bytes | Callable[[Path], object] | None
 
 
-def save_scales(
-    scales: ScaleData, target: Path, name: str, *, checkpoint: Path | None, weights: Weights,
-    overwrite: bool, tp_size: int, base_model: str | None,
-) -> list[Path]:  # fmt: skip
-    """Write scales as `KVScales.save_pretrained` does; return the new files."""
-    format = _find_format(name, tp_size)
-    reduced, losses = reduce_scales(scales, format)
-    source = target if checkpoint is None else checkpoint
-    existing = _list_files(source)
-    whole = checkpoint is not None or bool(_find_weights(existing))
-    opened = open_place(
-        target, format, format.files(reduced, tp_size), checkpoint, weights, overwrite=overwrite
-    )
-    files = format.files(reduced, tp_size, opened)
-    if opened is not None:
-        _check_model(scales, opened, format)
-        if opened.left_out:
-            files = {"config.json": to_json(opened.config), **files}
-    if opened is not None and whole:
-        card = source / CARD_FILE
-        files[CARD_FILE] = make_card(
-            reduced, losses, format, target.resolve().name,
-            card.read_bytes() if card.is_file() else b"", whole=True, base_model=base_model,
+class WritableScales(ScaleData):
+    """The part of `KVScales` that writes folders and repositories."""
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        format: str = "hf_fp8kv",
+        checkpoint: str | os.PathLike[str] | None = None,
+        weights: Weights = "copy",
+        overwrite: bool = False,
+        tp_size: int = 1,
+        base_model: str | None = None,
+    ) -> list[Path]:
+        """Write the scales in a format, alone or into a checkpoint; return the paths.
+
+        All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centers
+        exactly; what another format cannot hold is reduced to the largest scale, with a warning.
+
+        Args:
+            folder: where to; it is made when it is not there.
+            format: one of `SCALE_FORMATS`.
+            checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
+                a copy of it with the scales. Its weights stay the same to the byte.
+            weights: "link": the weights of the copy are hard links, on the same disk.
+            overwrite: replaces the scales that are there, or those of `checkpoint` in its copy.
+                In the folder of a model it adds the scales to that: its weights stay the same,
+                and its `config.json` has every entry that it had.
+            tp_size: for "vllm-json": for how many ranks; each gets the largest scale of the layer.
+            base_model: the repository that `checkpoint` is of, for the card (README.md) of its
+                copy, which says what the scales are and how to load them.
+
+        Raises:
+            ScaleError: when the format cannot be written, or not there.
+        """
+        chosen, target = _find_format(format, tp_size), Path(folder)
+        reduced, losses = reduce_scales(self, chosen)
+        source = target if checkpoint is None else Path(checkpoint)
+        existing = _list_files(source)
+        whole = checkpoint is not None or bool(_find_weights(existing))
+        opened = open_place(
+            target, chosen, chosen.files(reduced, tp_size), None if checkpoint is None else source,
+            weights, overwrite=overwrite,
         )  # fmt: skip
-    losses = losses + format.missing_facts(scales, opened)
-    placed = _place(existing, files)
-    _read_back(source, target, placed, reduced, tp_size)
-    contents: dict[str, _Content] = {**placed}
-    if opened is not None:
-        move = partial(_transfer, "link" if checkpoint is None else weights)
-        contents = _change_weights(source, opened, files, move) | contents
-    order = sorted(contents, key=lambda name: (name == "config.json", contents[name] is None))
-    contents = {name: contents[name] for name in order}
-    try:
-        if checkpoint is None:
-            write_all({target / name: content for name, content in contents.items()})
-        else:
-            _write_copy(checkpoint, target, weights, contents)
-    except (OSError, SafetensorError) as error:
-        raise ScaleError(
-            f"{target}: expected a folder that can be written, got {error}; choose another"
-            + (", or weights='copy' (--weights copy)" if weights == "link" else "")
-        ) from error
-    _warn_of_losses(target, format, losses)
-    return [target / name for name, content in contents.items() if content is not None]
-
-
-def push_scales(
-    scales: ScaleData, repo_id: str, name: str, *, private: bool | None,
-    token: str | bool | None, revision: str | None, commit_message: str, overwrite: bool,
-    tp_size: int, base_model: str | None,
-) -> str:  # fmt: skip
-    """Upload scales as `KVScales.push_to_hub` does; return the address."""
-    format = _find_format(name, tp_size)
-    reduced, losses = reduce_scales(scales, format)
-    files = format.files(reduced, tp_size)
-    api = HfApi(token=token)
-    with translate_hub_errors(repo_id, "written"):
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        existing = api.list_repo_files(repo_id, revision=revision)
-        _check_place(repo_id, existing, files, overwrite=overwrite)
-        weights = _find_weights(existing)
-        of_scales = {*files} & {*existing} - {"config.json"}
-        if "config.json" in files and (weights or ("config.json" in existing and not of_scales)):
+        files = chosen.files(reduced, tp_size, opened)
+        if opened is not None:
+            types = [x.get("model_type") for x in (opened.config, text_config(opened.config))]
+            if self.model_type is not None and self.model_type not in types and any(types):
+                raise ScaleError(
+                    f"{opened.origin}: expected a {self.model_type!r} model, which the scales are "
+                    f"of, got {types[0]!r}; use the checkpoint that they were made for"
+                )
+            if opened.left_out:
+                files = {"config.json": to_json(opened.config), **files}
+        if opened is not None and whole:
+            card = source / CARD_FILE
+            files[CARD_FILE] = make_card(
+                reduced, losses, chosen, target.resolve().name,
+                card.read_bytes() if card.is_file() else b"", whole=True, base_model=base_model,
+            )  # fmt: skip
+        placed = _place(existing, files)
+        _read_back(source, target, placed, reduced, tp_size)
+        contents: dict[str, _Content] = {**placed}
+        if opened is not None:
+            move = partial(_transfer, "link" if checkpoint is None else weights)
+            contents = _change_weights(source, opened, files, move) | contents
+        order = sorted(contents, key=lambda name: (name == "config.json", contents[name] is None))
+        contents = {name: contents[name] for name in order}
+        try:
+            if checkpoint is None:
+                write_all({target / name: content for name, content in contents.items()})
+            else:
+                _write_copy(source, target, weights, contents)
+        except (OSError, SafetensorError) as error:
             raise ScaleError(
-                f"{repo_id}: expected a place without weights and their config.json, got "
-                f"{format_list([*weights, 'config.json'])}; choose another, or write the scales "
-                "into a copy of the checkpoint (checkpoint=) and upload that"
+                f"{target}: expected a folder that can be written, got {error}; choose another"
+                + (", or weights='copy' (--weights copy)" if weights == "link" else "")
+            ) from error
+        if losses := losses + chosen.missing_facts(self, opened):
+            logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
+        return [target / name for name, content in contents.items() if content is not None]
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        format: str = "hf_fp8kv",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Add scales of the KV cache",
+        overwrite: bool = False,
+        tp_size: int = 1,
+        base_model: str | None = None,
+    ) -> str:
+        """Upload the scales alone, as `save_pretrained` writes them; return the commit's address.
+
+        A card (README.md) says what they are and how to use them; one that is there is extended.
+
+        Args:
+            repo_id: is made when it is not there.
+            private, token, revision, commit_message: as everywhere in huggingface-hub.
+            format, overwrite, tp_size: as in `save_pretrained`.
+            base_model: the repository of the model that the scales are for, for the card.
+
+        Raises:
+            ScaleError: when the format cannot be written, or not there.
+        """
+        chosen = _find_format(format, tp_size)
+        reduced, losses = reduce_scales(self, chosen)
+        files = chosen.files(reduced, tp_size)
+        api = HfApi(token=token)
+        with translate_hub_errors(repo_id, "written"):
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            existing = api.list_repo_files(repo_id, revision=revision)
+            _check_place(repo_id, existing, files, overwrite=overwrite)
+            weights = _find_weights(existing)
+            of_scales = {*files} & {*existing} - {"config.json"}
+            if "config.json" in files and (
+                weights or ("config.json" in existing and not of_scales)
+            ):
+                raise ScaleError(
+                    f"{repo_id}: expected a place without weights and their config.json, got "
+                    f"{format_list([*weights, 'config.json'])}; choose another, or write the "
+                    "scales into a copy of the checkpoint (checkpoint=) and upload that"
+                )
+            old = b""
+            if CARD_FILE in existing:
+                old = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)).read_bytes()
+            card = make_card(
+                reduced, losses, chosen, repo_id, old, whole=bool(weights), base_model=base_model
             )
-        old = b""
-        if CARD_FILE in existing:
-            old = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)).read_bytes()
-        card = make_card(
-            reduced, losses, format, repo_id, old, whole=bool(weights), base_model=base_model
-        )
-        placed = {**_place(existing, files), CARD_FILE: card}
-        commit = api.create_commit(
-            repo_id,
-            [
-                CommitOperationDelete(n) if content is None else CommitOperationAdd(n, content)
-                for n, content in placed.items()
-            ],
-            commit_message=commit_message,
-            revision=revision,
-        )
-    _warn_of_losses(repo_id, format, losses + format.missing_facts(scales))
-    return str(commit.commit_url)
-
-
-def _warn_of_losses(place: object, format: ScaleFormat, losses: list[str]) -> None:
-    if losses:
-        logger.warning("%s: written as %s: %s", place, format.name, "; ".join(losses))
+            placed = {**_place(existing, files), CARD_FILE: card}
+            commit = api.create_commit(
+                repo_id,
+                [
+                    CommitOperationDelete(n) if content is None else CommitOperationAdd(n, content)
+                    for n, content in placed.items()
+                ],
+                commit_message=commit_message,
+                revision=revision,
+            )
+        if losses := losses + chosen.missing_facts(self):
+            logger.warning("%s: written as %s: %s", repo_id, format, "; ".join(losses))
+        return str(commit.commit_url)
 
 
 def _find_format(name: str, tp_size: int) -> ScaleFormat:
-    """Return the format of this name; raise ScaleError if it cannot hold so many ranks."""
     if name not in SCALE_FORMATS:
         raise ScaleError(
             f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
@@ -196,9 +247,9 @@ def open_place(
         ScaleError: The `written` files of scales cannot be written to `target`, or the checkpoint
             is not complete, has scales without `overwrite`, or others than can be replaced.
     """
-    if target.exists() and not target.is_dir():
+    source, place, whole = checkpoint or target, target.resolve(), True  # ".." may follow no folder
+    if place.exists() and not place.is_dir():
         raise ScaleError(f"{target}: expected a folder, got a file; choose another")
-    source, whole = checkpoint or target, True
     if checkpoint is None:
         existing = _list_files(target)
         _check_place(target, existing, written, overwrite=overwrite)
@@ -208,15 +259,10 @@ def open_place(
         overwrite, whole = True, bool(_find_weights(existing))
     elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
-    elif target.resolve().is_dir() and target.resolve().samefile(os.curdir):
+    elif place.exists() and (any(place.iterdir()) or place.samefile(os.curdir)):
         raise ScaleError(
-            f"{target}: expected a folder inside of the working folder or elsewhere, got the "
-            "working folder itself, which a copy cannot replace; name another"
-        )
-    elif target.exists() and any(target.iterdir()):
-        raise ScaleError(
-            f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
-            "checkpoint never replaces anything, choose another"
+            f"{target}: expected a folder that is new or empty, got one with files, or the working "
+            "folder itself; a copy of a checkpoint never replaces anything, choose another"
         )
     folder = LocalFolder(source)
     if whole and folder.path("config.json") is None:
@@ -226,9 +272,15 @@ def open_place(
         )
     opened = read_configs(folder)
     config = opened.config
+    if not isinstance(format, HfFp8kv) and text_config(config).get("kv_lora_rank"):
+        raise ScaleError(
+            f"{source}: expected a model whose servers cache K and V, got one with kv_lora_rank: "
+            "they cache the latent that both are made of; choose hf_fp8kv"
+        )
     if not whole and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # only scales wrote it
-    files = (find_indexed(folder) or find_in_shards(folder)) | find_added(folder)
+    files = find_indexed(folder) or find_in_shards(folder)
+    files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)  # not in every index
     if whole and isinstance(format, TensorFormat) and not files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
     present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
@@ -259,22 +311,6 @@ def open_place(
     return replace(opened, config=config, files=files, left_out=frozenset(present))
 
 
-def _check_model(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat) -> None:
-    """Raise ScaleError if the scales are of another model, or not for its servers."""
-    config, text = checkpoint.config, text_config(checkpoint.config)
-    types = [config.get("model_type"), text.get("model_type")]
-    if scales.model_type is not None and scales.model_type not in types and any(types):
-        raise ScaleError(
-            f"{checkpoint.origin}: expected a {scales.model_type!r} model, which the scales are "
-            f"of, got {types[0]!r}; use the checkpoint that they were made for"
-        )
-    if not isinstance(format, HfFp8kv) and text.get("kv_lora_rank"):
-        raise ScaleError(
-            f"{checkpoint.origin}: expected a model whose servers cache K and V, got one with "
-            "kv_lora_rank: they cache the latent that both are made of; choose hf_fp8kv"
-        )
-
-
 def _change_weights(
     source: Path,
     checkpoint: Checkpoint,
@@ -303,9 +339,7 @@ def _change_weights(
             changes[FIRST_FILE if renamed else path.name] = rewrite
     for path in source.glob("*.safetensors.index.json") if removed else ():
         weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed}
-        facts = as_mapping(read_json(path).get("metadata"))
-        facts = {n: fact for n, fact in facts.items() if not n.startswith("total_")}
-        changes[path.name] = to_json({"metadata": facts, "weight_map": weight_map})
+        changes[path.name] = make_index(path, weight_map)
     # An index among `files` comes later, after the files that it names.
     return {name: content for name, content in changes.items() if name not in files}
 
@@ -316,7 +350,6 @@ def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str]
 
 
 def _transfer(weights: Weights, source: Path, target: Path) -> None:
-    """Copy a file, or link it if it has weights and these are linked."""
     if weights == "link" and source.suffix.lower() in WEIGHTS:
         # The Hub's cache holds symbolic links, and only the file itself stays.
         os.link(source.resolve(), target)
@@ -375,19 +408,13 @@ def _values(scales: ScaleData) -> str:
 
 
 def _list_files(folder: Path) -> list[str]:
-    """Return the names of the files in a folder, and of those in the folder of our own file."""
     paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def _find_weights(names: Iterable[str]) -> list[str]:
-    """Return the file names in a model's folder that are weights."""
-    scales = (OWN_FILE, SCALES_FILE)
-    return [
-        name
-        for name in names
-        if PurePath(name).suffix.lower() in WEIGHTS and name not in scales and "/" not in name
-    ]
+    files = (name for name in names if name not in (OWN_FILE, SCALES_FILE) and "/" not in name)
+    return [name for name in files if PurePath(name).suffix.lower() in WEIGHTS]
 
 
 def _check_place(
@@ -400,17 +427,13 @@ def _check_place(
     """
     own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
     replaced = sorted({*files, *own} & {*existing})
-    if replaced and not overwrite:
+    weights = _find_weights(existing) if "config.json" in files else []
+    if (replaced or weights) and not overwrite:
+        without, found = format_list(replaced), format_list(weights)
         raise ScaleError(
-            f"{place}: expected a place without {format_list(replaced)}, got one that has it; "
-            "choose another, or pass overwrite=True (--overwrite)"
-        )
-    weights = _find_weights(existing)
-    if "config.json" in files and weights and not overwrite:
-        raise ScaleError(
-            f"{place}: expected a place without weights, got {format_list(weights)}; choose "
-            "another, or pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
-            "scales, which can be uploaded"
+            f"{place}: expected a place without {without or 'weights'}, got one that has "
+            f"{'it' if without else found}; choose another, pass overwrite=True (--overwrite), or "
+            "checkpoint= (--checkpoint) for a copy of a checkpoint with the scales"
         )
     if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
         raise ScaleError(

@@ -62,17 +62,14 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
 def read_weight_map(path: Path) -> dict[str, str]:
     """Return the file of each tensor, from a safetensors index."""
     files = read_json(path).get("weight_map")
-    if not isinstance(files, dict) or not files:
+    names = [*files.values()] if isinstance(files, dict) else []
+    # A file in another folder is not part of the checkpoint.
+    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if not isinstance(files, dict) or wrong or not names:
+        got = format_value(wrong[0] if wrong else files)
         raise ScaleError(
-            f"{path}: expected a weight_map with tensors, got {format_value(files)}; fetch it again"
+            f"{path}: expected file names of tensors in weight_map, got {got}; fetch it again"
         )
-    for file in files.values():
-        # A file in another folder is not part of the checkpoint.
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ScaleError(
-                f"{path}: expected file names in weight_map, got {format_value(file)}; fetch it "
-                "again"
-            )
     return files
 
 

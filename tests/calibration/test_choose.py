@@ -14,9 +14,8 @@ from hf_fp8kv.calibration import choose, queries, scoring, stages
 from hf_fp8kv.calibration.choose import Candidate, find_centers, measure_costs, pick_scale
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
-from hf_fp8kv.calibration.pairs import Partners, match_channels, measure_partners
-from hf_fp8kv.calibration.positions import Beyond
 from hf_fp8kv.calibration.queries import Queries, observe_queries
+from hf_fp8kv.calibration.rope import Beyond, Partners, match_channels, measure_partners
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job, weigh_keys
 from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
@@ -50,10 +49,6 @@ def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor
         whole = (w * (moved - middle) ** 2).sum(-1, keepdim=True)
         each = q**2 * (w[..., None] * (e - mean[..., None, :]) ** 2).sum(-2)
     return torch.cat([whole, each], -1).sum((1, 2))
-
-
-def cost_of(side: str, queries: Queries, error: torch.Tensor, granularity) -> torch.Tensor:
-    return (queries.cost_of_keys if side == "k" else queries.cost_of_values)(error, granularity)
 
 
 # -- queries ---------------------------------------------------------------------------------------
@@ -93,8 +88,8 @@ def test_cost_of_errors(numbers, side):
     error = torch.randn(TOKENS, HEADS, DIM) + 0.5
     expected = naive_cost(side, queries, error).float()
     for granularity in ("tensor", "head"):
-        torch.testing.assert_close(cost_of(side, queries, error, granularity), expected[:, :1])
-    torch.testing.assert_close(cost_of(side, queries, error, "channel"), expected[:, 1:])
+        torch.testing.assert_close(queries.cost(side, error, granularity), expected[:, :1])
+    torch.testing.assert_close(queries.cost(side, error, "channel"), expected[:, 1:])
     # Errors of V have a weight each: no head and no channel costs what another one does.
     assert len(set(expected.flatten().tolist())) == HEADS * (1 + DIM)
 
@@ -516,7 +511,7 @@ def test_a_number_of_k_weighs_what_an_error_of_it_alone_costs(numbers):
     for n in range(TOKENS):
         error = torch.zeros_like(k)
         error[n] = 2.0
-        cost = queries.cost_of_keys(error, "channel").double() / 4
+        cost = queries.cost("k", error, "channel").double() / 4
         expected["weight_sum"] += cost
         expected["weighted_sum"] += cost * k[n]
     for name, found in sums.items():

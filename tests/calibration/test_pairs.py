@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_fp8kv.calibration.observe import paged_layers
-from hf_fp8kv.calibration.pairs import match_channels, measure_partners
+from hf_fp8kv.calibration.rope import match_channels, measure_partners
 from tests.helpers.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.text

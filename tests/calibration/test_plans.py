@@ -119,8 +119,8 @@ def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str) -> None:
     cost = candidate.measure(x, queries, scale).sum().double()
     layer = LayerScales(scale, first, center, plan=LayerPlan(how, SidePlan("int8")))
     error = stored(x.transpose(0, 1)[None], layer, "k")[0].transpose(0, 1) - x
-    weigh = queries.cost_of_keys if side == "k" else queries.cost_of_values
-    torch.testing.assert_close(cost, weigh(error, "head").sum().double(), rtol=1e-3, atol=0)
+    expected = queries.cost(side, error, "head").sum().double()
+    torch.testing.assert_close(cost, expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(

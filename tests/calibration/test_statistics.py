@@ -7,8 +7,8 @@ from tqdm import tqdm
 from hf_fp8kv import ConfigError, KVScales, calibrate
 from hf_fp8kv.calibration import reporting as module
 from hf_fp8kv.calibration.observe import Batch, measure_range, merge_tensors
-from hf_fp8kv.calibration.positions import limit_length
 from hf_fp8kv.calibration.reporting import head_amax, measure_statistics
+from hf_fp8kv.calibration.rope import limit_length
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.text
 
 HEADS = 2
 AMAX = {"k": (1.0, 2.0), "v": (3.0, 4.0)}
+ENDS = "max", "min"
 # What a number of each format must pass to be cut off: half a step above the largest.
 OVER = {
     "fp8_e4m3": 464.0, "fp8_e5m2": 61440.0, "fp8_e3m4": 31.5, "fp8_e4m3fnuz": 248.0,
@@ -37,7 +38,8 @@ def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3"):
     options = CalibrationOptions("head", FORMATS[fmt], 1.0, False)
     job = Job(None, frozenset({0}), options, tqdm(disable=True))
     batches = [Batch((torch.zeros(len(k), dtype=torch.int64),)) for k, _ in texts]
-    return measure_statistics(job, batches, {0: scales}, {0: AMAX})[0]
+    ranges = {f"{side}_{end}": torch.tensor(AMAX[side])[:, None] for side in "kv" for end in ENDS}
+    return measure_statistics(job, batches, {0: scales}, {0: ranges})[0]
 
 
 def of(k: object, v: object, center: torch.Tensor | None = None) -> LayerScales:

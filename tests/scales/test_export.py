@@ -323,7 +323,8 @@ def test_a_copy_has_the_same_weights_and_reads_back(tmp_path, request, source, f
     assert any(not name.endswith("weight") for name in tensors) == beside
     if beside:
         index = json.loads((copy / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+        assert index["weight_map"].keys() == tensors.keys()
+        assert index["metadata"] == {}  # no count of other tensors
     if format != "quark":  # whose package transformers asks for
         assert_loads_the_same(source, copy)
 
@@ -789,7 +790,7 @@ def test_a_copy_never_replaces_anything(tmp_path, model):
 def test_a_copy_does_not_replace_the_working_folder(tmp_path, model, monkeypatch, target):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with refused("got the working folder itself", target):
+    with refused("or the working folder itself", target):
         patched(model, target, "tgi")
     assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
     assert patched(model, Path("../here/copy"), "tgi").is_dir()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fp8kv.errors import ScaleError
+from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.checkpoint.checkpoint import OWN_FILE
@@ -78,7 +78,8 @@ def test_dynamic_files_with_a_missing_center_are_refused(tmp_path: Path) -> None
     ids=str,
 )
 def test_scales_and_plans_that_do_not_belong_together(arguments: tuple, message: str) -> None:
-    with pytest.raises(ScaleError, match=message):
+    kind = ConfigError if message == "expected a LayerPlan" else ScaleError
+    with pytest.raises(kind, match=message):
         LayerScales(*arguments)
 
 

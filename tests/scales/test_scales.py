@@ -12,7 +12,6 @@ from hypothesis import given
 from transformers import LlamaConfig
 
 from hf_fp8kv.errors import FP8KVError, ScaleError
-from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales, declared_kv_scales
 from hf_fp8kv.scales.kv_scales import resolve
 from tests.scales.test_sources import SCHEME
@@ -114,31 +113,6 @@ def test_bad_centers_are_refused(bad):
 def test_sides_with_other_heads_are_refused(k, v, center):
     with pytest.raises(ScaleError, match="one number of heads"):
         LayerScales(k, v, center)
-
-
-# From one format to another.
-
-
-@pytest.mark.parametrize(
-    ("name", "factor"),
-    [
-        ("fp8_e4m3", 1.0),
-        ("fp8_e4m3fnuz", 2.0),
-        ("fp8_e3m4", 448 / 31),
-        ("fp8_e5m2", 448 / 57344),
-        ("fp8_e2m5", 448 / 7.875),
-        ("int8", 448 / 127),
-    ],
-)
-def test_conversion_multiplies_the_scales_and_leaves_the_centers(name, factor):
-    layer = two_layers().layers[1]
-    converted = layer.convert(FORMATS[name])
-    torch.testing.assert_close(converted.k, layer.k * factor, rtol=1e-7, atol=0)
-    torch.testing.assert_close(converted.v, layer.v * factor, rtol=1e-7, atol=0)
-    assert torch.equal(converted.k_center, layer.k_center)
-    sides = layer.convert(FORMATS[name], FORMATS["fp8_e5m2"])
-    assert torch.equal(sides.k, converted.k)
-    assert torch.equal(sides.v, layer.v / 128)
 
 
 # A model.

@@ -673,8 +673,8 @@ BAD_INDICES: dict[str, tuple[Spoil, str]] = {
     "outside": (edit_index(lambda m: dict.fromkeys(m, "../x.safetensors")), "expected file names"),
     "absolute": (edit_index(lambda m: dict.fromkeys(m, "/x.safetensors")), "expected file names"),
     "not-a-name": (edit_index(lambda m: dict.fromkeys(m, 3)), "expected file names.*got 3"),
-    "empty-map": (edit_index(lambda m: {}), "expected a weight_map"),
-    "list-map": (edit_index(list), "expected a weight_map"),
+    "empty-map": (edit_index(lambda m: {}), "expected file names of tensors in weight_map"),
+    "list-map": (edit_index(list), "expected file names of tensors in weight_map"),
     "cut-off": (
         spoiled_bytes("model.safetensors.index.json", lambda b: b[:50]),
         "expected a JSON file",

@@ -12,13 +12,12 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
-    NotASafetensorsRepoError,
     SafetensorsParsingError,
 )
 
 from ...errors import ScaleError
 from ...utils.files import read_header, read_json, read_weight_map
-from .configs import HF_QUANT_CONFIG, Config, Declaration, check_layer_counts, find_declaration
+from .configs import HF_QUANT_CONFIG, Config, Declaration, find_declaration
 from .tensor_names import LIKELY
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,19 +32,12 @@ OWN_FOLDER = "kv_scales"
 # The file of formats whose scales are tensors of the checkpoint.
 SCALES_FILE = "model-kv-scales.safetensors"
 # The base of HfHubHTTPError is the base of whatever HTTP library the Hub's client uses.
-_HUB_ERRORS: tuple[type[Exception], ...] = (
-    *HfHubHTTPError.__bases__,
-    OSError,
-    ValueError,
-    NotASafetensorsRepoError,
-    SafetensorsParsingError,
-)
+_HUB_ERRORS: tuple[type[Exception], ...]
+_HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsingError)
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder on this machine."""
-
     root: Path
     place: Path | None = None  # where its files will be, for messages
 
@@ -164,8 +156,6 @@ Folder = LocalFolder | HubFolder
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in a folder."""
-
     folder: Folder
     config: Config  # its config.json; empty when there is none
     second: Config | None  # its hf_quant_config.json
@@ -178,7 +168,6 @@ class Checkpoint:
 
     @cached_property
     def declaration(self) -> Declaration:
-        """What both configs declare."""
         return find_declaration(self.config, self.second)
 
 
@@ -187,7 +176,6 @@ def read_configs(folder: Folder) -> Checkpoint:
     path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
     second = None if second_path is None else read_json(second_path, unique=False)
-    check_layer_counts(path, config)
     return Checkpoint(folder, config, second, {})
 
 
@@ -221,8 +209,3 @@ def find_in_shards(folder: Folder) -> dict[str, str]:
                 )
             files[name] = shard
     return files
-
-
-def find_added(folder: Folder) -> dict[str, str]:
-    """Return the tensors in our file of scales, which an index need not name."""
-    return dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)

@@ -13,6 +13,7 @@ from ...errors import ScaleError
 from ...utils.text import format_value
 
 Config = dict[str, object]
+Kind = Literal["none", "static", "dynamic", "refused"]
 # A second config that may lie beside config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"
 # Where a config of several models keeps the one of the language model.
@@ -52,7 +53,7 @@ class Declaration:
     scales of another kind than FP8.
     """
 
-    kind: Literal["none", "static", "dynamic", "refused"] = "none"
+    kind: Kind = "none"
     what: str = "nothing about a KV cache"  # the entry and its value, for messages
     dialect: str = ""  # the format whose tensor names to expect
     fnuz: bool = False  # the scales are made for E4M3FNUZ: twice those for E4M3FN
@@ -90,21 +91,18 @@ def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     return config if inner is None else text_config(inner)
 
 
-def check_layer_counts(where: object, config: Mapping[str, object]) -> None:
-    """Raise ScaleError for a `config.json` whose number of layers is no integer."""
-    for name, count in text_config(config).items():
-        if name in _LAYER_COUNTS and count is not None and type(count) is not int:
-            raise ScaleError(
-                f"{where}: {name}: expected an integer, got {format_value(count)}; transformers "
-                "refuses it too, fetch the config again"
-            )
-
-
-def layers_with_cache(config: Mapping[str, object]) -> Sequence[int] | None:
+def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
     """Return the layers that own a KV cache by a `config.json`; None when it does not say."""
-    text = text_config(config)
-    count = next((text[n] for n in _LAYER_COUNTS if isinstance(text.get(n), int)), None)
-    if not isinstance(count, int) or not 0 < count < 1_000_000:
+    text, count = text_config(config), 0
+    for name in reversed(_LAYER_COUNTS):
+        if (value := text.get(name)) is not None:
+            if type(value) is not int:
+                raise ScaleError(
+                    f"{origin}: config.json: {name}: expected an integer, got "
+                    f"{format_value(value)}; transformers refuses it too, fetch the config again"
+                )
+            count = value
+    if not 0 < count < 1_000_000:
         return None
     shared = text.get("num_kv_shared_layers")
     owners = range(count - shared if isinstance(shared, int) else count)
@@ -123,29 +121,29 @@ def head_counts(config: Mapping[str, object]) -> set[int]:
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
     """Return the declaration of KV scales in a config and in ModelOpt's second config."""
     owners = [*nested_configs(config)]
-    declarations: list[Declaration] = []
+    found: list[Declaration] = []
     dialect = ""
     for entry in _BLOCKS:
         for path, owner in owners:
-            block = as_mapping(get_entry(owner, entry))
-            if block:
+            if block := as_mapping(get_entry(owner, entry)):
                 of_block = find_dialect(entry, block) or "autofp8"
                 dialect = dialect or of_block
-                declarations += _parse_block(path + entry, block, of_block)
+                found += [replace(d, dialect=of_block) for d in _parse_block(path + entry, block)]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
-        declarations += _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config), "modelopt")
+        second = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
+        found += [replace(d, dialect="modelopt") for d in second]
     dialect = dialect or "tgi"
     for entry in _TOP_ENTRIES:
         for path, owner in owners:
-            declarations += _parse_entry(path + entry, get_entry(owner, entry), dialect)
-    fnuz = any(declaration.fnuz for declaration in declarations)
-    rotations = tuple(rotation for d in declarations for rotation in d.rotations)
-    for kind in ("refused", "static", "dynamic"):
-        for declaration in declarations:
-            if declaration.kind == kind:
-                return replace(declaration, fnuz=fnuz, rotations=rotations)
-    return Declaration(dialect=dialect, rotations=rotations)
+            parsed = _parse_entry(path + entry, get_entry(owner, entry))
+            found += [replace(d, dialect=dialect) for d in parsed]
+    kinds = ("refused", "static", "dynamic")
+    best = next(
+        (d for kind in kinds for d in found if d.kind == kind), Declaration(dialect=dialect)
+    )
+    rotations = tuple(rotation for d in found for rotation in d.rotations)
+    return replace(best, fnuz=any(d.fnuz for d in found), rotations=rotations)
 
 
 def declared_kv_scales(config: object) -> str | None:
@@ -167,49 +165,39 @@ def find_dialect(entry: str, block: Mapping[str, object]) -> str:
     return "trtllm" if entry == "quantization" else ""
 
 
-def _parse_block(where: str, block: Mapping[str, object], dialect: str) -> list[Declaration]:
+def _parse_block(where: str, block: Mapping[str, object]) -> Iterator[Declaration]:
     inner = as_mapping(block.get("quantization"))
-    declarations: list[Declaration] = []
     for entry in _CACHE_ENTRIES:
         for path, owner in (("quantization.", inner), ("", block)):
-            declarations += _parse_entry(f"{where}.{path}{entry}", owner.get(entry), dialect)
+            yield from _parse_entry(f"{where}.{path}{entry}", owner.get(entry))
     transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
     for name, scheme in transforms.items():
-        place = f"{where}.transform_config.{name}"
-        declarations += _parse_transform(place, as_mapping(scheme), dialect)
+        yield from _parse_transform(f"{where}.transform_config.{name}", as_mapping(scheme))
     for name, group in as_mapping(block.get("config_groups")).items():
         if _targets_projections(group):  # whose outputs were the cache, before its own scheme
             place = f"{where}.config_groups.{name}.output_activations (kv_cache)"
-            outputs = as_mapping(group).get("output_activations")
-            declarations += _parse_entry(place, outputs, dialect)
+            yield from _parse_entry(place, as_mapping(group).get("output_activations"))
     # In its mode "fp8" Quark writes this list, too, but declares the cache as AutoFP8 does.
     projections = as_mapping(block.get("export")).get("kv_cache_group")
     if projections and block.get("quant_method") != "fp8":
-        place = f"{where}.export.kv_cache_group"
-        declarations.append(_parse_projections(place, projections, block, dialect))
-    return declarations
+        yield _parse_projections(f"{where}.export.kv_cache_group", projections, block)
 
 
-def _parse_entry(where: str, value: object, dialect: str) -> list[Declaration]:
-    """Return the declarations of one entry, which is a scheme or a word for one."""
+def _parse_entry(where: str, value: object) -> Iterator[Declaration]:
+    """Yield the declaration of an entry, which is a scheme or a word for one, if it has one."""
     value = getattr(value, "value", value)
-    scheme = as_mapping(value)
-    if scheme:
-        return [_parse_scheme(where, scheme, dialect)]
-    if value is None or value == {}:
-        return []
-    what = f"{where} = {value!r}"
-    if not isinstance(value, str | torch.dtype):
-        return [Declaration("refused", what, dialect)]
-    word = str(value).lower().removeprefix("torch.")
-    if word in _UNQUANTIZED:
-        return []
-    if word in _STATIC or word in _FNUZ:
-        return [Declaration("static", what, dialect, fnuz=word in _FNUZ)]
-    return [Declaration("dynamic" if word in _DYNAMIC else "refused", what, dialect)]
+    word = None
+    if isinstance(value, str | torch.dtype):
+        word = str(value).lower().removeprefix("torch.")
+    if scheme := as_mapping(value):
+        yield _parse_scheme(where, scheme)
+    elif value is not None and value != {} and word not in _UNQUANTIZED:
+        kind: Kind = "dynamic" if word in _DYNAMIC else "refused"
+        kind = "static" if word in (*_STATIC, *_FNUZ) else kind
+        yield Declaration(kind, f"{where} = {value!r}", fnuz=word in _FNUZ)
 
 
-def _parse_scheme(where: str, scheme: Mapping[str, object], dialect: str) -> Declaration:
+def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
     def entry(name: str, default: object = None) -> object:
         value = scheme.get(name, default)
         return getattr(value, "value", value)
@@ -225,8 +213,8 @@ def _parse_scheme(where: str, scheme: Mapping[str, object], dialect: str) -> Dec
         f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
     )
     if not fp8 or not symmetric or strategy not in (None, "tensor", "attn_head"):
-        return Declaration("refused", what, dialect)
-    return Declaration("dynamic" if dynamic else "static", what, dialect)
+        return Declaration("refused", what)
+    return Declaration("dynamic" if dynamic else "static", what)
 
 
 def _name_format(bits: object, number: object, group_size: object) -> str:
@@ -236,34 +224,31 @@ def _name_format(bits: object, number: object, group_size: object) -> str:
     return f"{'FP' if number == 'float' else str(number).upper()}{bits}"
 
 
-def _parse_transform(where: str, scheme: Mapping[str, object], dialect: str) -> list[Declaration]:
-    """Return the rotation of K that its scales are made for (R3 of SpinQuant), if this is one."""
+def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
+    """Yield the rotation of K that its scales are made for (R3 of SpinQuant), if this is one."""
     places = scheme.get("apply")
     places = [as_mapping(place) for place in places] if isinstance(places, list) else []
     places = [place for place in places if place.get("location") == "k_cache"]
     if not places:
-        return []
+        return
     kind, size, random = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
     targets = [place.get("targets") for place in places]
     names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
     what = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
     ignored = any(place.get("ignore") for place in places)
     if kind != "hadamard" or random or type(size) is not int or ignored or not names:
-        return [Declaration("refused", what, dialect)]
-    rotations = tuple((size, str(name)) for name in names)
-    return [Declaration(what=what, rotations=rotations)]
+        yield Declaration("refused", what)
+    else:
+        yield Declaration(what=what, rotations=tuple((size, str(name)) for name in names))
 
 
 def _targets_projections(group: object) -> bool:
-    """Return whether a config group of compressed-tensors names the projections of K or V."""
     targets = as_mapping(group).get("targets")
     targets = list(map(str, targets)) if isinstance(targets, list) else []
     return any("k_proj" in target or "v_proj" in target for target in targets)
 
 
-def _parse_projections(
-    where: str, group: object, block: Mapping[str, object], dialect: str
-) -> Declaration:
+def _parse_projections(where: str, group: object, block: Mapping[str, object]) -> Declaration:
     """Return the declaration in Quark's list of the projections whose outputs are the cache."""
     patterns = group if isinstance(group, list) else [group]
     entries = {
@@ -284,11 +269,11 @@ def _parse_projections(
                 size = output.get("group_size") or output.get("block_size")
                 what += f" ({_name_format(4, 'float', size)})" if four_bits else ""
                 what += "" if symmetric else " (asymmetric)"
-                return Declaration("refused", what, dialect)
+                return Declaration("refused", what)
             dynamic = dynamic or bool(output.get("is_dynamic"))
     remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
-    what = f"{where} = {patterns!r}"
-    return Declaration("dynamic" if dynamic else "static", what, dialect, remark=remark)
+    kind: Kind = "dynamic" if dynamic else "static"
+    return Declaration(kind, f"{where} = {patterns!r}", remark=remark)
 
 
 def remove_declaration(origin: str, config: Config, second: Config | None, format: str) -> Config:
@@ -300,10 +285,8 @@ def remove_declaration(origin: str, config: Config, second: Config | None, forma
     config = copy.deepcopy(config)
     stays = find_declaration(config, second).dialect == format
     for _, owner in nested_configs(config):
-        if not isinstance(owner, dict):
-            continue
         for entry in _BLOCKS:
-            block = owner.get(entry)
+            block = get_entry(owner, entry)
             if not isinstance(block, dict):
                 continue
             groups = block.get("config_groups")
@@ -317,7 +300,7 @@ def remove_declaration(origin: str, config: Config, second: Config | None, forma
                 _pop(block.get("quantization"), _CACHE_ENTRIES)
                 compressed = block.get("quant_method") == "compressed-tensors"
                 if compressed and not (groups or block.get("sparsity_config")):
-                    del owner[entry]  # it quantizes nothing
+                    _pop(owner, (entry,))  # it quantizes nothing
         if not stays:
             _pop(owner, _TOP_ENTRIES)
     left = find_declaration(config, second)

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -35,11 +35,25 @@ logger = logging.getLogger(__name__)
 
 def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     """Return the scales among the tensors of a checkpoint; raise ScaleError if there are none."""
-    origin, config = checkpoint.origin, checkpoint.config
-    scale_tensors, unknown = match_tensors(checkpoint.files, checkpoint.declaration)
-    _check_declaration(checkpoint, bool(scale_tensors))
+    origin, config, declared = checkpoint.origin, checkpoint.config, checkpoint.declaration
+    if declared.kind == "refused":
+        raise ScaleError(
+            f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
+            f"per head), got {declared.what}; use scales=None, which is dynamic"
+        )
+    if declared.kind == "dynamic":
+        raise ScaleError(
+            f"{origin}: expected a config that declares static scales, got {declared.what}, "
+            "which needs none; use scales=None (dynamic), or correct the config"
+        )
+    scale_tensors, unknown = match_tensors(checkpoint.files, declared)
     if not scale_tensors:
         raise _no_scales(checkpoint)
+    if declared.remark:
+        logger.warning("%s: %s", origin, declared.remark)
+    if declared.kind == "none":
+        what = "the config declares no KV cache" if config else "no config.json"
+        logger.warning("%s: %s; its KV scales are taken to be of float8_e4m3fn", origin, what)
     _check_foreign(checkpoint)
     layers = _pair_sides(checkpoint, scale_tensors)
     _add_biases(checkpoint, layers)
@@ -55,28 +69,6 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     layers = request.select_layers(layers, config, origin)
     layers = _rotate(checkpoint, layers, scale_tensors)
     return ScaleData(layers, scale_tensors[0].format, model_type, origin)
-
-
-def _check_declaration(checkpoint: Checkpoint, has_scales: bool) -> None:
-    origin, declaration = checkpoint.origin, checkpoint.declaration
-    if declaration.kind == "refused":
-        raise ScaleError(
-            f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
-            f"per head), got {declaration.what}; use scales=None, which is dynamic"
-        )
-    if declaration.kind == "dynamic":
-        raise ScaleError(
-            f"{origin}: expected a config that declares static scales, got {declaration.what}, "
-            "which needs none; use scales=None (dynamic), or correct the config"
-        )
-    if declaration.remark and has_scales:
-        logger.warning("%s: %s", origin, declaration.remark)
-    if declaration.kind == "none" and has_scales:
-        logger.warning(
-            "%s: %s; its KV scales are taken to be of float8_e4m3fn",
-            origin,
-            "the config declares no KV cache" if checkpoint.config else "no config.json",
-        )
 
 
 def _check_foreign(checkpoint: Checkpoint) -> None:
@@ -97,7 +89,6 @@ def _check_foreign(checkpoint: Checkpoint) -> None:
 
 
 def _load(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return tensors by their names; raise ScaleError for a missing one."""
     groups = defaultdict(list)
     for name in names:
         groups[checkpoint.files[name]].append(name)
@@ -171,7 +162,6 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
 def _rotate(
     checkpoint: Checkpoint, layers: dict[int, LayerScales], scale_tensors: list[ScaleTensor]
 ) -> dict[int, LayerScales]:
-    """Return the scales with a plan that rotates K, if the config declares that they need one."""
     rotations, text = checkpoint.declaration.rotations, text_config(checkpoint.config)
     if not rotations:
         return layers
@@ -202,25 +192,39 @@ def _is_target(path: str, target: str) -> bool:
 
 
 def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dict[int, LayerScales]:
-    """Return one pair for each layer, in the unit of E4M3FN; log oddities once a file."""
+    """Return one pair for each layer, in the unit of E4M3FN; log oddities once a file.
+
+    The pair is of the first priority that has both sides, or else the best tensor of each side.
+    """
     unit = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
         name: _as_scale(checkpoint, name, tensor) * unit
         for name, tensor in _load(checkpoint, (s.name for s in scale_tensors)).items()
     }
-    by_layer: dict[int, list[ScaleTensor]] = defaultdict(list)
+    by_layer: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
     for tensor in scale_tensors:
-        by_layer[tensor.layer].append(tensor)
+        for side in tensor.side:
+            other = by_layer[tensor.layer].setdefault((tensor.priority, side), tensor)
+            # Nothing says which of two names is meant.
+            if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
+                raise ScaleError(
+                    f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
+                    f"{tensor.layer}, got {other.name} and {tensor.name}, which differ; delete one"
+                )
     oddities: dict[str, list[int]] = defaultdict(list)
     layers = {}
-    for index, of_layer in by_layer.items():
-        k_tensor, v_tensor = _choose_pair(checkpoint, of_layer, values)
-        if k_tensor is None or v_tensor is None:
-            only = "K" if v_tensor is None else "V"
-            oddities[f"only {only} has a scale, which is used for both sides"].append(index)
-        k_name, v_name = ((t or k_tensor or of_layer[0]).name for t in (k_tensor, v_tensor))
+    for index, found in by_layer.items():
+        best = {side: tensor for (_, side), tensor in reversed(found.items())}
+        both = next((p for p, _ in found if (p, "k") in found and (p, "v") in found), None)
+        if both is not None:
+            best = {side: found[both, side] for side in "kv"}
+        elif len(best) == 1:
+            (only,) = best
+            oddities[f"only {only.upper()} has a scale, which is used for both sides"].append(index)
+            best = dict.fromkeys("kv", best[only])
+        k_name, v_name = best["k"].name, best["v"].name
         k, v = values[k_name], values[v_name]
-        shared = next((s.name for s in of_layer if s.side == "kv"), k_name)
+        shared = next((t.name for t in found.values() if t.side == "kv"), k_name)
         if shared not in (k_name, v_name) and values[shared].max() != max(k.max(), v.max()):
             oddities["kv_scale is not the larger one of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
@@ -231,31 +235,7 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     return layers
 
 
-def _choose_pair(
-    checkpoint: Checkpoint, of_layer: list[ScaleTensor], values: Mapping[str, torch.Tensor]
-) -> tuple[ScaleTensor | None, ScaleTensor | None]:
-    """Return the tensors for K and V: the first priority with both, else the best of each side.
-
-    ScaleError is raised for two names of one scale that differ: nothing says which one is meant.
-    """
-    first: dict[tuple[int, str], ScaleTensor] = {}
-    for tensor in of_layer:
-        for side in tensor.side:
-            other = first.setdefault((tensor.priority, side), tensor)
-            if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
-                raise ScaleError(
-                    f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
-                    f"{tensor.layer}, got {other.name} and {tensor.name}, which differ; delete one"
-                )
-    for priority, _ in first:
-        if (priority, "k") in first and (priority, "v") in first:
-            return first[priority, "k"], first[priority, "v"]
-    k, v = (next((t for (_, s), t in first.items() if s == side), None) for side in "kv")
-    return k, v
-
-
 def _no_scales(checkpoint: Checkpoint) -> ScaleError:
-    """Return the error that says what was looked for, and what looks like it."""
     names = ", ".join(known.name.replace("{side}", "{k,v}") for known in TENSOR_NAMES)
     likely = format_list(name for name in checkpoint.files if LIKELY.search(name))
     got = f"got only {likely}, which no reader takes" if likely else "got none"

@@ -2,8 +2,7 @@
 
 from .base import ScaleFormat
 from .checkpoints import AutoFP8, CompressedTensors, ModelOpt, Quark, Tgi
-from .hf_fp8kv import HfFp8kv
-from .vllm_json import VllmJson
+from .files import HfFp8kv, VllmJson
 
 __all__ = ["SCALE_FORMATS", "ScaleFormat"]
 

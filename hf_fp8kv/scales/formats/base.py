@@ -29,6 +29,13 @@ def to_json(data: object) -> bytes:
     return json.dumps(data, indent=2).encode() + b"\n"
 
 
+def make_index(old: Path | None, weight_map: Mapping[str, str]) -> bytes:
+    """Return an index with the metadata of an old one, except counts, which no loader reads."""
+    facts = {} if old is None else as_mapping(read_json(old).get("metadata"))
+    facts = {name: fact for name, fact in facts.items() if not name.startswith("total_")}
+    return to_json({"metadata": facts, "weight_map": weight_map})
+
+
 class ScaleFormat:
     """A format of static scales. What it cannot hold is reduced before it is written."""
 
@@ -72,18 +79,20 @@ class TensorFormat(ScaleFormat):
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
         weights = {} if checkpoint is None else checkpoint.files
-        config, metadata = _minimal_config(scales), Config()
-        second: Config | None = None
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
-        size = 0
+        config: Config = {"model_type": scales.model_type} if scales.model_type else {}
+        second, listed = None, None
         if checkpoint is not None and (weights or checkpoint.config):
             config, second = copy.deepcopy((checkpoint.config, checkpoint.second))
             listed = checkpoint.folder.path(INDEX_FILE)
-            metadata = {} if listed is None else dict(as_mapping(read_json(listed).get("metadata")))
+        else:  # the entries that the scales alone can fill in
+            if sorted(scales.layers) == list(range(len(scales.layers))):
+                config["num_hidden_layers"] = len(scales.layers)
+            heads = {len(k) for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
+            if len(heads) == 1:
+                config["num_key_value_heads"] = heads.pop()
         if checkpoint is not None and weights:
             modules = _attention_modules(checkpoint, scales.layers)
-            paths = [checkpoint.folder.path(file) for file in {*weights.values()}]
-            size = sum(_count_bytes(path, weights) for path in paths if path)
         tensors = {}
         for index, layer in scales.layers.items():
             for side, scale in zip("kv", layer.static, strict=True):
@@ -93,12 +102,11 @@ class TensorFormat(ScaleFormat):
         # Some readers name the modules that hold experts.
         quantizable |= {n.split(".experts.")[0] + ".experts" for n in weights if ".experts." in n}
         in_index = tensors if self.indexed or not weights else {}
-        metadata["total_size"] = size + sum(tensor.nbytes for tensor in in_index.values())
         weight_map = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in weights.items()}
         weight_map |= dict.fromkeys(in_index, SCALES_FILE)
         return {
             SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
-            INDEX_FILE: to_json({"metadata": metadata, "weight_map": weight_map}),
+            INDEX_FILE: make_index(listed, weight_map),
             **self.config_files(config, second, scales, sorted(quantizable)),
         }
 
@@ -159,86 +167,46 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         )
     losses: dict[str, list[int]] = defaultdict(list)
     losses["the formats of the plan are left out, servers store E4M3"] = list(scales.plan or ())
-    losses["K's scales make room for the centers, which are left out"] = [
-        index for index, layer in scales.layers.items() if layer.k_center is not None
-    ]
-    layers = {index: _drop_center(layer) for index, layer in scales.layers.items()}
-    head_counts = _count_heads(layers) if format.granularity == "head" else {}
-    for index, layer in layers.items():
-        heads = head_counts.get(index)
-        k, v = (_largest(scale, heads) for scale in layer.static)
-        for before, after in zip(layer.static, (k, v), strict=True):
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for index, layer in scales.layers.items():
+        k, v = layer.static
+        if layer.k_center is not None:  # |K| <= max * scale + |center|
+            losses["K's scales make room for the centers, which are left out"].append(index)
+            room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
+            k = k + (room if k.ndim else room.max())
+        pairs[index] = k, v
+    counts = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
+    # A layer with one number takes the heads of the rest, since all layers have one strategy.
+    several = {*counts.values()} - {1}
+    default = several.pop() if len(several) == 1 else 0
+    counts = {index: count if count > 1 else default for index, count in counts.items()}
+    per_head = format.granularity == "head" and all(counts.values())
+    layers = {}
+    for index, pair in pairs.items():
+        k, v = (x.amax(1, keepdim=True) if x.ndim and per_head else x.max() for x in pair)
+        if per_head:
+            k, v = (x.expand(counts[index], 1).clone() for x in (k, v))
+        for before, after in zip(pair, (k, v), strict=True):
             if before.ndim and (before != after).any():
-                losses[
-                    f"the largest scale of each {'head' if heads else 'layer'} is written"
-                ].append(index)
+                kind = "head" if per_head else "layer"
+                losses[f"the largest scale of each {kind} is written"].append(index)
         if not format.holds_both_sides:
             if (k != v).any():
                 losses["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)
-        layers[index] = LayerScales(k, v, source=layer.source)
+        layers[index] = LayerScales(k, v, source=scales.layers[index].source)
     texts = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
     return replace(scales, layers=layers), texts
 
 
-def _drop_center(layer: LayerScales) -> LayerScales:
-    """Return a scale of K for the same numbers without a center: |K| <= max * scale + |center|."""
-    if layer.k_center is None:
-        return layer
-    k, v = layer.static
-    room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
-    # One number stays one number.
-    room = room if k.ndim else room.max()
-    return LayerScales(k + room, v, source=layer.source)
-
-
-def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
-    """Return how many heads each layer is written for; empty: all are written per tensor."""
-    own = {i: max(len(t) if t.ndim else 1 for t in s.static) for i, s in layers.items()}
-    counts = {*own.values()} - {1}
-    # A layer with one number takes the heads of the rest, since all layers have one strategy.
-    default = counts.pop() if len(counts) == 1 else 0
-    heads = {index: count if count > 1 else default for index, count in own.items()}
-    return heads if all(heads.values()) else {}
-
-
-def _largest(scale: torch.Tensor, heads: int | None) -> torch.Tensor:
-    """Return the largest scale, `[]`, or with a number of heads one for each, `[heads, 1]`."""
-    if heads is None:
-        return scale.max()
-    return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()
-
-
-def _minimal_config(scales: ScaleData) -> Config:
-    """Return the entries of a `config.json` that the scales alone can fill in."""
-    config: Config = {"model_type": scales.model_type} if scales.model_type else {}
-    if sorted(scales.layers) == list(range(len(scales.layers))):
-        config["num_hidden_layers"] = len(scales.layers)
-    heads = {k.shape[0] for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
-    if len(heads) == 1:
-        config["num_key_value_heads"] = heads.pop()
-    return config
-
-
 def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
-    """Return the attention module of each layer, by the names of its weights."""
-    paths: dict[int, set[str]] = {}
-    for name in checkpoint.files:
-        match = ATTENTION_MODULE.match(name)
-        if match is not None:
-            paths.setdefault(int(match["layer"]), set()).add(match["path"])
+    paths: dict[int, set[str]] = defaultdict(set)
+    for match in filter(None, map(ATTENTION_MODULE.match, checkpoint.files)):
+        paths[int(match["layer"])].add(match["path"])
     for index in layers:
-        if len(paths.get(index, ())) != 1:
+        if len(paths[index]) != 1:
             raise ScaleError(
                 f"{checkpoint.origin}: expected one attention module in layer {index}, got "
-                f"{format_list(sorted(paths.get(index, ()))) or 'none'}; use this model's scales"
+                f"{format_list(sorted(paths[index])) or 'none'}; use this model's scales"
             )
     return {index: paths[index].pop() for index in layers}
-
-
-def _count_bytes(path: Path, names: Collection[str]) -> int:
-    """Return how many bytes of the tensors are in a safetensors file."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    spans = [header[name]["data_offsets"] for name in header.keys() & names]
-    return sum(stop - start for start, stop in spans)

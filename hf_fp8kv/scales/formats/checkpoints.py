@@ -111,7 +111,6 @@ class Quark(TensorFormat):
     tensor_name = "{side}_proj.output_scale"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        """Declare the outputs of two projections; what is said of their weights stays."""
         block = self.quantization_block(
             config,
             {

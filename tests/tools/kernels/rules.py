@@ -55,7 +55,7 @@ def find_violations(
         yield f"{assembly.fused} products with log2(e) fused with sums"
     # Codes of E5M2 may also become float16 by placing their bytes.
     stored = FORMATS.get(variant.k)
-    is_native = stored is not None and stored.exponent_bits < 5 and target.converts(stored)
+    is_native = stored is not None and stored.mantissa_bits > 2 and target.converts(stored)
     if converts and is_native and not assembly.conversions:
         yield "no native conversion"
     if not tile:

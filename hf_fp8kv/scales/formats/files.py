@@ -1,23 +1,111 @@
-"""The format "vllm-json": `kv_cache_scales.json`, vLLM's `quantization_param_path`."""
+"""Formats of scales in a file of their own: "hf_fp8kv", and "vllm-json", `kv_cache_scales.json`."""
 
+import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save as to_safetensors
+
 from ...errors import ScaleError
-from ...utils.files import convert_read_errors
+from ...formats import LayerPlan
+from ...utils.files import convert_read_errors, read_json
 from ...utils.text import format_list, format_value
-from ..checkpoint.checkpoint import JSON_FILE, Checkpoint
+from ..checkpoint.checkpoint import JSON_FILE, OWN_FILE, Checkpoint
 from ..checkpoint.configs import Config
 from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
+from ..report import REPORT_FILE, CalibrationReport
 from ..request import Request
 from .base import ScaleFormat, to_json
 
 logger = logging.getLogger(__name__)
 
+# The entry of the file's metadata, JSON, and the parts of it that every file has.
+METADATA, _KIND = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
+
+
+class HfFp8kv(ScaleFormat):
+    """Our own file, which holds every granularity and the centers exactly.
+
+    A folder with it is never read as a checkpoint. The report of the calibration is a second file.
+    Next to weights both are in a folder of their own.
+    """
+
+    name = "hf_fp8kv"
+    granularity = "channel"
+    holds_centers = True
+
+    def files(
+        self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
+    ) -> dict[str, bytes]:
+        about: dict[str, object] = {
+            **_KIND,
+            "model_type": scales.model_type,
+            "origin": scales.origin,
+            "read_as": scales.format,
+            "fingerprint": dict(scales.fingerprint),
+        }
+        if scales.plan is not None:
+            about["plan"] = {i: list(map(str, plan)) for i, plan in scales.plan.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for index, layer in scales.layers.items():
+            named = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
+            tensors |= {f"layers.{index}.{n}": t.clone() for n, t in named.items() if t is not None}
+        report = {} if scales.report is None else {REPORT_FILE: to_json(scales.report.to_dict())}
+        # The scales come last: with them in place, the files are complete.
+        return {**report, OWN_FILE: to_safetensors(tensors, {METADATA: json.dumps(about)})}
+
+    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
+        fact = "its report is about other scales, so it is not read with these"
+        report = scales.report
+        return [] if report is None or report.scales_digest == scales.digest else [fact]
+
+
+def read_own_file(path: Path) -> ScaleData:
+    """Return the scales of a file of ours, with the report next to it."""
+    expected = "a file of scales as save_pretrained writes it"
+    with convert_read_errors(path, expected), safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()[METADATA])
+        if about | _KIND != about:
+            raise ScaleError(
+                f"{path}: expected {_KIND}, got {about.get('version')!r} and "
+                f"{about.get('dtype')!r}; update hf_fp8kv"
+            )
+        plans = {int(i): LayerPlan.parse(*pair) for i, pair in about.get("plan", {}).items()}
+        parts: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
+        for name in file.keys():  # noqa: SIM118
+            _, index, part = name.split(".")
+            parts.setdefault(int(index), {})[part] = file.get_tensor(name)
+        layers = {
+            index: LayerScales(
+                part.pop("k_scale", None), part.pop("v_scale", None), part.pop("k_center", None),
+                f"{path}: layers.{index}", plans.get(index), **part,
+            )
+            for index, part in parts.items()
+        }  # fmt: skip
+        fingerprint = {int(index): str(digits) for index, digits in about["fingerprint"].items()}
+        scales = ScaleData(
+            layers, HfFp8kv.name, about["model_type"], str(path), fingerprint=fingerprint
+        )
+    place = path.parent / REPORT_FILE
+    if not place.is_file():
+        return scales
+    try:
+        report = CalibrationReport.from_dict(read_json(place), str(place))
+    except ScaleError as error:  # the scales do not need it
+        logger.warning("the report of the calibration is left out: %s", error)
+        return scales
+    if report.scales_digest != scales.digest:
+        logger.warning("%s: is about other scales than those beside it, and left out", place)
+        return scales
+    return replace(scales, report=report)
+
 
 class VllmJson(ScaleFormat):
-    """One number a layer and rank, for K and V alike."""
+    """vLLM's `quantization_param_path`: one number a layer and rank, for K and V alike."""
 
     name = "vllm-json"
     holds_both_sides = False
@@ -77,20 +165,20 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
     if all(scales == ranks[0] for scales in ranks.values()):
         ranks = {0: ranks[0]}
 
-    def read(rank: int) -> dict[int, LayerScales]:
-        return {
+    def read(rank: int) -> ScaleData:
+        layers = {
             layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
             for layer, scale in ranks[rank].items()
         }
+        return ScaleData(layers, VllmJson.name, model_type, str(path))
 
-    layers = request.merge_ranks(path, len(ranks), read)
+    merged = request.merge_ranks(path, len(ranks), read)
     # Its readers refuse a file with another number of layers, too many as well as too few.
-    layers = request.select_layers(layers, config, str(path), exactly=True)
-    return ScaleData(layers, VllmJson.name, model_type, str(path))
+    layers = request.select_layers(merged.layers, config, str(path), exactly=True)
+    return replace(merged, layers=layers)
 
 
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
-    """Return the numbers of every rank, each of them checked."""
     ranks: dict[int, dict[int, float]] = {}
     where = f"{path}: kv_cache.scaling_factor"
     # "rank0" is an old spelling of "0".
