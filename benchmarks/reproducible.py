@@ -314,7 +314,7 @@ if __name__ == "__main__":
         __doc__, measure_reproducibility,
         {
             "--seed": {"type": int, "help": "Seed of texts and combinations."},
-            "--cost": {"action": "store_true", "help": "Measure what it costs, too."},
+            "--cost": {"action": "store_true", "help": "Measure the cost in time."},
             "--combinations": {"type": int, "help": "Number of combinations of all models."},
         },
     )  # fmt: skip

@@ -69,7 +69,7 @@ def enable(
 
     With `deterministic=True` the pages and logits of a token have the same bits whatever else is in
     the batch and however the text is cut into calls: docs/limits.md says what that needs. Such
-    calls take longer. `prefill` is then "stored", too.
+    calls take longer. `prefill` is then "stored".
 
     Args:
         model: a model with `generate`, or PEFT's wrapper of one.
