@@ -269,8 +269,10 @@ def measure_cost(turns: int = 7) -> list[dict[str, Any]]:
 def measure_reproducibility(
     *,
     seed: int = 0,
-    combinations: int = 540,
+    combinations: int = 600,
     cost: bool = False,
+    models: str = "",
+    dtypes: str = "float32,bfloat16",
     progress: Callable[[str, float], None],
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
@@ -279,8 +281,10 @@ def measure_reproducibility(
     is the result of `measure_cost`, if asked for.
     """
     run, rows = describe_run("reproducible"), []
-    cases = [(name, dtype) for name in (*MODELS, DEMO) for dtype in ("float32", "bfloat16")]
-    each = combinations // (2 * len(MODELS) + 1)
+    known = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
+    names = [known[name] for name in (models.split(",") if models else known)]
+    cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
+    each = combinations // max(1, len(cases))
     for place, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build(name, dtype)
@@ -314,6 +318,8 @@ if __name__ == "__main__":
         __doc__, measure_reproducibility,
         {
             "--seed": {"type": int, "help": "Seed of texts and combinations."},
+            "--models": {"help": "Some of llama, mistral, gemma2, gpt_oss, deepseek_v3, SmolLM2."},
+            "--dtypes": {"help": "float32, bfloat16, or both."},
             "--cost": {"action": "store_true", "help": "Measure the cost in time."},
             "--combinations": {"type": int, "help": "Number of combinations of all models."},
         },
