@@ -1,6 +1,7 @@
 """GRPO of the demo model with TRL, whose rollouts come from 8-bit pages that its trainer replays.
 
-    make rl RL_ARGS="--case 'fp8, scale 1.0' --steps 5 --seed 2"
+    python examples/rl.py
+    make rl RL_ARGS="--case 'fp8, scale 1.0' --steps 5"
 
 A ratio is a token's probability in the trainer over its probability in the rollout.
 """
@@ -40,14 +41,13 @@ def main() -> None:
 
     # TRL does not pass the engine's log-probabilities on: keep them by the tokens of each answer.
     rolled: dict[tuple[int, ...], list[float]] = {}
+    ratios: list[torch.Tensor] = []
     generate_batch = model.generate_batch
 
     def keep(*given: Any, **named: Any) -> dict[str, Any]:
         answers = generate_batch(*given, **named)
         rolled.update((tuple(x.generated_tokens), x.logprobs) for x in answers.values())
         return answers
-
-    ratios: list[torch.Tensor] = []
 
     def compare(_model: object, _args: object, named: dict[str, Any], output: Any) -> None:
         if "labels" not in named:  # a step of the engine
@@ -73,8 +73,8 @@ def main() -> None:
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     print(f"{args.case}, seed {args.seed}: {len(ratio)} tokens", end=", ")
     print(f"|ratio - 1| up to {(ratio - 1).abs().max():.1e}, std {ratio.std():.1e}", end=", ")
-    print(f"KL {(ratio - 1 - ratio.log()).mean():.1e}", end=", ")
-    print(f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
+    kl = (ratio - 1 - ratio.log()).mean()
+    print(f"KL {kl:.1e}, reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
 
 
 if __name__ == "__main__":

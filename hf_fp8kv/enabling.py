@@ -20,7 +20,7 @@ from .attention.switching import (
     remove_rounding,
     set_implementations,
 )
-from .attention.training import prepare_rounding
+from .attention.training import prepare_rounding, probe_deterministic
 from .cache.cache import FP8PagedCache
 from .cache.stored_rounding import check_stored
 from .calibration.plan_choice import resolve_plan
@@ -109,10 +109,11 @@ def enable(
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if deterministic:
-        check_stored(cache.options, "deterministic=True")
+        check_stored(cache.options, "deterministic")
         stored = cache.paged_layers
         others = [i for i, layer in enumerate(cache.layers) if layer not in stored]
         check_deterministic(base, cache.options, others)
+        probe_deterministic(base)
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:

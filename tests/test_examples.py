@@ -72,7 +72,7 @@ def test_every_example_is_short_explained_and_tested():
     scripts = {path.name: path.read_text() for path in FOLDER.glob("*.py")}
     assert sorted(scripts) == sorted({*ARGUMENTS, *ELSEWHERE})
     for name, text in scripts.items():
-        assert len(text.splitlines()) <= 60, name
+        assert len(text.splitlines()) <= (80 if name in ELSEWHERE else 60), name
         explained = ast.get_docstring(ast.parse(text))
         assert explained, name
         assert f"\n    python examples/{name}\n" in explained, f"{name} does not say how to run it"

@@ -7,7 +7,7 @@ what was computed before, so a last bit never decides another code.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,17 @@ from ..ops import choose_backend
 
 # Rows of a block. More of them take longer for one token, fewer for a prompt.
 ROWS = 16
+# Numbers of a block of an activation: fewer than torch gives to a second thread. Vectors have at
+# most `_LINE` numbers; torch computes the rest of a line by other code.
+_NUMBERS, _LINE = 1 << 14, 64
 # The attribute of a model: who made it deterministic.
 _OWNERS = "_hf_fp8kv_deterministic_for"
-_LINEAR = (torch.nn.Linear, Conv1D)
+_FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
 # Classes of transformers that choose experts, or hold the matrices of all of them.
 _EXPERTS = re.compile("Router|Gate|Experts")
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+# Types of RoPE whose frequencies depend on how long a call is.
+_MOVING = ("dynamic", "longrope")
 
 
 def check_deterministic(
@@ -38,7 +44,7 @@ def check_deterministic(
 
     `others`: layers that are not stored in pages.
     """
-    why = ""
+    why, config = "", model.config.get_text_config(decoder=True).to_dict()
     if model.config.is_encoder_decoder:
         why = "is an encoder-decoder"
     elif not model._can_set_attn_implementation():
@@ -47,9 +53,13 @@ def check_deterministic(
         why = f"has layers that are not stored in pages ({', '.join(map(str, others))})"
     elif (backend := choose_backend(options.backend, model.device)) != "cpu":
         why = f"runs on the backend {backend!r}, for which nothing is promised yet"
+    elif model.dtype == torch.float64:
+        why = "has weights in float64"
+    elif any(rope in str(config.get("rope_parameters")) for rope in _MOVING):
+        why = f"has RoPE of the types {' or '.join(_MOVING)}, which depend on the longest text"
     for name, module in model.named_modules():
-        if _has_matrices(module) and not _EXPERTS.search(kind := type(module).__name__):
-            why = f"has products outside of linear modules ({name}: {kind})"
+        if not why and _has_matrices(module) and _method_for(module) is None:
+            why = f"has products outside of linear modules ({name}: {type(module).__name__})"
     if why:
         raise ConfigError(
             "deterministic: expected a decoder on a CPU whose layers are all stored, got "
@@ -58,18 +68,14 @@ def check_deterministic(
 
 
 def install_deterministic(model: PreTrainedModel, owner: str) -> None:
-    """Let linear modules compute in blocks of rows, and attention be deterministic."""
+    """Let modules compute in blocks of one size, and attention be deterministic."""
     owners = vars(model).setdefault(_OWNERS, [])
     if not owners:
+        for module, method in _methods(model):
+            method(module).install()
         for module in model.modules():
             vars(module)[DETERMINISTIC] = True
-            # Queries and results are multiplied by the weight of this projection, not the history.
-            absorbed = {id(module.kv_b_proj)} if hasattr(type(module), EXPAND) else set()
-            for part in module.children():
-                if isinstance(part, _LINEAR) and id(part) not in absorbed:
-                    _InBlocks(part).install()
-                elif _has_matrices(part):
-                    _TokenByToken(part).install()
+        model.register_forward_pre_hook(_check_whole)
     owners.append(owner)
 
 
@@ -78,11 +84,55 @@ def remove_deterministic(model: Any, owner: str) -> None:
     owners = vars(model).get(_OWNERS, [])
     if owner in owners:
         owners.remove(owner)
-    if not owners and vars(model).pop(_OWNERS, None) is not None:
-        for module in model.modules():
-            vars(module).pop(DETERMINISTIC, None)
-            if isinstance(module, _LINEAR) or _has_matrices(module):
-                remove_methods(module)
+    if owners or vars(model).pop(_OWNERS, None) is None:
+        return
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if hook is _check_whole:
+            del model._forward_pre_hooks[number]
+    for module in model.modules():
+        vars(module).pop(DETERMINISTIC, None)
+        if isinstance(vars(module).get("forward"), _InBlocks | _TokenByToken | _Elementwise):
+            remove_methods(module)
+
+
+def _check_whole(model: Any, _args: Any) -> None:
+    """Raise ConfigError if a module was added or replaced since `install_deterministic`."""
+    if DETERMINISTIC not in vars(model):  # suspended, see `eval_mode`
+        return
+    for module, method in _methods(model):
+        if DETERMINISTIC not in vars(module) and not isinstance(
+            vars(module).get("forward"), method
+        ):
+            raise ConfigError(
+                "deterministic: expected the modules that enable() saw, got another "
+                f"{type(module).__name__}; call enable() after adapters are added"
+            )
+
+
+def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[ModelMethod]"]]:
+    """Yield the modules that compute in blocks, and how."""
+    # Queries and results are multiplied by the weight of this projection, not the history.
+    absorbed = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
+    for module in model.modules():
+        if id(module) not in absorbed and (method := _method_for(module)) is not None:
+            yield module, method
+
+
+def _method_for(module: torch.nn.Module) -> "type[ModelMethod] | None":
+    """Return how a module computes in blocks, or None."""
+    kind, leaf = type(module), not any(True for _ in module.children())
+    if _EXPERTS.search(kind.__name__) and _has_matrices(module):
+        return _TokenByToken
+    if kind.forward in _FORWARDS:
+        return _InBlocks
+    return _Elementwise if leaf and kind.__module__ in _ACTIVATIONS else None
+
+
+def _has_matrices(module: torch.nn.Module) -> bool:
+    """Return whether a module may multiply matrices, and is no embedding."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    matrices = isinstance(module, torch.nn.Linear | Conv1D) or any(x.ndim > 1 for x in own)
+    return matrices and not isinstance(module, torch.nn.Embedding)
 
 
 class _InBlocks(ModelMethod):
@@ -124,13 +174,21 @@ class _TokenByToken(ModelMethod):
             more, named = tree_map(pick, (args, kwargs))
             return self.stock(states.reshape(count, -1)[i : i + 1], *more, **named)
 
+        if not count:
+            return self.stock(states, *args, **kwargs)
         return tree_map(lambda *parts: torch.cat(parts), *map(run, range(count)))
 
 
-def _has_matrices(module: torch.nn.Module) -> bool:
-    """Return whether a module has matrices, and is neither linear nor an embedding."""
-    known = isinstance(module, (*_LINEAR, torch.nn.Embedding))
-    return not known and any(x.ndim > 1 for x in module.parameters(recurse=False))
+class _Elementwise(ModelMethod):
+    """The forward of an activation, whose numbers depend on no other, in lines and blocks."""
+
+    name = "forward"
+
+    def __call__(self, states: Tensor) -> Tensor:
+        numbers = states.reshape(-1)
+        padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % _LINE))
+        out = torch.cat([self.stock(part) for part in padded.split(_NUMBERS)])
+        return out[: len(numbers)].view(states.shape)
 
 
 def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: int = 0) -> Tensor:

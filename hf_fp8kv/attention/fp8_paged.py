@@ -143,6 +143,8 @@ def fp8_paged_attention(
         return _engine_attention(call, engine), None
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
+        if spec.deterministic:
+            _check_stored(query, key, spec)
         if latent.passes_latents(module):
             return _latent_attention(call)
         needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
@@ -181,6 +183,8 @@ def _rounded_attention(call: _Call, rounding: StoredRounding) -> tuple[Tensor, T
     if dropout or _asks_dense(kwargs):
         key, value = rounding.read(stored, key, value)
         return _dense_attention(call._replace(key=key, value=value))
+    if spec.deterministic:
+        _check_stored(query, stored[0], spec)
     attended = _stored_attention(query, stored[0], spec)
     inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
@@ -239,15 +243,12 @@ def _latent_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
     return projections.expand(attended, spec.deterministic), None
 
 
-def _check_padding(mask: Tensor) -> None:
+def _check_padding(present: Tensor) -> None:
     """Raise ConfigError if a text of a deterministic model has padding before its last token.
 
-    Where a token is stored would depend on it, and so would the order of sums.
+    Where a token is stored would depend on it, and so would the order of sums. `present`: `[B, N]`.
     """
-    if isinstance(mask, CompactMask):
-        mask = mask.seen[:, 0, 0]
-    # A complete mask, of a window, has the same rows for all texts.
-    if (mask.int().diff() > 0).any() if mask.ndim == 2 else (mask != mask[:1]).any():
+    if (present.int().diff() > 0).any():
         raise ConfigError(
             "deterministic: expected texts that begin at the first position, got padding "
             "before or inside of them; use hf_fp8kv.serving and generate_batch, which need no "
@@ -255,9 +256,26 @@ def _check_padding(mask: Tensor) -> None:
         )
 
 
+def _check_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> None:
+    """Raise ConfigError for attention of a deterministic model that is not known to be so."""
+    mask = spec.mask
+    if key.backend != "cpu":
+        raise ConfigError(
+            f"deterministic: expected pages of the backend 'cpu', got {key.backend!r}; leave "
+            "backend out"
+        )
+    if isinstance(mask, CompactMask):
+        _check_padding(mask.seen[:, 0, 0])
+    elif mask is not None:
+        plain = causal_mask(query, key, spec.window or key.window)
+        if mask.dtype != torch.bool or not torch.equal(mask, plain.expand_as(mask)):
+            raise ConfigError(
+                "deterministic: expected a causal mask, got one that hides more, as of packed "
+                "texts, or of padding and a window; pass each text by itself"
+            )
+
+
 def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
-    if spec.deterministic and spec.mask is not None:
-        _check_padding(spec.mask)
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)

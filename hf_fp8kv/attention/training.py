@@ -13,7 +13,9 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import NOTE, rounding_note
 from ..modeling.model_support import with_cache
-from .switching import Roundings, eval_mode, watched_attention
+from . import latent
+from .deterministic import install_deterministic, remove_deterministic
+from .switching import Roundings, eval_mode, paged_attention, watched_attention
 
 
 def prepare_rounding(
@@ -101,3 +103,38 @@ def _probe(
             f"(skip_layers={unread})"
         )
     return found
+
+
+def probe_deterministic(model: PreTrainedModel) -> None:
+    """Raise ConfigError unless 40 tokens have the same bits at once, in chunks and in a batch."""
+    tokens, known = 40, model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(3 * tokens, device=model.device) * 37 + 11).view(3, tokens) % known
+
+    def read(rows: int, chunks: list[int]) -> torch.Tensor:
+        cache = FP8PagedCache(model.config, prefill="stored")
+        parts = ids[:rows].split(chunks, 1)
+        return torch.cat([model(x, **with_cache(model, cache)).logits[0] for x in parts])
+
+    name, training = type(model).__name__, [x for x in model.modules() if x.training]
+    install_deterministic(model, __name__)
+    try:
+        with torch.no_grad(), paged_attention(model.eval()), latent.kept_as_is(model):
+            latent.install_all(model)
+            once = read(1, [tokens])
+            same = all(torch.equal(once, read(*x)) for x in ((1, [1] * 8 + [32]), (3, [7, 33])))
+    except FP8KVError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"deterministic: expected a model that can be run on {tokens} tokens, got {name}: "
+            f"{type(error).__name__}: {error}; leave deterministic out"
+        ) from error
+    finally:
+        remove_deterministic(model, __name__)
+        for module in training:
+            module.training = True
+    if not same:
+        raise ConfigError(
+            "deterministic: expected a model whose numbers do not depend on the batch and the "
+            f"chunks, got {name}, whose logits differ; leave deterministic out"
+        )

@@ -16,6 +16,7 @@ from ..attention.deterministic import (
     install_deterministic,
     remove_deterministic,
 )
+from ..attention.training import probe_deterministic
 from ..cache.plans import Plan
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
@@ -119,6 +120,7 @@ def enable(
                 "deterministic: expected a model without sliding windows, whose pages an "
                 f"engine uses again, got {type(model).__name__}; use generate() with enable()"
             )
+        probe_deterministic(model)
     cache_class(config).check(model, config)
     if probe:
         check_packing(model, config)

@@ -140,19 +140,9 @@ def test_an_engine_has_the_probabilities_of_a_cache() -> None:
         assert answer.logprobs == chosen.tolist()
 
 
-class Recorder(torch.nn.Linear):
-    """Records how many rows it computes."""
-
-    def forward(self, states: Tensor) -> Tensor:
-        self.rows = {*getattr(self, "rows", ()), states.shape[:-1].numel()}
-        return super().forward(states)
-
-
-@pytest.mark.parametrize("module", [Recorder(8, 5), Recorder(8, 5, bias=False), Conv1D(5, 8)])
+@pytest.mark.parametrize("module", [torch.nn.Linear(8, 5), Conv1D(5, 8), torch.nn.SiLU()])
 @pytest.mark.parametrize("shape", [(1, 1), (ROWS - 1,), (0,), (ROWS,), (3, ROWS + 1)])
-def test_results_and_gradients_of_linear_modules(
-    module: torch.nn.Module, shape: tuple[int, ...]
-) -> None:
+def test_results_and_gradients_of_modules(module: torch.nn.Module, shape: tuple[int, ...]) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     model.extra = copy.deepcopy(module)
     states = torch.randn(*shape, 8, generator=torch.Generator().manual_seed(0))
@@ -160,15 +150,34 @@ def test_results_and_gradients_of_linear_modules(
     for change in (disable, lambda model: enable(model, deterministic=True)):
         change(model)
         model.extra.zero_grad()
-        model.extra.rows = set()
         leaf = states.clone().requires_grad_()
         out = model.extra(leaf)
-        (out.sin() * torch.arange(5)).sum().backward()
+        (out.sin() * torch.arange(out.shape[-1])).sum().backward()
         weights = [weight.grad for weight in model.extra.parameters()]
         results.append([out, leaf.grad, *weights])
     torch.testing.assert_close(*results)
-    if isinstance(module, Recorder):
-        assert model.extra.rows == {ROWS if states.numel() else 0}
+
+
+@pytest.mark.parametrize("threads", [1, 3, 5])
+def test_sizes_that_fill_no_vector(threads: int) -> None:
+    """torch computes the rest of a vector by other code, at the end of each thread's part."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model, _ = tiny("gqa", attn_implementation="fp8_paged", intermediate_size=4100)
+        enable(model, deterministic=True)
+        logits, _ = read(model, texts(1, 40), [40])
+        assert torch.equal(read(model, texts(3, 40), [9, 1, 30])[0][:1], logits)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_modules_that_are_added_later_are_refused() -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    enable(model, deterministic=True)
+    model.lm_head = torch.nn.Linear(64, 99, bias=False)
+    with pytest.raises(ConfigError, match="another Linear"):
+        model(**inputs, past_key_values=FP8PagedCache(model.config, prefill="stored"))
 
 
 def test_it_ends_with_disable_and_lives_in_copies() -> None:
@@ -200,13 +209,18 @@ def test_it_ends_with_disable_and_lives_in_copies() -> None:
         ("gqa", {"skip_layers": [1]}, r"not stored in pages \(1\)"),
         ("cross_attention", {}, "encoder-decoder"),
         ("alibi", {}, "does not look"),
-        ("hybrid", {}, "outside of linear modules"),
+        ("hybrid", {}, "not stored in pages"),
+        ("phi3", {"rope": "longrope"}, "RoPE"),
+        ("qwen2_moe", {}, "logits differ"),
+        ("jetmoe", {}, "can be run"),
     ],
 )
 def test_what_is_not_deterministic_is_refused(
     name: str, keywords: dict[str, Any], message: str
 ) -> None:
     model, _ = tiny(name)
+    if (rope := keywords.pop("rope", None)) is not None:
+        model.config.rope_parameters = {"rope_type": rope}
     with pytest.raises(ConfigError, match=f"deterministic: .*{message}"):
         enable(model, deterministic=True, **keywords)
     assert not any("forward" in vars(module) for module in model.modules())
