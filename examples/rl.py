@@ -41,8 +41,7 @@ def main() -> None:
 
     # TRL does not pass the engine's log-probabilities on: keep them by the tokens of each answer.
     rolled: dict[tuple[int, ...], list[float]] = {}
-    ratios: list[torch.Tensor] = []
-    generate_batch = model.generate_batch
+    ratios, generate_batch = [], model.generate_batch
 
     def keep(*given: Any, **named: Any) -> dict[str, Any]:
         answers = generate_batch(*given, **named)
@@ -69,8 +68,8 @@ def main() -> None:
     data = Dataset.from_dict({"prompt": ["The sea is", "I like to eat", "Once upon a time"]})
     trainer = GRPOTrainer(model, vowels, config, train_dataset=data)
     trainer.train()
-    ratio = torch.cat(ratios)
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    ratio, log = torch.cat(ratios), trainer.state.log_history
+    rewards = [entry["reward"] for entry in log if "reward" in entry]
     print(f"{args.case}, seed {args.seed}: {len(ratio)} tokens", end=", ")
     print(f"|ratio - 1| up to {(ratio - 1).abs().max():.1e}, std {ratio.std():.1e}", end=", ")
     kl = (ratio - 1 - ratio.log()).mean()
