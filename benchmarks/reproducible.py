@@ -60,10 +60,15 @@ class Reader:
     def __init__(
         self, model: PreTrainedModel, rng: random.Random, tokens: int, sequences: int
     ) -> None:
-        self.model, self.rng, self.tokens, self.sequences = model, rng, tokens, sequences
+        self.model: Any = model
+        self.rng, self.tokens, self.sequences = rng, tokens, sequences
+        self.enable()
         self.texts = torch.randint(3, VOCABULARY, (sequences, tokens))
         self.windows = any(layer.is_sliding for layer in self.cache().layers)
         self.logits, self.pages = self.read(self.texts[:1], [self.tokens])
+
+    def enable(self, **keywords: Any) -> None:
+        enable(self.model, deterministic=True, page_size=PAGE, **keywords)
 
     def cache(self, **keywords: Any) -> FP8PagedCache:
         return FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE, **keywords)
@@ -155,17 +160,14 @@ class Reader:
         compared = differing = 0
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for length in sorted(self.rng.sample(range(PAGE, self.tokens), 3)):
-                enable(
-                    self.model, deterministic=True, page_size=PAGE, prefix_store=PrefixStore(folder)
-                )
-                model: Any = self.model
-                out = model.generate(
+                self.enable(prefix_store=PrefixStore(folder))
+                out = self.model.generate(
                     self.texts[:1, :length], max_new_tokens=1, output_logits=True,
                     return_dict_in_generate=True,
                 )  # fmt: skip
                 compared += out.logits[0].numel()
                 differing += int((out.logits[0][0] != self.logits[length - 1]).sum())
-        enable(self.model, deterministic=True, page_size=PAGE)
+        self.enable()
         return compared, differing, 0
 
     def engine(self) -> tuple[int, int, int]:
@@ -179,8 +181,7 @@ class Reader:
         steps = ContinuousBatchingConfig(
             return_logprobs=True, max_batch_tokens=self.rng.choice([64, 100, 256]), num_blocks=512
         )
-        model: Any = self.model
-        with model.continuous_batching_context_manager(
+        with self.model.continuous_batching_context_manager(
             generation_config=config, continuous_batching_config=steps
         ) as manager:
             waiting = [manager.add_request(other, max_new_tokens=4) for other in others]
@@ -191,7 +192,7 @@ class Reader:
             while answer is None and manager.is_running():
                 answer = manager.get_result(request_id=own, timeout=1)
         serving.disable(self.model)
-        enable(self.model, deterministic=True, page_size=PAGE)
+        self.enable()
         tokens = answer.generated_tokens
         ids = torch.tensor([self.texts[0, :length].tolist() + tokens])
         logits, _ = self.read(ids[:, :-1], [ids.shape[1] - 1])
@@ -288,7 +289,6 @@ def measure_reproducibility(
     for place, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build(name, dtype)
-        enable(model, deterministic=True, page_size=PAGE)
         sizes = SIZES_OF_DEMO if name == DEMO else SIZES
         reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes)
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]

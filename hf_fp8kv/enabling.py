@@ -9,11 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from .attention import latent
-from .attention.deterministic import (
-    check_deterministic,
-    install_deterministic,
-    remove_deterministic,
-)
+from .attention.deterministic import install_deterministic, remove_deterministic
 from .attention.switching import (
     get_implementations,
     install_rounding,
@@ -22,7 +18,6 @@ from .attention.switching import (
 )
 from .attention.training import prepare_rounding, probe_deterministic
 from .cache.cache import FP8PagedCache
-from .cache.stored_rounding import check_stored
 from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
@@ -109,11 +104,7 @@ def enable(
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if deterministic:
-        check_stored(cache.options, "deterministic")
-        stored = cache.paged_layers
-        others = [i for i, layer in enumerate(cache.layers) if layer not in stored]
-        check_deterministic(base, cache.options, others)
-        probe_deterministic(base)
+        probe_deterministic(base, cache.options, cache)
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:

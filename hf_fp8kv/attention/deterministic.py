@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..modeling.methods import ModelMethod, remove_methods
-from ..modeling.model_support import DETERMINISTIC, EXPAND
+from ..modeling.model_support import DETERMINISTIC, EXPAND, moving_rope
 from ..ops import choose_backend
 
 # Rows of a block. More of them take longer for one token, fewer for a prompt.
@@ -33,8 +33,6 @@ _FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
 # Classes of transformers that choose experts, or hold the matrices of all of them.
 _EXPERTS = re.compile("Router|Gate|Experts")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-# Types of RoPE whose frequencies depend on how long a call is.
-_MOVING = ("dynamic", "longrope")
 
 
 def check_deterministic(
@@ -44,7 +42,7 @@ def check_deterministic(
 
     `others`: layers that are not stored in pages.
     """
-    why, config = "", model.config.get_text_config(decoder=True).to_dict()
+    why = ""
     if model.config.is_encoder_decoder:
         why = "is an encoder-decoder"
     elif not model._can_set_attn_implementation():
@@ -55,8 +53,8 @@ def check_deterministic(
         why = f"runs on the backend {backend!r}, for which nothing is promised yet"
     elif model.dtype == torch.float64:
         why = "has weights in float64"
-    elif any(rope in str(config.get("rope_parameters")) for rope in _MOVING):
-        why = f"has RoPE of the types {' or '.join(_MOVING)}, which depend on the longest text"
+    elif moving := moving_rope(model.config):
+        why = f"has RoPE of the type {moving!r}, which depends on the longest text"
     for name, module in model.named_modules():
         if not why and _has_matrices(module) and _method_for(module) is None:
             why = f"has products outside of linear modules ({name}: {type(module).__name__})"
@@ -91,7 +89,7 @@ def remove_deterministic(model: Any, owner: str) -> None:
             del model._forward_pre_hooks[number]
     for module in model.modules():
         vars(module).pop(DETERMINISTIC, None)
-        if isinstance(vars(module).get("forward"), _InBlocks | _TokenByToken | _Elementwise):
+        if isinstance(vars(module).get("forward"), _Forward):
             remove_methods(module)
 
 
@@ -99,17 +97,17 @@ def _check_whole(model: Any, _args: Any) -> None:
     """Raise ConfigError if a module was added or replaced since `install_deterministic`."""
     if DETERMINISTIC not in vars(model):  # suspended, see `eval_mode`
         return
-    for module, method in _methods(model):
-        if DETERMINISTIC not in vars(module) and not isinstance(
-            vars(module).get("forward"), method
-        ):
+    if all(DETERMINISTIC in vars(module) for module in model.modules()):
+        return
+    for module, _ in _methods(model):
+        if DETERMINISTIC not in vars(module):
             raise ConfigError(
                 "deterministic: expected the modules that enable() saw, got another "
                 f"{type(module).__name__}; call enable() after adapters are added"
             )
 
 
-def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[ModelMethod]"]]:
+def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[_Forward]"]]:
     """Yield the modules that compute in blocks, and how."""
     # Queries and results are multiplied by the weight of this projection, not the history.
     absorbed = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
@@ -118,7 +116,7 @@ def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[Mo
             yield module, method
 
 
-def _method_for(module: torch.nn.Module) -> "type[ModelMethod] | None":
+def _method_for(module: torch.nn.Module) -> "type[_Forward] | None":
     """Return how a module computes in blocks, or None."""
     kind, leaf = type(module), not any(True for _ in module.children())
     if _EXPERTS.search(kind.__name__) and _has_matrices(module):
@@ -129,16 +127,18 @@ def _method_for(module: torch.nn.Module) -> "type[ModelMethod] | None":
 
 
 def _has_matrices(module: torch.nn.Module) -> bool:
-    """Return whether a module may multiply matrices, and is no embedding."""
+    """Return whether a module may multiply matrices: not an embedding, which looks up rows."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     matrices = isinstance(module, torch.nn.Linear | Conv1D) or any(x.ndim > 1 for x in own)
     return matrices and not isinstance(module, torch.nn.Embedding)
 
 
-class _InBlocks(ModelMethod):
-    """The forward of a linear module, block by block."""
-
+class _Forward(ModelMethod):
     name = "forward"
+
+
+class _InBlocks(_Forward):
+    """The forward of a linear module, block by block."""
 
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
@@ -149,50 +149,47 @@ class _InBlocks(ModelMethod):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_compilation() -> None:  # not traced, as a `raise` would be, and then left out
+def _refuse_compilation() -> None:
+    """Raise ConfigError at run time: Dynamo would leave a traced `raise` out."""
     raise ConfigError(
         "deterministic: expected a model that is not compiled, got torch.compile, whose code "
         "adds in other orders; leave one of them out"
     )
 
 
-class _TokenByToken(ModelMethod):
+class _TokenByToken(_Forward):
     """The forward of experts or of their router, token by token.
 
     How many tokens an expert gets depends on the call.
     """
 
-    name = "forward"
-
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        count = states.shape[:-1].numel()
+        forward, count = self.stock, states.shape[:-1].numel()
 
         def run(i: int) -> Any:
             def pick(x: Any) -> Any:
                 return x[i : i + 1] if isinstance(x, Tensor) and x.shape[:1] == (count,) else x
 
             more, named = tree_map(pick, (args, kwargs))
-            return self.stock(states.reshape(count, -1)[i : i + 1], *more, **named)
+            return forward(states.reshape(count, -1)[i : i + 1], *more, **named)
 
         if not count:
-            return self.stock(states, *args, **kwargs)
+            return forward(states, *args, **kwargs)
         return tree_map(lambda *parts: torch.cat(parts), *map(run, range(count)))
 
 
-class _Elementwise(ModelMethod):
+class _Elementwise(_Forward):
     """The forward of an activation, whose numbers depend on no other, in lines and blocks."""
 
-    name = "forward"
-
     def __call__(self, states: Tensor) -> Tensor:
-        numbers = states.reshape(-1)
+        forward, numbers = self.stock, states.reshape(-1)
         padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % _LINE))
-        out = torch.cat([self.stock(part) for part in padded.split(_NUMBERS)])
+        out = torch.cat([forward(part) for part in padded.split(_NUMBERS)])
         return out[: len(numbers)].view(states.shape)
 
 
 def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: int = 0) -> Tensor:
-    """Return what `compute` makes of blocks of `ROWS` rows, the last one filled up with zeros."""
+    """Apply `compute` to blocks of `ROWS` rows, of which the last one is filled up with zeros."""
     count = rows.shape[axis]
     if missing := -count % ROWS:
         shape = [*rows.shape]

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
+from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV
 from ..cache.stored_rounding import StoredRounding, check_stored
 from ..errors import ConfigError, FP8KVError
@@ -14,7 +15,7 @@ from ..formats import AUTO
 from ..modeling.exact_states import NOTE, rounding_note
 from ..modeling.model_support import with_cache
 from . import latent
-from .deterministic import install_deterministic, remove_deterministic
+from .deterministic import check_deterministic, install_deterministic, remove_deterministic
 from .switching import Roundings, eval_mode, paged_attention, watched_attention
 
 
@@ -50,8 +51,7 @@ def prepare_rounding(
             "training='stored': expected a decoder that looks its attention up, got "
             f"{type(model).__name__}, which {why}; train it without"
         )
-    stock = [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]
-    found = _probe(model, stock, cache_keywords)
+    found = _probe(model, _stock_indices(cache), cache_keywords)
     if all(side.is_auto for plan in cache.plan.values() for side in plan):
         return {}
     return {
@@ -105,8 +105,21 @@ def _probe(
     return found
 
 
-def probe_deterministic(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless 40 tokens have the same bits at once, in chunks and in a batch."""
+def _stock_indices(cache: FP8PagedCache) -> list[int]:
+    """Return the layers of a cache that are not stored in pages."""
+    return [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]
+
+
+def probe_deterministic(
+    model: PreTrainedModel, options: CacheOptions, cache: FP8PagedCache | None = None
+) -> None:
+    """Raise ConfigError for a model or options that are not deterministic.
+
+    The model is run on 40 tokens at once, in chunks and in a batch, which must have the same bits.
+    `cache`: one with these options; None: of an engine.
+    """
+    check_stored(options, "deterministic")
+    check_deterministic(model, options, [] if cache is None else _stock_indices(cache))
     tokens, known = 40, model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(3 * tokens, device=model.device) * 37 + 11).view(3, tokens) % known
 

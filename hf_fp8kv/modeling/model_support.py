@@ -23,6 +23,17 @@ _PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
 
 
+def moving_rope(config: Any) -> str | None:
+    """Return the type of RoPE whose frequencies depend on how long a text has become, or None.
+
+    It is looked for however deep in a config or in its text part.
+    """
+    configs = (config, config.get_text_config(decoder=True))
+    fields = ("rope_parameters", "rope_scaling")
+    ropes = str([getattr(part, name, None) for part in configs for name in fields])
+    return next((name for name in ("dynamic", "longrope") if repr(name) in ropes), None)
+
+
 def config_field(config: Any, name: str) -> Any:
     """Return a field of a config, or None; any one value of a field that differs by layer."""
     try:

@@ -15,14 +15,11 @@ from ..cache.options import CacheOptions
 from ..cache.snapshot import CacheSnapshot
 from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
+from ..modeling.model_support import moving_rope
 from ..scales import KVScales
 from ..utils.digests import digest_of
 from .file import Page, chain_keys
 from .store import PrefixStore
-
-_ROPES = ("rope_parameters", "rope_scaling")
-# Frequencies that depend on how long the text has become: K of a prefix with them.
-_MOVING = ("dynamic", "longrope")
 
 Facts = dict[str, Any]
 
@@ -32,10 +29,6 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
 
     `cache`: the cache that has these pages. None means an engine.
     """
-    # The types of RoPE, however deep in a config or in its text part.
-    configs = (config, config.get_text_config(decoder=True))
-    ropes = str([getattr(part, name, None) for part in configs for name in _ROPES])
-    moving = [name for name in _MOVING if repr(name) in ropes]
     layers = [] if cache is None else cache.layers
     is_indexed = (isinstance(layer, FP8PagedIndexedLayer) for layer in layers)
     why = ""
@@ -61,8 +54,8 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
         why = "a decoder alone, got an encoder-decoder, whose pages depend on what it encodes"
     elif any(is_indexed) or (layers and cache.stock_layers):
         why = "layers that are only pages, got some of another kind (recurrent, indexed, skipped)"
-    elif moving:
-        why = f"frequencies of RoPE that stay, got {moving[0]!r}: they change with the length"
+    elif moving := moving_rope(config):
+        why = f"frequencies of RoPE that stay, got {moving!r}: they change with the length"
     if why:
         raise ConfigError(f"prefix_store: expected {why}")
 

@@ -11,11 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..attention.deterministic import (
-    check_deterministic,
-    install_deterministic,
-    remove_deterministic,
-)
+from ..attention.deterministic import install_deterministic, remove_deterministic
 from ..attention.training import probe_deterministic
 from ..cache.plans import Plan
 from ..calibration.plan_choice import resolve_plan
@@ -114,13 +110,12 @@ def enable(
     )  # fmt: skip
     windows = check_kinds(model.config.get_text_config())
     if deterministic:
-        check_deterministic(model, config.options)
         if any(windows):
             raise ConfigError(
                 "deterministic: expected a model without sliding windows, whose pages an "
                 f"engine uses again, got {type(model).__name__}; use generate() with enable()"
             )
-        probe_deterministic(model)
+        probe_deterministic(model, config.options)
     cache_class(config).check(model, config)
     if probe:
         check_packing(model, config)

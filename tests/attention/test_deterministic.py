@@ -18,9 +18,7 @@ Tensor = torch.Tensor
 PAGE = 8
 # More than a span of sums (512), which a window of 16 tokens does not need.
 TOKENS = {"gqa": 530}
-MODELS = {
-    "gqa": {}, "sliding": {}, "latent": {}, "softcap": {}, "sinks": {}, "gpt2": {},
-}  # fmt: skip
+MODELS = ["gqa", "sliding", "latent", "softcap", "sinks", "gpt2"]
 Read = tuple[Tensor, list[Tensor]]
 
 
@@ -33,11 +31,8 @@ def read(model: Any, ids: Tensor, chunks: list[int] | int, cache: Any = None) ->
     """Return logits `[B, T, V]`, and the keys and values of all layers, of texts read in chunks."""
     cache = cache or FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
     parts = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
-    return torch.cat(parts, 1), [x.dense() for layer in cache.layers for x in kv_of(layer)]
-
-
-def kv_of(layer: Any) -> tuple[Any, Any]:
-    return layer.keys, layer.values
+    sides = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    return torch.cat(parts, 1), [x.dense() for x in sides]
 
 
 def draw(rng: random.Random, tokens: int) -> list[int]:
