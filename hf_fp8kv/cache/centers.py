@@ -100,7 +100,6 @@ class FirstTokens:
         A channel with a number that is not finite has the center 0. The first call of each
         generation runs this for each layer: at most 8 operations.
         """
-        key = key.detach()
         last = self._find_last(key)
         if last is None:
             center = key[:, :, -_TOKENS:].mean(2, dtype=torch.float32)

@@ -3,9 +3,11 @@
 Pools, engines' memory and vLLM's blocks lay their pages out so.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,18 @@ def page_layout(
     has_scales: bool,
 ) -> PageLayout:  # fmt: skip
     """Return the layout of a page of these sizes, with codes of these dtypes."""
+    # The compiler does without memory between calls.
+    compiles = torch.compiler.is_compiling()
+    make: Any = _page_layout.__wrapped__ if compiles else _page_layout
+    layout: PageLayout = make(heads, slots, k_dim, v_dim, k_dtype, v_dtype, has_scales)
+    return layout
+
+
+@functools.cache
+def _page_layout(
+    heads: int, slots: int, k_dim: int, v_dim: int, k_dtype: torch.dtype, v_dtype: torch.dtype,
+    has_scales: bool,
+) -> PageLayout:  # fmt: skip
     parts = [("k", (heads, slots, k_dim), k_dtype), ("v", (heads, v_dim, slots), v_dtype)]
     if has_scales:
         parts.append(("token_scales", (heads, slots, 2), torch.bfloat16))

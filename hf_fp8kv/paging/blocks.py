@@ -1,5 +1,6 @@
 """Blocks: the memory of a pool's pages, to which growing adds."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -167,5 +168,7 @@ def zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> torch.Tensor:
     """Return zeros that may be written in inference mode and outside of it alike."""
-    with torch.inference_mode(False):
+    # Leaving inference mode takes longer than the zeros of a page, if the code is not compiled.
+    leaves = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if leaves else nullcontext():
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
