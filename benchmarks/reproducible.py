@@ -189,8 +189,8 @@ class Reader:
             if waiting:
                 manager.cancel_request(waiting[0])
             answer: Any = None
-            while answer is None and manager.is_running():
-                answer = manager.get_result(request_id=own, timeout=1)
+            while (answer is None or answer.request_id != own) and manager.is_running():
+                answer = manager.get_result(timeout=1)
         serving.disable(self.model)
         self.enable()
         tokens = answer.generated_tokens
