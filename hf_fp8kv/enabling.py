@@ -68,7 +68,7 @@ def enable(
 
     Args:
         model: a model with `generate`, or PEFT's wrapper of one.
-        deterministic: see above. The model is run on 40 tokens. Adapters come before this.
+        deterministic: see above. The model is run on 64 tokens. Adapters come before this.
         training: None: calls without a cache are as under any attention; "stored": see above. The
             model is run on three tokens, so call this before it is compiled, wrapped or sharded.
         reuse_prefix: Whether a prompt continues a cache after the tokens that both have in common.

@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..modeling.methods import ModelMethod, remove_methods
 from ..modeling.model_support import DETERMINISTIC, EXPAND, moving_rope
-from ..ops import choose_backend
 
+LEAST_PAGE = 16
 # Rows of a block. More of them take longer for one token, fewer for a prompt.
 ROWS = 16
 # Numbers of a block of an activation: fewer than torch gives to a second thread. Vectors have at
@@ -35,9 +34,7 @@ _EXPERTS = re.compile("Router|Gate|Experts")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def check_deterministic(
-    model: PreTrainedModel, options: CacheOptions, others: Sequence[int] = ()
-) -> None:
+def check_deterministic(model: PreTrainedModel, others: Sequence[int] = ()) -> None:
     """Raise ConfigError unless all that mixes the tokens of a call is known to be deterministic.
 
     `others`: layers that are not stored in pages.
@@ -49,8 +46,6 @@ def check_deterministic(
         why = "does not look its attention function up"
     elif others:
         why = f"has layers that are not stored in pages ({', '.join(map(str, others))})"
-    elif (backend := choose_backend(options.backend, model.device)) != "cpu":
-        why = f"runs on the backend {backend!r}, for which nothing is promised yet"
     elif model.dtype == torch.float64:
         why = "has weights in float64"
     elif moving := moving_rope(model.config):
@@ -60,8 +55,17 @@ def check_deterministic(
             why = f"has products outside of linear modules ({name}: {type(module).__name__})"
     if why:
         raise ConfigError(
-            "deterministic: expected a decoder on a CPU whose layers are all stored, got "
+            "deterministic: expected a decoder whose layers are all stored, got "
             f"{type(model).__name__}, which {why}; leave deterministic out"
+        )
+
+
+def check_page_size(page_size: int) -> None:
+    """Raise ConfigError for pages that do not fill a vector of AVX-512: sums have another order."""
+    if page_size < LEAST_PAGE:
+        raise ConfigError(
+            f"deterministic: expected pages of {LEAST_PAGE} tokens or more, got page_size="
+            f"{page_size}; leave page_size out"
         )
 
 
@@ -123,6 +127,9 @@ def _method_for(module: torch.nn.Module) -> "type[_Forward] | None":
         return _TokenByToken
     if kind.forward in _FORWARDS:
         return _InBlocks
+    # Where torch reduces rows of a GPU, their number decides the order of sums.
+    if leaf and "Norm" in kind.__name__ and any(not x.is_cpu for x in module.parameters()):
+        return _InBlocks
     return _Elementwise if leaf and kind.__module__ in _ACTIVATIONS else None
 
 
@@ -138,7 +145,7 @@ class _Forward(ModelMethod):
 
 
 class _InBlocks(_Forward):
-    """The forward of a linear module, block by block."""
+    """The forward of a linear module or a norm, block by block."""
 
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():

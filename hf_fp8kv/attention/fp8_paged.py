@@ -20,6 +20,7 @@ from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent
 from .compact import CompactMask
+from .deterministic import check_page_size
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,8 @@ def fp8_paged_attention(
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         if spec.deterministic:
-            _check_stored(query, key, spec)
+            spec = _check_stored(query, key, spec)
+            call = call._replace(spec=spec)
         if latent.passes_latents(module):
             return _latent_attention(call)
         needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
@@ -183,9 +185,8 @@ def _rounded_attention(call: _Call, rounding: StoredRounding) -> tuple[Tensor, T
     if dropout or _asks_dense(kwargs):
         key, value = rounding.read(stored, key, value)
         return _dense_attention(call._replace(key=key, value=value))
-    if spec.deterministic:
-        _check_stored(query, stored[0], spec)
-    attended = _stored_attention(query, stored[0], spec)
+    seen = _check_stored(query, stored[0], spec) if spec.deterministic else spec
+    attended = _stored_attention(query, stored[0], seen)
     inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         return attended, None
@@ -256,14 +257,14 @@ def _check_padding(present: Tensor) -> None:
         )
 
 
-def _check_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> None:
-    """Raise ConfigError for attention of a deterministic model that is not known to be so."""
+def _check_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
+    """Return a spec of a deterministic model without its mask, which hides what comes later.
+
+    Raises:
+        ConfigError: a mask that hides more, or small pages.
+    """
+    check_page_size(pages_of(key).page_size)
     mask = spec.mask
-    if key.backend != "cpu":
-        raise ConfigError(
-            f"deterministic: expected pages of the backend 'cpu', got {key.backend!r}; leave "
-            "backend out"
-        )
     if isinstance(mask, CompactMask):
         _check_padding(mask.seen[:, 0, 0])
     elif mask is not None:
@@ -273,6 +274,8 @@ def _check_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> None:
                 "deterministic: expected a causal mask, got one that hides more, as of packed "
                 "texts, or of padding and a window; pass each text by itself"
             )
+    window = spec.window or (mask.window if isinstance(mask, CompactMask) else 0)
+    return spec._replace(mask=None, causal=True, window=window)
 
 
 def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:

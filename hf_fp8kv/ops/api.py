@@ -182,6 +182,9 @@ def is_unobserved(x: Tensor) -> bool:
     )
 
 
+# Sequences of a launch, at most, where query tokens are sequences: a plan is made for all at once.
+_MOST_APART = 256
+
 # -- operations: the backend and then records come last -------------------------------------------
 
 # Stands for a backend where tensors have no values: sizes are compared, and results are empty.
@@ -223,9 +226,53 @@ def _attend(
         batch, heads, tokens, _ = query.shape
         dim = (pages.k if spec.latent else pages.v).head_dim
         return query.new_empty((batch, tokens, heads, dim))
+    if spec.deterministic and backend != "cpu":
+        return _attend_apart(query, lengths, start, stop, backend, spec, pages)
     if backend == "triton":
         return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
     return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
+
+
+def _attend_apart(
+    query: Tensor, lengths: Tensor, start: int, stop: int, backend: str, spec: AttentionSpec,
+    pages: Pages,
+) -> Tensor:  # fmt: skip
+    """Attend with each query token as a sequence: a result then depends on what the token sees.
+
+    A program of "triton" knows of one sequence, which no plan splits. "torch" has products whose
+    shapes are those of a call, so it gets one sequence at a time, without what comes after it.
+    """
+    batch, heads, tokens, dim = query.shape
+    rows = query.transpose(1, 2).reshape(-1, heads, 1, dim)
+    steps = torch.arange(1 - tokens, 1, dtype=lengths.dtype, device=lengths.device)
+    seen = (lengths[:, None] + steps).flatten()
+
+    def apart(x: Tensor | None, place: slice, end: int) -> Tensor | None:
+        if x is None:
+            return None
+        each = x.expand(batch, -1, tokens, -1).transpose(1, 2).flatten(0, 1)
+        return each[place, :, None, : end - start]
+
+    results, ends = [], None if backend == "triton" else seen.tolist()
+    most = 1 if ends is not None else _MOST_APART
+    for first in range(0, len(rows), most):
+        place, end = slice(first, first + most), stop
+        if ends is not None:
+            end = min(stop, max(start + 1, ends[first]))
+        sequences = torch.arange(first, min(first + most, len(rows)), device=lengths.device)
+        sequences //= tokens
+        center, columns = pages.k.center, -(-end // pages.page_size)
+        own = pages._replace(
+            k=pages.k._replace(center=None if center is None else center[sequences]),
+            table=pages.table[sequences, :columns],
+        )
+        each = spec._replace(
+            mask=apart(spec.mask, place, end), bias=apart(spec.bias, place, end), bounds=None
+        )
+        results.append(
+            load_backend(backend).attend(rows[place], own, seen[place], start, end, each)
+        )
+    return torch.cat(results).view(batch, tokens, heads, -1)
 
 
 def _attend_once(

@@ -133,8 +133,9 @@ class AttentionSpec(NamedTuple):
         latent: K holds latents and V the positions (RoPE) of the same tokens, of one KV head. Both
             are keys: a query is `[latent, positions]`, `[B, Hq, T, Dk + Dv]`. The values are the
             latents, and so is the result: `[B, T, Hq, Dk]`. K has no center then.
-        deterministic: a query's result depends on what it sees, and on nothing else: not on the
-            other queries and sequences, and not on the number of threads. Only "cpu" does that.
+        deterministic: a query's result depends on what it sees, and on nothing else: not on other
+            queries and sequences, and with the backend "cpu" not on the number of threads. The call
+            is causal.
     """
 
     scaling: float

@@ -15,7 +15,7 @@ from hf_fp8kv.attention.deterministic import ROWS
 from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
-PAGE = 8
+PAGE = 16
 # More than a span of sums (512), which a window of 16 tokens does not need.
 TOKENS = {"gqa": 530}
 MODELS = ["gqa", "sliding", "latent", "softcap", "sinks", "gpt2"]
@@ -167,6 +167,26 @@ def test_sizes_that_fill_no_vector(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+# The products of the backend "torch" have the shapes of its pages.
+@pytest.mark.parametrize(("backend", "page_size"), [("cpu", 32), ("cpu", 256), ("torch", PAGE)])
+def test_pages_and_backends(backend: str, page_size: int) -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    enable(model, deterministic=True, backend=backend)
+    ids, options = texts(2, 130), {"prefill": "stored", "backend": backend}
+    first, other = (
+        FP8PagedCache(model.config, page_size=size, **options) for size in (PAGE, page_size)
+    )
+    logits, _ = read(model, ids[:1], [130], first)
+    assert torch.equal(read(model, ids, [40, 1, 89], other)[0][:1], logits)
+
+
+def test_small_pages_of_a_cache_are_refused() -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    enable(model, deterministic=True)
+    with pytest.raises(ConfigError, match="page_size=8"):
+        model(**inputs, past_key_values=FP8PagedCache(model.config, prefill="stored", page_size=8))
+
+
 def test_modules_that_are_added_later_are_refused() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
@@ -200,7 +220,7 @@ def test_it_ends_with_disable_and_lives_in_copies() -> None:
     [
         ("gqa", {"prefill": "exact"}, "prefill='stored'"),
         ("gqa", {"plan": ("fp8_e3m4 centered", "fp8_e3m4")}, "centers"),
-        ("gqa", {"backend": "torch"}, "backend 'torch'"),
+        ("gqa", {"page_size": 8}, "pages of 16 tokens"),
         ("gqa", {"skip_layers": [1]}, r"not stored in pages \(1\)"),
         ("cross_attention", {}, "encoder-decoder"),
         ("alibi", {}, "does not look"),

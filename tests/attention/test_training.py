@@ -25,7 +25,7 @@ from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
-PAGE, TOKENS = 8, 19
+PAGE, TOKENS = 16, 19
 CHUNKS = [1, PAGE - 1, PAGE, PAGE + 1, TOKENS]
 
 

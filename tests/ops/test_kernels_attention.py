@@ -30,12 +30,14 @@ from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.blocks import in_blocks
 from tests.helpers.grids import pairwise
 from tests.ops.test_ops import (
+    APART,
     CASES,
     PROMPTS,
     Case,
     at_the_edge,
     attend,
     bound,
+    check_apart,
     copy,
     edge_case,
     errors,
@@ -468,6 +470,11 @@ def test_pages_past_two_gigabytes(kernel):
     expected = attend(case, pages, query, "reference", **kwargs)
     found = run(kernel, case, far, query, blocks=None, **kwargs)
     assert errors(found, expected).max() <= bound(case)
+
+
+@pytest.mark.parametrize("case", APART, ids=str)
+def test_deterministic_attention_depends_on_nothing_else(case):
+    check_apart(case, "triton")
 
 
 def test_tiny_and_huge_scales_keep_their_weight():

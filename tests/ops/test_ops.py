@@ -403,6 +403,42 @@ def test_attention_equals_the_reference(case, backend, layout):
     assert worst <= most, f"{worst:.2e} > {most:.2e}"
 
 
+# 600 tokens are in two parts by a plan, and 70 rows are too many for the decode kernel's block.
+APART = [
+    Case("apart, ragged", tokens=9, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
+    Case("apart, window", tokens=5, window=20, lengths=(99, 71), dynamic=False, page_size=8),
+    Case("apart, sinks, center", tokens=3, lengths=(600, 65), sinks=True, softcap=3.0, center=True,
+         rotated=True, key="int8", page_size=64),
+    Case("apart, 70 heads", tokens=2, heads=1, q_heads=70, lengths=(40, 33)),
+    Case("apart, latent", tokens=3, heads=1, latent=True, k_dim=64, v_dim=16, value=AUTO,
+         q_heads=16, lengths=(199, 33), dtype=torch.bfloat16),
+]  # fmt: skip
+
+
+def check_apart(case: Case, backend: str) -> None:
+    """A deterministic query token has the bits that it has alone, and the reference's numbers."""
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query.float(), "reference", **kwargs)
+    kwargs["deterministic"] = True
+    found = attend(case, pages, query, backend, **kwargs)
+    assert errors(found, expected).max() <= bound(case, backend)
+    for row, token in itertools.product(range(len(case.lengths)), range(case.tokens)):
+        length = case.lengths[row] - case.tokens + 1 + token
+        alone = dataclasses.replace(case, lengths=(length,), tokens=1)
+        center = pages.k.center
+        own = pages._replace(table=pages.table[row : row + 1])
+        if center is not None:
+            own = own._replace(k=own.k._replace(center=center[row : row + 1]))
+        one = attend(alone, own, query[row : row + 1, :, token : token + 1], backend, **kwargs)
+        assert torch.equal(one[0, 0], found[row, token]), (row, token)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", APART, ids=str)
+def test_deterministic_attention_depends_on_nothing_else(case, backend):
+    check_apart(case, backend)
+
+
 @pytest.mark.parametrize("backend", [NUMBA])
 def test_a_prompt_too_large_for_all_heads_at_once(backend):
     """A head has 18 MB of dense keys and values, of which at most 64 MB are made at a time."""

@@ -75,7 +75,7 @@ def attend(
     if many:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = (query, pages, lengths, start, stop, spec, plan)
-    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, whole = spec
     # Other masks and biases are rare here, and have more strides that change from step to step.
     if bias is not None or not (mask is None or _is_compact(mask)):
         return decode.attend(*args)
@@ -85,7 +85,7 @@ def attend(
         partial, planned = _describe_plan(plan, query, heads, dim)
     attended: torch.Tensor = run_or_replay(
         decode.attend, (*args, partial),
-        layout=(_strided(query), scaling, causal, window, softcap, latent),
+        layout=(_strided(query), scaling, causal, window, softcap, latent, whole),
         tensors=(query, lengths, sinks, mask, bounds),
         others=(_describe(pages), planned or _NO_PLAN),
         start=start, stop=stop, table_b=table.stride(0),

@@ -42,7 +42,7 @@ def attend(
     config = decode_config(args.target, args.workload)
     if plan is not None and not _suits(plan, args, config):
         plan = None
-    return split_kv_decode(args, config, plan, partial)
+    return split_kv_decode(args, config, plan, partial, whole=spec.deterministic)
 
 
 def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
@@ -62,11 +62,13 @@ def split_kv_decode(
     config: LaunchConfig,
     plan: torch.Tensor | None,
     partial: Partial | None = None,
+    *,
+    whole: bool = False,
 ) -> torch.Tensor:
     """Return the attention `[B, T, Hq, out_dim]` of a call whose sequences are split.
 
     A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
-    `partial`: the result of `make_partial` for the plan.
+    `partial`: the result of `make_partial` for the plan. `whole`: whether no sequence is split.
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape
@@ -74,7 +76,7 @@ def split_kv_decode(
     blocks = cdiv(args.rows, config.rows)
     if plan is None:
         partial, programs = None, programs_of(args, config)
-        rows = plan_rows(device, batch, heads * blocks, programs=programs)
+        rows = 2 * batch if whole else plan_rows(device, batch, heads * blocks, programs=programs)
         plan = allocate((rows, 4), torch.int32, device)
         make_plan(
             plan, args.tensors.lengths, tokens, args.window, args.start, heads * blocks, programs
