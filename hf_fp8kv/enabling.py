@@ -9,14 +9,10 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from .attention import latent
+from .attention.check_model import probe_deterministic, stock_indices
 from .attention.deterministic import install_deterministic, remove_deterministic
-from .attention.switching import (
-    get_implementations,
-    install_rounding,
-    remove_rounding,
-    set_implementations,
-)
-from .attention.training import prepare_rounding, probe_deterministic
+from .attention.switching import get_implementations, set_implementations
+from .attention.training import install_rounding, prepare_rounding, remove_rounding
 from .cache.cache import FP8PagedCache
 from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
@@ -104,7 +100,7 @@ def enable(
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if deterministic:
-        probe_deterministic(base, cache.options, cache)
+        probe_deterministic(base, cache.options, stock_indices(cache))
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:

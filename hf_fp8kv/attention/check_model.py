@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,16 @@ from transformers import PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
 from ..cache.layer import FP8PagedLayer
+from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import rounding_note
 from ..modeling.model_support import caches_latents, refusal, with_cache
+from . import latent
+from .deterministic import check_deterministic, install_deterministic, remove_deterministic
+from .fp8_paged import check_page_size
 from .latent import find_projections, kept_as_is, passes_latents
-from .switching import eval_mode, watched_attention
+from .switching import eval_mode, paged_attention, watched_attention
 
 logger = logging.getLogger(__name__)
 
@@ -182,3 +187,53 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | Non
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None
     return paged
+
+
+def probe_deterministic(
+    model: PreTrainedModel, options: CacheOptions, stock: Sequence[int] = ()
+) -> None:
+    """Raise ConfigError for a model or options that are not deterministic.
+
+    The model is run on 64 tokens at once, in chunks and in a batch, which must have the same bits.
+    Chunks of 7 tokens fill no vector: a function of one number for each token has other bits there.
+    `stock`: layers that are not stored in pages.
+    """
+    options.check_stored("deterministic")
+    check_page_size(options.page_size)
+    check_deterministic(model, stock)
+    tokens, known = 64, model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(3 * tokens, device=model.device) * 37 + 11).view(3, tokens) % known
+
+    def read(rows: int, chunks: list[int]) -> torch.Tensor:
+        cache = FP8PagedCache(model.config, prefill="stored")
+        parts = ids[:rows].split(chunks, 1)
+        return torch.cat([model(x, **with_cache(model, cache)).logits[0] for x in parts])
+
+    name, training = type(model).__name__, [x for x in model.modules() if x.training]
+    install_deterministic(model, __name__)
+    try:
+        with torch.no_grad(), paged_attention(model.eval()), latent.kept_as_is(model):
+            latent.install_all(model)
+            once = read(1, [tokens])
+            same = all(torch.equal(once, read(*x)) for x in ((1, [7] * 9 + [1]), (3, [1, 63])))
+    except FP8KVError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"deterministic: expected a model that can be run on {tokens} tokens, got {name}: "
+            f"{type(error).__name__}: {error}; leave deterministic out"
+        ) from error
+    finally:
+        remove_deterministic(model, __name__)
+        for module in training:
+            module.training = True
+    if not same:
+        raise ConfigError(
+            "deterministic: expected a model whose numbers do not depend on the batch and the "
+            f"chunks, got {name}, whose logits differ; leave deterministic out"
+        )
+
+
+def stock_indices(cache: FP8PagedCache) -> list[int]:
+    """Return the layers of a cache that are not stored in pages."""
+    return [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]

@@ -20,7 +20,6 @@ from ..errors import ConfigError
 from ..modeling.methods import ModelMethod, remove_methods
 from ..modeling.model_support import DETERMINISTIC, EXPAND, moving_rope
 
-LEAST_PAGE = 16
 # Rows of a block. More of them take longer for one token, fewer for a prompt.
 ROWS = 16
 # Numbers of a block of an activation: fewer than torch gives to a second thread. Vectors have at
@@ -57,15 +56,6 @@ def check_deterministic(model: PreTrainedModel, others: Sequence[int] = ()) -> N
         raise ConfigError(
             "deterministic: expected a decoder whose layers are all stored, got "
             f"{type(model).__name__}, which {why}; leave deterministic out"
-        )
-
-
-def check_page_size(page_size: int) -> None:
-    """Raise ConfigError for pages that do not fill a vector of AVX-512: sums have another order."""
-    if page_size < LEAST_PAGE:
-        raise ConfigError(
-            f"deterministic: expected pages of {LEAST_PAGE} tokens or more, got page_size="
-            f"{page_size}; leave page_size out"
         )
 
 

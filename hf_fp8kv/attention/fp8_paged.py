@@ -12,7 +12,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import ops
 from ..cache.paged_tensor import PagedKV, densify, pages_of
-from ..cache.stored_rounding import StoredRounding, straight_through
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE
 from ..ops import AttentionSpec
@@ -20,13 +19,14 @@ from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent
 from .compact import CompactMask
-from .deterministic import check_page_size
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
 logger = logging.getLogger(__name__)
 
 # The attribute of an attention module that rounds its K and V as a cache would (training.py).
 ROUNDING = "_hf_fp8kv_rounding"
+# Slots of a page of a deterministic model, at least.
+LEAST_PAGE = 16
 # The argument that only an engine passes: before transformers 5.24 its cache.
 _ENGINE_ARGUMENT = "write_index" if CACHE == "cache" else "cache"
 Tensor = torch.Tensor
@@ -59,7 +59,7 @@ _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
 _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The arguments of `fp8_paged_attention`.
 
     Attributes:
@@ -138,29 +138,30 @@ def fp8_paged_attention(
         int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias, None,
         False, getattr(module, DETERMINISTIC, False),
     )  # fmt: skip
-    call = _Call(module, query, key, value, spec, dropout, kwargs)
+    call = Call(module, query, key, value, spec, dropout, kwargs)
     engine = getattr(key, ENGINE, kwargs.get(_ENGINE_ARGUMENT))
     if engine is not None:
         return _engine_attention(call, engine), None
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         if spec.deterministic:
-            spec = _check_stored(query, key, spec)
+            spec = check_spec(query, key, spec)
             call = call._replace(spec=spec)
         if latent.passes_latents(module):
             return _latent_attention(call)
-        needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
+        needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and asks_dense(kwargs))
         if not needs_dense and _belong_together(key, value):
             if query.requires_grad and module.training:
                 raise ConfigError(_NO_GRADIENT)
-            return _stored_attention(query, key, spec), None
+            return attend_stored(query, key, spec), None
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
-        return _rounded_attention(call, rounding)
-    return _dense_attention(call)
+        attended: tuple[Tensor, Tensor | None] = rounding.attend(call)
+        return attended
+    return dense_attention(call)
 
 
-def _asks_dense(kwargs: dict[str, Any]) -> bool:
+def asks_dense(kwargs: dict[str, Any]) -> bool:
     """Return whether arguments of a model's attention code ask for what only dense code does."""
     chosen = any(kwargs.get(name) is not None for name in _MODEL_ARGUMENTS)
     return chosen or bool(kwargs.get("output_attentions"))
@@ -172,48 +173,7 @@ def _belong_together(key: PagedKV, value: PagedKV) -> bool:
     return sides and key.block is value.block and key.stop == value.stop
 
 
-def _rounded_attention(call: _Call, rounding: StoredRounding) -> tuple[Tensor, Tensor | None]:
-    """Attend over pages to K and V of a whole text, with the gradient of dense attention.
-
-    The result is what a cache's pages give, to the bit: from dense K and V it would differ in the
-    last one, and so would what the next layer stores, where that decides between two codes.
-    """
-    _, query, key, value, spec, dropout, kwargs = call
-    if spec.deterministic and isinstance(spec.mask, CompactMask):
-        return _padding_last(call, spec.mask, rounding), None
-    stored = rounding.store(key, value)
-    if dropout or _asks_dense(kwargs):
-        key, value = rounding.read(stored, key, value)
-        return _dense_attention(call._replace(key=key, value=value))
-    seen = _check_stored(query, stored[0], spec) if spec.deterministic else spec
-    attended = _stored_attention(query, stored[0], seen)
-    inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
-        return attended, None
-    key, value = rounding.read(stored, key, value)
-    for_gradient = spec._replace(deterministic=False)
-    dense, _ = _dense_attention(call._replace(key=key, value=value, spec=for_gradient))
-    return straight_through(dense, attended.to(dense.dtype)), None
-
-
-def _padding_last(call: _Call, mask: CompactMask, rounding: StoredRounding) -> Tensor:
-    """Attend to texts moved to the first positions, where a cache without padding stores them.
-
-    What comes after a text is padding, which it does not see.
-    """
-    tokens = call.key.shape[2]
-    column = torch.arange(tokens, device=call.key.device)
-    index = (column + mask.bounds[:, :1]) % tokens
-    _check_padding(mask.seen[:, 0, 0].expand(len(index), -1).gather(1, index))
-    inputs = (call.query, call.key, call.value)
-    query, key, value = (x.gather(2, index[:, None, :, None].expand_as(x)) for x in inputs)
-    call = call._replace(query=query, key=key, value=value, spec=call.spec._replace(mask=None))
-    attended, _ = _rounded_attention(call, rounding)
-    back = index.argsort(1)[:, :, None, None]
-    return attended.gather(1, back.expand_as(attended))
-
-
-def _latent_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
+def _latent_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     """Attend to stored latents and their positions, or to what they are expanded to."""
     module, query, key, _, spec, dropout, kwargs = call
     assert isinstance(key, PagedKV)
@@ -228,23 +188,23 @@ def _latent_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
         why = _FOR_GRADIENT
     elif key.k_center is not None:
         why = _FOR_CENTER
-    elif not dropout and not _asks_dense(others):
+    elif not dropout and not asks_dense(others):
         projections, why = latent.find_projections(module, key), _FOR_PRODUCT
     if projections is None:
         warning = _EXPANDS_WARNING if why else _DENSE_WARNING
         warn_once(logger, warning.format(type(module).__name__, why))
     if projections is None or not (spec.deterministic or projections.pays(tokens, length)):
-        return _dense_attention(call)
+        return dense_attention(call)
     if indices is not None:
         span = (query, key, spec.window or key.window, spec.causal, key.start)
         mask = complete_mask(spec.mask, *span, key.lengths if key.ragged else None)
         spec = spec._replace(mask=keep_chosen_keys(mask, indices, query, key))
     spec = spec._replace(latent=True)
-    attended = _stored_attention(projections.absorb(query, spec.deterministic), key, spec)
+    attended = attend_stored(projections.absorb(query, spec.deterministic), key, spec)
     return projections.expand(attended, spec.deterministic), None
 
 
-def _check_padding(present: Tensor) -> None:
+def check_padding(present: Tensor) -> None:
     """Raise ConfigError if a text of a deterministic model has padding before its last token.
 
     Where a token is stored would depend on it, and so would the order of sums. `present`: `[B, N]`.
@@ -257,7 +217,16 @@ def _check_padding(present: Tensor) -> None:
         )
 
 
-def _check_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
+def check_page_size(page_size: int) -> None:
+    """Raise ConfigError for pages that do not fill a vector of AVX-512: sums have another order."""
+    if page_size < LEAST_PAGE:
+        raise ConfigError(
+            f"deterministic: expected pages of {LEAST_PAGE} tokens or more, got page_size="
+            f"{page_size}; leave page_size out"
+        )
+
+
+def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
     """Return a spec of a deterministic model without its mask, which hides what comes later.
 
     Raises:
@@ -266,7 +235,7 @@ def _check_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Attention
     check_page_size(pages_of(key).page_size)
     mask = spec.mask
     if isinstance(mask, CompactMask):
-        _check_padding(mask.seen[:, 0, 0])
+        check_padding(mask.seen[:, 0, 0])
     elif mask is not None:
         plain = causal_mask(query, key, spec.window or key.window)
         if mask.dtype != torch.bool or not torch.equal(mask, plain.expand_as(mask)):
@@ -278,7 +247,7 @@ def _check_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Attention
     return spec._replace(mask=None, causal=True, window=window)
 
 
-def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
+def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
@@ -331,7 +300,7 @@ def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
     return mask[..., : key.shape[2]]
 
 
-def _engine_attention(call: _Call, cache: Any) -> Tensor:
+def _engine_attention(call: Call, cache: Any) -> Tensor:
     """Attend over the pages of a continuous-batching engine."""
     module, query, key, value, spec, _, kwargs = call
     if not hasattr(cache, "attend_stored"):
@@ -358,7 +327,7 @@ def _engine_attention(call: _Call, cache: Any) -> Tensor:
     return attended
 
 
-def _dense_attention(call: _Call) -> tuple[Tensor, Tensor | None]:
+def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     """Attend over dense K and V with transformers' own code."""
     module, query, key, value, spec, dropout, kwargs = call
     if spec.deterministic:

@@ -5,15 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..cache.stored_rounding import StoredRounding
 from ..modeling.model_support import ATTENTION, DETERMINISTIC
 from .fp8_paged import ROUNDING, fp8_paged_attention
 from .masks import fp8_paged_mask
-
-Roundings = dict[torch.nn.Module, StoredRounding]
 
 
 @contextmanager
@@ -83,18 +79,6 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
             vars(module).update(marked)
         for module in training:
             module.training = True
-
-
-def install_rounding(roundings: Roundings) -> None:
-    """Let attention modules round their K and V; see `enable`."""
-    for module, rounding in roundings.items():
-        vars(module)[ROUNDING] = rounding
-
-
-def remove_rounding(model: torch.nn.Module) -> None:
-    """Let no module of a model round any more."""
-    for module in model.modules():
-        vars(module).pop(ROUNDING, None)
 
 
 @contextmanager

@@ -173,6 +173,24 @@ class CacheOptions:
         plans = [self.plan] if isinstance(self.plan, LayerPlan) else self.plan.values()
         return any(plan.k.centered for plan in plans)
 
+    def check_stored(self, why: str) -> None:
+        """Raise ConfigError if bytes depend on how a text is cut into calls.
+
+        `why`: the argument that needs bytes which do not.
+        """
+        if self.prefill != "stored":
+            raise ConfigError(
+                f"{why}: expected prefill='stored', got {self.prefill!r}, with which a "
+                "prompt is read unrounded; leave prefill out"
+            )
+        if self.first_call_centers:
+            raise ConfigError(
+                f"{why}: expected a plan that carries the centers of K, got one without: the "
+                "center would be the mean of the first call, and so depend on where a text is cut "
+                "into calls. Make the plan with hf_fp8kv.choose_plan(model), or store K without "
+                "centers"
+            )
+
     def layer_plan(self, index: int) -> LayerPlan:
         """Return how a layer is stored.
 

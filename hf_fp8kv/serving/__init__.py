@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..attention.check_model import probe_deterministic
 from ..attention.deterministic import install_deterministic, remove_deterministic
-from ..attention.training import probe_deterministic
 from ..cache.plans import Plan
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError

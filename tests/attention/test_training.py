@@ -18,7 +18,7 @@ from hf_fp8kv import (
     serving,
 )
 from hf_fp8kv.attention.switching import eval_mode
-from hf_fp8kv.cache.stored_rounding import StoredRounding
+from hf_fp8kv.attention.training import StoredRounding
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.modeling.exact_states import NOTE
 from tests.helpers.grids import pairwise

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache, SidePlan, StoragePlan
-from hf_fp8kv.cache.stored_rounding import StoredRounding
+from hf_fp8kv.attention.training import StoredRounding
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import dynamic_scale, round_to_format, search_scale

@@ -214,8 +214,8 @@ MUTANTS = (
         "tests/attention/test_deterministic.py",
     ),
     Mutant(
-        "deterministic: a center of the first call", "cache/stored_rounding.py",
-        "if options.first_call_centers:", "if False:",
+        "deterministic: a center of the first call", "cache/options.py",
+        "if self.first_call_centers:", "if False:",
         "tests/attention/test_deterministic.py",
     ),
     # Pages.
