@@ -4,7 +4,7 @@
 #   make test     the fast tier of the tests: every behavior once; PYTEST_ARGS="-k pages -x" selects
 #   make test-all all tests, with more examples of each property
 #   make check    ruff and mypy
-#   make mutants  break the package in 62 ways, and see that the tests notice each one (45 minutes);
+#   make mutants  break the package in 68 ways, and see that the tests notice each one (45 minutes);
 #                 MUTANTS_ARGS="--only fork beams" selects
 #   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests

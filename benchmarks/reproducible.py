@@ -160,13 +160,15 @@ class Reader:
         compared = differing = 0
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for length in sorted(self.rng.sample(range(PAGE, self.tokens), 3)):
-                self.enable(prefix_store=PrefixStore(folder))
+                store = PrefixStore(folder)
+                self.enable(prefix_store=store)
                 out = self.model.generate(
                     self.texts[:1, :length], max_new_tokens=1, output_logits=True,
                     return_dict_in_generate=True,
                 )  # fmt: skip
                 compared += out.logits[0].numel()
                 differing += int((out.logits[0][0] != self.logits[length - 1]).sum())
+                store.flush()
         self.enable()
         return compared, differing, 0
 
