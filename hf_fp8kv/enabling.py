@@ -96,7 +96,7 @@ def enable(
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
-    roundings = prepare_rounding(base, training, cache_keywords)
+    roundings = prepare_rounding(base, training, cache_keywords, always=deterministic)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if deterministic:

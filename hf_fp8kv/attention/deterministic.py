@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..modeling.methods import ModelMethod, remove_methods
-from ..modeling.model_support import DETERMINISTIC, EXPAND, moving_rope
+from ..modeling.model_support import CACHE, DETERMINISTIC, EXPAND, moving_rope
 
+# Slots of a page, at least.
+LEAST_PAGE = 16
 # Rows of a block. More of them take longer for one token, fewer for a prompt.
 ROWS = 16
 # Numbers of a block of an activation: fewer than torch gives to a second thread. Vectors have at
@@ -31,6 +35,12 @@ _FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
 # Classes of transformers that choose experts, or hold the matrices of all of them.
 _EXPERTS = re.compile("Router|Gate|Experts")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_NO_ACTIVATIONS = re.compile("Softmax|Softmin|LogSoftmax|Softmax2d|GLU|PReLU|MultiheadAttention")
+# Functions of one number that compute the rest of a vector by other code.
+_BY_NUMBER = frozenset(
+    ("elu", "erf", "expm1", "gelu", "log1p", "log_sigmoid_forward", "mish", "sigmoid", "silu",
+     "softplus")
+)  # fmt: skip
 
 
 def check_deterministic(model: PreTrainedModel, others: Sequence[int] = ()) -> None:
@@ -47,6 +57,8 @@ def check_deterministic(model: PreTrainedModel, others: Sequence[int] = ()) -> N
         why = f"has layers that are not stored in pages ({', '.join(map(str, others))})"
     elif model.dtype == torch.float64:
         why = "has weights in float64"
+    elif getattr(model.config, "index_topk", None) is not None:
+        why = "chooses keys by products outside of linear modules"
     elif moving := moving_rope(model.config):
         why = f"has RoPE of the type {moving!r}, which depends on the longest text"
     for name, module in model.named_modules():
@@ -59,6 +71,28 @@ def check_deterministic(model: PreTrainedModel, others: Sequence[int] = ()) -> N
         )
 
 
+def check_page_size(page_size: int) -> None:
+    """Raise ConfigError for pages that do not fill a vector of AVX-512: sums have another order."""
+    if page_size < LEAST_PAGE:
+        raise ConfigError(
+            f"deterministic: expected pages of {LEAST_PAGE} tokens or more, got page_size="
+            f"{page_size}; leave page_size out"
+        )
+
+
+def check_padding(present: Tensor) -> None:
+    """Raise ConfigError if a text of a deterministic model has padding before its last token.
+
+    Where a token is stored would depend on it, and so would the order of sums. `present`: `[B, N]`.
+    """
+    if (present.int().diff() > 0).any():
+        raise ConfigError(
+            "deterministic: expected texts that begin at the first position, got padding "
+            "before or inside of them; use hf_fp8kv.serving and generate_batch, which need no "
+            "padding, or texts of one length"
+        )
+
+
 def install_deterministic(model: PreTrainedModel, owner: str) -> None:
     """Let modules compute in blocks of one size, and attention be deterministic."""
     owners = vars(model).setdefault(_OWNERS, [])
@@ -67,7 +101,7 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
             method(module).install()
         for module in model.modules():
             vars(module)[DETERMINISTIC] = True
-        model.register_forward_pre_hook(_check_whole)
+        model.register_forward_pre_hook(_check_call, with_kwargs=True)
     owners.append(owner)
 
 
@@ -79,26 +113,41 @@ def remove_deterministic(model: Any, owner: str) -> None:
     if owners or vars(model).pop(_OWNERS, None) is None:
         return
     for number, hook in list(model._forward_pre_hooks.items()):
-        if hook is _check_whole:
+        if hook is _check_call:
             del model._forward_pre_hooks[number]
+            model._forward_pre_hooks_with_kwargs.pop(number, None)
     for module in model.modules():
         vars(module).pop(DETERMINISTIC, None)
         if isinstance(vars(module).get("forward"), _Forward):
             remove_methods(module)
 
 
-def _check_whole(model: Any, _args: Any) -> None:
-    """Raise ConfigError if a module was added or replaced since `install_deterministic`."""
+def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Raise ConfigError for a call that is not deterministic, before it changes anything.
+
+    A text without a cache gets the positions of its padding, which a rollout does not have.
+    """
     if DETERMINISTIC not in vars(model):  # suspended, see `eval_mode`
-        return
-    if all(DETERMINISTIC in vars(module) for module in model.modules()):
-        return
-    for module, _ in _methods(model):
-        if DETERMINISTIC not in vars(module):
+        return None
+    for module in model.modules():
+        if DETERMINISTIC not in vars(module) and (_has_matrices(module) or _method_for(module)):
             raise ConfigError(
                 "deterministic: expected the modules that enable() saw, got another "
                 f"{type(module).__name__}; call enable() after adapters are added"
             )
+    if model.dtype == torch.float64:
+        raise ConfigError("deterministic: expected 16 or 32 bits, got a model in float64")
+    cache = given.get(CACHE) or given.get("past_key_values")
+    if isinstance(cache, FP8PagedCache):
+        check_page_size(cache.options.page_size)
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    if isinstance(cache, FP8PagedCache):
+        check_padding(mask.bool())
+    elif cache is None and given.get("position_ids") is None:
+        return args, {**given, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
+    return None
 
 
 def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[_Forward]"]]:
@@ -120,7 +169,8 @@ def _method_for(module: torch.nn.Module) -> "type[_Forward] | None":
     # Where torch reduces rows of a GPU, their number decides the order of sums.
     if leaf and "Norm" in kind.__name__ and any(not x.is_cpu for x in module.parameters()):
         return _InBlocks
-    return _Elementwise if leaf and kind.__module__ in _ACTIVATIONS else None
+    by_number = kind.__module__ in _ACTIVATIONS and not _NO_ACTIVATIONS.fullmatch(kind.__name__)
+    return _Elementwise if leaf and by_number else None
 
 
 def _has_matrices(module: torch.nn.Module) -> bool:
@@ -128,6 +178,40 @@ def _has_matrices(module: torch.nn.Module) -> bool:
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     matrices = isinstance(module, torch.nn.Linear | Conv1D) or any(x.ndim > 1 for x in own)
     return matrices and not isinstance(module, torch.nn.Embedding)
+
+
+class FunctionWatch(TorchDispatchMode):
+    """Finds functions of one number that a model computes for all tokens, outside of modules.
+
+    Attributes:
+        found: the name of the last one, or "".
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found, self._inside = "", 0
+        experts = [module for module, method in _methods(model) if method is _TokenByToken]
+        self._hooks = [module.register_forward_pre_hook(self._enter) for module in experts]
+        self._hooks += [module.register_forward_hook(self._leave) for module in experts]
+
+    def _enter(self, *_: Any) -> None:
+        self._inside += 1
+
+    def _leave(self, *_: Any) -> None:
+        self._inside -= 1
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__.rstrip("_")
+        if name in _BY_NUMBER and args[0].ndim > 1 and not self._inside:
+            self.found = name
+        return function(*args, **(kwargs or {}))
 
 
 class _Forward(ModelMethod):
@@ -165,7 +249,9 @@ class _TokenByToken(_Forward):
 
         def run(i: int) -> Any:
             def pick(x: Any) -> Any:
-                return x[i : i + 1] if isinstance(x, Tensor) and x.shape[:1] == (count,) else x
+                # A bias of experts has one axis, and by chance a number for each token.
+                each = isinstance(x, Tensor) and x.ndim > 1 and len(x) == count
+                return x[i : i + 1] if each and not isinstance(x, torch.nn.Parameter) else x
 
             more, named = tree_map(pick, (args, kwargs))
             return forward(states.reshape(count, -1)[i : i + 1], *more, **named)

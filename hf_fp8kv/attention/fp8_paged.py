@@ -19,14 +19,13 @@ from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent
 from .compact import CompactMask
+from .deterministic import check_padding, check_page_size
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
 logger = logging.getLogger(__name__)
 
 # The attribute of an attention module that rounds its K and V as a cache would (training.py).
 ROUNDING = "_hf_fp8kv_rounding"
-# Slots of a page of a deterministic model, at least.
-LEAST_PAGE = 16
 # The argument that only an engine passes: before transformers 5.24 its cache.
 _ENGINE_ARGUMENT = "write_index" if CACHE == "cache" else "cache"
 Tensor = torch.Tensor
@@ -49,9 +48,10 @@ _NO_GRADIENT = (
     "model.eval(), or train without the cache (use_cache=False)"
 )
 _NOT_DETERMINISTIC = (
-    "deterministic: expected attention over stored pages, got other keys, or an argument that "
-    "needs dense ones; use the cache that generate() makes, FP8PagedCache(..., prefill='stored'), "
-    "or enable(..., training='stored') for calls without a cache"
+    "deterministic: expected attention over stored pages, got other keys, or what needs dense ones "
+    "(dropout, attention weights, a gradient through latents); use the cache that generate() "
+    "makes, FP8PagedCache(..., prefill='stored'), or enable(..., training='stored') for calls "
+    "without a cache"
 )
 # Arguments that change what attention computes, and that only the model's own eager code knows.
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
@@ -204,28 +204,6 @@ def _latent_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     return projections.expand(attended, spec.deterministic), None
 
 
-def check_padding(present: Tensor) -> None:
-    """Raise ConfigError if a text of a deterministic model has padding before its last token.
-
-    Where a token is stored would depend on it, and so would the order of sums. `present`: `[B, N]`.
-    """
-    if (present.int().diff() > 0).any():
-        raise ConfigError(
-            "deterministic: expected texts that begin at the first position, got padding "
-            "before or inside of them; use hf_fp8kv.serving and generate_batch, which need no "
-            "padding, or texts of one length"
-        )
-
-
-def check_page_size(page_size: int) -> None:
-    """Raise ConfigError for pages that do not fill a vector of AVX-512: sums have another order."""
-    if page_size < LEAST_PAGE:
-        raise ConfigError(
-            f"deterministic: expected pages of {LEAST_PAGE} tokens or more, got page_size="
-            f"{page_size}; leave page_size out"
-        )
-
-
 def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
     """Return a spec of a deterministic model without its mask, which hides what comes later.
 
@@ -238,11 +216,14 @@ def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpe
         check_padding(mask.seen[:, 0, 0])
     elif mask is not None:
         plain = causal_mask(query, key, spec.window or key.window)
-        if mask.dtype != torch.bool or not torch.equal(mask, plain.expand_as(mask)):
+        fits = mask.dtype == torch.bool and mask.shape[-2:] == plain.shape[-2:]
+        if not fits or not torch.equal(mask, plain.expand_as(mask)):
             raise ConfigError(
-                "deterministic: expected a causal mask, got one that hides more, as of packed "
-                "texts, or of padding and a window; pass each text by itself"
+                "deterministic: expected no mask, or a causal one of bools, got one that may hide "
+                "more, as of packed texts, or of padding and a window; pass each text by itself"
             )
+    elif not spec.causal:
+        raise ConfigError("deterministic: expected causal attention, got a layer that is not")
     window = spec.window or (mask.window if isinstance(mask, CompactMask) else 0)
     return spec._replace(mask=None, causal=True, window=window)
 

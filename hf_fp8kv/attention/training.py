@@ -24,15 +24,8 @@ from ..modeling.model_support import with_cache
 from ..utils.tensors import without_grad
 from .check_model import stock_indices
 from .compact import CompactMask
-from .fp8_paged import (
-    ROUNDING,
-    Call,
-    asks_dense,
-    attend_stored,
-    check_padding,
-    check_spec,
-    dense_attention,
-)
+from .deterministic import check_padding
+from .fp8_paged import ROUNDING, Call, asks_dense, attend_stored, check_spec, dense_attention
 from .switching import eval_mode, watched_attention
 
 
@@ -137,7 +130,7 @@ class StoredRounding:
 
 
 def prepare_rounding(
-    model: PreTrainedModel, training: object, cache_keywords: Mapping[str, Any]
+    model: PreTrainedModel, training: object, cache_keywords: Mapping[str, Any], *, always: bool
 ) -> dict[torch.nn.Module, StoredRounding]:
     """Return for each attention module how it rounds K and V.
 
@@ -145,6 +138,7 @@ def prepare_rounding(
         model: is run on three tokens, to see which keys and values reach which attention.
         training: None or "stored"; with None nothing is rounded.
         cache_keywords: of `FP8PagedCache`.
+        always: attend over pages also where all layers are stored in the model's dtype.
 
     Raises:
         ConfigError: the model or a keyword does not fit. ScaleError, BackendError: a keyword.
@@ -169,7 +163,7 @@ def prepare_rounding(
             f"{type(model).__name__}, which {why}; train it without"
         )
     found = _probe(model, stock_indices(cache), cache_keywords)
-    if all(side.is_auto for plan in cache.plan.values() for side in plan):
+    if not always and all(side.is_auto for plan in cache.plan.values() for side in plan):
         return {}
     return {
         module: StoredRounding(options, index, key, value)

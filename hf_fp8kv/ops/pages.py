@@ -135,7 +135,7 @@ class AttentionSpec(NamedTuple):
             latents, and so is the result: `[B, T, Hq, Dk]`. K has no center then.
         deterministic: a query's result depends on what it sees, and on nothing else: not on other
             queries and sequences, and with the backend "cpu" not on the number of threads. The call
-            is causal.
+            is causal, and a mask shows no later token.
     """
 
     scaling: float

@@ -96,17 +96,16 @@ def test_a_prefix_store_keeps_its_pages_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_trainer_s_pass_has_the_logits_of_a_rollout(side: str) -> None:
+@pytest.mark.parametrize("plan", ["adaptive", "model"])
+def test_a_trainer_s_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> None:
+    """Positions are those of a text without padding, as trainers leave them out."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    plan = choose_plan(model)
+    plan = choose_plan(model) if plan == "adaptive" else plan
     enable(model, training="stored", deterministic=True, plan=plan, page_size=PAGE)
     lengths = torch.tensor([[70], [35], [5]])
     ids, column = texts(3, 70), torch.arange(70)[None]
     mask = column < lengths if side == "right" else column >= 70 - lengths
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    found = model.train()(
-        ids, attention_mask=mask.long(), position_ids=positions, use_cache=False
-    ).logits
+    found = model.train()(ids, attention_mask=mask.long(), use_cache=False).logits
     assert found.requires_grad
     for text, present, logits in zip(ids, mask, found, strict=True):
         cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, plan=plan)
@@ -180,19 +179,48 @@ def test_pages_and_backends(backend: str, page_size: int) -> None:
     assert torch.equal(read(model, ids, [40, 1, 89], other)[0][:1], logits)
 
 
-def test_small_pages_of_a_cache_are_refused() -> None:
+@pytest.mark.parametrize(("page_size", "message"), [(8, "page_size=8"), (PAGE, "padding")])
+def test_calls_are_refused_before_they_store(page_size: int, message: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
-    with pytest.raises(ConfigError, match="page_size=8"):
-        model(**inputs, past_key_values=FP8PagedCache(model.config, prefill="stored", page_size=8))
+    cache = FP8PagedCache(model.config, prefill="stored", page_size=page_size)
+    with pytest.raises(ConfigError, match=message):
+        model(**inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 0
 
 
-def test_modules_that_are_added_later_are_refused() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+class Adapter(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(99, 64))
+
+
+@pytest.mark.parametrize("module", [torch.nn.Linear(64, 99, bias=False), Adapter()])
+def test_modules_that_are_added_later_are_refused(module: torch.nn.Module) -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
-    model.lm_head = torch.nn.Linear(64, 99, bias=False)
-    with pytest.raises(ConfigError, match="another Linear"):
-        model(**inputs, past_key_values=FP8PagedCache(model.config, prefill="stored"))
+    model.lm_head = module
+    cache = FP8PagedCache(model.config, prefill="stored")
+    with pytest.raises(ConfigError, match=f"another {type(module).__name__}"):
+        model(texts(1, 9), past_key_values=cache)
+
+
+def test_as_many_tokens_as_experts() -> None:
+    """A bias of each expert is none of each token."""
+    model, _ = tiny("minimax_m2", attn_implementation="fp8_paged")
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)))
+    enable(model, deterministic=True, page_size=PAGE)
+    ids = texts(model.config.num_local_experts, 20)
+    assert torch.equal(read(model, ids, [1] * 20)[0][:1], read(model, ids[:1], [20])[0])
+
+
+def test_functions_of_other_numbers_are_left_alone() -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    model.extra, states = torch.nn.Softmax(-1), torch.randn(3, 8)
+    enable(model, deterministic=True)
+    assert torch.equal(model.extra(states), states.softmax(-1))
 
 
 def test_it_ends_with_disable_and_lives_in_copies() -> None:
@@ -202,8 +230,9 @@ def test_it_ends_with_disable_and_lives_in_copies() -> None:
     serving.enable(model, deterministic=True)
     with pytest.raises(ConfigError, match="attention over stored pages"):
         copy.deepcopy(model)(**inputs, use_cache=False)
+    compiled, cache = torch.compile(model, backend="eager"), FP8PagedCache(model.config)
     with pytest.raises(ConfigError, match=r"torch\.compile"), torch.no_grad():
-        torch.compile(model, backend="eager")(**inputs, past_key_values=FP8PagedCache(model.config))
+        compiled(texts(2, 5), past_key_values=cache)
     serving.disable(model)
     assert model.generate(texts(2, 5), max_new_tokens=2).shape == (2, 7)
     with pytest.raises(ConfigError, match="padding"):
@@ -226,7 +255,7 @@ def test_it_ends_with_disable_and_lives_in_copies() -> None:
         ("alibi", {}, "does not look"),
         ("hybrid", {}, "not stored in pages"),
         ("phi3", {"rope": "longrope"}, "RoPE"),
-        ("qwen2_moe", {}, "logits differ"),
+        ("qwen2_moe", {}, "computes sigmoid"),
         ("jetmoe", {}, "can be run"),
     ],
 )
