@@ -129,6 +129,8 @@ def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict
     """
     if DETERMINISTIC not in vars(model):  # suspended, see `eval_mode`
         return None
+    if torch.compiler.is_compiling():
+        _refuse_compilation()
     for module in model.modules():
         if DETERMINISTIC not in vars(module) and (_has_matrices(module) or _method_for(module)):
             raise ConfigError(
