@@ -58,5 +58,5 @@ class FromCheckpoint:
             repo_or_dir, tp_rank=rank, tp_size=size, strict=strict, **hub
         )
         if config is None:
-            config = read_config(repo_or_dir, hub, trust_remote_code)
+            config = read_config(repo_or_dir, trust_remote_code=trust_remote_code, **hub)
         return cls(config, scales=scales, **cache_keywords)  # type: ignore[call-arg]

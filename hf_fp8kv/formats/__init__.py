@@ -107,11 +107,9 @@ def parse_dtype(name: object, argument: str = "dtype") -> str:
         if name == AUTO or name in FORMATS:
             return name
     # Not the `torch_dtype` of a format: the bytes are not those of torch's int8.
-    if name is torch.int8:
-        return "int8"
-    for fmt in FORMATS.values():
-        if name is fmt.torch_dtype and name is not None:
-            return fmt.name
+    of_torch = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
+    if isinstance(name, torch.dtype) and name in of_torch:
+        return of_torch[name]
     known = ", ".join(repr(n) for n in (AUTO, *ALIASES, *FORMATS))
     raise ConfigError(f"{argument}: expected one of {known}, got {name!r}")
 

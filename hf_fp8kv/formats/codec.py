@@ -80,14 +80,15 @@ def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     amax = x.float().abs().amax(-1)
     # By a tensor. CUDA would multiply by the reciprocal of a number, which rounds twice.
     scale = (amax / amax.new_full((), fmt.max)).clamp(min=MIN_SCALE)
-    # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up.
-    raised = (scale.view(torch.int32) + 0xFFFF) >> 16
-    return _bfloat16(torch.where(amax.isfinite(), raised, BFLOAT16_NAN))
+    return _round_up(scale, amax.isfinite())
 
 
-def _bfloat16(upper: torch.Tensor) -> torch.Tensor:
-    """Return the bfloat16 with these bits; torch's own cast of NaN gives one of several NaNs."""
-    return upper.to(torch.int16).view(torch.bfloat16)
+def _round_up(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Return float32 scales rounded up to bfloat16, NaN unless `valid`."""
+    # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up. torch's own cast
+    # of NaN gives one of several NaNs.
+    raised = torch.where(valid, (scale.view(torch.int32) + 0xFFFF) >> 16, BFLOAT16_NAN)
+    return raised.to(torch.int16).view(torch.bfloat16)
 
 
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -131,9 +132,9 @@ def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.T
 
 def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     first = dynamic_scale(x, fmt).float()
-    steps = _octave(x.device)
-    tried = (first[:, None] * steps).view(torch.int32)
-    scales = ((tried + 0xFFFF) & -0x10000).view(torch.float32)
+    steps = torch.arange(SEARCH_STEPS, dtype=torch.float32, device=x.device) / SEARCH_STEPS
+    rounded = _round_up(first[:, None] * steps.exp2(), ~first.isnan()[:, None])
+    scales = rounded.float()
     scaled = x[:, None] * scales.reciprocal()[..., None]
     error = ((round_to_format(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
     # Relative to the first, since the square of a tiny scale would be zero.
@@ -141,13 +142,5 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
     # A NaN scale has only NaN costs; it does not matter which of them is chosen.
     best = cost.argmin(-1, keepdim=True)
-    chosen = scales.gather(-1, best)[:, 0]
-    return _bfloat16(torch.where(first.isnan(), BFLOAT16_NAN, chosen.view(torch.int32) >> 16))
-
-
-@functools.cache
-def _octave(device: torch.device) -> torch.Tensor:
-    """Return `2 ** (j / SEARCH_STEPS)`, float32, on `device`."""
-    with torch.inference_mode(False), torch.no_grad():
-        steps = [2.0 ** (j / SEARCH_STEPS) for j in range(SEARCH_STEPS)]
-        return torch.tensor(steps, dtype=torch.float32, device=device)
+    # As integers, since torch gathers another NaN.
+    return rounded.view(torch.int16).gather(-1, best)[:, 0].view(torch.bfloat16)
