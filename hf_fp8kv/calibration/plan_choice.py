@@ -168,9 +168,8 @@ def _choose(
     found = torch.stack(costs).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
         raise not_finite(index, "K and V")
-    count = len(k_plans)
-    v_plan = SidePlan(AUTO) if latent else _pick_cheapest(plain, found[count:])
-    plan = LayerPlan(_pick_cheapest(k_plans, found[:count]), v_plan)
+    v_plan = SidePlan(AUTO) if latent else _pick_cheapest(plain, found[len(k_plans) :])
+    plan = LayerPlan(_pick_cheapest(k_plans, found[: len(k_plans)]), v_plan)
     return (center.cpu() if plan.k.centered else None), plan
 
 

@@ -58,8 +58,8 @@ class Format:
     @property
     def max_step(self) -> float:
         """The step between the largest numbers."""
-        top = math.floor(math.log2(self.max))
-        return max(float(2.0 ** (top - self.mantissa_bits)), self.min_subnormal)
+        step = math.ldexp(0.5, math.frexp(self.max)[1] - self.mantissa_bits)
+        return max(step, self.min_subnormal)
 
     @property
     def error_unit(self) -> float:
@@ -148,8 +148,7 @@ class SidePlan:
         return self.format == AUTO
 
     def __str__(self) -> str:
-        marks = [_ROTATED] * self.rotated + [_CENTERED] * self.centered
-        return " ".join([self.format, *marks])
+        return self.format + f" {_ROTATED}" * self.rotated + f" {_CENTERED}" * self.centered
 
     @classmethod
     def parse(cls, text: str) -> "SidePlan":

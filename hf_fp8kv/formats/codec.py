@@ -34,7 +34,6 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """
     bits = x.float().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    negative = bits < 0
     drop = 23 - fmt.mantissa_bits
 
     # Normal numbers keep their bits, from fp32's bias to the format's: a carry moves into the
@@ -48,7 +47,7 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     half = (torch.ones_like(shift) << (shift - 1)) - 1
     code = ((value + half + ((value >> shift) & 1)) >> shift).clamp(max=fmt.max_code)
     code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
-    negative = negative & (code > 0) if fmt.unsigned_zero else negative
+    negative = (bits < 0) & (code > 0) if fmt.unsigned_zero else bits < 0
     return torch.where(negative, code | 0x80, code).to(torch.uint8)
 
 

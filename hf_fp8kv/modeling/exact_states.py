@@ -31,7 +31,6 @@ _PROJECTIONS_NOTE = (
     "them to 8 bits: caches and calibration get rounded numbers; load a copy that declares the "
     "cache itself: hf-fp8kv convert OLD COPY --checkpoint OLD --to compressed-tensors --overwrite"
 )
-_MARK = "_hf_fp8kv_exact"
 
 
 def _wrapper_class() -> Any:
@@ -43,7 +42,7 @@ def _wrapper_class() -> Any:
 def pass_exact_states() -> None:
     """Put the condition in front of the wrapper's `forward`, if its package is loaded by now."""
     wrapper = _wrapper_class()
-    if wrapper is None or hasattr(wrapper.forward, _MARK):
+    if wrapper is None or wrapper.forward.__globals__ is globals():
         return
     round_and_store = wrapper.forward
 
@@ -58,7 +57,6 @@ def pass_exact_states() -> None:
             return key_states, value_states
         return cache.update(key_states, value_states, *args, **kwargs)
 
-    setattr(forward, _MARK, True)
     wrapper.forward = forward
 
 

@@ -32,14 +32,12 @@ def find_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:
     """Return the numbers of the layers that `skip_layers` names."""
-    if isinstance(skip_layers, str | int):
-        skip_layers = (skip_layers,)
     types = getattr(config, "layer_types", None) or [
         "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
         for layer in layers
     ]
     numbers: set[int] = set()
-    for name in skip_layers:
+    for name in (skip_layers,) if isinstance(skip_layers, str | int) else skip_layers:
         if type(name) is int and -len(layers) <= name < len(layers):
             numbers.add(name % len(layers))
         elif isinstance(name, str) and name in types:
