@@ -46,7 +46,7 @@ class FromCheckpoint:
         hub: dict[str, Any] = {
             "revision": revision, "token": token, "cache_dir": cache_dir,
             "local_files_only": local_files_only, "force_download": force_download,
-            "subfolder": subfolder,
+            "subfolder": subfolder or "",
         }  # fmt: skip
         if "scales" in cache_keywords:
             raise ConfigError(

@@ -42,11 +42,11 @@ def _wrapper_class() -> Any:
 def pass_exact_states() -> None:
     """Put the condition in front of the wrapper's `forward`, if its package is loaded by now."""
     wrapper = _wrapper_class()
-    if wrapper is None or wrapper.forward.__globals__ is globals():
+    if wrapper is None or wrapper.forward.__module__ == __name__:
         return
     round_and_store = wrapper.forward
 
-    @functools.wraps(round_and_store)
+    @functools.wraps(round_and_store, assigned=())  # it keeps the name of this module
     def forward(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         cache = None if self.past_key_values is None else self.past_key_values()
         if not (step.exact or getattr(cache, "takes_exact_states", False)):
