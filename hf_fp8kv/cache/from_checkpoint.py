@@ -44,9 +44,8 @@ class FromCheckpoint:
             ScaleError: there are no scales, or they cannot be used.
         """
         hub: dict[str, Any] = {
-            "revision": revision, "token": token, "cache_dir": cache_dir,
-            "local_files_only": local_files_only, "force_download": force_download,
-            "subfolder": subfolder or "",
+            "revision": revision, "cache_dir": cache_dir, "subfolder": subfolder or "",
+            "token": token, "local_files_only": local_files_only, "force_download": force_download,
         }  # fmt: skip
         if "scales" in cache_keywords:
             raise ConfigError(
