@@ -4,8 +4,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.utils._pytree import tree_leaves
+
 from ..cache.cache import FP8PagedCache
-from ..utils.tensors import collect_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,5 +106,4 @@ def count_bytes(cache: Any) -> int:
     """Return the bytes in a cache of this package or of transformers."""
     if isinstance(cache, FP8PagedCache):
         return cache.memory_footprint().total_bytes
-    tensors = {id(t): t for layer in cache.layers for t in collect_tensors(vars(layer))}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(getattr(x, "nbytes", 0) for x in {*tree_leaves([*map(vars, cache.layers)])})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigError, FP8KVError
@@ -21,7 +22,6 @@ from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..scales import KVScales, declared_kv_scales
 from ..utils.files import convert_read_errors
-from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
 from . import serialization
 from .from_checkpoint import FromCheckpoint
@@ -385,7 +385,8 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         """Return what the cache takes; forks report what they share."""
         sizes, budget = self._paged.memory_footprint(), self.budget
         used = sizes.pop("used")
-        sizes["other"] += sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
+        others = tree_leaves([vars(layer) for layer in self.stock_layers])
+        sizes["other"] += sum(x.nbytes for x in others if isinstance(x, torch.Tensor))
         return MemoryFootprint(
             **{f"{kind}_bytes": size for kind, size in sizes.items()}, total_bytes=sizes.total(),
             used_bytes=used, fetched_bytes=budget.fetched, returned_bytes=budget.returned,

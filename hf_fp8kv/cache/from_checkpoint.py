@@ -44,9 +44,8 @@ class FromCheckpoint:
             ScaleError: there are no scales, or they cannot be used.
         """
         hub: dict[str, Any] = {
-            "revision": revision, "token": token, "cache_dir": cache_dir,
-            "local_files_only": local_files_only, "force_download": force_download,
-            "subfolder": subfolder,
+            "revision": revision, "cache_dir": cache_dir, "subfolder": subfolder or "",
+            "token": token, "local_files_only": local_files_only, "force_download": force_download,
         }  # fmt: skip
         if "scales" in cache_keywords:
             raise ConfigError(
@@ -58,5 +57,5 @@ class FromCheckpoint:
             repo_or_dir, tp_rank=rank, tp_size=size, strict=strict, **hub
         )
         if config is None:
-            config = read_config(repo_or_dir, hub, trust_remote_code)
+            config = read_config(repo_or_dir, trust_remote_code=trust_remote_code, **hub)
         return cls(config, scales=scales, **cache_keywords)  # type: ignore[call-arg]

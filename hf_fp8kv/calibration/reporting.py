@@ -41,12 +41,11 @@ def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
 
 
 def measure_statistics(
-    job: Job, batches: Sequence[Batch], layers: Mapping[int, LayerScales],
-    ranges: Mapping[int, TensorDict],
-) -> dict[int, LayerStatistics]:  # fmt: skip
+    job: Job, batches: Sequence[Batch], scales: KVScales, ranges: Mapping[int, TensorDict]
+) -> dict[int, LayerStatistics]:
     """Return the statistics of every layer on a text; raise ConfigError for NaN or infinity.
 
-    `ranges` are those of the texts that the scales are made on.
+    `ranges` are those of the texts that the scales are made on, without layers that saw none.
     """
     fmt = job.options.fmt
     tokens = sum(batch.tokens for batch in batches)
@@ -57,10 +56,11 @@ def measure_statistics(
     def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
         sample = slice(-read[index] % every, None, every)
         read[index] += len(k)
-        scales = layers[index].spread("here", k.shape[1], k.shape[2], v.shape[2])
+        layer = scales.for_layer(
+            index, num_kv_heads=k.shape[1], k_head_dim=k.shape[2], v_head_dim=v.shape[2]
+        )
         rows = [
-            _count(x.float(), scales, side, fmt, formats, sample)
-            for side, x in (("k", k), ("v", v))
+            _count(x.float(), layer, side, fmt, formats, sample) for side, x in (("k", k), ("v", v))
         ]
         counted = torch.stack(rows).cpu()
         if not torch.isfinite(counted).all():
@@ -69,11 +69,11 @@ def measure_statistics(
 
     sums = fold_layers(job, "statistics", batches, measure, observe)
     results = {}
-    for index in sorted(layers):
+    for index in sorted(scales.layers.keys() & ranges.keys()):
         rows = sums[index]["counts"] if sums else torch.zeros(2, 5 + 2 * len(formats))
         amax = head_amax(ranges[index])
         k, v = (_summarize(rows[i].tolist(), amax[side], formats) for i, side in enumerate("kv"))
-        results[index] = LayerStatistics(k, v, layers[index].k_center is not None)
+        results[index] = LayerStatistics(k, v, scales.layers[index].k_center is not None)
     return results
 
 
@@ -178,8 +178,7 @@ def make_report(
 ) -> CalibrationReport:
     """Measure the scales on `windows`, and the model's predictions on `scored`, also beyond."""
     model, options = job.model, job.options
-    layers = {index: layer for index, layer in scales.layers.items() if index in ranges}
-    statistics = measure_statistics(job, make_batches(windows, 1), layers, ranges)
+    statistics = measure_statistics(job, make_batches(windows, 1), scales, ranges)
     rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
     far = beyond.spread(scoring.first_windows(scored, _FAR_TOKENS))
     far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()

@@ -115,6 +115,6 @@ def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
         raise typer.BadParameter(message, param_hint="--device") from None
     if model is None:
         return Setup(device=device), None
-    config = read_config(model, {}, False)
+    config = read_config(model)
     text = config.get_text_config()
     return Setup((text.num_attention_heads, *sizes(text)), device=device), config

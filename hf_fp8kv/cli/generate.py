@@ -14,6 +14,7 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from ..cache.cache import FP8PagedCache
@@ -22,7 +23,6 @@ from ..errors import ConfigError
 from ..formats import ADAPTIVE
 from ..modeling.model_support import CACHE
 from ..scales.kv_scales import warn_if_stale
-from ..utils.tensors import collect_tensors
 from ..utils.terminal import format_size
 from . import arguments
 from .shared import DEMO, load_model, print_parts
@@ -138,7 +138,7 @@ class Comparison:
     def run_dense(self) -> Run:
         """Answer with transformers' default cache and the model's own attention."""
         cache, answer = self._generate(partial(DynamicCache, config=self.model.config))
-        size = sum(t.nbytes for layer in cache.layers for t in collect_tensors(vars(layer)))
+        size = sum(getattr(x, "nbytes", 0) for x in tree_leaves([*map(vars, cache.layers)]))
         tokens = cache.get_seq_length()
         name = f"DynamicCache {str(self.model.dtype).removeprefix('torch.')}"
         share = size / tokens

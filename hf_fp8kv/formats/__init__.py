@@ -58,8 +58,8 @@ class Format:
     @property
     def max_step(self) -> float:
         """The step between the largest numbers."""
-        top = math.floor(math.log2(self.max))
-        return max(float(2.0 ** (top - self.mantissa_bits)), self.min_subnormal)
+        step = math.ldexp(0.5, math.frexp(self.max)[1] - self.mantissa_bits)
+        return max(step, self.min_subnormal)
 
     @property
     def error_unit(self) -> float:
@@ -107,11 +107,9 @@ def parse_dtype(name: object, argument: str = "dtype") -> str:
         if name == AUTO or name in FORMATS:
             return name
     # Not the `torch_dtype` of a format: the bytes are not those of torch's int8.
-    if name is torch.int8:
-        return "int8"
-    for fmt in FORMATS.values():
-        if name is fmt.torch_dtype and name is not None:
-            return fmt.name
+    of_torch = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
+    if isinstance(name, torch.dtype) and name in of_torch:
+        return of_torch[name]
     known = ", ".join(repr(n) for n in (AUTO, *ALIASES, *FORMATS))
     raise ConfigError(f"{argument}: expected one of {known}, got {name!r}")
 
@@ -150,8 +148,7 @@ class SidePlan:
         return self.format == AUTO
 
     def __str__(self) -> str:
-        marks = [_ROTATED] * self.rotated + [_CENTERED] * self.centered
-        return " ".join([self.format, *marks])
+        return self.format + f" {_ROTATED}" * self.rotated + f" {_CENTERED}" * self.centered
 
     @classmethod
     def parse(cls, text: str) -> "SidePlan":

@@ -10,6 +10,7 @@ infinity gets the scale NaN: it reads back as NaN in every format.
 """
 
 import functools
+import math
 
 import torch
 
@@ -33,28 +34,20 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """
     bits = x.float().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    negative = bits < 0
     drop = 23 - fmt.mantissa_bits
 
-    # Normal numbers: round the mantissa in place (a carry moves into the exponent, as it should),
-    # then move from fp32's bias to the format's.
-    odd = (magnitude >> drop) & 1
-    normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - (
-        (127 - fmt.bias) << fmt.mantissa_bits
-    )
-
-    # Subnormal numbers: shift the full mantissa (with its hidden one) down to the fixed step. From
-    # 25 bits on every fp32 number rounds to zero.
+    # Normal numbers keep their bits, from fp32's bias to the format's: a carry moves into the
+    # exponent, as it should. Subnormal numbers shift the full mantissa (with its hidden one) down
+    # to the fixed step. From 25 bits on every fp32 number rounds to zero.
     exponent = magnitude >> 23
     mantissa = (magnitude & 0x7FFFFF) | (exponent > 0).int() << 23
-    shift = (drop + 128 - fmt.bias - exponent.clamp(min=1)).clamp(min=1, max=25)
+    normal = magnitude - ((127 - fmt.bias) << 23)
+    value = torch.where(exponent < 128 - fmt.bias, mantissa, normal)
+    shift = (drop + 128 - fmt.bias - exponent.clamp(min=1)).clamp(drop, 25)
     half = (torch.ones_like(shift) << (shift - 1)) - 1
-    subnormal = (mantissa + half + ((mantissa >> shift) & 1)) >> shift
-
-    min_normal = (128 - fmt.bias) << 23
-    code = torch.where(magnitude < min_normal, subnormal, normal).clamp(max=fmt.max_code)
+    code = ((value + half + ((value >> shift) & 1)) >> shift).clamp(max=fmt.max_code)
     code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
-    negative = negative & (code > 0) if fmt.unsigned_zero else negative
+    negative = (bits < 0) & (code > 0) if fmt.unsigned_zero else bits < 0
     return torch.where(negative, code | 0x80, code).to(torch.uint8)
 
 
@@ -67,24 +60,18 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 @functools.cache
 def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
     """Return the number that each of the 256 codes encodes: `[256]`, float32, on `device`."""
+    values = []
+    for code in range(256):
+        exponent, fraction = divmod(code & 0x7F, 1 << fmt.mantissa_bits)
+        hidden = (exponent > 0) << fmt.mantissa_bits
+        value = (fraction + hidden) * fmt.min_subnormal * 2.0 ** max(exponent - 1, 0)
+        value = math.inf if code & 0x7F == fmt.inf_code else value
+        no_number = code & 0x7F > fmt.max_code and value != math.inf
+        is_nan = no_number or (fmt.unsigned_zero and code == fmt.nan_code)
+        values.append(math.nan if is_nan else -value if code >= 0x80 else value)
     # A table made in inference mode could not be used outside of it.
-    with torch.inference_mode(False), torch.no_grad():
-        code = torch.arange(256, dtype=torch.int32, device="cpu")
-        magnitude = code & 0x7F
-        exponent = magnitude >> fmt.mantissa_bits
-        fraction = magnitude & ((1 << fmt.mantissa_bits) - 1)
-        # fp32 bits of the normal numbers; a subnormal is its fraction times the fixed step.
-        normal = (
-            ((exponent + 127 - fmt.bias) << 23) | (fraction << (23 - fmt.mantissa_bits))
-        ).view(torch.float32)
-        value = torch.where(exponent > 0, normal, fraction.float() * fmt.min_subnormal)
-        value = torch.where(code >= 0x80, -value, value)
-        value[magnitude > fmt.max_code] = torch.nan
-        if fmt.inf_code is not None:
-            value[fmt.inf_code], value[fmt.inf_code | 0x80] = torch.inf, -torch.inf
-        if fmt.unsigned_zero:
-            value[fmt.nan_code] = torch.nan
-        return value.to(device)
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -92,14 +79,15 @@ def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     amax = x.float().abs().amax(-1)
     # By a tensor. CUDA would multiply by the reciprocal of a number, which rounds twice.
     scale = (amax / amax.new_full((), fmt.max)).clamp(min=MIN_SCALE)
-    # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up.
-    raised = (scale.view(torch.int32) + 0xFFFF) >> 16
-    return _bfloat16(torch.where(amax.isfinite(), raised, BFLOAT16_NAN))
+    return _round_up(scale, amax.isfinite())
 
 
-def _bfloat16(upper: torch.Tensor) -> torch.Tensor:
-    """Return the bfloat16 with these bits; torch's own cast of NaN gives one of several NaNs."""
-    return upper.to(torch.int16).view(torch.bfloat16)
+def _round_up(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Return float32 scales rounded up to bfloat16, NaN unless `valid`."""
+    # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up. torch's own cast
+    # of NaN gives one of several NaNs.
+    raised = torch.where(valid, (scale.view(torch.int32) + 0xFFFF) >> 16, BFLOAT16_NAN)
+    return raised.to(torch.int16).view(torch.bfloat16)
 
 
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -128,43 +116,7 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, much faster."""
     # Clamp first: a number that is far too large would not round to a finite one.
-    return _round_to_step(x.clamp(-fmt.max, fmt.max), fmt)
-
-
-def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return what finite float32 `x` changes by where it is stored with `scale`, of its format."""
-    return round_to_format(x / scale, fmt) * scale - x
-
-
-def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
-    """Return what finite numbers change by where they are stored with `dynamic_scale`.
-
-    Args:
-        x: `[len(formats), ..., D]`, float32, with the format on the first axis.
-        formats: any formats. All are computed together, in few operations.
-    """
-    shape = (-1,) + (1,) * (x.ndim - 1)
-    most, binade, drop = (fact.view(shape) for fact in _facts(formats, x.device))
-    scale = (x.abs().amax(-1, keepdim=True) / most).clamp(min=MIN_SCALE)
-    scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    # A scale is rounded up, so that no number exceeds the largest one.
-    scaled = x / scale
-    large = (scaled.view(torch.int32) & 0x7F800000).maximum(binade).add(drop).view(torch.float32)
-    return ((scaled + large) - large) * scale - x
-
-
-@functools.cache
-def _facts(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the largest numbers, and of `_round_to_step` the least binades and the steps up."""
-    with torch.inference_mode(False), torch.no_grad():
-        most = torch.tensor([f.max for f in formats], device=device)
-        binades = torch.tensor([(128 - f.bias) << 23 for f in formats], device=device)
-        drops = torch.tensor([(23 - f.mantissa_bits) << 23 | 0x400000 for f in formats])
-        return most, binades.int(), drops.int().to(device)
-
-
-def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `x`, float32, with each number rounded to the format's step in its binade."""
+    x = x.clamp(-fmt.max, fmt.max)
     drop = 23 - fmt.mantissa_bits
     # Adding 1.5 times a power of two whose last bit is one step rounds a number to that step.
     binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
@@ -172,25 +124,22 @@ def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return (x + large) - large
 
 
+def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return what finite float32 `x` changes by where it is stored with `scale`, of its format."""
+    return round_to_format(x / scale, fmt) * scale - x
+
+
 def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     first = dynamic_scale(x, fmt).float()
-    steps = _octave(x.device)
-    tried = (first[:, None] * steps).view(torch.int32)
-    scales = ((tried + 0xFFFF) & -0x10000).view(torch.float32)
+    steps = torch.arange(SEARCH_STEPS, dtype=torch.float32, device=x.device) / SEARCH_STEPS
+    rounded = _round_up(first[:, None] * steps.exp2(), ~first.isnan()[:, None])
+    scales = rounded.float()
     scaled = x[:, None] * scales.reciprocal()[..., None]
-    error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
+    error = ((round_to_format(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
     # Relative to the first, since the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
     # A NaN scale has only NaN costs; it does not matter which of them is chosen.
     best = cost.argmin(-1, keepdim=True)
-    chosen = scales.gather(-1, best)[:, 0]
-    return _bfloat16(torch.where(first.isnan(), BFLOAT16_NAN, chosen.view(torch.int32) >> 16))
-
-
-@functools.cache
-def _octave(device: torch.device) -> torch.Tensor:
-    """Return `2 ** (j / SEARCH_STEPS)`, float32, on `device`."""
-    with torch.inference_mode(False), torch.no_grad():
-        steps = [2.0 ** (j / SEARCH_STEPS) for j in range(SEARCH_STEPS)]
-        return torch.tensor(steps, dtype=torch.float32, device=device)
+    # As integers, since torch gathers another NaN.
+    return rounded.view(torch.int16).gather(-1, best)[:, 0].view(torch.bfloat16)

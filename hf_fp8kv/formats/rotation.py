@@ -25,9 +25,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, `[..., D]`, rotated: float32, in blocks of `rotation_block(D)` numbers."""
     shape, block = x.shape, rotation_block(x.shape[-1])
     x = x.float()
-    half = 1
-    while half < block:
-        a, b = x.reshape(*shape[:-1], -1, 2, half).unbind(-2)
+    for level in range(block.bit_length() - 1):
+        a, b = x.reshape(*shape[:-1], -1, 2, 1 << level).unbind(-2)
         x = torch.stack([a + b, a - b], -2)
-        half *= 2
     return x.reshape(shape) * rotation_factor(block)

@@ -31,7 +31,6 @@ _PROJECTIONS_NOTE = (
     "them to 8 bits: caches and calibration get rounded numbers; load a copy that declares the "
     "cache itself: hf-fp8kv convert OLD COPY --checkpoint OLD --to compressed-tensors --overwrite"
 )
-_MARK = "_hf_fp8kv_exact"
 
 
 def _wrapper_class() -> Any:
@@ -43,11 +42,11 @@ def _wrapper_class() -> Any:
 def pass_exact_states() -> None:
     """Put the condition in front of the wrapper's `forward`, if its package is loaded by now."""
     wrapper = _wrapper_class()
-    if wrapper is None or hasattr(wrapper.forward, _MARK):
+    if wrapper is None or wrapper.forward.__module__ == __name__:
         return
     round_and_store = wrapper.forward
 
-    @functools.wraps(round_and_store)
+    @functools.wraps(round_and_store, assigned=())  # it keeps the name of this module
     def forward(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         cache = None if self.past_key_values is None else self.past_key_values()
         if not (step.exact or getattr(cache, "takes_exact_states", False)):
@@ -58,7 +57,6 @@ def pass_exact_states() -> None:
             return key_states, value_states
         return cache.update(key_states, value_states, *args, **kwargs)
 
-    setattr(forward, _MARK, True)
     wrapper.forward = forward
 
 

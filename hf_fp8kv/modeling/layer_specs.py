@@ -32,16 +32,12 @@ def find_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:
     """Return the numbers of the layers that `skip_layers` names."""
-    if isinstance(skip_layers, str | int):
-        skip_layers = (skip_layers,)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = [
-            "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
-            for layer in layers
-        ]
+    types = getattr(config, "layer_types", None) or [
+        "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
+        for layer in layers
+    ]
     numbers: set[int] = set()
-    for name in skip_layers:
+    for name in (skip_layers,) if isinstance(skip_layers, str | int) else skip_layers:
         if type(name) is int and -len(layers) <= name < len(layers):
             numbers.add(name % len(layers))
         elif isinstance(name, str) and name in types:
@@ -54,17 +50,12 @@ def find_layers(
     return numbers
 
 
-def read_config(
-    repo_or_dir: str | os.PathLike[str], hub: dict[str, Any], trust_remote_code: bool
-) -> PreTrainedConfig:
-    """Return the config of a checkpoint, or raise ConfigError."""
+def read_config(repo_or_dir: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
+    """Return the config of a checkpoint, as `AutoConfig` does, or raise ConfigError."""
     from transformers import AutoConfig
 
-    given = {name: value for name, value in hub.items() if value is not None}
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            os.fspath(repo_or_dir), trust_remote_code=trust_remote_code, **given
-        )
+        config: PreTrainedConfig = AutoConfig.from_pretrained(os.fspath(repo_or_dir), **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"expected a config.json that transformers can read in {os.fspath(repo_or_dir)!r}, got "

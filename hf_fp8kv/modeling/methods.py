@@ -38,8 +38,7 @@ class ModelMethod:
     @property
     def stock(self) -> Callable[..., Any]:
         """The replaced method."""
-        of_class: Callable[..., Any] = getattr(type(self.model), self.name).__get__(self.model)
-        return self.before or of_class
+        return self.before or getattr(type(self.model), self.name).__get__(self.model)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -84,12 +84,7 @@ def caches_latents(config: Any) -> bool:
 
 def accepts(kind: type[Any], argument: str) -> bool:
     """Return whether `forward` of a model class names this argument."""
-    return argument in _arguments(kind.forward)
-
-
-@functools.cache
-def _arguments(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+    return argument in inspect.signature(kind.forward).parameters
 
 
 def cache_argument(kind: type[Any]) -> str:

@@ -94,14 +94,13 @@ def check_divides(config: Any, size: int) -> None:
     """Raise ConfigError unless the KV heads of every layer can be split over `size` processes."""
     layers = config_field(config, "num_hidden_layers")
     counts = {kv_heads(config, index) for index in range(layers if isinstance(layers, int) else 1)}
-    for heads in sorted(count for count in counts if count):
-        if heads % size:
-            fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-            raise ConfigError(
-                f"tensor_parallel: expected a number of processes that divides the {heads} KV "
-                f"heads of the model ({getattr(config, 'model_type', type(config).__name__)}), got "
-                f"{size}; use {' or '.join(fit)}, or one process with device_map='auto'"
-            )
+    for heads in sorted(count for count in counts if count and count % size):
+        fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"tensor_parallel: expected a number of processes that divides the {heads} KV heads of "
+            f"the model ({getattr(config, 'model_type', type(config).__name__)}), got {size}; use "
+            f"{' or '.join(fit)}, or one process with device_map='auto'"
+        )
 
 
 def check_split(layer: int, here: int, whole: int | None, size: int) -> None:

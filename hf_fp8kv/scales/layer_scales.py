@@ -9,7 +9,6 @@ each token and head.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -151,54 +150,6 @@ class LayerScales:
         if any(t.ndim and t.shape[1] > 1 for t in self.static):
             return "channel"
         return "head" if any(t.numel() > 1 for t in self.static) else "tensor"
-
-    def spread(
-        self, of: str, heads: int, k_dim: int, v_dim: int, tp_rank: int = 0, tp_size: int = 1
-    ) -> "LayerScales":
-        """Return the same scales as `[Hkv, Dk]` and `[Hkv, Dv]`, as `KVScales.for_layer` does.
-
-        `of` says in messages which layer this is. The result is kept: every new cache asks for it.
-        """
-        kept, key = _SPREAD.setdefault(self, {}), (heads, k_dim, v_dim, tp_rank, tp_size)
-        if key in kept:
-            return kept[key]
-
-        def spread(tensor: torch.Tensor | None, dim: int, what: str) -> torch.Tensor | None:
-            if tensor is None:
-                return None
-            what = f"{what} {of} ({self.source})"
-            if tensor.ndim:
-                tensor = tensor[_select_heads(tensor.shape[0], heads, tp_rank, tp_size, what)]
-                if tensor.shape[1] not in (1, dim):
-                    raise ScaleError(
-                        f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; use "
-                        "this model's scales"
-                    )
-            return tensor.expand(heads, dim).clone(memory_format=torch.contiguous_format)
-
-        kept[key] = LayerScales(
-            spread(self.k, k_dim, "K scale"), spread(self.v, v_dim, "V scale"),
-            spread(self.k_center, k_dim, "center of K"), self.source, self.plan,
-        )  # fmt: skip
-        return kept[key]
-
-
-_SPREAD: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
-
-
-def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
-    if heads in (1, wanted):
-        return slice(0, heads)
-    if heads == wanted * tp_size:
-        return slice(tp_rank * wanted, (tp_rank + 1) * wanted)
-    # More ranks than heads: neighbouring ranks hold a copy of the same head.
-    if wanted == 1 and tp_size % heads == 0:
-        return slice(tp_rank * heads // tp_size, tp_rank * heads // tp_size + 1)
-    total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
-    raise ScaleError(
-        f"{what}: expected {wanted} heads{total}, got {heads}; use this model's scales, "
-        "and the rank of this process (hf_fp8kv.tensor_parallel(model) returns it)"
-    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -4,7 +4,6 @@ Nothing is changed before all files are complete next to their places, and `conf
 until then a folder holds the same weights under the old config.
 """
 
-import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,14 +13,12 @@ from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import ScaleError
 from ..utils.files import WEIGHTS, read_header, read_weight_map, write_all
 from ..utils.text import format_list, format_value
-from .card import CARD_FILE, make_card
 from .checkpoint.checkpoint import (
     FIRST_FILE,
     INDEX_FILE,
@@ -35,19 +32,16 @@ from .checkpoint.checkpoint import (
     find_in_shards,
     find_indexed,
     read_configs,
-    translate_hub_errors,
 )
 from .checkpoint.configs import HF_QUANT_CONFIG, remove_declaration, text_config
 from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import SCALE_FORMATS, ScaleFormat
-from .formats.base import TensorFormat, make_index, reduce_scales, to_json
+from .formats.base import TensorFormat, make_index
 from .formats.files import HfFp8kv
 from .layer_scales import ScaleData
 from .load import read_folder
 from .report import REPORT_FILE
 from .request import Request
-
-logger = logging.getLogger(__name__)
 
 Weights = Literal["copy", "link"]
 # Where our own files can be.
@@ -61,156 +55,7 @@ _MINIMAL_ENTRIES = frozenset((
 _Content = bytes | Callable[[Path], object] | None
 
 
-class WritableScales(ScaleData):
-    """The part of `KVScales` that writes folders and repositories."""
-
-    def save_pretrained(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        format: str = "hf_fp8kv",
-        checkpoint: str | os.PathLike[str] | None = None,
-        weights: Weights = "copy",
-        overwrite: bool = False,
-        tp_size: int = 1,
-        base_model: str | None = None,
-    ) -> list[Path]:
-        """Write the scales in a format, alone or into a checkpoint; return the paths.
-
-        All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centers
-        exactly; what another format cannot hold is reduced to the largest scale, with a warning.
-
-        Args:
-            folder: where to; it is made when it is not there.
-            format: one of `SCALE_FORMATS`.
-            checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
-                a copy of it with the scales. Its weights stay the same to the byte.
-            weights: "link": the weights of the copy are hard links, on the same disk.
-            overwrite: replaces the scales that are there, or those of `checkpoint` in its copy.
-                In the folder of a model it adds the scales to that: its weights stay the same,
-                and its `config.json` has every entry that it had.
-            tp_size: for "vllm-json": for how many ranks; each gets the largest scale of the layer.
-            base_model: the repository that `checkpoint` is of, for the card (README.md) of its
-                copy, which says what the scales are and how to load them.
-
-        Raises:
-            ScaleError: when the format cannot be written, or not there.
-        """
-        chosen, target = _find_format(format, tp_size), Path(folder)
-        reduced, losses = reduce_scales(self, chosen)
-        source = target if checkpoint is None else Path(checkpoint)
-        existing = _list_files(source)
-        whole = checkpoint is not None or bool(_find_weights(existing))
-        opened = open_place(
-            target, chosen, chosen.files(reduced, tp_size), None if checkpoint is None else source,
-            weights, overwrite=overwrite,
-        )  # fmt: skip
-        files = chosen.files(reduced, tp_size, opened)
-        if opened is not None:
-            types = [x.get("model_type") for x in (opened.config, text_config(opened.config))]
-            if self.model_type is not None and self.model_type not in types and any(types):
-                raise ScaleError(
-                    f"{opened.origin}: expected a {self.model_type!r} model, which the scales are "
-                    f"of, got {types[0]!r}; use the checkpoint that they were made for"
-                )
-            if opened.left_out:
-                files = {"config.json": to_json(opened.config), **files}
-        if opened is not None and whole:
-            card = source / CARD_FILE
-            files[CARD_FILE] = make_card(
-                reduced, losses, chosen, target.resolve().name,
-                card.read_bytes() if card.is_file() else b"", whole=True, base_model=base_model,
-            )  # fmt: skip
-        placed = _place(existing, files)
-        _read_back(source, target, placed, reduced, tp_size)
-        contents: dict[str, _Content] = {**placed}
-        if opened is not None:
-            move = partial(_transfer, "link" if checkpoint is None else weights)
-            contents = _change_weights(source, opened, files, move) | contents
-        order = sorted(contents, key=lambda name: (name == "config.json", contents[name] is None))
-        contents = {name: contents[name] for name in order}
-        try:
-            if checkpoint is None:
-                write_all({target / name: content for name, content in contents.items()})
-            else:
-                _write_copy(source, target, weights, contents)
-        except (OSError, SafetensorError) as error:
-            raise ScaleError(
-                f"{target}: expected a folder that can be written, got {error}; choose another"
-                + (", or weights='copy' (--weights copy)" if weights == "link" else "")
-            ) from error
-        if losses := losses + chosen.missing_facts(self, opened):
-            logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
-        return [target / name for name, content in contents.items() if content is not None]
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        format: str = "hf_fp8kv",
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        commit_message: str = "Add scales of the KV cache",
-        overwrite: bool = False,
-        tp_size: int = 1,
-        base_model: str | None = None,
-    ) -> str:
-        """Upload the scales alone, as `save_pretrained` writes them; return the commit's address.
-
-        A card (README.md) says what they are and how to use them; one that is there is extended.
-
-        Args:
-            repo_id: is made when it is not there.
-            private, token, revision, commit_message: as everywhere in huggingface-hub.
-            format, overwrite, tp_size: as in `save_pretrained`.
-            base_model: the repository of the model that the scales are for, for the card.
-
-        Raises:
-            ScaleError: when the format cannot be written, or not there.
-        """
-        chosen = _find_format(format, tp_size)
-        reduced, losses = reduce_scales(self, chosen)
-        files = chosen.files(reduced, tp_size)
-        api = HfApi(token=token)
-        with translate_hub_errors(repo_id, "written"):
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            if revision is not None:
-                api.create_branch(repo_id, branch=revision, exist_ok=True)
-            existing = api.list_repo_files(repo_id, revision=revision)
-            _check_place(repo_id, existing, files, overwrite=overwrite)
-            weights = _find_weights(existing)
-            of_scales = {*files} & {*existing} - {"config.json"}
-            if "config.json" in files and (
-                weights or ("config.json" in existing and not of_scales)
-            ):
-                raise ScaleError(
-                    f"{repo_id}: expected a place without weights and their config.json, got "
-                    f"{format_list([*weights, 'config.json'])}; choose another, or write the "
-                    "scales into a copy of the checkpoint (checkpoint=) and upload that"
-                )
-            old = b""
-            if CARD_FILE in existing:
-                old = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)).read_bytes()
-            card = make_card(
-                reduced, losses, chosen, repo_id, old, whole=bool(weights), base_model=base_model
-            )
-            placed = {**_place(existing, files), CARD_FILE: card}
-            commit = api.create_commit(
-                repo_id,
-                [
-                    CommitOperationDelete(n) if content is None else CommitOperationAdd(n, content)
-                    for n, content in placed.items()
-                ],
-                commit_message=commit_message,
-                revision=revision,
-            )
-        if losses := losses + chosen.missing_facts(self):
-            logger.warning("%s: written as %s: %s", repo_id, format, "; ".join(losses))
-        return str(commit.commit_url)
-
-
-def _find_format(name: str, tp_size: int) -> ScaleFormat:
+def find_format(name: str, tp_size: int) -> ScaleFormat:
     if name not in SCALE_FORMATS:
         raise ScaleError(
             f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
@@ -227,11 +72,11 @@ def _find_format(name: str, tp_size: int) -> ScaleFormat:
     return format
 
 
-def _place(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
+def place_files(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
     """Return files by their places: our own are apart from weights, and earlier ones go."""
     if OWN_FILE not in files:
         return dict(files)
-    apart = _find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
+    apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
     start = f"{OWN_FOLDER}/" if apart else ""
     placed = {start + n if n in (OWN_FILE, REPORT_FILE) else n: file for n, file in files.items()}
     return {**dict.fromkeys(name for name in _PLACES if name in existing), **placed}
@@ -251,12 +96,12 @@ def open_place(
     if place.exists() and not place.is_dir():
         raise ScaleError(f"{target}: expected a folder, got a file; choose another")
     if checkpoint is None:
-        existing = _list_files(target)
-        _check_place(target, existing, written, overwrite=overwrite)
+        existing = list_files(target)
+        check_place(target, existing, written, overwrite=overwrite)
         if not isinstance(format, TensorFormat):
             return None
         # Without weights it is a folder of scales, or an empty one.
-        overwrite, whole = True, bool(_find_weights(existing))
+        overwrite, whole = True, bool(find_weights(existing))
     elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
     elif place.exists() and (any(place.iterdir()) or place.samefile(os.curdir)):
@@ -311,6 +156,30 @@ def open_place(
     return replace(opened, config=config, files=files, left_out=frozenset(present))
 
 
+def write_files(
+    source: Path, target: Path, files: Mapping[str, bytes], opened: Checkpoint | None,
+    scales: ScaleData, weights: Weights, tp_size: int,
+) -> list[Path]:  # fmt: skip
+    """Write files of scales to a folder, or to a copy of `source` with them; return the paths."""
+    contents: dict[str, _Content] = {**place_files(list_files(source), files)}
+    _read_back(source, target, contents, scales, tp_size)
+    if opened is not None:
+        move = partial(_transfer, "link" if source == target else weights)
+        contents = _change_weights(source, opened, files, move) | contents
+    contents = dict(sorted(contents.items(), key=lambda x: (x[0] == "config.json", x[1] is None)))
+    try:
+        if source == target:
+            write_all({target / name: content for name, content in contents.items()})
+        else:
+            _write_copy(source, target, weights, contents)
+    except (OSError, SafetensorError) as error:
+        raise ScaleError(
+            f"{target}: expected a folder that can be written, got {error}; choose another"
+            + (", or weights='copy' (--weights copy)" if weights == "link" else "")
+        ) from error
+    return [target / name for name, content in contents.items() if content is not None]
+
+
 def _change_weights(
     source: Path,
     checkpoint: Checkpoint,
@@ -361,11 +230,10 @@ def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
     """Make `target` a copy of `source` with these files; on any error it is not there at all."""
-    left_out = {JSON_FILE, *_PLACES}
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
     shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
     copies = {name.as_posix(): partial(_transfer, weights, source / name) for name in shown}
-    kept = {name: copy for name, copy in copies.items() if name not in left_out}
+    kept = {name: copy for name, copy in copies.items() if name not in (JSON_FILE, *_PLACES)}
     target = target.resolve()  # ".." has no name
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -379,7 +247,7 @@ def _write_copy(
 
 
 def _read_back(
-    source: Path, target: Path, files: Mapping[str, bytes | None], scales: ScaleData, tp_size: int
+    source: Path, target: Path, files: Mapping[str, _Content], scales: ScaleData, tp_size: int
 ) -> None:
     """Read the files as they will be: what a config said before may change what scales mean."""
     with TemporaryDirectory() as name:
@@ -388,7 +256,7 @@ def _read_back(
             if (source / config).is_file():
                 shutil.copyfile(source / config, folder / config)
         for file, content in files.items():
-            if content is not None and not file.endswith(REPORT_FILE):
+            if isinstance(content, bytes) and not file.endswith(REPORT_FILE):
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_bytes(content)
         try:
@@ -407,17 +275,17 @@ def _values(scales: ScaleData) -> str:
     return format_value({i: [*(x.tolist() for x in s.static), str(s.plan)] for i, s in layers})
 
 
-def _list_files(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
-def _find_weights(names: Iterable[str]) -> list[str]:
+def find_weights(names: Iterable[str]) -> list[str]:
     files = (name for name in names if name not in (OWN_FILE, SCALES_FILE) and "/" not in name)
     return [name for name in files if PurePath(name).suffix.lower() in WEIGHTS]
 
 
-def _check_place(
+def check_place(
     place: object, existing: Collection[str], files: Collection[str], *, overwrite: bool
 ) -> None:
     """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
@@ -427,7 +295,7 @@ def _check_place(
     """
     own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
     replaced = sorted({*files, *own} & {*existing})
-    weights = _find_weights(existing) if "config.json" in files else []
+    weights = find_weights(existing) if "config.json" in files else []
     if (replaced or weights) and not overwrite:
         without, found = format_list(replaced), format_list(weights)
         raise ScaleError(

@@ -30,8 +30,7 @@ def find_gguf_file() -> Path:
         ConfigError: the package is not installed, or does not contain the file.
     """
     spec = find_spec(PACKAGE)
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    for folder in folders:
+    for folder in (spec and spec.submodule_search_locations) or ():
         if (path := Path(folder) / GGUF).is_file():
             return path
     problem = f"{PACKAGE} without that file" if spec else "no such package"

@@ -67,8 +67,7 @@ def digest_weights(model: torch.nn.Module) -> str:
         (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
         for name, x in tensors.items()
     ]
-    known = _known.get(model)
-    if known is not None and known[0] == state:
+    if (known := _known.get(model, ("", "")))[0] == state:
         return known[1]
     if elsewhere := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
         raise ConfigError(

@@ -1,14 +1,6 @@
-"""Tensors inside of other objects, and without gradients."""
-
-from typing import Any
+"""Tensors without gradients."""
 
 import torch
-from torch.utils._pytree import tree_leaves
-
-
-def collect_tensors(value: Any) -> list[torch.Tensor]:
-    """Return every tensor in a value made of dicts, lists and tuples."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def without_grad(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3"):
     job = Job(None, frozenset({0}), options, tqdm(disable=True))
     batches = [Batch((torch.zeros(len(k), dtype=torch.int64),)) for k, _ in texts]
     ranges = {f"{side}_{end}": torch.tensor(AMAX[side])[:, None] for side in "kv" for end in ENDS}
-    return measure_statistics(job, batches, {0: scales}, {0: ranges})[0]
+    return measure_statistics(job, batches, KVScales({0: scales}), {0: ranges})[0]
 
 
 def of(k: object, v: object, center: torch.Tensor | None = None) -> LayerScales:

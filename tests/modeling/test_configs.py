@@ -21,7 +21,7 @@ def test_a_single_layer_to_skip() -> None:
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected a config\.json that transformers can read"):
-        read_config(tmp_path, {}, False)
+        read_config(tmp_path)
 
 
 def test_each_layer_of_a_heterogeneous_config_has_its_heads() -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, save
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
 from tests.cli.test_scales_table import found
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
@@ -896,7 +896,7 @@ def hub(monkeypatch, tmp_path_factory):
     def install(*there: str, **options: str) -> FakeApi:
         fake = FakeApi(*there, **options)
         fake.folder = tmp_path_factory.mktemp("hub")
-        monkeypatch.setattr(save, "HfApi", fake)
+        monkeypatch.setattr(kv_scales, "HfApi", fake)
         return fake
 
     return install

@@ -50,7 +50,7 @@ MUTANTS = (
     # The specification.
     Mutant(
         "codec: large values wrap", CODEC,
-        "subnormal, normal).clamp(max=fmt.max_code)", "subnormal, normal) & 0x7F",
+        ">> shift).clamp(max=fmt.max_code)", ">> shift) & 0x7F",
         "tests/formats/test_codec.py",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "codec: ties round up", CODEC,
-        "((1 << (drop - 1)) - 1) + odd) >> drop)", "(1 << (drop - 1))) >> drop)",
+        "half + ((value >> shift) & 1)) >> shift", "half + 1) >> shift",
         "tests/formats/test_codec.py",
     ),
     Mutant(
@@ -353,7 +353,7 @@ MUTANTS = (
     ),
     # Scales and calibration.
     Mutant(
-        "scales: every rank takes the first heads", "scales/layer_scales.py",
+        "scales: every rank takes the first heads", "scales/kv_scales.py",
         "return slice(tp_rank * wanted, (tp_rank + 1) * wanted)", "return slice(0, wanted)",
         "tests/scales/test_scales.py",
     ),

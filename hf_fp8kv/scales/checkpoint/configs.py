@@ -62,11 +62,6 @@ class Declaration:
     rotations: tuple[tuple[int, str], ...] = ()
 
 
-def get_entry(config: object, name: str) -> object:
-    """Return an entry of a dict, or an attribute of transformers' config; None without it."""
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-
 def as_mapping(value: object) -> Mapping[str, object]:
     """Return a dict, also of an object of transformers or pydantic; anything else is empty."""
     for method in ("to_dict", "model_dump"):
@@ -76,12 +71,12 @@ def as_mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def nested_configs(config: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield a config and the configs of the language model inside of it, each with its path."""
-    yield path, config
+def nested_configs(config: object, path: str = "") -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield the entries of a config and of each config in it for text, after their paths."""
+    entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    yield path, entries
     for name in _TEXT_CONFIGS:
-        inner = get_entry(config, name)
-        if inner is not None:
+        if (inner := entries.get(name)) is not None:
             yield from nested_configs(inner, f"{path}{name}.")
 
 
@@ -125,7 +120,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
     dialect = ""
     for entry in _BLOCKS:
         for path, owner in owners:
-            if block := as_mapping(get_entry(owner, entry)):
+            if block := as_mapping(owner.get(entry)):
                 of_block = find_dialect(entry, block) or "autofp8"
                 dialect = dialect or of_block
                 found += [replace(d, dialect=of_block) for d in _parse_block(path + entry, block)]
@@ -136,7 +131,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
     dialect = dialect or "tgi"
     for entry in _TOP_ENTRIES:
         for path, owner in owners:
-            parsed = _parse_entry(path + entry, get_entry(owner, entry))
+            parsed = _parse_entry(path + entry, owner.get(entry))
             found += [replace(d, dialect=dialect) for d in parsed]
     kinds = ("refused", "static", "dynamic")
     best = next(
@@ -286,7 +281,7 @@ def remove_declaration(origin: str, config: Config, second: Config | None, forma
     stays = find_declaration(config, second).dialect == format
     for _, owner in nested_configs(config):
         for entry in _BLOCKS:
-            block = get_entry(owner, entry)
+            block = owner.get(entry)
             if not isinstance(block, dict):
                 continue
             groups = block.get("config_groups")

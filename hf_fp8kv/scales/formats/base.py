@@ -63,7 +63,7 @@ class TensorFormat(ScaleFormat):
     """Scales as tensors of a checkpoint, which its config declares."""
 
     quant_method: ClassVar[str] = ""  # of the quantization config that declares the scales
-    tensor_name: ClassVar[str]  # below the attention module, with a place for `{side}`
+    tensor_name: ClassVar[str] = "{side}_scale"  # below the attention module
     shape: ClassVar[tuple[int, ...]] = ()  # of one number
     indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint names the scales
 
@@ -132,7 +132,7 @@ class TensorFormat(ScaleFormat):
         """
         for _, owner in nested_configs(config):
             for entry in ("quantization_config", "compression_config"):
-                block = owner.get(entry) if isinstance(owner, dict) else None
+                block = owner.get(entry)
                 if not isinstance(block, dict) or not block:
                     continue
                 if find_dialect(entry, block) != self.name:
@@ -156,7 +156,8 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         ScaleError: scales of rotated numbers, which servers do not store, or none.
     """
     if format.holds_centers:
-        return scales, []
+        stale = scales.report is not None and scales.report.scales_digest != scales.digest
+        return scales, ["its report is about other scales, so it is not read with these"] * stale
     rotated = [i for i, plan in (scales.plan or {}).items() if plan.k.rotated or plan.v.rotated]
     if rotated or scales.is_dynamic:
         what = f"rotated numbers in layers {format_list(rotated)}" if rotated else "each token"

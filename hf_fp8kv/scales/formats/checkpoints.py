@@ -24,7 +24,6 @@ class Tgi(TensorFormat):
     """
 
     name = "tgi"
-    tensor_name = "{side}_scale"
     indexed = False
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
@@ -36,7 +35,6 @@ class AutoFP8(TensorFormat):
 
     name = "autofp8"
     quant_method = "fp8"
-    tensor_name = "{side}_scale"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         new: Config = {"activation_scheme": "static", "ignored_layers": list(excluded)}
@@ -48,7 +46,6 @@ class CompressedTensors(TensorFormat):
 
     name = "compressed-tensors"
     quant_method = "compressed-tensors"
-    tensor_name = "{side}_scale"
     shape = (1,)
     granularity = "head"
 
@@ -89,7 +86,6 @@ class ModelOpt(TensorFormat):
             block = as_mapping(config.get("quantization_config"))
             inner: object = {
                 "quant_algo": block.get("quant_algo"),
-                "kv_cache_quant_algo": "FP8",
                 "exclude_modules": block.get("ignore", []),
             }
             second = {"producer": _PRODUCER, "quantization": inner}

@@ -58,11 +58,6 @@ class HfFp8kv(ScaleFormat):
         # The scales come last: with them in place, the files are complete.
         return {**report, OWN_FILE: to_safetensors(tensors, {METADATA: json.dumps(about)})}
 
-    def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
-        fact = "its report is about other scales, so it is not read with these"
-        report = scales.report
-        return [] if report is None or report.scales_digest == scales.digest else [fact]
-
 
 def read_own_file(path: Path) -> ScaleData:
     """Return the scales of a file of ours, with the report next to it."""
