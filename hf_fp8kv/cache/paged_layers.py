@@ -285,10 +285,9 @@ class PagedLayers:
         self._step = []
         for store in self.stores:
             if (store.encoding.index, tokens) in written:
-                length = store.length
-                store.group.undo(length.on_host() - tokens, tokens, length.member)
+                store.group.lengths[store.length.member] -= tokens
         for group in self.groups.values():
-            group.undo(group.length, 0, 0)  # pages that no layer has written
+            group.drop_unused()
         self._free_empty()
 
     def reset(self) -> None:

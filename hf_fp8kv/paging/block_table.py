@@ -38,10 +38,9 @@ class BlockTable:
         page_size: slots per page, in tokens.
     """
 
-    def __init__(self, allocator: PageAllocator, first: int = 0) -> None:
-        """Make a table without pages, whose first `reserve` is to begin in logical page `first`."""
+    def __init__(self, allocator: PageAllocator) -> None:
         self.allocator, self.page_size = allocator, allocator.page_size
-        self.first = self.count = first
+        self.first = self.count = 0
         # What `pages_of` found in the rows, by columns, and copies of the rows on devices.
         self._found: dict[tuple[int, int], Ints] = {}
         self._copies: dict[torch.device, torch.Tensor] = {}
@@ -96,7 +95,7 @@ class BlockTable:
 
     def pages_needed(self, start: int, stop: int, batch: int) -> int:
         """Return how many free pages `reserve` would take; change nothing."""
-        new = max(0, self._pages(stop) - self.count) * batch
+        new = max(0, self._pages(stop) - max(self.count, start // self.page_size)) * batch
         return new + len(self._shared(start, stop))
 
     def reserve(
@@ -112,13 +111,15 @@ class BlockTable:
 
         `start // page_size >= first`; `batch` is fixed by the first call until `clear`; `granted`
         as in `PageAllocator.take`. `copy` copies the content of pages that are shared so far.
+        Logical pages from `count` to before `start` get no page.
 
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
         assert self.batch in (0, batch), (self.batch, batch)
         with self.allocator.counting():
-            new = max(0, self._pages(stop) - self.count)
+            begin = max(self.count, start // self.page_size)
+            new = max(0, self._pages(stop) - begin)
             shared = self._shared(start, stop)
             if new == 0 and not shared:
                 return
@@ -134,7 +135,7 @@ class BlockTable:
             self._change()
             if self.batch == 0:
                 self.rows = np.full((batch, 0), NO_PAGE, np.int32)
-            if (columns := self.count + new) > self.rows.shape[1]:
+            if (columns := begin + new) > self.rows.shape[1]:
                 # A quarter more, so that a growing sequence seldom moves the table.
                 extra = max(columns + columns // 4, 8) - self.rows.shape[1]
                 blank = np.full((batch, extra), NO_PAGE, np.int32)
@@ -144,9 +145,10 @@ class BlockTable:
             np.subtract.at(self.allocator.references, sources, 1)
             if new:
                 # Sequence by sequence, so that each has its pages side by side.
-                more = numbers[: new * batch].reshape(batch, new)
-                self.rows[:, self.count : self.count + new] = more
-                self.count += new
+                if self.first == self.count:
+                    self.first = self.count = begin
+                self.rows[:, begin:columns] = numbers[: new * batch].reshape(batch, new)
+                self.count = columns
 
     def _unlist(self, start: int, stop: int, first: int, count: int) -> None:
         """Drop the pages of columns `start` to `stop - 1`; `first` to `count - 1` stay in use."""

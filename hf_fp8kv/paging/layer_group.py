@@ -34,8 +34,6 @@ class LayerGroup:
         step: the step that `prepare` was called for last, or None.
         deferred: the slots, and the number of sequences, for which pages are taken when the table
             is used, or None; see `FixedPages.defer`.
-        before: the block table from before `step`, if this is longer than a window's pages have
-            room for, and some layer has not stored it.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class LayerGroup:
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
         self.step: Step | None = None
         self.deferred: tuple[int, int] | None = None
-        self.before: BlockTable | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
 
     def add(self, pool: PagePool) -> int:
@@ -127,32 +124,36 @@ class LayerGroup:
 
     def _demand(self, start: int, stop: int, batch: int) -> tuple[int, int]:
         """Return how many pages a call takes, and how many it frees, perhaps when it ends."""
-        table = self.table
+        freed = self._first_needed(keep_recorded=True)
         if self._is_long(start, stop):
-            pages = -(-stop // self.page_size) - self.first_kept(stop) // self.page_size
-            return pages * batch, table.count_releasable(table.count * self.page_size)
-        freed = table.count_releasable(self._first_needed(keep_recorded=True))
-        return table.pages_needed(start, stop, batch), freed
+            freed = self.first_kept(stop)
+            start = max(start, freed)
+        return self.table.pages_needed(start, stop, batch), self.table.count_releasable(freed)
 
     def _make_room(self, start: int, stop: int, batch: int) -> None:
+        first, kept = start, None
         if self._is_long(start, stop):
-            before, kept = self.table, self.first_kept(stop)
-            table = BlockTable(before.allocator, kept // self.page_size)
-            table.reserve(kept, stop, batch, granted=True)
-            step = Step(start, stop, batch, table.version)
-            self._table, self.before, self.step = table, before if start else None, step  # at once
+            first = max(start, self.first_kept(stop))
+            kept = first // self.page_size
         else:
             self.table.release(self._first_needed(keep_recorded=True))
             self.shrink()
-            self.table.reserve(start, stop, batch, self.copy_pages, granted=True)
-            self.step = Step(start, stop, batch, self.table.version)
+        # Before it has pages, so that an interrupted long call is undone.
+        step = self.step = Step(start, stop, batch, kept=kept)
+        self.table.reserve(first, stop, batch, self.copy_pages, granted=True)
+        step.version = self.table.version
+
+    def _long_step(self) -> Step | None:
+        """Return the running long call, for which the pages from before it stay, or None."""
+        step = self.step
+        return step if step and step.start and step.kept is not None else None
 
     def finish(self) -> None:
         """Free the pages from before a long call that every layer has stored."""
-        step, before = self.step, self.before
-        if step and before and all(n in (0, step.stop) for n in self.lengths):
-            self.before = None
-            before.clear()
+        step = self._long_step()
+        if step and all(n in (0, step.stop) for n in self.lengths):
+            self.table.release(self.first_kept(step.stop))
+            step.kept = None
             self.shrink(at_once=True)
 
     def settle(self) -> None:
@@ -162,40 +163,30 @@ class LayerGroup:
             ConfigError: some layers have stored it, and others have not.
         """
         self.finish()
-        if (step := self.step) is None or self.before is None:
+        if (step := self._long_step()) is None:
             return
-        if step.stop not in self.lengths:
-            self.undo(step.start, 0, 0)
-        else:
+        if step.stop in self.lengths:
             raise ConfigError(
                 f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
                 f"some layers at {step.stop} and others at {step.start} tokens, and a window of "
                 f"{self.window} that a call as long moves on; reset the cache"
             )
+        self.drop_unused()
 
-    def undo(self, start: int, tokens: int, member: int) -> None:
-        """Take back a step of `tokens` from `start` that a member has stored, for this member."""
-        self.lengths[member] -= tokens
-        step, before = self.step, self.before
-        if step is None or before is None or step.start != start:
-            self.table.truncate(self.length)
-            if not self.length:
-                self.clear()
-            return
-        self.table.clear()
-        self._table, self.before = before, None
-        self.shrink(at_once=True)
+    def drop_unused(self) -> None:
+        """Drop the pages of a step that no layer has stored, or that was undone for all."""
+        step, length = self._long_step(), self.length
+        self.table.truncate(length)
+        if not length:
+            self.clear()
+        elif step and length == step.start:
+            self.step = None
+            self.shrink(at_once=True)
 
     def held_pages(self, member: int) -> Ints:
         """Return the pages of the member's pool that the next call reads, ascending, each once."""
         length = self.lengths[member]
-        return self.table_of(member).pages_of(self.first_kept(length), length)
-
-    def table_of(self, member: int) -> BlockTable:
-        """Return the block table of a member's tokens, which a long call replaces."""
-        step, before = self.step, self.before
-        is_behind = step is not None and step.start == self.lengths[member]
-        return before if before is not None and is_behind else self.table
+        return self.table.pages_of(self.first_kept(length), length)
 
     def shrink(self, *, at_once: bool = False) -> None:
         """Renumber the pages, unless forks hold some: if few are held, or `at_once` if any is free.
@@ -244,11 +235,9 @@ class LayerGroup:
 
     def clear(self) -> None:
         """Drop all tokens; the batch size is free again."""
-        if self.before is not None:
-            self.before.clear()
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
-        self.step = self.before = None
+        self.step = None
 
     def fork(self) -> "LayerGroup":
         """Return a group without layers over the same pages: O(pages), no bytes are copied."""

@@ -23,7 +23,7 @@ class LongWrite(NamedTuple):
     Attributes:
         first: the logical page with the first token that the call sees: a number, or `[B]`, int64.
         old: `[B, n]`, the pages from `first` on, before the call.
-        kept: the logical page from which on tokens stay; like `first`.
+        kept: the logical page from which on tokens are stored for good; like `first`.
         own: `[B, m]`, the pages from `kept` on, after the call.
         skipped: on an empty layer, tokens before `kept`.
     """
@@ -101,10 +101,10 @@ class HostLength:
         assert step is not None
         seen, size = group.visible_from(start), group.page_size
         long = None
-        if table.first * size > seen:
-            first, before = seen // size, group.before
-            old = before.rows[:, first : before.count] if before else table.rows[:, :0]
-            long = LongWrite(first, old, table.first, table.used(), table.first * size)
+        if (kept := step.kept) is not None:
+            first = seen // size
+            old, own = table.rows[:, first : -(-start // size)], table.rows[:, kept : table.count]
+            long = LongWrite(first, old, kept, own, kept * size)
         lengths = step.lengths(device)
         return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)
 
@@ -128,7 +128,7 @@ class HostLength:
 
     def written(self, device: torch.device) -> Call:
         """Return where all tokens are that are not behind the window of the next one."""
-        group, stop, table = self.group, self.stored, self.group.table_of(self.member)
+        group, stop, table = self.group, self.stored, self.group.table
         step, first = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
         return Call(1, table.on_device(device), step.lengths(device), first, stop, step)
 

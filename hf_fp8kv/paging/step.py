@@ -14,11 +14,15 @@ class Step:
         start: tokens that each sequence held before.
         stop: tokens that each sequence holds after it.
         batch: the number of sequences.
-        version: the version of the block table.
+        version: the version of the block table, once it has the pages of the call.
+        kept: the logical page from which on a long call has pages; None: it is not long.
     """
 
-    def __init__(self, start: int, stop: int, batch: int, version: int) -> None:
+    def __init__(
+        self, start: int, stop: int, batch: int, version: int = -1, kept: int | None = None
+    ) -> None:
         self.start, self.stop, self.batch, self.version = start, stop, batch, version
+        self.kept = kept
         self._lengths: dict[torch.device, torch.Tensor] = {}
         self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
 
