@@ -17,11 +17,13 @@ import numpy as np
 import torch
 
 from ..ops.blocks import upload
+from .blocks import Numbers
 from .page_allocator import NO_PAGE, Ints, PageAllocator
 
 Copies = tuple[Ints, Ints]
 """Pages to copy, `(sources, destinations)`, before the destinations are listed."""
 _VERSIONS = itertools.count()
+_NO_PLACES = np.empty((0, 2), np.int64)
 
 
 class BlockTable:
@@ -121,10 +123,10 @@ class BlockTable:
             begin = max(self.count, start // self.page_size)
             new = max(0, self._pages(stop) - begin)
             shared = self._shared(start, stop)
-            if new == 0 and not shared:
+            if new == 0 and not len(shared):
                 return
             numbers = self.allocator.take(new * batch + len(shared), granted=granted)
-            index = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
+            index = tuple(shared.T)
             sources, own = self.rows[index], numbers[new * batch :]
             try:
                 if copy is not None:
@@ -218,22 +220,15 @@ class BlockTable:
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _shared(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def _shared(self, start: int, stop: int) -> Numbers:
         """Return the places `(sequence, logical page)` to write whose page has another holder.
 
-        Of several sequences that hold a page and nobody else does, the last keeps it.
+        `[n, 2]`. Of several sequences that hold a page and nobody else does, the last keeps it.
         """
         first, last = start // self.page_size, min(self._pages(stop), self.count)
-        if not (self.allocator.references[self.rows[:, first:last]] > 1).any():
-            return []
-        left: dict[int, int] = {}
-        places = []
-        for column in range(first, last):
-            for row, page in enumerate(self.rows[:, column].tolist()):
-                holders = left.get(page)
-                if holders is None:
-                    holders = int(self.allocator.references[page])
-                if holders > 1:
-                    places.append((row, column))
-                left[page] = holders - 1
-        return places
+        pages = self.rows[:, first:last]
+        holders = self.allocator.references[pages]
+        if not (holders > 1).any():
+            return _NO_PLACES
+        before = np.tril(pages.T[:, :, None] == pages.T[:, None], -1).sum(2)
+        return np.argwhere(holders - before.T > 1) + [0, first]
