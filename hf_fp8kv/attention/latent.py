@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged_tensor import PagedKV
+from ..modeling.methods import ModelMethod
 from ..modeling.model_support import ATTENTION, EXPAND
 from .deterministic import in_blocks
 
@@ -114,7 +115,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
     if passes is not None:
         vars(module)[_PASSES] = passes
     if passes:
-        vars(module)[EXPAND] = _PassStored(module)
+        _PassStored(module).install()
 
 
 def install_all(model: torch.nn.Module) -> None:
@@ -152,29 +153,17 @@ def passes_latents(module: Any) -> bool:
     return bool(vars(module).get(_PASSES))
 
 
-class _PassStored:
-    """A module's `expand_kv` that returns stored latents as they are; a copied module's its own.
+class _PassStored(ModelMethod):
+    """A module's `expand_kv` that returns stored latents as they are."""
 
-    Not a method, which would be pickled as one of the module's class.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = weakref.ref(module)  # weak, since the module holds this
+    name = EXPAND
 
     def __call__(self, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        module = self._module()
-        assert module is not None
+        module = self.model
         stored = isinstance(latent, PagedKV) and isinstance(positions, PagedKV)
         if stored and module.config._attn_implementation.startswith(ATTENTION):
             return latent, positions
         return expand(module, latent, positions)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_PassStored":
-        module = self._module()
-        return _PassStored(memo.get(id(module), module))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _PassStored, (self._module(),)
 
 
 def expand(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
