@@ -231,4 +231,4 @@ class BlockTable:
         if not (holders > 1).any():
             return _NO_PLACES
         before = np.tril(pages.T[:, :, None] == pages.T[:, None], -1).sum(2)
-        return np.argwhere(holders - before.T > 1) + [0, first]
+        return np.argwhere(holders - before.T > 1) + np.array([0, first])
