@@ -145,17 +145,8 @@ class PagedLayers:
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
         """Return what the layers of the cache hold, transformers' own among them."""
-        lengths = self.host_lengths()
-        groups: dict[int | None, LayerGroup] = {}
-        for window, group in self.groups.items():
-            own = {
-                store.length.member: length
-                for store, length in zip(self.stores, lengths, strict=True)
-                if store.group is group
-            }
-            fixed = self.fixed.get(window)
-            groups[window] = group.fork() if fixed is None else fixed.fork(own)
-        paged = iter(lengths)
+        paged, forked = iter(self.host_lengths()), self.fixed or self.groups
+        groups = {window: pages.fork() for window, pages in forked.items()}
         states = [
             layer.store.snapshot(groups[layer.sliding_window], next(paged))
             if isinstance(layer, FP8PagedLayer)
@@ -214,12 +205,10 @@ class PagedLayers:
 
     def host_lengths(self) -> list[int]:
         """Return the tokens stored in each layer; waits for the device in the preallocated form."""
-        held = [x.length for x in self.stores if isinstance(x.length, DeviceLength)]
-        if held := [length for length in held if not length.is_empty]:
-            device = held[0].lengths.device
-            ends = iter(torch.cat([x.lengths[:1].to(device) for x in held]).tolist())
-            return [0 if store.length.is_empty else next(ends) for store in self.stores]
-        return [store.length.on_host() for store in self.stores]
+        if not self.fixed:
+            return [store.length.on_host() for store in self.stores]
+        stored = {window: fixed.stored() for window, fixed in self.fixed.items()}
+        return [stored[x.group.window].get(x.length.member, 0) for x in self.stores]
 
     def mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
         """Return what the mask function needs from this cache besides these sizes."""

@@ -145,7 +145,7 @@ class FixedPages:
         ring, table, size = self.ring, self.group.table, self.group.page_size
         if not ring:
             return
-        stored = {member: int(x[0]) for member, x in self.lengths.items()}
+        stored = self.stored()
         lengths = set(stored.values()) - {0}
         length = max(lengths, default=0)
         if len(lengths) > 1 and length > ring * size:
@@ -162,6 +162,12 @@ class FixedPages:
             table.rows[:, swapped] = table.rows[:, swapped[::-1]]
         self.taken = self.columns
 
+    def stored(self) -> dict[int, int]:
+        """Return the tokens of each member that was called; waits for the device."""
+        lengths = [x[:1] for x in self.lengths.values()]
+        ends = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
+        return dict(zip(self.lengths, ends, strict=True))
+
     def note_stored(self, member: int, length: int) -> int:
         """Return the first token that a ring has not lost when a member has stored `length`."""
         lost = self.lost.get(member, 0)
@@ -171,11 +177,11 @@ class FixedPages:
         self.lost[member] = lost
         return lost
 
-    def fork(self, lengths: dict[int, int]) -> LayerGroup:
-        """Return a growing group with a table of the logical pages of these members' tokens."""
-        fork, size = self.group.fork(), self.group.page_size
-        lost = max((self.note_stored(member, n) for member, n in lengths.items()), default=0)
-        length = max(lengths.values(), default=0)
+    def fork(self) -> LayerGroup:
+        """Return a growing group with a table of the logical pages of all tokens."""
+        fork, size, stored = self.group.fork(), self.group.page_size, self.stored()
+        lost = max((self.note_stored(member, n) for member, n in stored.items()), default=0)
+        length = max(stored.values(), default=0)
         if self.ring:
             table, first, count = fork.table, lost // size, -(-length // size)
             rows = np.full((table.batch, count), NO_PAGE, np.int32)
