@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ..ops.blocks import Ints as Numbers
 from ..ops.blocks import upload
-from .blocks import Numbers
 from .page_allocator import NO_PAGE, Ints, PageAllocator
 
 Copies = tuple[Ints, Ints]

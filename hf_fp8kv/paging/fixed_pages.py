@@ -7,7 +7,8 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from .blocks import Numbers, zeros
+from ..ops.blocks import Ints as Numbers
+from .blocks import zeros
 from .layer_group import LayerGroup
 from .page_allocator import NO_PAGE
 

@@ -8,12 +8,61 @@ its queries read, and copies the last window from there to its own pages.
 
 import weakref
 
+import torch
+
+from .. import ops
 from ..errors import ConfigError
 from ..ops.visibility import first_visible
 from .block_table import BlockTable, Copies
 from .page_allocator import Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
-from .step import Step
+
+
+class Step:
+    """A call of the layers of a group, each of which gets the same number of tokens.
+
+    The first layer of a step makes it. Lengths and plans are made once per device and kind.
+
+    Attributes:
+        start: tokens that each sequence held before.
+        stop: tokens that each sequence holds after it.
+        batch: the number of sequences.
+        version: the version of the block table, once it has the pages of the call.
+        kept: the logical page from which on a long call has pages; None: it is not long.
+    """
+
+    def __init__(
+        self, start: int, stop: int, batch: int, version: int = -1, kept: int | None = None
+    ) -> None:
+        self.start, self.stop, self.batch, self.version = start, stop, batch, version
+        self.kept = kept
+        self._lengths: dict[torch.device, torch.Tensor] = {}
+        self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
+
+    def lengths(self, device: torch.device) -> torch.Tensor:
+        """Return `stop` for each sequence, `[B]`, int32, on `device`."""
+        if (lengths := self._lengths.get(device)) is None:
+            lengths = torch.full((self.batch,), self.stop, dtype=torch.int32, device=device)
+            self._lengths[device] = lengths
+        return lengths
+
+    def plan(
+        self, first: int, heads: int, rows: int, device: torch.device, backend: str
+    ) -> torch.Tensor | None:
+        """Return the plan for positions `first` to `stop - 1`; None: the backend has no plans.
+
+        `heads`: KV heads. `rows`: query rows of each. A plan never changes. It holds for any number
+        of query tokens, and for any window that leaves nothing before `first` visible.
+        """
+        key = (first, heads, rows, device, backend)
+        if key not in self._plans:
+            size = ops.plan_rows(backend, device, self.batch, heads, self.stop - first, rows)
+            plan = None
+            if size is not None:
+                plan = torch.empty((size, 4), dtype=torch.int32, device=device)
+                ops.make_plan(plan, self.lengths(device), 1, 0, first, heads, backend)
+            self._plans[key] = plan
+        return self._plans[key]
 
 
 class LayerGroup:
@@ -108,40 +157,32 @@ class LayerGroup:
                     f"whose window begins at token {first}; give a call to all layers before the "
                     "next one"
                 )
-        demands = [group._demand(start, stop, batch) for group in groups]
-        if needed := sum(pages for pages, _ in demands):
-            self.budget.require(needed - sum(freed for _, freed in demands))
-        for group in groups:
-            group._make_room(start, stop, batch)
+        calls = [(group, *group._span(start, stop)) for group in groups]
+        if needed := sum(x.table.pages_needed(first, stop, batch) for x, first, *_ in calls):
+            freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in calls)
+            self.budget.require(needed - freed)
+        for group, first, kept, is_long in calls:
+            if not is_long:
+                group.table.release(kept)
+                group.shrink()
+            # Before it has pages, so that an interrupted long call is undone.
+            step = Step(start, stop, batch, kept=first // self.page_size if is_long else None)
+            group.step = step
+            group.table.reserve(first, stop, batch, group.copy_pages, granted=True)
+            step.version = group.table.version
 
-    def _is_long(self, start: int, stop: int) -> bool:
-        """Return whether a call is longer than the pages that a window is in have room for."""
-        if self.window is None or self.record_past:
-            return False
-        pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
-        # Layers that advance apart need pages for the slowest: then everything is kept.
-        return pages > self.window_pages and all(n in (0, start) for n in self.lengths)
+    def _span(self, start: int, stop: int) -> tuple[int, int, bool]:
+        """Return which token of a call has the first page, and which token is kept after it.
 
-    def _demand(self, start: int, stop: int, batch: int) -> tuple[int, int]:
-        """Return how many pages a call takes, and how many it frees, perhaps when it ends."""
-        freed = self._first_needed(keep_recorded=True)
-        if self._is_long(start, stop):
-            freed = self.first_kept(stop)
-            start = max(start, freed)
-        return self.table.pages_needed(start, stop, batch), self.table.count_releasable(freed)
-
-    def _make_room(self, start: int, stop: int, batch: int) -> None:
-        first, kept = start, None
-        if self._is_long(start, stop):
-            first = max(start, self.first_kept(stop))
-            kept = first // self.page_size
-        else:
-            self.table.release(self._first_needed(keep_recorded=True))
-            self.shrink()
-        # Before it has pages, so that an interrupted long call is undone.
-        step = self.step = Step(start, stop, batch, kept=kept)
-        self.table.reserve(first, stop, batch, self.copy_pages, granted=True)
-        step.version = self.table.version
+        Also return whether the call is long, so that the table frees pages when it ends.
+        """
+        if self.window is not None and not self.record_past:
+            pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
+            # Layers that advance apart need pages for the slowest: then everything is kept.
+            if pages > self.window_pages and all(n in (0, start) for n in self.lengths):
+                kept = self.first_kept(stop)
+                return max(start, kept), kept, True
+        return start, self._first_needed(keep_recorded=True), False
 
     def _long_step(self) -> Step | None:
         """Return the running long call, for which the pages from before it stay, or None."""

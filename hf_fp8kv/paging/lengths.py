@@ -12,9 +12,8 @@ from .. import ops
 from ..errors import ConfigError, OutOfPagesError
 from .blocks import zeros
 from .fixed_pages import FixedPages
-from .layer_group import LayerGroup
+from .layer_group import LayerGroup, Step
 from .page_allocator import Ints
-from .step import Step
 
 
 class LongWrite(NamedTuple):

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from .blocks import Blocks, Numbers
+from ..ops.blocks import Ints as Numbers
+from .blocks import Blocks
 from .page_allocator import PageBudget
 
 _HOST = torch.device("cpu")
