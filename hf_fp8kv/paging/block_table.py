@@ -11,19 +11,18 @@ share an allocator.
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from ..ops.blocks import Ints as Numbers
 from ..ops.blocks import upload
 from .page_allocator import NO_PAGE, Ints, PageAllocator
 
 Copies = tuple[Ints, Ints]
 """Pages to copy, `(sources, destinations)`, before the destinations are listed."""
 _VERSIONS = itertools.count()
-_NO_PLACES = np.empty((0, 2), np.int64)
 
 
 class BlockTable:
@@ -123,10 +122,10 @@ class BlockTable:
             begin = max(self.count, start // self.page_size)
             new = max(0, self._pages(stop) - begin)
             shared = self._shared(start, stop)
-            if new == 0 and not len(shared):
+            if new == 0 and not shared:
                 return
             numbers = self.allocator.take(new * batch + len(shared), granted=granted)
-            index = tuple(shared.T)
+            index = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
             sources, own = self.rows[index], numbers[new * batch :]
             try:
                 if copy is not None:
@@ -220,15 +219,17 @@ class BlockTable:
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _shared(self, start: int, stop: int) -> Numbers:
+    def _shared(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the places `(sequence, logical page)` to write whose page has another holder.
 
-        `[n, 2]`. Of several sequences that hold a page and nobody else does, the last keeps it.
+        Of several sequences that hold a page and nobody else does, the last keeps it.
         """
         first, last = start // self.page_size, min(self._pages(stop), self.count)
-        pages = self.rows[:, first:last]
-        holders = self.allocator.references[pages]
-        if not (holders > 1).any():
-            return _NO_PLACES
-        before = np.tril(pages.T[:, :, None] == pages.T[:, None], -1).sum(2)
-        return np.argwhere(holders - before.T > 1) + np.array([0, first])
+        references, places, seen = self.allocator.references, [], Counter[int]()
+        if (references[self.rows[:, first:last]] > 1).any():
+            for column in range(first, last):
+                for row, page in enumerate(self.rows[:, column].tolist()):
+                    seen[page] += 1
+                    if references[page] > seen[page]:
+                        places.append((row, column))
+        return places

@@ -231,7 +231,7 @@ MUTANTS = (
     ),
     Mutant(
         "fork: a shared page is written", TABLE,
-        "np.argwhere(holders - before.T > 1)", "np.argwhere(holders - before.T > 2)",
+        "if references[page] > seen[page]:", "if references[page] > seen[page] + 1:",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
