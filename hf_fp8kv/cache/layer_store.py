@@ -263,7 +263,7 @@ class LayerStore:
         other = sum(tensor.nbytes for tensor in indexer.values())
         if not self.is_initialized:
             return {"other": other}
-        sizes = {"scales": 0, "other": other, **self.pool.memory_footprint()}
+        sizes = {"other": other, **self.pool.memory_footprint()}
         sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.tensors())
         used = len(np.unique(self.group.table.used()))
         if isinstance(self.length, DeviceLength):
