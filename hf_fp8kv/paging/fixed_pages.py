@@ -37,8 +37,8 @@ class FixedPages:
         siblings.append(weakref.ref(self))
         self.lengths: dict[int, torch.Tensor] = {}
         self.lost: dict[int, int] = {}
-        # A plan, the batch it is for, and the member that fills it.
-        self._plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
+        # Plans, and the member that fills each.
+        self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
         group.table.allocator.exact = True
 
     @property
@@ -52,12 +52,6 @@ class FixedPages:
     def ring(self) -> int:
         """Pages of a sequence, if they are fewer than logical pages; 0: all tokens are kept."""
         return self.count if self.count < self.columns else 0
-
-    @property
-    def tokens_at_once(self) -> int:
-        """The most tokens of a call that leave all that the first of them sees in the ring."""
-        assert self.group.window is not None
-        return (self.ring - 1) * self.group.page_size - self.group.window + 2
 
     @torch.compiler.disable(
         reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or "
@@ -104,16 +98,14 @@ class FixedPages:
         fills the plan at each step. A plan is a partition of all positions, whichever lengths it
         was made for: one that was not filled again is balanced less well, and as right.
         """
-        device, batch, window = lengths.device, len(lengths), self.group.window or 0
-        size = ops.plan_rows(backend, device, batch, heads, None, rows)
-        if size is None:
-            return None, -1
-        plan, planned, leader = self._plans.get((device, heads, rows), (None, 0, member))
-        if plan is None or planned != batch:
-            plan, leader = zeros((size, 4), torch.int32, device), member
-            ops.make_plan(plan, lengths, 1, window, 0, heads, backend)
-            self._plans[device, heads, rows] = plan, batch, leader
-        return plan, leader
+        key = device, batch, *_ = lengths.device, len(lengths), heads, rows
+        if key not in self._plans:
+            size, plan = ops.plan_rows(backend, device, batch, heads, None, rows), None
+            if size is not None:
+                plan = zeros((size, 4), torch.int32, device)
+                ops.make_plan(plan, lengths, 1, self.group.window or 0, 0, heads, backend)
+            self._plans[key] = plan, member
+        return self._plans[key]
 
     def unshare(self, length: int) -> None:
         """Give each sequence pages of its own for what is written from `length` on."""

@@ -204,7 +204,9 @@ class DeviceLength:
         after = ops.advance(self.lengths, tokens, self.room, backend)
         ring, size = self.fixed.ring, self.group.page_size
         long = None
-        if ring and tokens > self.fixed.tokens_at_once:
+        # The most tokens that leave all that the first of them sees in the ring.
+        most = (ring - 1) * size - (self.group.window or 0) + 2
+        if ring and tokens > most:
             first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))
             # On an empty layer only the last pages of these tokens will ever be read.
             skipped = max((tokens - 1) // size - ring + 1, 0) * size
