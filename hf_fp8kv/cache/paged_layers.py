@@ -333,7 +333,7 @@ class PagedLayers:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.
                 table.truncate(length)
             if table.batch:
-                table.list_instead(table.rows[rows], table.first, table.count)
+                table.list_instead(table.rows[rows], table.first)
         for store in self.stores:
             store.encoding.select(sequences)
             if store.indexer is not None:

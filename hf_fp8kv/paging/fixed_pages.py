@@ -179,7 +179,7 @@ class FixedPages:
             table, first, count = fork.table, lost // size, -(-length // size)
             rows = np.full((table.batch, count), NO_PAGE, np.int32)
             rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
-            table.list_instead(rows, first, count)
+            table.list_instead(rows, first)
         else:
             fork.table.truncate(length)
             fork.table.release(lost)

@@ -102,7 +102,7 @@ class HostLength:
         long = None
         if (kept := step.kept) is not None:
             first = seen // size
-            old, own = table.rows[:, first : -(-start // size)], table.rows[:, kept : table.count]
+            old, own = table.rows[:, first : -(-start // size)], table.rows[:, kept:]
             long = LongWrite(first, old, kept, own, kept * size)
         lengths = step.lengths(device)
         return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)

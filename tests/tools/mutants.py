@@ -256,7 +256,7 @@ MUTANTS = (
     ),
     Mutant(
         "beams: pages are freed while in use", TABLE,
-        "        self.allocator.share(rows[:, first:count])\n", "",
+        "        self.allocator.share(rows[:, first:])\n", "",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
