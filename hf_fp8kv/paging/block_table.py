@@ -223,11 +223,12 @@ class BlockTable:
 
         Of several sequences that hold a page and nobody else does, the last keeps it.
         """
-        first, last = start // self.page_size, min(self._pages(stop), self.count)
+        first, last = start // self.page_size, self._pages(stop)
         references, places, seen = self.allocator.references, [], Counter[int]()
-        if (references[self.rows[:, first:last]] > 1).any():
-            for column in range(first, last):
-                for row, page in enumerate(self.rows[:, column].tolist()):
+        pages = self.rows[:, first:last]
+        if (references[pages] > 1).any():
+            for column, held in enumerate(pages.T.tolist(), first):
+                for row, page in enumerate(held):
                     seen[page] += 1
                     if references[page] > seen[page]:
                         places.append((row, column))
