@@ -184,10 +184,6 @@ class PagedLayers:
             for store, state in zip(self.stores, states, strict=True):
                 store.restore(state)
         if copies:
-            for store, state in zip(self.stores, states, strict=True):
-                store.length.set(state.length)
-                if isinstance(store.length, DeviceLength):
-                    store.length.fill_plan(1)
             _match_widths(layers)
         return layers
 
