@@ -8,7 +8,7 @@ as keys and as values, and W_K, W_V are applied to what is new only.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,21 +131,15 @@ def kept_as_is(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in set(model.modules()) - before:
-            remove(module)
+        remove_all(model, before)
 
 
-def remove(module: torch.nn.Module) -> None:
-    """Let a module expand latents as its class does."""
-    if vars(module).pop(_PASSES, False):
-        for name in (EXPAND, _ABSORBED):
-            vars(module).pop(name, None)
-
-
-def remove_all(model: torch.nn.Module) -> None:
-    """Do so for every module of a model."""
+def remove_all(model: torch.nn.Module, kept: Collection[torch.nn.Module] = ()) -> None:
+    """Let modules of a model, except `kept`, expand latents as their classes do."""
     for module in model.modules():
-        remove(module)
+        if module not in kept and vars(module).pop(_PASSES, False):
+            for name in (EXPAND, _ABSORBED):
+                vars(module).pop(name, None)
 
 
 def passes_latents(module: Any) -> bool:
