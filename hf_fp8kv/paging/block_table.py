@@ -66,7 +66,7 @@ class BlockTable:
     @property
     def count(self) -> int:
         """One past the last logical page in use."""
-        return self.rows.shape[1]
+        return int(self.rows.shape[1])
 
     def used(self) -> Ints:
         """Return the part of `rows` that is in use, a view: `[B, count - first]`."""
