@@ -29,7 +29,7 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1948, "bench": 973, "cache": 3121, "calibration": 2330, "cli": 1680,
+    "attention": 1944, "bench": 973, "cache": 3121, "calibration": 2330, "cli": 1680,
     "enabling": 247, "errors": 63, "formats": 433, "__init__": 62, "modeling": 640, "ops": 6768,
     "paging": 1673, "prefix": 1136, "scales": 2922, "server": 3955, "serving": 1776,
     "utils": 514, "vllm": 1008,
