@@ -86,15 +86,8 @@ class ModelReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as numbers and strings, for JSON."""
-        return {
-            "model": self.model,
-            "path": self.path,
-            "refused": self.refused,
-            "probed": self.probed,
-            "note": self.note,
-            "counts": self.counts,
-            "layers": [vars(layer) for layer in self.layers],
-        }
+        layers = [vars(layer) for layer in self.layers]
+        return {**vars(self), "path": self.path, "counts": self.counts, "layers": layers}
 
     def __str__(self) -> str:
         if self.refused:
@@ -146,29 +139,25 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
 def _report(
     index: int, layer: Any, interface: bool, paged: dict[int, str] | None, config: Any
 ) -> LayerReport:
-    kind = type(layer).__name__
-    if kind == "DummyLayer":
-        why = "it stores nothing: no attention, or attention to another layer's keys and values"
-        return LayerReport(index, kind, STOCK, why)
+    kind, path, why = type(layer).__name__, DENSE, ""
+    is_latent = caches_latents(config.get_text_config(decoder=True))
     if not isinstance(layer, FP8PagedLayer):
-        return LayerReport(
-            index, kind, STOCK, "not plain attention: transformers' own layer keeps it, unquantised"
-        )
-    if not interface:
+        path, why = STOCK, "not plain attention: transformers' own layer keeps it, unquantised"
+        if kind == "DummyLayer":
+            why = "it stores nothing: no attention, or attention to another layer's keys and values"
+    elif not interface:
         why = (
             "the model has its own attention code and does not use transformers' attention registry"
         )
-        return LayerReport(index, kind, DENSE, why)
-    is_latent = caches_latents(config.get_text_config(decoder=True))
-    if paged is None:
-        return LayerReport(index, kind, LATENT if is_latent else FUSED)
-    if index not in paged:
+    elif paged is None:
+        path = LATENT if is_latent else FUSED
+    elif index not in paged:
         why = "the model does not call the attention function it is set to use"
-        return LayerReport(index, kind, DENSE, why)
-    why = "the model changes keys or values between the cache and attention"
-    if is_latent:
+    elif (path := paged[index]) == DENSE and is_latent:
         why = "the model expands its latents by more than a product with weights (kv_b_proj)"
-    return LayerReport(index, kind, paged[index], why if paged[index] == DENSE else "")
+    elif path == DENSE:
+        why = "the model changes keys or values between the cache and attention"
+    return LayerReport(index, kind, path, why)
 
 
 def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | None:

@@ -26,6 +26,7 @@ class CompactMask(StandIn):
         filled: `[B]`, int32, columns that hold tokens.
         start: position of the first column.
         window: tokens that a query sees. 0 means all.
+        is_checked: whether no padding comes before a token, as deterministic models need it.
     """
 
     FIELDS = ("seen", "bounds", "filled", "start", "window")
@@ -34,6 +35,7 @@ class CompactMask(StandIn):
     filled: Tensor
     start: int
     window: int
+    is_checked = False
 
     def columns(self, start: int, stop: int) -> Tensor:
         """Return `seen` of the tokens at positions `start` to `stop - 1`.

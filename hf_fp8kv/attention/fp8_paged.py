@@ -213,7 +213,9 @@ def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpe
     check_page_size(pages_of(key).page_size)
     mask = spec.mask
     if isinstance(mask, CompactMask):
-        check_padding(mask.seen[:, 0, 0])
+        if not mask.is_checked:  # by another layer of this step
+            check_padding(mask.seen[:, 0, 0])
+            mask.is_checked = True
     elif mask is not None:
         plain = causal_mask(query, key, spec.window or key.window)
         fits = mask.dtype == torch.bool and mask.shape[-2:] == plain.shape[-2:]

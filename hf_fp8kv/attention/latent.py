@@ -8,7 +8,7 @@ as keys and as values, and W_K, W_V are applied to what is new only.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged_tensor import PagedKV
+from ..modeling.methods import ModelMethod
 from ..modeling.model_support import ATTENTION, EXPAND
 from .deterministic import in_blocks
 
@@ -114,7 +115,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
     if passes is not None:
         vars(module)[_PASSES] = passes
     if passes:
-        vars(module)[EXPAND] = _PassStored(module)
+        _PassStored(module).install()
 
 
 def install_all(model: torch.nn.Module) -> None:
@@ -130,21 +131,15 @@ def kept_as_is(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in set(model.modules()) - before:
-            remove(module)
+        remove_all(model, before)
 
 
-def remove(module: torch.nn.Module) -> None:
-    """Let a module expand latents as its class does."""
-    if vars(module).pop(_PASSES, False):
-        for name in (EXPAND, _ABSORBED):
-            vars(module).pop(name, None)
-
-
-def remove_all(model: torch.nn.Module) -> None:
-    """Do so for every module of a model."""
+def remove_all(model: torch.nn.Module, kept: Collection[torch.nn.Module] = ()) -> None:
+    """Let modules of a model, except `kept`, expand latents as their classes do."""
     for module in model.modules():
-        remove(module)
+        if module not in kept and vars(module).pop(_PASSES, False):
+            for name in (EXPAND, _ABSORBED):
+                vars(module).pop(name, None)
 
 
 def passes_latents(module: Any) -> bool:
@@ -152,29 +147,17 @@ def passes_latents(module: Any) -> bool:
     return bool(vars(module).get(_PASSES))
 
 
-class _PassStored:
-    """A module's `expand_kv` that returns stored latents as they are; a copied module's its own.
+class _PassStored(ModelMethod):
+    """A module's `expand_kv` that returns stored latents as they are."""
 
-    Not a method, which would be pickled as one of the module's class.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = weakref.ref(module)  # weak, since the module holds this
+    name = EXPAND
 
     def __call__(self, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        module = self._module()
-        assert module is not None
+        module = self.model
         stored = isinstance(latent, PagedKV) and isinstance(positions, PagedKV)
         if stored and module.config._attn_implementation.startswith(ATTENTION):
             return latent, positions
         return expand(module, latent, positions)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_PassStored":
-        module = self._module()
-        return _PassStored(memo.get(id(module), module))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _PassStored, (self._module(),)
 
 
 def expand(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,14 +22,10 @@ _NEED_MASK = ("kv_lora_rank", "index_topk", "index_n_heads")
 def adds_mask(config: Any) -> bool:
     """Return whether a model adds the mask to its scores, whatever attention it is told to use."""
     config_class: type = type(config)
-    return not uses_interface(config_class) or _model_type(config) in ADDS_MASK
+    return not uses_interface(config_class) or config_field(config, "model_type") in ADDS_MASK
 
 
 def needs_mask(config: Any) -> bool:
     """Return whether a model needs a mask where causality and a window would be enough."""
     found = [config_field(config, name) for name in _NEED_MASK]
-    return _model_type(config) in NEEDS_MASK or any(x is not None for x in found)
-
-
-def _model_type(config: Any) -> str:
-    return getattr(config, "model_type", "")
+    return config_field(config, "model_type") in NEEDS_MASK or any(x is not None for x in found)

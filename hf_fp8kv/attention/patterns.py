@@ -6,6 +6,7 @@ returns says which distances it allows (`_Distances`). This works under torch.co
 functions that are made there, which cannot be looked into.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,77 +14,60 @@ import torch
 from transformers.masking_utils import causal_mask_function
 
 
-class _Unknown:
-    """The result of what is not followed."""
+class _Symbol:
+    """What stands for numbers; an operation that is not followed raises TypeError."""
 
     device = None
+    __eq__: Any = None
+    __ne__: Any = None
+    __bool__: Any = None
+    __hash__: Any = None
 
-    def _unknown(self, other: object = None, /) -> Any:
-        return _Unknown()
 
-    def new_ones(self, *_: object, **__: object) -> Any:
-        """As of a tensor."""
-        return _Unknown()
+class _Distances(_Symbol):
+    """Pairs of positions of which the query's is at least `low` and at most `high` ahead."""
 
-    def to(self, *_: object, **__: object) -> Any:
+    def __init__(self, low: float = -math.inf, high: float = math.inf) -> None:
+        self.low, self.high = low, high
+
+    def to(self, *_: object, **__: object) -> "_Distances":
         """As of a tensor."""
         return self
 
-    def __bool__(self) -> bool:
-        raise TypeError("a position has no value")
-
-    __add__: Any = _unknown
-    __sub__: Any = _unknown
-    __and__: Any = _unknown
-    __le__: Any = _unknown
-    __gt__: Any = _unknown
-    __eq__: Any = _unknown
-    __radd__ = __rsub__ = __mul__ = __floordiv__ = __abs__ = __or__ = _unknown
-    __rand__ = __ror__ = __lt__ = __ge__ = __ne__ = _unknown
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _Distances(_Unknown):
-    """Pairs of positions of which the query's is at least `low` and at most `high` ahead."""
-
-    def __init__(self, low: int | None, high: int | None) -> None:
-        self.low, self.high = low, high
-
-    def __and__(self, other: object, /) -> Any:
+    def __and__(self, other: "_Distances", /) -> "_Distances":
         if not isinstance(other, _Distances):
-            return _Unknown()
-        lows = [x for x in (self.low, other.low) if x is not None]
-        highs = [x for x in (self.high, other.high) if x is not None]
-        return _Distances(max(lows) if lows else None, min(highs) if highs else None)
+            return NotImplemented
+        return _Distances(max(self.low, other.low), min(self.high, other.high))
 
 
-class _Position(_Unknown):
+class _Position(_Symbol):
     """The position of a query or a key, plus `shift`."""
 
     def __init__(self, is_query: bool, shift: int = 0) -> None:
         self.is_query, self.shift = is_query, shift
 
-    def new_ones(self, *_: object, **__: object) -> Any:
-        return _Distances(None, None)
+    def new_ones(self, *_: object, **__: object) -> _Distances:
+        """As of a tensor."""
+        return _Distances()
 
-    def _moved(self, by: int) -> "_Position":
-        return _Position(self.is_query, self.shift + by)
+    def __add__(self, other: int, /) -> "_Position":
+        if not isinstance(other, int):
+            return NotImplemented
+        return _Position(self.is_query, self.shift + other)
 
-    def __add__(self, other: object, /) -> Any:
-        return self._moved(other) if isinstance(other, int) else _Unknown()
+    def __sub__(self, other: int, /) -> "_Position":
+        return self + -other
 
-    def __sub__(self, other: object, /) -> Any:
-        return self._moved(-other) if isinstance(other, int) else _Unknown()
+    def __le__(self, query: "_Position", /) -> _Distances:
+        return _Distances(low=self._before(query))
 
-    def __le__(self, other: object, /) -> Any:
-        if isinstance(other, _Position) and other.is_query and not self.is_query:
-            return _Distances(self.shift - other.shift, None)
-        return _Unknown()
+    def __gt__(self, query: "_Position", /) -> _Distances:
+        return _Distances(high=self._before(query) - 1)
 
-    def __gt__(self, other: object, /) -> Any:
-        if isinstance(other, _Position) and other.is_query and not self.is_query:
-            return _Distances(None, self.shift - other.shift - 1)
-        return _Unknown()
+    def _before(self, query: "_Position") -> int:
+        if self.is_query or not query.is_query:
+            raise TypeError("not a key that is compared with a query")
+        return self.shift - query.shift
 
 
 def causal_window(function: Callable[..., Any], *, plain: bool = False) -> int | None:
@@ -105,7 +89,7 @@ def causal_window(function: Callable[..., Any], *, plain: bool = False) -> int |
 
 
 def _follow(function: Callable[..., Any]) -> int | None:
-    allowed = function(_Unknown(), _Unknown(), _Position(True), _Position(False))
+    allowed = function(_Symbol(), _Symbol(), _Position(True), _Position(False))
     if not isinstance(allowed, _Distances) or allowed.low != 0:
         return None
-    return 0 if allowed.high is None else allowed.high + 1
+    return 0 if allowed.high == math.inf else int(allowed.high) + 1

@@ -3,18 +3,20 @@
 import copy
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 
 from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
+from ..modeling.layer_specs import read_config
 from ..modeling.model_support import caches_latents, refuse_config
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
@@ -24,8 +26,7 @@ from ..scales import KVScales, declared_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
 from . import serialization
-from .from_checkpoint import FromCheckpoint
-from .held_text import TextHolder, can_crop
+from .held_text import UNKNOWN, Text, can_crop
 from .layer import FP8PagedLayer, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -71,7 +72,7 @@ class MemoryFootprint:
     layers_by_plan: dict[str, int]
 
 
-class FP8PagedCache(FromCheckpoint, TextHolder):
+class FP8PagedCache(DynamicCache):
     """A cache for `generate()` that stores keys and values as pages of 8-bit numbers.
 
     ```python
@@ -118,7 +119,23 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
     """
 
     config: PreTrainedConfig | None
+    layers: list[Any]
     takes_exact_states = True
+    # The first tokens that the cache holds, or all of them after the running step: `UNKNOWN` while
+    # the cache changes, and None in a cache that never got a text.
+    text: Text | None = None
+    # The known first tokens, if embeddings or images came after them. `text` is then None, or
+    # `UNKNOWN` once the pages change.
+    beginning: Text | None = None
+    # Tokens that the last step added to `text`, whether or not it got to its end.
+    last_step = 0
+    # Over all sequences: tokens that `generate` found here instead of computing them, and tokens
+    # whose pages came from a store.
+    reused = restored = 0
+    # Whether a part of the text is what a prompt began with, not what was told.
+    takes_on_trust = False
+    # A digest of the model and the options that computed the text, or "".
+    identity = ""
 
     def __init__(
         self,
@@ -157,6 +174,53 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
                 "or scales=... uses them",
             )
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_dir: str | os.PathLike[str],
+        *,
+        config: PreTrainedConfig | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        subfolder: str | None = None,
+        trust_remote_code: bool = False,
+        strict: bool = True,
+        **cache_keywords: Any,
+    ) -> Self:
+        """Return a cache with the static scales of a checkpoint.
+
+        Args:
+            repo_or_dir: a local folder, or a repository of the Hub.
+            config: the model's config; None: read from the same place.
+            revision, token, cache_dir, local_files_only: as everywhere in transformers.
+            force_download, subfolder, trust_remote_code: the same.
+            strict: whether an incomplete set of scales is an error.
+            cache_keywords: those of the constructor.
+
+        Raises:
+            ScaleError: there are no scales, or they cannot be used.
+        """
+        hub: dict[str, Any] = {
+            "revision": revision, "token": token, "cache_dir": cache_dir,
+            "local_files_only": local_files_only, "force_download": force_download,
+            "subfolder": subfolder or "",
+        }  # fmt: skip
+        if "scales" in cache_keywords:
+            raise ConfigError(
+                "scales: expected none, since from_pretrained reads them from the checkpoint; use "
+                "FP8PagedCache(config, scales=...) for others"
+            )
+        rank, size = TensorParallel.parse(cache_keywords.get("tensor_parallel"))
+        scales = KVScales.from_pretrained(
+            repo_or_dir, tp_rank=rank, tp_size=size, strict=strict, **hub
+        )
+        if config is None:
+            config = read_config(repo_or_dir, trust_remote_code=trust_remote_code, **hub)
+        return cls(config, scales=scales, **cache_keywords)
+
     def _set_up(
         self, options: CacheOptions, config: PreTrainedConfig | None, budget: PageBudget
     ) -> None:
@@ -171,6 +235,11 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
     def paged_layers(self) -> list[FP8PagedLayer]:
         """The layers that are stored in pages."""
         return self._paged.layers
+
+    @property
+    def stock_layers(self) -> list[Any]:
+        """The layers that are transformers' own."""
+        return [layer for layer in self.layers if not isinstance(layer, FP8PagedLayer)]
 
     @property
     def plan(self) -> dict[int, LayerPlan]:
@@ -306,6 +375,21 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             for layer in self.stock_layers:
                 if can_crop(layer, tokens) and layer.get_seq_length() == length:
                     layer.crop(-tokens)
+
+    @contextmanager
+    def changing_text(self, change: Callable[[Text], Text | None]) -> Iterator[None]:
+        """Change the pages, and then the text; an exception in between leaves `UNKNOWN`.
+
+        A ConfigError is raised before any page changes, so the text stays.
+        """
+        before, self.text = self.text, UNKNOWN
+        try:
+            yield
+        except ConfigError:
+            self.text = before
+            raise
+        self.text = UNKNOWN if self.beginning else before and change(before)
+        self.beginning = None
 
     # -- forks, files, sizes -----------------------------------------------------------------
 

@@ -4,24 +4,12 @@ A cache is given keys and values, never tokens: `enable` tells it those of a `ge
 (prefix/generate.py).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
-
-from ..errors import ConfigError, FP8KVError
-from .layer import FP8PagedLayer
-from .options import CacheOptions
-from .paged_layers import PagedLayers
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,132 +93,6 @@ class Text:
 
 # The text of a cache that is changing, or was when an exception ended the change.
 UNKNOWN = Text(torch.empty((0, 0), dtype=torch.int64, device="cpu"))
-
-
-class TextHolder(DynamicCache):
-    """The part of `FP8PagedCache` that knows its text.
-
-    Attributes:
-        text: The first tokens that the cache holds, or all of them after the running step. It is
-            `UNKNOWN` while the cache changes, and None in a cache that never got a text.
-        beginning: The known first tokens, if embeddings or images came after them. `text` is then
-            None, or `UNKNOWN` once the pages change.
-        last_step: tokens that the last step added to `text`, whether or not it got to its end.
-        reused: tokens that `generate` found here instead of computing them, over all sequences.
-        takes_on_trust: whether a part of the text is what a prompt began with, not what was told.
-        restored: tokens whose pages came from a store, over all sequences.
-        identity: A digest of the model and the options that computed the text, or "".
-    """
-
-    text: Text | None = None
-    beginning: Text | None = None
-    last_step = 0
-    reused = 0
-    takes_on_trust = False
-    restored = 0
-    identity = ""
-    layers: list[Any]
-    options: CacheOptions
-    _paged: PagedLayers
-
-    @property
-    def stock_layers(self) -> list[Any]:
-        """The layers that are transformers' own."""
-        return [layer for layer in self.layers if not isinstance(layer, FP8PagedLayer)]
-
-    @contextmanager
-    def changing_text(self, change: Callable[[Text], Text | None]) -> Iterator[None]:
-        """Change the pages, and then the text; an exception in between leaves `UNKNOWN`.
-
-        A ConfigError is raised before any page changes, so the text stays.
-        """
-        before, self.text = self.text, UNKNOWN
-        try:
-            yield
-        except ConfigError:
-            self.text = before
-            raise
-        self.text = UNKNOWN if self.beginning else before and change(before)
-        self.beginning = None
-
-    def keep_prefix(self, text: Text) -> int:
-        """Keep the tokens that the cache shares with `text`, except its last, and count them.
-
-        All sequences keep the same number of tokens. The cache is emptied if its layers cannot go
-        back that far (a window that has moved on, a recurrent state), or if its text is not known
-        any more. A cache that never got a text is taken to hold the beginning of `text`.
-
-        Raises:
-            ConfigError: The cache never got a text, and it is not shorter than `text`.
-        """
-        lengths = {stored for stored in self._paged.host_lengths() if stored}
-        lengths |= {
-            int(layer.get_seq_length())
-            for layer in self.stock_layers
-            if isinstance(layer, DynamicLayer) and layer.is_initialized
-        }
-        length = max(lengths, default=0) or int(self.get_seq_length())
-        # A step may have been interrupted between two layers.
-        held = UNKNOWN if len(lengths) > 1 else self.text
-        if held is None and (known := self.beginning) is not None:
-            same = known.match(text) == (list(range(len(text.ids))), known.length)
-            held = None if same and text.length > length else known
-        if held is None:
-            self.takes_on_trust = length > 0
-            if length and text.length <= length:
-                raise ConfigError(
-                    f"expected a prompt of more than {length} tokens, which begins with those that "
-                    f"the cache holds, got {text.length}; the cache did not get them from "
-                    "generate() of an enabled model, so it cannot tell whether they are the same: "
-                    "call crop() or reset(), or make a new cache"
-                )
-            return length
-        # Or before any layer stored the tokens of the last step.
-        undone = self.last_step if held.length == length + self.last_step else 0
-        if undone:
-            held = held.crop(undone)
-        rows, shared = held.match(text)
-        shared = min(shared, text.length - 1)
-        if (
-            not shared
-            or held.length > length  # the layers were changed one by one
-            or (undone and self.stock_layers)  # a recurrent state may be further on
-            or not self._can_crop(length - shared)
-        ):
-            self.reset()  # type: ignore[no-untyped-call]
-            self.takes_on_trust = False
-            return 0
-        if rows != list(range(len(held.ids))):
-            self.batch_select_indices(torch.tensor(rows, device="cpu"))
-        if shared < length:
-            self.crop(shared - length)
-        return shared
-
-    def hold_what_is_left(self, text: Text | None, error: BaseException) -> None:
-        """Note which part of `text` the cache holds after a call that raised `error`.
-
-        This package's errors are raised before a layer stores anything. transformers' layers have
-        no such rollback, and other errors may come at any line: the cache is then emptied.
-        """
-        if self.text is not UNKNOWN or text is None:
-            return  # nothing has changed yet, or the next known text empties the cache
-        lengths = set(self._paged.host_lengths())
-        if not isinstance(error, FP8KVError) or len(lengths) > 1 or self.stock_layers:
-            self.reset()  # type: ignore[no-untyped-call]
-        elif self.takes_on_trust:
-            self.text = None
-        else:
-            self.text, self.last_step = text.crop(text.length - lengths.pop()), 0
-
-    def _can_crop(self, tokens: int) -> bool:
-        """Return whether every layer can remove its last `tokens` tokens."""
-        if not tokens:
-            return True
-        try:
-            self._paged.check_crop(tokens)
-        except ConfigError:
-            return False
-        return all(can_crop(layer, tokens) for layer in self.stock_layers)
 
 
 def can_crop(layer: Any, tokens: int) -> bool:

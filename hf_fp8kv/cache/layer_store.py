@@ -230,7 +230,7 @@ class LayerStore:
         """Take what a layer held; only for a new layer.
 
         A growing one is over the same pool. A preallocated one copies it: each sequence gets pages
-        of its own, and the cache sets the lengths.
+        of its own.
         """
         length, pool = self.length, snapshot.pool
         if self.indexer is not None and snapshot.indexer:
@@ -256,6 +256,8 @@ class LayerStore:
         self.pool.memory.put(own, rows.to(own.device))
         if snapshot.k_center is not None:
             self.encoding.set_center(snapshot.k_center)
+        length.set(snapshot.length)
+        length.fill_plan(1)
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host`, `other`, if not 0."""
@@ -263,7 +265,7 @@ class LayerStore:
         other = sum(tensor.nbytes for tensor in indexer.values())
         if not self.is_initialized:
             return {"other": other}
-        sizes = {"scales": 0, "other": other, **self.pool.memory_footprint()}
+        sizes = {"other": other, **self.pool.memory_footprint()}
         sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.tensors())
         used = len(np.unique(self.group.table.used()))
         if isinstance(self.length, DeviceLength):

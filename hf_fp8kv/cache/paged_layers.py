@@ -145,17 +145,8 @@ class PagedLayers:
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
         """Return what the layers of the cache hold, transformers' own among them."""
-        lengths = self.host_lengths()
-        groups: dict[int | None, LayerGroup] = {}
-        for window, group in self.groups.items():
-            own = {
-                store.length.member: length
-                for store, length in zip(self.stores, lengths, strict=True)
-                if store.group is group
-            }
-            fixed = self.fixed.get(window)
-            groups[window] = group.fork() if fixed is None else fixed.fork(own)
-        paged = iter(lengths)
+        paged, forked = iter(self.host_lengths()), self.fixed or self.groups
+        groups = {window: pages.fork() for window, pages in forked.items()}
         states = [
             layer.store.snapshot(groups[layer.sliding_window], next(paged))
             if isinstance(layer, FP8PagedLayer)
@@ -193,10 +184,6 @@ class PagedLayers:
             for store, state in zip(self.stores, states, strict=True):
                 store.restore(state)
         if copies:
-            for store, state in zip(self.stores, states, strict=True):
-                store.length.set(state.length)
-                if isinstance(store.length, DeviceLength):
-                    store.length.fill_plan(1)
             _match_widths(layers)
         return layers
 
@@ -214,12 +201,10 @@ class PagedLayers:
 
     def host_lengths(self) -> list[int]:
         """Return the tokens stored in each layer; waits for the device in the preallocated form."""
-        held = [x.length for x in self.stores if isinstance(x.length, DeviceLength)]
-        if held := [length for length in held if not length.is_empty]:
-            device = held[0].lengths.device
-            ends = iter(torch.cat([x.lengths[:1].to(device) for x in held]).tolist())
-            return [0 if store.length.is_empty else next(ends) for store in self.stores]
-        return [store.length.on_host() for store in self.stores]
+        if not self.fixed:
+            return [store.length.on_host() for store in self.stores]
+        stored = {window: fixed.stored() for window, fixed in self.fixed.items()}
+        return [stored[x.group.window].get(x.length.member, 0) for x in self.stores]
 
     def mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
         """Return what the mask function needs from this cache besides these sizes."""
@@ -285,10 +270,9 @@ class PagedLayers:
         self._step = []
         for store in self.stores:
             if (store.encoding.index, tokens) in written:
-                length = store.length
-                store.group.undo(length.on_host() - tokens, tokens, length.member)
+                store.group.lengths[store.length.member] -= tokens
         for group in self.groups.values():
-            group.undo(group.length, 0, 0)  # pages that no layer has written
+            group.drop_unused()
         self._free_empty()
 
     def reset(self) -> None:
@@ -345,7 +329,7 @@ class PagedLayers:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.
                 table.truncate(length)
             if table.batch:
-                table.list_instead(table.rows[rows], table.first, table.count)
+                table.list_instead(table.rows[rows], table.first)
         for store in self.stores:
             store.encoding.select(sequences)
             if store.indexer is not None:

@@ -201,7 +201,7 @@ def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
     pages = table.allocator.take(int(rows.max(initial=-1)) + 1)
     table.allocator.exact = False
     blank = np.full((len(rows), first), NO_PAGE, np.int32)
-    table.list_instead(np.concatenate([blank, rows], axis=1), first, first + rows.shape[1])
+    table.list_instead(np.concatenate([blank, rows], axis=1), first)
     # `take` counted each page once, the rows may list it more often.
     table.allocator.drop(pages)
     return table

@@ -61,7 +61,9 @@ class Turns:
         ropes = config_field(config, "rope_parameters") or {}
         theta = config_field(config, "rope_theta")
         most = int(config_field(config, "max_position_embeddings") or _MOST_POSITIONS)
-        mla, neighbors = _find_mla(config), _turns_neighbors(config)
+        sizes = [config_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
+        mla = None if None in sizes else (sizes[0], sizes[1])
+        neighbors = _turns_neighbors(config)
         needs_window = config.model_type in _ROPE_WITH_WINDOW
         # Granite 4 has fields of RoPE, and uses it only if this field says so.
         never = getattr(config, "position_embedding_type", "rope") != "rope"
@@ -95,38 +97,28 @@ class Turns:
         factors: Tensor = find(self, center.shape[-1], center.device)
         return center * factors
 
-    def _place(self, dim: int) -> tuple[int, int]:
-        """Return how many channels of `dim` come before those that turn, and how many pairs do."""
-        if self.mla is not None:
-            before, turned = self.mla
-            return (before, turned // 2) if before + turned == dim else (dim, 0)
-        return 0, int(dim * self.share) // 2
-
-    def _frequencies(self, pairs: int) -> Tensor:
-        """Return by how much each pair turns in a position, in radians: `[pairs]`, float32."""
-        pair = torch.arange(pairs, dtype=torch.float32, device="cpu")
-        speeds = self.base ** -(pair / max(pairs, 1))
-        return speeds.where(pair < int(pairs * self.moving), 0.0)
-
 
 @functools.cache
 def _steadiness(turns: Turns, dim: int, device: torch.device) -> Tensor:
     """Return the factors of `Turns.steady`: `[dim]`, float32, on `device`."""
+    # Channels before those that turn, and pairs that do.
+    before, pairs = 0, int(dim * turns.share) // 2
+    if turns.mla is not None:
+        before, pairs = turns.mla[0], turns.mla[1] // 2
+        if sum(turns.mla) != dim:
+            before, pairs = dim, 0
     with torch.inference_mode(False), torch.no_grad():
-        before, pairs = turns._place(dim)
+        pair = torch.arange(pairs, dtype=torch.float32, device="cpu")
+        radians = turns.base ** -(pair / max(pairs, 1))  # in a position
+        radians = radians.where(pair < int(pairs * turns.moving), 0.0)
         reach = min(_REACH, turns.positions // 2)
-        left = torch.sinc(turns._frequencies(pairs) * (reach / math.pi))
+        left = torch.sinc(radians * (reach / math.pi))
         both = left.repeat_interleave(2) if turns.neighbors else left.repeat(2)
         return pad(both, (before, dim - before - 2 * pairs), value=1.0).to(device)
 
 
 # Keys of a layer without RoPE.
 STILL = Turns(1.0, share=0.0, positions=0)
-
-
-def _find_mla(config: Any) -> tuple[int, int] | None:
-    both = [config_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
-    return None if None in both else (both[0], both[1])
 
 
 def _turns_neighbors(config: Any) -> bool:

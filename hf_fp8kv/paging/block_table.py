@@ -4,13 +4,14 @@ A `BlockTable` lists, for every sequence of a batch, its pages in order; all seq
 hold the same number of tokens (padding included), as transformers' caches do. Forks of a table
 share an allocator.
 
-    logical page     0   1   2   3   4          tokens 0 .. S-1 are in logical page 0
-    sequence 0       7   3   9   -1  -1         three pages in use (first = 0, count = 3)
-    sequence 1       7   3   4   -1  -1         two of them shared with sequence 0
+    logical page     0   1   2   3              tokens 0 .. S-1 are in logical page 0
+    sequence 0       -1  7   3   9              three pages in use (first = 1, count = 4)
+    sequence 1       -1  7   3   4              two of them shared with sequence 0
 """
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -31,17 +32,15 @@ class BlockTable:
     any line, such as KeyboardInterrupt, may lose a free page but never gives a page to two owners.
 
     Attributes:
-        rows: `[B, columns]`, int32; only columns `first` to `count - 1` are in use.
+        rows: `[B, count]`, int32; columns from `first` on are in use.
         first: logical pages before this one have fallen out of the window.
-        count: one past the last logical page in use.
         version: changes whenever `rows` changes; no two tables have the same.
         page_size: slots per page, in tokens.
     """
 
-    def __init__(self, allocator: PageAllocator, first: int = 0) -> None:
-        """Make a table without pages, whose first `reserve` is to begin in logical page `first`."""
+    def __init__(self, allocator: PageAllocator) -> None:
         self.allocator, self.page_size = allocator, allocator.page_size
-        self.first = self.count = first
+        self.first = 0
         # What `pages_of` found in the rows, by columns, and copies of the rows on devices.
         self._found: dict[tuple[int, int], Ints] = {}
         self._copies: dict[torch.device, torch.Tensor] = {}
@@ -64,9 +63,14 @@ class BlockTable:
         """Sequences; 0 before the first `reserve`."""
         return len(self.rows)
 
+    @property
+    def count(self) -> int:
+        """One past the last logical page in use."""
+        return int(self.rows.shape[1])
+
     def used(self) -> Ints:
         """Return the part of `rows` that is in use, a view: `[B, count - first]`."""
-        return self.rows[:, self.first : self.count]
+        return self.rows[:, self.first :]
 
     def pages_of(self, start: int, stop: int) -> Ints:
         """Return the pages of tokens `start` to `stop - 1`, as far as they are in use; ascending.
@@ -81,11 +85,11 @@ class BlockTable:
     def on_device(self, device: torch.device, columns: Ints | None = None) -> torch.Tensor:
         """Return a copy of the rows on `device`, `[B, n]`, int32; made once per change.
 
-        `columns`: which ones, the same at every call; None: those up to `count`.
+        `columns`: which ones, the same at every call; None: all.
         """
         if device not in self._copies:
             # np.take, since indexing would lay the copy out by columns, and kernels want rows.
-            rows = self.rows[:, : self.count] if columns is None else self.rows.take(columns, 1)
+            rows = self.rows if columns is None else self.rows.take(columns, 1)
             self._copies[device] = upload(rows.copy(), device)
         return self._copies[device]
 
@@ -96,7 +100,7 @@ class BlockTable:
 
     def pages_needed(self, start: int, stop: int, batch: int) -> int:
         """Return how many free pages `reserve` would take; change nothing."""
-        new = max(0, self._pages(stop) - self.count) * batch
+        new = max(0, self._pages(stop) - max(self.count, start // self.page_size)) * batch
         return new + len(self._shared(start, stop))
 
     def reserve(
@@ -112,13 +116,15 @@ class BlockTable:
 
         `start // page_size >= first`; `batch` is fixed by the first call until `clear`; `granted`
         as in `PageAllocator.take`. `copy` copies the content of pages that are shared so far.
+        Logical pages from `count` to before `start` get no page.
 
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
         assert self.batch in (0, batch), (self.batch, batch)
         with self.allocator.counting():
-            new = max(0, self._pages(stop) - self.count)
+            begin = max(self.count, start // self.page_size)
+            new = max(0, self._pages(stop) - begin)
             shared = self._shared(start, stop)
             if new == 0 and not shared:
                 return
@@ -132,35 +138,26 @@ class BlockTable:
                 self.allocator.drop(numbers)
                 raise
             self._change()
-            if self.batch == 0:
-                self.rows = np.full((batch, 0), NO_PAGE, np.int32)
-            if (columns := self.count + new) > self.rows.shape[1]:
-                # A quarter more, so that a growing sequence seldom moves the table.
-                extra = max(columns + columns // 4, 8) - self.rows.shape[1]
-                blank = np.full((batch, extra), NO_PAGE, np.int32)
-                self.rows = np.concatenate([self.rows, blank], axis=1)
             self.rows[index] = own
             # No page becomes free here: of its holders at least one stays.
             np.subtract.at(self.allocator.references, sources, 1)
             if new:
                 # Sequence by sequence, so that each has its pages side by side.
                 more = numbers[: new * batch].reshape(batch, new)
-                self.rows[:, self.count : self.count + new] = more
-                self.count += new
-
-    def _unlist(self, start: int, stop: int, first: int, count: int) -> None:
-        """Drop the pages of columns `start` to `stop - 1`; `first` to `count - 1` stay in use."""
-        dropped = self.rows[:, start:stop].flatten()
-        self._change()
-        self.first, self.count = first, count
-        self.rows[:, start:stop] = NO_PAGE
-        self.allocator.drop(dropped)
+                blank = np.full((batch, begin - self.count), NO_PAGE, np.int32)
+                if self.first == self.count:
+                    self.first = begin
+                old = self.rows.reshape(batch, -1)  # also of an empty table
+                self.rows = np.concatenate([old, blank, more], axis=1)
 
     def truncate(self, length: int) -> None:
         """Drop the pages that hold no token below `length`."""
         count = max(self._pages(length), self.first)
         if count < self.count:
-            self._unlist(count, self.count, self.first, count)
+            dropped = self.rows[:, count:]
+            self._change()
+            self.rows = self.rows[:, :count]
+            self.allocator.drop(dropped)
 
     def count_releasable(self, token: int) -> int:
         """Return how many pages `release` would make free; change nothing."""
@@ -190,28 +187,33 @@ class BlockTable:
         """Drop the pages that hold only tokens before `token`."""
         first = min(token // self.page_size, self.count)
         if first > self.first:
-            self._unlist(self.first, first, first, self.count)
+            behind = self.rows[:, self.first : first]
+            dropped = behind.copy()
+            self._change()
+            self.first = first
+            behind[:] = NO_PAGE
+            self.allocator.drop(dropped)
 
-    def list_instead(self, rows: Ints, first: int, count: int) -> None:
-        """List the pages of `rows`, whose columns `first` to `count - 1` are in use, instead.
+    def list_instead(self, rows: Ints, first: int) -> None:
+        """List the pages of `rows`, whose columns from `first` on are in use, instead.
 
         Pages that were listed before are shared, not copied.
         """
         old = self.used()
-        self.allocator.share(rows[:, first:count])
+        self.allocator.share(rows[:, first:])
         self._change()
-        self.rows, self.first, self.count = rows, first, count
+        self.rows, self.first = rows, first
         self.allocator.drop(old)
 
     def fork(self) -> "BlockTable":
         """Return a table with the same pages, each held once more."""
         fork = BlockTable(self.allocator)
-        fork.list_instead(self.rows.copy(), self.first, self.count)
+        fork.list_instead(self.rows.copy(), self.first)
         return fork
 
     def clear(self) -> None:
         """Drop every page; the batch size is free again."""
-        self.list_instead(np.full((0, 0), NO_PAGE, np.int32), 0, 0)
+        self.list_instead(np.full((0, 0), NO_PAGE, np.int32), 0)
 
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)
@@ -221,17 +223,13 @@ class BlockTable:
 
         Of several sequences that hold a page and nobody else does, the last keeps it.
         """
-        first, last = start // self.page_size, min(self._pages(stop), self.count)
-        if not (self.allocator.references[self.rows[:, first:last]] > 1).any():
-            return []
-        left: dict[int, int] = {}
-        places = []
-        for column in range(first, last):
-            for row, page in enumerate(self.rows[:, column].tolist()):
-                holders = left.get(page)
-                if holders is None:
-                    holders = int(self.allocator.references[page])
-                if holders > 1:
-                    places.append((row, column))
-                left[page] = holders - 1
+        first, last = start // self.page_size, self._pages(stop)
+        references, places, seen = self.allocator.references, [], Counter[int]()
+        pages = self.rows[:, first:last]
+        if (references[pages] > 1).any():
+            for column, held in enumerate(pages.T.tolist(), first):
+                for row, page in enumerate(held):
+                    seen[page] += 1
+                    if references[page] > seen[page]:
+                        places.append((row, column))
         return places

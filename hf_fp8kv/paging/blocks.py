@@ -8,12 +8,12 @@ import torch
 
 from ..formats import LayerPlan
 from ..ops import Pages
+from ..ops.blocks import Ints as Numbers
 from ..ops.blocks import locate_pages, put_pages, take_pages
 
 # Bytes of a block, at most, if a page is not larger: what a pool asks memory for at a time.
 BLOCK_BYTES = 16 << 20
 
-Numbers = np.ndarray[Any, np.dtype[np.integer]]
 _NO_OFFSETS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 

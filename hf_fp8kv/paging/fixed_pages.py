@@ -7,7 +7,8 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from .blocks import Numbers, zeros
+from ..ops.blocks import Ints as Numbers
+from .blocks import zeros
 from .layer_group import LayerGroup
 from .page_allocator import NO_PAGE
 
@@ -36,8 +37,8 @@ class FixedPages:
         siblings.append(weakref.ref(self))
         self.lengths: dict[int, torch.Tensor] = {}
         self.lost: dict[int, int] = {}
-        # A plan, the batch it is for, and the member that fills it.
-        self._plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
+        # Plans, and the member that fills each.
+        self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
         group.table.allocator.exact = True
 
     @property
@@ -51,12 +52,6 @@ class FixedPages:
     def ring(self) -> int:
         """Pages of a sequence, if they are fewer than logical pages; 0: all tokens are kept."""
         return self.count if self.count < self.columns else 0
-
-    @property
-    def tokens_at_once(self) -> int:
-        """The most tokens of a call that leave all that the first of them sees in the ring."""
-        assert self.group.window is not None
-        return (self.ring - 1) * self.group.page_size - self.group.window + 2
 
     @torch.compiler.disable(
         reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or "
@@ -103,16 +98,14 @@ class FixedPages:
         fills the plan at each step. A plan is a partition of all positions, whichever lengths it
         was made for: one that was not filled again is balanced less well, and as right.
         """
-        device, batch, window = lengths.device, len(lengths), self.group.window or 0
-        size = ops.plan_rows(backend, device, batch, heads, None, rows)
-        if size is None:
-            return None, -1
-        plan, planned, leader = self._plans.get((device, heads, rows), (None, 0, member))
-        if plan is None or planned != batch:
-            plan, leader = zeros((size, 4), torch.int32, device), member
-            ops.make_plan(plan, lengths, 1, window, 0, heads, backend)
-            self._plans[device, heads, rows] = plan, batch, leader
-        return plan, leader
+        key = device, batch, *_ = lengths.device, len(lengths), heads, rows
+        if key not in self._plans:
+            size, plan = ops.plan_rows(backend, device, batch, heads, None, rows), None
+            if size is not None:
+                plan = zeros((size, 4), torch.int32, device)
+                ops.make_plan(plan, lengths, 1, self.group.window or 0, 0, heads, backend)
+            self._plans[key] = plan, member
+        return self._plans[key]
 
     def unshare(self, length: int) -> None:
         """Give each sequence pages of its own for what is written from `length` on."""
@@ -145,7 +138,7 @@ class FixedPages:
         ring, table, size = self.ring, self.group.table, self.group.page_size
         if not ring:
             return
-        stored = {member: int(x[0]) for member, x in self.lengths.items()}
+        stored = self.stored()
         lengths = set(stored.values()) - {0}
         length = max(lengths, default=0)
         if len(lengths) > 1 and length > ring * size:
@@ -162,6 +155,12 @@ class FixedPages:
             table.rows[:, swapped] = table.rows[:, swapped[::-1]]
         self.taken = self.columns
 
+    def stored(self) -> dict[int, int]:
+        """Return the tokens of each member that was called; waits for the device."""
+        lengths = [x[:1] for x in self.lengths.values()]
+        ends = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
+        return dict(zip(self.lengths, ends, strict=True))
+
     def note_stored(self, member: int, length: int) -> int:
         """Return the first token that a ring has not lost when a member has stored `length`."""
         lost = self.lost.get(member, 0)
@@ -171,16 +170,16 @@ class FixedPages:
         self.lost[member] = lost
         return lost
 
-    def fork(self, lengths: dict[int, int]) -> LayerGroup:
-        """Return a growing group with a table of the logical pages of these members' tokens."""
-        fork, size = self.group.fork(), self.group.page_size
-        lost = max((self.note_stored(member, n) for member, n in lengths.items()), default=0)
-        length = max(lengths.values(), default=0)
+    def fork(self) -> LayerGroup:
+        """Return a growing group with a table of the logical pages of all tokens."""
+        fork, size, stored = self.group.fork(), self.group.page_size, self.stored()
+        lost = max((self.note_stored(member, n) for member, n in stored.items()), default=0)
+        length = max(stored.values(), default=0)
         if self.ring:
             table, first, count = fork.table, lost // size, -(-length // size)
             rows = np.full((table.batch, count), NO_PAGE, np.int32)
             rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
-            table.list_instead(rows, first, count)
+            table.list_instead(rows, first)
         else:
             fork.table.truncate(length)
             fork.table.release(lost)

@@ -8,12 +8,61 @@ its queries read, and copies the last window from there to its own pages.
 
 import weakref
 
+import torch
+
+from .. import ops
 from ..errors import ConfigError
 from ..ops.visibility import first_visible
 from .block_table import BlockTable, Copies
 from .page_allocator import Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
-from .step import Step
+
+
+class Step:
+    """A call of the layers of a group, each of which gets the same number of tokens.
+
+    The first layer of a step makes it. Lengths and plans are made once per device and kind.
+
+    Attributes:
+        start: tokens that each sequence held before.
+        stop: tokens that each sequence holds after it.
+        batch: the number of sequences.
+        version: the version of the block table, once it has the pages of the call.
+        kept: the logical page from which on a long call has pages; None: it is not long.
+    """
+
+    def __init__(
+        self, start: int, stop: int, batch: int, version: int = -1, kept: int | None = None
+    ) -> None:
+        self.start, self.stop, self.batch, self.version = start, stop, batch, version
+        self.kept = kept
+        self._lengths: dict[torch.device, torch.Tensor] = {}
+        self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
+
+    def lengths(self, device: torch.device) -> torch.Tensor:
+        """Return `stop` for each sequence, `[B]`, int32, on `device`."""
+        if (lengths := self._lengths.get(device)) is None:
+            lengths = torch.full((self.batch,), self.stop, dtype=torch.int32, device=device)
+            self._lengths[device] = lengths
+        return lengths
+
+    def plan(
+        self, first: int, heads: int, rows: int, device: torch.device, backend: str
+    ) -> torch.Tensor | None:
+        """Return the plan for positions `first` to `stop - 1`; None: the backend has no plans.
+
+        `heads`: KV heads. `rows`: query rows of each. A plan never changes. It holds for any number
+        of query tokens, and for any window that leaves nothing before `first` visible.
+        """
+        key = (first, heads, rows, device, backend)
+        if key not in self._plans:
+            size = ops.plan_rows(backend, device, self.batch, heads, self.stop - first, rows)
+            plan = None
+            if size is not None:
+                plan = torch.empty((size, 4), dtype=torch.int32, device=device)
+                ops.make_plan(plan, self.lengths(device), 1, 0, first, heads, backend)
+            self._plans[key] = plan
+        return self._plans[key]
 
 
 class LayerGroup:
@@ -34,8 +83,6 @@ class LayerGroup:
         step: the step that `prepare` was called for last, or None.
         deferred: the slots, and the number of sequences, for which pages are taken when the table
             is used, or None; see `FixedPages.defer`.
-        before: the block table from before `step`, if this is longer than a window's pages have
-            room for, and some layer has not stored it.
     """
 
     def __init__(
@@ -51,7 +98,6 @@ class LayerGroup:
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
         self.step: Step | None = None
         self.deferred: tuple[int, int] | None = None
-        self.before: BlockTable | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
 
     def add(self, pool: PagePool) -> int:
@@ -111,48 +157,44 @@ class LayerGroup:
                     f"whose window begins at token {first}; give a call to all layers before the "
                     "next one"
                 )
-        demands = [group._demand(start, stop, batch) for group in groups]
-        if needed := sum(pages for pages, _ in demands):
-            self.budget.require(needed - sum(freed for _, freed in demands))
-        for group in groups:
-            group._make_room(start, stop, batch)
+        calls = [(group, *group._span(start, stop)) for group in groups]
+        if needed := sum(x.table.pages_needed(first, stop, batch) for x, first, *_ in calls):
+            freed = sum(group.table.count_releasable(kept) for group, _, kept, _ in calls)
+            self.budget.require(needed - freed)
+        for group, first, kept, is_long in calls:
+            if not is_long:
+                group.table.release(kept)
+                group.shrink()
+            # Before it has pages, so that an interrupted long call is undone.
+            step = Step(start, stop, batch, kept=first // self.page_size if is_long else None)
+            group.step = step
+            group.table.reserve(first, stop, batch, group.copy_pages, granted=True)
+            step.version = group.table.version
 
-    def _is_long(self, start: int, stop: int) -> bool:
-        """Return whether a call is longer than the pages that a window is in have room for."""
-        if self.window is None or self.record_past:
-            return False
-        pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
-        # Layers that advance apart need pages for the slowest: then everything is kept.
-        return pages > self.window_pages and all(n in (0, start) for n in self.lengths)
+    def _span(self, start: int, stop: int) -> tuple[int, int, bool]:
+        """Return which token of a call has the first page, and which token is kept after it.
 
-    def _demand(self, start: int, stop: int, batch: int) -> tuple[int, int]:
-        """Return how many pages a call takes, and how many it frees, perhaps when it ends."""
-        table = self.table
-        if self._is_long(start, stop):
-            pages = -(-stop // self.page_size) - self.first_kept(stop) // self.page_size
-            return pages * batch, table.count_releasable(table.count * self.page_size)
-        freed = table.count_releasable(self._first_needed(keep_recorded=True))
-        return table.pages_needed(start, stop, batch), freed
+        Also return whether the call is long, so that the table frees pages when it ends.
+        """
+        if self.window is not None and not self.record_past:
+            pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
+            # Layers that advance apart need pages for the slowest: then everything is kept.
+            if pages > self.window_pages and all(n in (0, start) for n in self.lengths):
+                kept = self.first_kept(stop)
+                return max(start, kept), kept, True
+        return start, self._first_needed(keep_recorded=True), False
 
-    def _make_room(self, start: int, stop: int, batch: int) -> None:
-        if self._is_long(start, stop):
-            before, kept = self.table, self.first_kept(stop)
-            table = BlockTable(before.allocator, kept // self.page_size)
-            table.reserve(kept, stop, batch, granted=True)
-            step = Step(start, stop, batch, table.version)
-            self._table, self.before, self.step = table, before if start else None, step  # at once
-        else:
-            self.table.release(self._first_needed(keep_recorded=True))
-            self.shrink()
-            self.table.reserve(start, stop, batch, self.copy_pages, granted=True)
-            self.step = Step(start, stop, batch, self.table.version)
+    def _long_step(self) -> Step | None:
+        """Return the running long call, for which the pages from before it stay, or None."""
+        step = self.step
+        return step if step and step.start and step.kept is not None else None
 
     def finish(self) -> None:
         """Free the pages from before a long call that every layer has stored."""
-        step, before = self.step, self.before
-        if step and before and all(n in (0, step.stop) for n in self.lengths):
-            self.before = None
-            before.clear()
+        step = self._long_step()
+        if step and all(n in (0, step.stop) for n in self.lengths):
+            self.table.release(self.first_kept(step.stop))
+            step.kept = None
             self.shrink(at_once=True)
 
     def settle(self) -> None:
@@ -162,40 +204,30 @@ class LayerGroup:
             ConfigError: some layers have stored it, and others have not.
         """
         self.finish()
-        if (step := self.step) is None or self.before is None:
+        if (step := self._long_step()) is None:
             return
-        if step.stop not in self.lengths:
-            self.undo(step.start, 0, 0)
-        else:
+        if step.stop in self.lengths:
             raise ConfigError(
                 f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
                 f"some layers at {step.stop} and others at {step.start} tokens, and a window of "
                 f"{self.window} that a call as long moves on; reset the cache"
             )
+        self.drop_unused()
 
-    def undo(self, start: int, tokens: int, member: int) -> None:
-        """Take back a step of `tokens` from `start` that a member has stored, for this member."""
-        self.lengths[member] -= tokens
-        step, before = self.step, self.before
-        if step is None or before is None or step.start != start:
-            self.table.truncate(self.length)
-            if not self.length:
-                self.clear()
-            return
-        self.table.clear()
-        self._table, self.before = before, None
-        self.shrink(at_once=True)
+    def drop_unused(self) -> None:
+        """Drop the pages of a step that no layer has stored, or that was undone for all."""
+        step, length = self._long_step(), self.length
+        self.table.truncate(length)
+        if not length:
+            self.clear()
+        elif step and length == step.start:
+            self.step = None
+            self.shrink(at_once=True)
 
     def held_pages(self, member: int) -> Ints:
         """Return the pages of the member's pool that the next call reads, ascending, each once."""
         length = self.lengths[member]
-        return self.table_of(member).pages_of(self.first_kept(length), length)
-
-    def table_of(self, member: int) -> BlockTable:
-        """Return the block table of a member's tokens, which a long call replaces."""
-        step, before = self.step, self.before
-        is_behind = step is not None and step.start == self.lengths[member]
-        return before if before is not None and is_behind else self.table
+        return self.table.pages_of(self.first_kept(length), length)
 
     def shrink(self, *, at_once: bool = False) -> None:
         """Renumber the pages, unless forks hold some: if few are held, or `at_once` if any is free.
@@ -244,11 +276,9 @@ class LayerGroup:
 
     def clear(self) -> None:
         """Drop all tokens; the batch size is free again."""
-        if self.before is not None:
-            self.before.clear()
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
-        self.step = self.before = None
+        self.step = None
 
     def fork(self) -> "LayerGroup":
         """Return a group without layers over the same pages: O(pages), no bytes are copied."""

@@ -12,9 +12,8 @@ from .. import ops
 from ..errors import ConfigError, OutOfPagesError
 from .blocks import zeros
 from .fixed_pages import FixedPages
-from .layer_group import LayerGroup
+from .layer_group import LayerGroup, Step
 from .page_allocator import Ints
-from .step import Step
 
 
 class LongWrite(NamedTuple):
@@ -23,7 +22,7 @@ class LongWrite(NamedTuple):
     Attributes:
         first: the logical page with the first token that the call sees: a number, or `[B]`, int64.
         old: `[B, n]`, the pages from `first` on, before the call.
-        kept: the logical page from which on tokens stay; like `first`.
+        kept: the logical page from which on tokens are stored for good; like `first`.
         own: `[B, m]`, the pages from `kept` on, after the call.
         skipped: on an empty layer, tokens before `kept`.
     """
@@ -101,10 +100,10 @@ class HostLength:
         assert step is not None
         seen, size = group.visible_from(start), group.page_size
         long = None
-        if table.first * size > seen:
-            first, before = seen // size, group.before
-            old = before.rows[:, first : before.count] if before else table.rows[:, :0]
-            long = LongWrite(first, old, table.first, table.used(), table.first * size)
+        if (kept := step.kept) is not None:
+            first = seen // size
+            old, own = table.rows[:, first : -(-start // size)], table.rows[:, kept:]
+            long = LongWrite(first, old, kept, own, kept * size)
         lengths = step.lengths(device)
         return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)
 
@@ -128,7 +127,7 @@ class HostLength:
 
     def written(self, device: torch.device) -> Call:
         """Return where all tokens are that are not behind the window of the next one."""
-        group, stop, table = self.group, self.stored, self.group.table_of(self.member)
+        group, stop, table = self.group, self.stored, self.group.table
         step, first = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
         return Call(1, table.on_device(device), step.lengths(device), first, stop, step)
 
@@ -205,7 +204,9 @@ class DeviceLength:
         after = ops.advance(self.lengths, tokens, self.room, backend)
         ring, size = self.fixed.ring, self.group.page_size
         long = None
-        if ring and tokens > self.fixed.tokens_at_once:
+        # The most tokens that leave all that the first of them sees in the ring.
+        most = (ring - 1) * size - (self.group.window or 0) + 2
+        if ring and tokens > most:
             first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))
             # On an empty layer only the last pages of these tokens will ever be read.
             skipped = max((tokens - 1) // size - ring + 1, 0) * size

@@ -6,13 +6,12 @@ ordinary memory, and the copies are the same.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from .blocks import Blocks, Numbers
+from ..ops.blocks import Ints as Numbers
+from .blocks import Blocks
 from .page_allocator import PageBudget
 
 _HOST = torch.device("cpu")
@@ -25,6 +24,7 @@ class OffloadBudget(PageBudget):
         max_device_pages: how many pages of every layer the device has room for; None: those of
             two layers, the one that computes and the next one.
         layers: the pages of each layer, of a cache and its forks.
+        streams: of the copies, for each device.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class OffloadBudget(PageBudget):
         super().__init__(page_size, max_pages)
         self.max_device_pages = max_device_pages
         self.layers: weakref.WeakSet[Tiers] = weakref.WeakSet()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self._uses = 0
 
     def use(self, layer: "Tiers", pages: Numbers, following: "Tiers", its_pages: Numbers) -> None:
@@ -74,19 +74,6 @@ class OffloadBudget(PageBudget):
             return len(layers) <= 2
         count = len({layer.index for layer in self.layers})
         return sum(map(len, layers)) <= self.max_device_pages * count
-
-    @contextmanager
-    def copying(self, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-        """Start copies after all that was started on `device`, beside what will be."""
-        if device.type != "cuda":
-            yield None
-            return
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield stream
 
 
 class Tiers:
@@ -190,10 +177,16 @@ class Tiers:
             torch.cuda.current_stream(self._copied.device).wait_event(self._copied)
 
     def _copy_over(self, source: Blocks, target: Blocks, pages: Numbers) -> None:
-        with self.budget.copying(self.here.tensors[0].device) as stream:
-            target.receive(source, pages, waits=stream is None)
-            if stream is not None:
-                self._copied = stream.record_event()
+        device, streams = self.here.tensors[0].device, self.budget.streams
+        if device.type != "cuda":
+            target.receive(source, pages, waits=True)
+            return
+        # After all that was started on the device, next to what will be.
+        stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.receive(source, pages, waits=False)
+            self._copied = stream.record_event()
 
     def _finish_copies(self) -> None:
         if self._copied is not None:

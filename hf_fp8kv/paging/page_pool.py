@@ -66,8 +66,6 @@ class PagePool:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind, room for growth included: `pages`, `scales`, `tables`, `host`."""
-        if not self.is_allocated:
-            return {}
         scales, blocks, memory = 0, self.blocks, self.memory
         if self.has_scales:
             parts = (self.layout.split(block)["token_scales"] for block in blocks.tensors)

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.cache_utils import DynamicLayer
 
-from ..cache.held_text import UNKNOWN, Text, TextHolder
-from ..errors import ConfigError
+from ..cache.cache import FP8PagedCache
+from ..cache.held_text import UNKNOWN, Text, can_crop
+from ..errors import ConfigError, FP8KVError
 from ..modeling.identity import identify_model
 from ..modeling.methods import ModelMethod
 from ..modeling.model_support import CACHE
@@ -43,7 +45,7 @@ class Prefill(ModelMethod):
         self, input_ids: Any, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         cache, (reuse_prefix, store) = model_kwargs.get(CACHE), self.arguments
-        if not isinstance(cache, TextHolder):
+        if not isinstance(cache, FP8PagedCache):
             return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
         if store is not None:
             check_store(store, cache.options, self.model.config, cache)
@@ -75,26 +77,26 @@ class Prefill(ModelMethod):
             elif text is not None and {*cache._paged.host_lengths()} <= {0, text.length}:
                 cache.beginning, cache.text, cache.last_step = None, text, 0
         except BaseException as error:
-            cache.hold_what_is_left(text, error)
+            _hold_what_is_left(cache, text, error)
             raise
         return outputs
 
-    def _begin(self, prompt: StoredPrompt, cache: TextHolder, text: Text, config: Any) -> None:
+    def _begin(self, prompt: StoredPrompt, cache: FP8PagedCache, text: Text, config: Any) -> None:
         """Let a cache hold what is known of a text: by itself, or by the store."""
         begins_empty = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
         identity = self._identify(cache)
         # Also pages of no identity: made with dropout, or by weights that could not be hashed.
         is_other = identity != cache.identity and (cache.identity or cache.text is not None)
         if begins_empty or is_other:
-            cache.reset()  # type: ignore[no-untyped-call]
-        cache.reused += len(text.ids) * cache.keep_prefix(text)
+            cache.reset()
+        cache.reused += len(text.ids) * _keep_prefix(cache, text)
         cache.identity, cache.text = identity, UNKNOWN
         if identity and not cache.takes_on_trust:
             prompt.find(identity, text)
             if not begins_empty:
                 prompt.restore()
 
-    def _identify(self, cache: TextHolder) -> str:
+    def _identify(self, cache: FP8PagedCache) -> str:
         """Return the identity of stored pages without their tokens, or "" if they are unusable."""
         model, store = self.model, self.arguments[1]
         # One module is enough: an adapter that was added to a model in eval mode has dropout.
@@ -107,6 +109,88 @@ class Prefill(ModelMethod):
         except ConfigError as error:
             warn_once(logger, f"{store} is not used: {error}")
             return ""
+
+
+def _keep_prefix(cache: FP8PagedCache, text: Text) -> int:
+    """Keep the tokens that the cache shares with `text`, except its last, and count them.
+
+    All sequences keep the same number of tokens. The cache is emptied if its layers cannot go
+    back that far (a window that has moved on, a recurrent state), or if its text is not known
+    any more. A cache that never got a text is taken to hold the beginning of `text`.
+
+    Raises:
+        ConfigError: The cache never got a text, and it is not shorter than `text`.
+    """
+    lengths = {stored for stored in cache._paged.host_lengths() if stored}
+    lengths |= {
+        int(layer.get_seq_length())
+        for layer in cache.stock_layers
+        if isinstance(layer, DynamicLayer) and layer.is_initialized
+    }
+    length = max(lengths, default=0) or int(cache.get_seq_length())
+    # A step may have been interrupted between two layers.
+    held = UNKNOWN if len(lengths) > 1 else cache.text
+    if held is None and (known := cache.beginning) is not None:
+        same = known.match(text) == (list(range(len(text.ids))), known.length)
+        held = None if same and text.length > length else known
+    if held is None:
+        cache.takes_on_trust = length > 0
+        if length and text.length <= length:
+            raise ConfigError(
+                f"expected a prompt of more than {length} tokens, which begins with those that "
+                f"the cache holds, got {text.length}; the cache did not get them from "
+                "generate() of an enabled model, so it cannot tell whether they are the same: "
+                "call crop() or reset(), or make a new cache"
+            )
+        return length
+    # Or before any layer stored the tokens of the last step.
+    undone = cache.last_step if held.length == length + cache.last_step else 0
+    if undone:
+        held = held.crop(undone)
+    rows, shared = held.match(text)
+    shared = min(shared, text.length - 1)
+    if (
+        not shared
+        or held.length > length  # the layers were changed one by one
+        or (undone and cache.stock_layers)  # a recurrent state may be further on
+        or not _can_crop(cache, length - shared)
+    ):
+        cache.reset()
+        cache.takes_on_trust = False
+        return 0
+    if rows != list(range(len(held.ids))):
+        cache.batch_select_indices(torch.tensor(rows, device="cpu"))
+    if shared < length:
+        cache.crop(shared - length)
+    return shared
+
+
+def _hold_what_is_left(cache: FP8PagedCache, text: Text | None, error: BaseException) -> None:
+    """Note which part of `text` the cache holds after a call that raised `error`.
+
+    This package's errors are raised before a layer stores anything. transformers' layers have
+    no such rollback, and other errors may come at any line: the cache is then emptied.
+    """
+    if cache.text is not UNKNOWN or text is None:
+        return  # nothing has changed yet, or the next known text empties the cache
+    lengths = set(cache._paged.host_lengths())
+    if not isinstance(error, FP8KVError) or len(lengths) > 1 or cache.stock_layers:
+        cache.reset()
+    elif cache.takes_on_trust:
+        cache.text = None
+    else:
+        cache.text, cache.last_step = text.crop(text.length - lengths.pop()), 0
+
+
+def _can_crop(cache: FP8PagedCache, tokens: int) -> bool:
+    """Return whether every layer can remove its last `tokens` tokens."""
+    if not tokens:
+        return True
+    try:
+        cache._paged.check_crop(tokens)
+    except ConfigError:
+        return False
+    return all(can_crop(layer, tokens) for layer in cache.stock_layers)
 
 
 def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Text | None:
@@ -129,7 +213,7 @@ class PrepareInputs(ModelMethod):
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
         # During a prefill the text is None or `UNKNOWN`, and stays so.
-        if isinstance(cache, TextHolder) and (text := cache.text) is not None:
+        if isinstance(cache, FP8PagedCache) and (text := cache.text) is not None:
             # Assisted decoding has no prefill, and its first tokens may be new tokens alone.
             is_new = text is UNKNOWN or kwargs.get("is_first_iteration", False)
             cache.last_step = 0 if is_new else input_ids.shape[1] - text.length

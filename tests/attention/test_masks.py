@@ -49,6 +49,7 @@ PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "before the query": (lambda: lambda b, h, q, k: k <= q - 1, None),
     "by head": (lambda: lambda b, h, q, k: k <= q + h, None),
     "by batch": (lambda: lambda b, h, q, k: (k <= q) & (b == 0), None),
+    "by a choice of heads": (lambda: lambda b, h, q, k: k < q if h in (0, 2) else k <= q, None),
     "a window alone": (lambda: stock.sliding_window_overlay(5), None),
     "by value": (lambda: lambda b, h, q, k: k <= q if q > 3 else k < q, None),
     "a window twice": (

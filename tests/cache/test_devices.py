@@ -139,7 +139,6 @@ def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
 
 
 def test_a_cache_that_cannot_follow_stays_as_it_is():
-    pytest.importorskip("cpu")
     options = {"page_size": 8, "backend": "cpu", "prefill": "stored"}
     cache = FP8PagedCache(new_cache({}).config, **options)
     tokens = torch.randn(1, HEADS, 3, DIM)

@@ -136,13 +136,6 @@ class ModelTable:
         most = (self.window + self.page_size - 2) // self.page_size + 1
         return -(-stop // self.page_size) - self.visible_from(start) // self.page_size > most
 
-    def start_over(self, stop: int, batch: int) -> int:
-        """Only the window of the token at `stop` is left; returns how many pages were taken."""
-        self.first = self.kept_from(stop)
-        numbers = range(self.first, -(-stop // self.page_size))
-        self.pages = [{n: ModelPage() for n in numbers} for _ in range(batch)]
-        return batch * len(numbers)
-
     def take(self, start: int, stop: int, batch: int, others: list["ModelTable"]) -> int:
         """Every position to be written has a page of its own; returns how many were taken."""
         self.pages = self.pages or [{} for _ in range(batch)]
@@ -177,7 +170,6 @@ def check_tables(*tables: BlockTable) -> None:
         used = table.used()
         assert (used >= 0).all(), f"a page in use has no number: {used}"
         assert (table.rows[:, : table.first] == NO_PAGE).all(), "a released page is listed"
-        assert (table.rows[:, table.count :] == NO_PAGE).all(), "a page beyond count is listed"
         np.add.at(references, used.ravel(), 1)
     wrong = np.flatnonzero(references != allocator.references)
     assert not len(wrong), (
@@ -199,7 +191,7 @@ def fork_group(group: LayerGroup) -> LayerGroup:
 
 
 def select(table: BlockTable, sequences: list[int]) -> None:
-    table.list_instead(table.rows[sequences], table.first, table.count)
+    table.list_instead(table.rows[sequences], table.first)
 
 
 def check_crop(group: LayerGroup, tokens: int) -> None:
@@ -272,18 +264,25 @@ class Pages(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Cache:
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1), label="cache")]
 
-    def predicted(self, cache: Cache, tokens: int, batch: int) -> tuple[dict[str, ModelTable], int]:
-        """The tables after `tokens` more, and the pages that takes; changes nothing."""
-        after, taken = {}, 0
+    def predicted(
+        self, cache: Cache, tokens: int, batch: int, *, in_vain: bool = False
+    ) -> tuple[dict[str, ModelTable], int]:
+        """The tables after `tokens` more, and the pages that takes; changes nothing.
+
+        `in_vain`: before a long call frees what is behind its window.
+        """
+        after, taken, start, stop = {}, 0, cache.length, cache.length + tokens
         for name, model in cache.models.items():
             new = after[name] = model.copied()
-            if new.passes(cache.length, cache.length + tokens):
-                taken += new.start_over(cache.length + tokens, batch)
-                continue
-            if not new.record_past:
-                new.settle(cache.length)
+            first, is_long = start, new.passes(start, stop)
+            if is_long:
+                first = max(start, new.kept_from(stop) * self.page_size)
+            elif not new.record_past:
+                new.settle(start)
             others = [c.models[name] for c in self.caches if c is not cache]
-            taken += new.take(cache.length, cache.length + tokens, batch, [*others, new])
+            taken += new.take(first, stop, batch, [*others, new])
+            if is_long and not in_vain:
+                new.settle(stop)
         return after, taken
 
     def tables(self) -> dict[PageAllocator, list[BlockTable]]:
@@ -299,11 +298,9 @@ class Pages(RuleBasedStateMachine):
         models = []
         for other in self.caches:
             for model in other.models.values():
-                now = model.copied()
-                if other is cache and now.passes(cache.length, cache.length + tokens):
-                    continue
+                now, stop = model.copied(), cache.length + tokens
                 if other is cache and not now.record_past:
-                    now.settle(cache.length)
+                    now.settle(stop if now.passes(cache.length, stop) else cache.length)
                 models.append(now)
         return len({*page_ids(models)})
 
@@ -373,20 +370,18 @@ class Pages(RuleBasedStateMachine):
             return
         layers = [(g, member) for g in cache.groups.values() for member in range(len(g.pools))]
         written = layers[: data.draw(st.integers(1, len(layers)), label="layers")]
-        after, _ = self.predicted(cache, tokens, batch)
+        cache.models, _ = self.predicted(cache, tokens, batch, in_vain=True)
         for group, member in written:
             self.write_layer(cache, group, member, np.zeros((batch, tokens), np.int64))
         for group, member in written:
-            group.undo(cache.length, tokens, member)
+            group.lengths[member] -= tokens
         for group in cache.groups.values():
-            group.undo(cache.length, 0, 0)  # of groups with a call that no layer has stored
-        for name, model in cache.models.items():
-            if not model.passes(cache.length, cache.length + tokens):
-                # A page that was copied, since a fork has it, too, stays a copy.
-                cache.models[name] = after[name]
-                after[name].cut(cache.length)
-                if not cache.length:
-                    after[name].clear()
+            group.drop_unused()
+        for model in cache.models.values():
+            # A page that was copied, since a fork has it, too, stays a copy.
+            model.cut(cache.length)
+            if not cache.length:
+                model.clear()
 
     def write_is_refused(
         self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int

@@ -231,7 +231,7 @@ MUTANTS = (
     ),
     Mutant(
         "fork: a shared page is written", TABLE,
-        "                if holders > 1:", "                if holders > 2:",
+        "if references[page] > seen[page]:", "if references[page] > seen[page] + 1:",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
@@ -256,7 +256,7 @@ MUTANTS = (
     ),
     Mutant(
         "beams: pages are freed while in use", TABLE,
-        "        self.allocator.share(rows[:, first:count])\n", "",
+        "        self.allocator.share(rows[:, first:])\n", "",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
