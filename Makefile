@@ -75,7 +75,7 @@ VLLM_TESTS ?= tests/vllm
 CLIENTS := .venv-clients
 RIVALS := .venv-rivals
 RL := .venv-rl
-# The versions of the table in docs/serving.md.
+# The versions in docs/serving.md.
 CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 litellm==1.106.2 instructor==1.17.0 \
   openai-agents==0.20.0 llm==0.32.1 lm_eval[api]==0.4.13 guidellm==0.8.1
 CLIENTS_ARGS ?=
