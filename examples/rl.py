@@ -1,6 +1,6 @@
 """GRPO of the demo model with TRL, whose rollouts come from 8-bit pages that its trainer replays.
 
-python examples/rl.py
+    python examples/rl.py
 """
 
 import argparse
