@@ -1,6 +1,7 @@
 # Every target sets up .venv itself; it needs Python 3.11 or newer and make, nothing else.
 #
-#   make demo     a small real model answers with its default cache and with FP8 pages
+#   make demo     a small real model continues 2,000 tokens with its default cache and with 8-bit pages:
+#                 bytes, KL, tokens per second, answers
 #   make test     the fast tier of the tests: every behavior once; PYTEST_ARGS="-k pages -x" selects
 #   make test-all all tests, with more examples of each property
 #   make check    ruff and mypy
@@ -75,7 +76,7 @@ VLLM_TESTS ?= tests/vllm
 CLIENTS := .venv-clients
 RIVALS := .venv-rivals
 RL := .venv-rl
-# The versions of the table in docs/serving.md.
+# The versions in docs/serving.md.
 CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 litellm==1.106.2 instructor==1.17.0 \
   openai-agents==0.20.0 llm==0.32.1 lm_eval[api]==0.4.13 guidellm==0.8.1
 CLIENTS_ARGS ?=
@@ -109,12 +110,7 @@ $(READY): pyproject.toml constraints.txt hf_fp8kv/ops/cpu/kernels.cpp hf_fp8kv/o
 	@touch $@
 
 demo: $(READY)
-	@echo
-	@echo "== FP8 pages, a scale for each token and head (the default)"
-	$(BIN)/hf-fp8kv generate "London is the capital of"
-	@echo
-	@echo "== FP8 pages, the constant scale 1.0"
-	$(BIN)/hf-fp8kv generate "London is the capital of" --scales 1.0
+	$(BIN)/python examples/quickstart.py
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

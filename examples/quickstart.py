@@ -1,14 +1,15 @@
-"""The two lines that change, and the memory they save.
+"""What 8-bit pages save, how fast they decode, and how close the predictions are (`make demo`).
 
     python examples/quickstart.py
     python examples/quickstart.py --model path/or/hub-id --dtype fp8
 
-One prompt is continued twice, with transformers' own cache and with FP8 pages; then the sizes of
-both caches are printed. The default is the small demo model, which does not need the Hub.
+One long prompt, whose last tokens are scored, is continued with transformers' own cache and with
+8-bit pages. The default is the small demo model, which does not need the Hub.
 """
 
 import argparse
 import pydoc_data.topics
+import time
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -24,36 +25,34 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
     name = args.model or hf_fp8kv.demo_model_path()
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "auto" if device == "cuda" else torch.float32  # 16 bits are slow on many CPUs
     tokenizer = AutoTokenizer.from_pretrained(name)
-    # Line 1: attention that reads FP8 pages. With any other cache it is ordinary attention.
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").to(device)
-
+    # Line 1: attention that reads 8-bit pages. With any other cache it is ordinary attention.
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="fp8_paged")
     text = pydoc_data.topics.topics["typesseq"]
-    inputs = tokenizer(text, return_tensors="pt").to(device)
-    inputs = {key: value[:, : args.prompt_tokens] for key, value in inputs.items()}
-    # As many tokens from both, whatever they say: their bytes are compared.
-    new = args.new_tokens
-    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, : args.prompt_tokens].to(device)
+    model.to(device)
     usual = DynamicCache(config=model.config)
-    before = model.generate(**inputs, **how, past_key_values=usual)
     # Line 2: the cache.
     paged = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
-    after = model.generate(**inputs, **how, past_key_values=paged)
-
-    length = inputs["input_ids"].shape[1]
-    usual_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in usual.layers)
-    size = paged.memory_footprint()
-    print(f"DynamicCache: {tokenizer.decode(before[0, length:])!r}")
-    print(f"FP8PagedCache: {tokenizer.decode(after[0, length:])!r}")
-    print(f"tokens held: {size.tokens}")
-    print(f"DynamicCache: {usual_bytes:,} bytes")
-    print(f"FP8PagedCache: {size.total_bytes:,} bytes, {size.total_bytes / usual_bytes:.3f} of it")
-    print(
-        f"  of these, pages and scales in use: {size.used_bytes:,}; the rest is room to grow into"
-    )
+    new = args.new_tokens  # a fixed number, because times and bytes are compared
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    logits, answers = [], []
+    for cache in (usual, paged):
+        with torch.no_grad():
+            model(ids[:, :-64], past_key_values=cache)
+            logits.append(model(ids[:, -64:], past_key_values=cache).logits.log_softmax(-1))
+        begun, prompt = time.perf_counter(), torch.cat([ids, logits[-1][:, -1:].argmax(-1)], dim=1)
+        answer = model.generate(prompt, past_key_values=cache, **how)[0, ids.shape[1] :]
+        speed = new / (time.perf_counter() - begun)
+        answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: ")
+        answers[-1] += repr(tokenizer.decode(answer))
+    in_16_bits = sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in usual.layers)
+    size, kl = paged.memory_footprint(), (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
+    print(f"tokens held: {size.tokens}\nin 16 bits: {in_16_bits:,} bytes")
+    print(f"8-bit pages: {size.used_bytes:,} bytes, {size.used_bytes / in_16_bits:.3f} of it")
+    print(f"mean KL divergence of the predictions: {kl:.1e}", *answers, sep="\n")
 
 
 if __name__ == "__main__":

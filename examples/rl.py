@@ -1,6 +1,8 @@
 """GRPO of the demo model with TRL, whose rollouts come from 8-bit pages that its trainer replays.
 
-python examples/rl.py
+    python examples/rl.py
+
+`make rl` prepares an environment with TRL for it.
 """
 
 import argparse
@@ -34,7 +36,6 @@ def main() -> None:
         serving.enable(model, deterministic=args.case == "ours", **fp8)
     if args.case == "ours":
         enable(model, training="stored", deterministic=True)
-
     # TRL does not pass the engine's log-probabilities on: keep them by the tokens of each answer.
     rolled: dict[tuple[int, ...], list[float]] = {}
     ratios, generate_batch = [], model.generate_batch

@@ -1,4 +1,4 @@
-"""The Python in docs/quickstart.md and docs/serving.md runs, block by block.
+"""The Python blocks of README.md and of the tutorial and how-to pages run, block by block.
 
 They run with the first layers of the demo model. The examples of `make test-all` run the whole one.
 """
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.text, pytest.mark.parametrize("layers", ["first layers"], indirect=True)
 ]  # fmt: skip
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
 PROMPT = "London is the capital of"
 
 
@@ -29,7 +29,7 @@ def shallow_model_path(demo_model_path, tmp_path_factory):
 
 @pytest.fixture
 def run(layers, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Run the blocks of a page in order; return the names that they define.
+    """Run the blocks of pages in order and return the names that they define.
 
     A comment after a print() must be a line that the block printed. The answers of a model in 16
     bits differ between CPUs, so they have no such comment: only their prompt is certain.
@@ -41,41 +41,45 @@ def run(layers, tmp_path, monkeypatch, capsys):  # noqa: F811
         whole = int(number[0])
         return str(whole if whole % 30 else whole // 30 * layers)
 
-    def run_page(page: str) -> dict[str, Any]:
+    def run_pages(*pages: str) -> dict[str, Any]:
         names: dict[str, Any] = {}
-        text = (DOCS / page).read_text()
-        blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        for number, block in enumerate(blocks, 1):
-            exec(compile(block, f"{page}, block {number}", "exec"), names)
-            printed = capsys.readouterr().out.splitlines()
-            for line in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
-                assert re.sub(r"\b\d+\b", scale, line) in printed, f"{page}, block {number}"
-            assert number > 1 or any(line.startswith(PROMPT) for line in printed)
+        lines: list[str] = []
+        for page in pages:
+            text = (ROOT / page).read_text()
+            blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+            assert blocks
+            for number, block in enumerate(blocks, 1):
+                exec(compile(block, f"{page}, block {number}", "exec"), names)
+                printed = capsys.readouterr().out.splitlines()
+                for line in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
+                    assert re.sub(r"\b\d+\b", scale, line) in printed, f"{page}, block {number}"
+                lines += printed
+        assert any(line.startswith(PROMPT) for line in lines)
         return names
 
-    return run_page
+    return run_pages
 
 
-def test_the_blocks_of_the_quickstart_run_in_their_order(run):
-    names = run("quickstart.md")
-    shown = {
-        "FP8PagedCache",
-        "KVScales",
-        "PrefixStore",
-        "calibrate",
-        "check_model",
-        "choose_plan",
-        "demo_model_path",
-        "disable",
-        "enable",
-    }
+def test_the_block_of_the_readme_runs(run):
+    assert run("README.md")["output"].shape == (1, 25)
+
+
+def test_the_blocks_of_the_tutorial_run(run):
+    names = run("docs/quickstart.md")
+    shown = {"FP8PagedCache", "check_model", "demo_model_path", "disable", "enable"}
     assert {name for name in hf_fp8kv.__all__ if name in names} == shown
-    assert len(names["answers"]) == 2
-    assert names["fixed"].get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    "page", ["calibrate", "formats", "memory", "migrating", "reuse", "training"]
+)
+def test_the_blocks_of_a_page_run_after_the_tutorial(run, page):
+    names = run("docs/quickstart.md", f"docs/{page}.md")
+    # What was enabled is disabled.
     assert names["model"].config._attn_implementation == "fp8_paged"
 
 
 def test_the_blocks_of_serving_run_in_their_order(run):
-    names = run("serving.md")
+    names = run("docs/serving.md")
     assert [len(answer.generated_tokens) for answer in names["answers"].values()] == [12, 12, 12]
     assert len(names["result"].generated_tokens) == 12

@@ -102,8 +102,8 @@ def _examples() -> Iterator[str]:
 def _benchmarks(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
     """Yield the page of the benchmarks' runs, and add its charts."""
     yield (
-        "# Benchmarks\n\nCharts of runs that are in the repository, made when this site is built. "
-        "None of them ran on a GPU.\n\n"
+        "# Benchmarks\n\nCharts of runs on CPUs, made when this site is built. Results on GPUs are "
+        "on the page [Performance](../performance.md#results-on-gpus).\n\n"
     )
     for name, title, draw in CHARTS:
         path, run = _last_run(name)
@@ -196,7 +196,7 @@ def _draw_serving(axes: Axes, run: dict[str, Any]) -> None:
 
 
 CHARTS = (
-    ("long-smollm2-135m", "Divergence from the unquantised cache, SmolLM2-135M", _draw_divergence),
+    ("long-smollm2-135m", "Divergence from the unquantized cache, SmolLM2-135M", _draw_divergence),
     ("cpu-xeon", "One step of decoding on a CPU", _draw_decode),
     ("serve-xeon", "Serving on a CPU, SmolLM2-135M", _draw_serving),
 )

@@ -393,7 +393,7 @@ def chosen_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, choose.
 def test_every_window_that_is_tried_counts(sliding, count):
     windows = windows_of(*range(20, 20 + count))
     found, tried = chosen_on(sliding, windows)
-    assert stages.SAMPLE_WINDOWS == 8  # as docs/scales.md says
+    assert stages.SAMPLE_WINDOWS == 8  # as docs/calibrate.md says
     batches = stages.sample_near(windows)
     lengths = {batch.tokens for batch in batches}
     assert len(lengths) == len(batches) == min(count, 8)
