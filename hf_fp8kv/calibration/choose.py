@@ -24,7 +24,7 @@ from functools import partial
 import torch
 
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS, dynamic_scale, rounding_error
+from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import ROTATED, TensorDict, merge_tensors
@@ -45,12 +45,15 @@ _MOST = 0.95
 
 
 @dataclass(frozen=True)
-class Storage:
-    """How K or V ("k" or "v") of a layer may be stored."""
+class Candidate:
+    """How K or V ("k" or "v") of a layer may be stored, and the smallest static scales for that."""
 
     side: str
     plan: SidePlan
     center: torch.Tensor | None  # [Hkv, Dk], subtracted from K
+    first: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates
+    reach: torch.Tensor  # the same, for K at other positions
+    granularity: Granularity = "head"
 
     @property
     def fmt(self) -> Format:
@@ -66,29 +69,17 @@ class Storage:
         return transform(x, self.center, rotated=self.plan.rotated), queries
 
     def measure(
-        self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor | None = None
+        self, x: torch.Tensor, queries: Queries | None, scale: torch.Tensor
     ) -> torch.Tensor:
         """Return the cost of K or V, `x` `[N, Hkv, D]`, in each head: `[Hkv, 1]`.
 
-        `scale` is in the unit of E4M3. None means the smallest dynamic scale of each token and
-        head. Without queries the squared error of every value is returned.
+        `scale` is in the unit of E4M3. Without queries the squared error of every value is
+        returned.
         """
         x, queries = self.transform(x, queries)
-        if scale is None:
-            unit = dynamic_scale(x, self.fmt).float()[..., None]
-        else:
-            unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
+        unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
         error = rounding_error(x, unit, self.fmt)
         return error.square() if queries is None else queries.cost(self.side, error, "head")
-
-
-@dataclass(frozen=True)
-class Candidate(Storage):
-    """A way to store a side, with the smallest static scales for it."""
-
-    first: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates
-    reach: torch.Tensor  # the same, for K at other positions
-    granularity: Granularity = "head"
 
 
 # The candidates of a layer by side. The first candidate of a side is the fallback.

@@ -116,17 +116,48 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, much faster."""
     # Clamp first: a number that is far too large would not round to a finite one.
-    x = x.clamp(-fmt.max, fmt.max)
-    drop = 23 - fmt.mantissa_bits
-    # Adding 1.5 times a power of two whose last bit is one step rounds a number to that step.
-    binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
-    large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
-    return (x + large) - large
+    return _round_to_step(x.clamp(-fmt.max, fmt.max), fmt)
 
 
 def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return what finite float32 `x` changes by where it is stored with `scale`, of its format."""
     return round_to_format(x / scale, fmt) * scale - x
+
+
+def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
+    """Return what finite numbers change by where they are stored with `dynamic_scale`.
+
+    Args:
+        x: `[len(formats), ..., D]`, float32, with the format on the first axis.
+        formats: any formats. All are computed together, in few operations.
+    """
+    shape = (-1,) + (1,) * (x.ndim - 1)
+    most, binade, drop = (fact.view(shape) for fact in _facts(formats, x.device))
+    scale = (x.abs().amax(-1, keepdim=True) / most).clamp(min=MIN_SCALE)
+    scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    # A scale is rounded up, so that no number exceeds the largest one.
+    scaled = x / scale
+    large = (scaled.view(torch.int32) & 0x7F800000).maximum(binade).add(drop).view(torch.float32)
+    return ((scaled + large) - large) * scale - x
+
+
+@functools.cache
+def _facts(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the largest numbers, and of `_round_to_step` the least binades and the steps up."""
+    with torch.inference_mode(False), torch.no_grad():
+        most = torch.tensor([f.max for f in formats], device=device)
+        binades = torch.tensor([(128 - f.bias) << 23 for f in formats], device=device)
+        drops = torch.tensor([(23 - f.mantissa_bits) << 23 | 0x400000 for f in formats])
+        return most, binades.int(), drops.int().to(device)
+
+
+def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `x`, float32, with each number rounded to the format's step in its binade."""
+    drop = 23 - fmt.mantissa_bits
+    # Adding 1.5 times a power of two whose last bit is one step rounds a number to that step.
+    binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
+    large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
+    return (x + large) - large
 
 
 def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -135,7 +166,7 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     rounded = _round_up(first[:, None] * steps.exp2(), ~first.isnan()[:, None])
     scales = rounded.float()
     scaled = x[:, None] * scales.reciprocal()[..., None]
-    error = ((round_to_format(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
+    error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
     # Relative to the first, since the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
