@@ -167,7 +167,7 @@ def make_handles(
         stop: one past the position of their last column.
         window: the sliding window of the layer in tokens; 0: none.
         ragged: columns past the last stored token exist (`max_cache_len`); they read as zero.
-        backend: a key of `ops.BACKENDS`.
+        backend: one of `ops.BACKENDS`.
     """
     if pages.attributes is None:
         pages.attributes = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))

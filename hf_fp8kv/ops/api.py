@@ -5,18 +5,18 @@ something observes operations: compilers, modes, transforms and profilers of tor
 values, subclasses, and gradients.
 """
 
+import inspect
 import itertools
-import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, OutOfPagesError
-from .backends import load_backend, load_triton
-from .pages import PAGE_FIELDS, WRITTEN, AttentionSpec, Pages, flatten, unflatten
+from .backends import load_backend
+from .pages import PAGE_FIELDS, AttentionSpec, Pages, flatten, unflatten
 from .sizes import check_sizes
 
 
@@ -35,14 +35,14 @@ def write(
         key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
         value: `[B, Hkv, T, Dv]`, the same.
         lengths: `[B]`, int32, tokens stored, this call's included.
-        backend: A key of `BACKENDS`, as `choose_backend` returns it.
+        backend: One of `BACKENDS`, as `choose_backend` returns it.
         limit: Most tokens of a sequence, by default as many as its pages hold.
 
     Raises:
         OutOfPagesError: A token has no page or would pass the limit. Nothing is stored. "triton"
             raises nothing, and does not store such tokens.
     """
-    run = _write if is_unobserved(key) else _choose(_WRITE, backend)
+    run = _write if is_unobserved(key) else _observed("write", backend)
     run(key, value, lengths, limit, backend, pages)
 
 
@@ -66,12 +66,12 @@ def gather(
         stop: One past the last position.
         dtype: Dtype of the result.
         ragged: Whether positions from `lengths[b]` on occur. They are zero in the result.
-        backend: A key of `BACKENDS`.
+        backend: One of `BACKENDS`.
 
     Returns:
         `[B, Hkv, stop - start, D]`, contiguous. Positions of released pages hold anything.
     """
-    run = _gather if is_unobserved(lengths) else _choose(_GATHER, backend)
+    run = _gather if is_unobserved(lengths) else _observed("gather", backend)
     dense: Tensor = run(lengths, side, start, stop, dtype, ragged, backend, pages)
     return dense
 
@@ -99,13 +99,13 @@ def attend(
         spec: Scaling, causality, window, softcap, sinks, mask and bias.
         plan: What `make_plan` wrote for these lengths, number of query tokens, window and start.
             Without one, a backend that needs it makes it.
-        backend: A key of `BACKENDS`.
+        backend: One of `BACKENDS`.
 
     Returns:
         `[B, T, Hq, Dv]`, of the query's dtype. `AttentionSpec` describes the result for latents.
         A query that sees nothing gives zero.
     """
-    run = _attend if is_unobserved(query) else _choose(_ATTEND, backend)
+    run = _attend if is_unobserved(query) else _observed("attend", backend)
     attended: Tensor = run(query, lengths, start, stop, plan, backend, spec, pages)
     return attended
 
@@ -118,7 +118,7 @@ def advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
     """
     if backend == "triton" or not torch.compiler.is_compiling():
         return lengths + tokens
-    after: Tensor = _ADVANCE(lengths, tokens, limit, backend)
+    after: Tensor = _observed("advance", backend)(lengths, tokens, limit, backend)
     return after
 
 
@@ -133,7 +133,7 @@ def plan_rows(
     """Return the rows of a plan for `batch` sequences and `heads` KV heads.
 
     Args:
-        backend: A key of `BACKENDS`.
+        backend: One of `BACKENDS`.
         device: Device of the pages.
         batch: Number of sequences.
         heads: KV heads.
@@ -147,7 +147,8 @@ def plan_rows(
     """
     if backend != "triton":
         return None
-    return load_triton().plan_rows(device, batch, heads, length, rows)
+    count: int = load_backend(backend).plan_rows(device, batch, heads, length, rows)
+    return count
 
 
 def make_plan(
@@ -164,7 +165,7 @@ def make_plan(
         heads: KV heads, as in `plan_rows`.
         backend: "triton", the only one with plans.
     """
-    run = _plan if is_unobserved(lengths) else _PLAN
+    run = _plan if is_unobserved(lengths) else _observed("plan", backend)
     run(plan, lengths, tokens, window, start, heads, backend)
 
 
@@ -198,10 +199,9 @@ def _write(
     if backend == _FAKE:
         return
     _check_limit(lengths, key.shape[2], limit)
-    if backend == "triton":
-        load_triton().write(pages, key, value, lengths, limit)
-    else:
-        load_backend(backend).write(pages, key, value, lengths)
+    # Only "triton" does not know whether lengths pass the limit.
+    of_device = (limit,) if backend == "triton" else ()
+    load_backend(backend).write(pages, key, value, lengths, *of_device)
 
 
 def _gather(
@@ -214,7 +214,9 @@ def _gather(
     if backend == _FAKE:
         dim = (pages.k if side == "k" else pages.v).head_dim
         return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
-    return load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
+    stored = pages, lengths, side, start, stop, dtype, ragged
+    dense: Tensor = load_backend(backend).gather(*stored)
+    return dense
 
 
 def _attend(
@@ -226,11 +228,15 @@ def _attend(
         batch, heads, tokens, _ = query.shape
         dim = (pages.k if spec.latent else pages.v).head_dim
         return query.new_empty((batch, tokens, heads, dim))
+    mask, bias = spec.mask, spec.bias
+    if mask is not None and mask.is_floating_point():
+        spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
     if spec.deterministic and backend != "cpu":
         return _attend_apart(query, lengths, start, stop, backend, spec, pages)
-    if backend == "triton":
-        return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
-    return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
+    of_device = (plan,) if backend == "triton" else ()
+    run = load_backend(backend).attend
+    attended: Tensor = run(query, pages, lengths, start, stop, spec, *of_device)
+    return attended
 
 
 def _attend_apart(
@@ -275,24 +281,12 @@ def _attend_apart(
     return torch.cat(results).view(batch, tokens, heads, -1)
 
 
-def _attend_once(
-    query: Tensor, lengths: Tensor, start: int, stop: int, plan: Tensor | None, backend: str,
-    spec: AttentionSpec, pages: Pages,
-) -> Tensor:  # fmt: skip
-    """Attend, and keep nothing with the plan.
-
-    The CUDA graphs of torch.compile refuse memory that outlives a call without being its result.
-    """
-    alias = None if plan is None else plan.detach()
-    return _attend(query, lengths, start, stop, alias, backend, spec, pages)
-
-
 def _plan(
-    plan: Annotated[Tensor, WRITTEN], lengths: Tensor, tokens: int, window: int, start: int,
+    plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int,
     heads: int, backend: str,
 ) -> None:  # fmt: skip
     if backend != _FAKE:
-        load_triton().make_plan(plan, lengths, tokens, window, start, heads)
+        load_backend(backend).make_plan(plan, lengths, tokens, window, start, heads)
 
 
 def _advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
@@ -313,26 +307,24 @@ def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
 # A library rather than `torch.library.custom_op`, whose dispatch takes six times as long.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _BY_HOST = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-_TYPES = {
-    Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool",
-    torch.dtype: "ScalarType",
-}  # fmt: skip
-# The function of each operation, by its name in the dispatcher.
+# By the name in the dispatcher, the function of each operation, and a call of it by the dispatcher.
 RUN: dict[str, Callable[..., Any]] = {}
+_CALLS: dict[str, Callable[..., Any]] = {}
 
 
-def _register(name: str, function: Callable[..., Any], *, by_host: bool) -> Callable[..., Any]:
-    """Return a call of `function` by the dispatcher.
+def _observed(name: str, backend: str) -> Callable[..., Any]:
+    """Return a call by the dispatcher.
 
-    `by_host`: Whether the operation reads values on the host, as all backends but "triton" do. A
-    CUDA graph cannot hold that, and torch wants such an operation to have a tag.
+    All backends but "triton" read values on the host. A CUDA graph cannot hold that, and torch
+    wants such an operation to have a tag.
     """
-    *hints, (_, result) = typing.get_type_hints(function, include_extras=True).items()
-    count = sum(not _is_record(kind) for _, kind in hints)
-    # An operation that returns nothing writes.
-    writes = result is type(None)
-    leaves = [leaf for hint in hints for leaf in _leaves(*hint)]
-    schema = ", ".join(f"{_schema_type(kind, writes)} {leaf}" for leaf, kind in leaves)
+    return _CALLS[name if backend == "triton" else f"{name}_by_host"]
+
+
+def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> None:
+    *hints, (_, result) = typing.get_type_hints(function).items()
+    count = sum(not hasattr(kind, "_fields") for _, kind in hints)
+    kinds = dict(leaf for hint in hints for leaf in _leaves(*hint))
 
     def run(*args: Any) -> Any:
         return function(*args[:count], *_join(args[count:]))
@@ -344,12 +336,20 @@ def _register(name: str, function: Callable[..., Any], *, by_host: bool) -> Call
         fields = [flatten(x) if isinstance(x, Pages) else x for x in args[count:]]
         return operation(*args[:count], *itertools.chain(*fields))
 
-    _LIBRARY.define(f"{name}({schema}) -> {'()' if writes else 'Tensor'}", tags=_BY_HOST * by_host)
+    parameters = [
+        inspect.Parameter(leaf, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+        for leaf, kind in kinds.items()
+    ]
+    writes = result is type(None)
+    signature = inspect.Signature(parameters, return_annotation=None if writes else result)
+    vars(run)["__signature__"] = signature
+    written = {"block", "plan"} & kinds.keys() if writes else ()
+    schema = torch.library.infer_schema(run, mutates_args=written)
+    _LIBRARY.define(name + schema, tags=tags)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_fp8kv::{name}", fake, lib=_LIBRARY)
     operation = getattr(torch.ops.hf_fp8kv, name).default
-    RUN[name] = run
-    return call
+    RUN[name], _CALLS[name] = run, call
 
 
 def _join(leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -359,44 +359,18 @@ def _join(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return (*spec, unflatten(leaves[count:])) if leaves else ()
 
 
-def _is_record(kind: Any) -> bool:
-    return hasattr(kind, "_fields")
-
-
 def _leaves(name: str, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield name and type of each argument of a schema: `k_format` for `format` of `k`."""
-    if not _is_record(kind):
+    if not hasattr(kind, "_fields"):
         yield prefix + name, kind
         return
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind)
     inner = "" if kind in (Pages, AttentionSpec) else f"{prefix}{name}_"
     for field in kind._fields:
         yield from _leaves(field, hints[field], inner)
 
 
-def _schema_type(kind: Any, writes: bool) -> str:
-    mark, optional = "", ""
-    if typing.get_origin(kind) is Annotated:
-        kind, *marks = typing.get_args(kind)
-        mark = "(a!)" if writes and WRITTEN in marks else ""
-    if isinstance(kind, types.UnionType):
-        kind, _none = typing.get_args(kind)
-        optional = "?"
-    return f"{_TYPES[kind]}{mark}{optional}"
-
-
-def _choose(operations: tuple[Callable[..., Any], ...], backend: str) -> Callable[..., Any]:
-    by_device, by_host = operations
-    return by_device if backend == "triton" else by_host
-
-
-def _register_both(name: str, function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    by_host = _register(f"{name}_by_host", function, by_host=True)
-    return _register(name, function, by_host=False), by_host
-
-
-_WRITE = _register_both("write", _write)
-_GATHER = _register_both("gather", _gather)
-_ATTEND = _register_both("attend", _attend_once)
-_PLAN = _register("plan", _plan, by_host=False)
-_ADVANCE = _register("advance_by_host", _advance, by_host=True)
+for _function in (_write, _gather, _attend, _plan, _advance):
+    _name = _function.__name__[1:]
+    _register(_name, _function, ())
+    _register(f"{_name}_by_host", _function, _BY_HOST)

@@ -3,116 +3,21 @@
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from ..errors import BackendError
 from ..formats import AUTO
 from ..utils.warn_once import warn_once
-from .pages import AttentionSpec, Pages
 from .triton.target import is_interpreted, target_of
 
 logger = logging.getLogger(__name__)
 
 
-class Backend(Protocol):
-    """The functions of a backend's module, with the arguments and errors of api.py."""
-
-    def write(self, pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
-        """Store `key`, `[B, Hkv, T, Dk]`, and `value`, `[B, Hkv, T, Dv]`, up to `lengths`."""
-
-    def gather(
-        self,
-        pages: Pages,
-        lengths: Tensor,
-        side: str,
-        start: int,
-        stop: int,
-        dtype: torch.dtype,
-        ragged: bool,
-    ) -> Tensor:
-        """Return dense keys or values, `[B, Hkv, stop - start, D]`."""
-
-    def attend(
-        self,
-        query: Tensor,
-        pages: Pages,
-        lengths: Tensor,
-        start: int,
-        stop: int,
-        spec: AttentionSpec,
-    ) -> Tensor:
-        """Return the attention of `query`, `[B, Hq, T, Dk]`, as `[B, T, Hq, Dv]`."""
-
-
-class PlanningBackend(Backend, Protocol):
-    """A backend that never waits for its device: it knows no lengths, and splits work by a plan."""
-
-    def write(
-        self, pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
-    ) -> None:
-        """Store tokens; those without a page, and those at positions from `limit` on, are not."""
-
-    def attend(
-        self,
-        query: Tensor,
-        pages: Pages,
-        lengths: Tensor,
-        start: int,
-        stop: int,
-        spec: AttentionSpec,
-        plan: Tensor | None = None,
-    ) -> Tensor:
-        """Return attention; `plan` is made here where it is None."""
-
-    def plan_rows(
-        self, device: torch.device, batch: int, heads: int, length: int | None = None, rows: int = 1
-    ) -> int:
-        """Return the rows of a plan for `batch` sequences and `heads` KV heads."""
-
-    def make_plan(
-        self, plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int
-    ) -> None:
-        """Overwrite `plan`, `[rows, 4]`, int32, for sequences of `lengths`."""
-
-
-def _load_torch() -> Backend:
-    from .torch import backend
-
-    return backend
-
-
-def _load_cpu() -> Backend:
-    from .cpu import backend
-
-    return backend
-
-
-@functools.cache
-def load_triton() -> PlanningBackend:
-    """Return the "triton" backend. Imports Triton."""
-    from .triton import backend
-
-    return backend
-
-
-def _load_reference() -> Backend:
-    from . import reference
-
-    return reference
-
-
-# "reference" is for tests; a user chooses among the others.
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "torch": _load_torch,
-    "cpu": _load_cpu,
-    "triton": load_triton,
-    "reference": _load_reference,
-}
 CHOICES = ("auto", "torch", "cpu", "triton")
+# "reference" is for tests. A user chooses among the others.
+BACKENDS = (*CHOICES[1:], "reference")
 
 
 def available_backends() -> dict[str, str | None]:
@@ -151,7 +56,7 @@ def _why_not_triton() -> str | None:
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Return the backend to use for pages on `device`: a key of `BACKENDS`.
+    """Return the backend to use for pages on `device`: one of `BACKENDS`.
 
     `name` is "auto", or the backend that a user insists on. A device other than a CPU that "auto"
     cannot give "triton" gets "torch", with a warning.
@@ -187,6 +92,25 @@ def _why_not_on(name: str, device: torch.device) -> str | None:
 
 
 @functools.cache
-def load_backend(name: str) -> Backend:
-    """Return the backend called `name`, a key of `BACKENDS`. Imports what it needs."""
-    return BACKENDS[name]()
+def load_backend(name: str) -> ModuleType:
+    """Return the module of the backend `name`, one of `BACKENDS`. Imports what it needs.
+
+    It has the operations of api.py, with the same arguments and errors.
+    """
+    if name == "triton":
+        from .triton import backend as triton
+
+        return triton
+    if name == "cpu":
+        from .cpu import backend as cpu
+
+        return cpu
+    if name == "torch":
+        from .torch import backend as torch_backend
+
+        return torch_backend
+    if name == "reference":
+        from . import reference
+
+        return reference
+    raise KeyError(name)

@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..formats import AUTO
 from .page_layout import PageLayout, page_layout
-
-# Marks a tensor that `write` changes. The schemas of api.py follow from the types of the records.
-WRITTEN = "written"
 
 
 class StoredSide(NamedTuple):
@@ -42,7 +39,7 @@ class StoredSide(NamedTuple):
 class _PageFields(NamedTuple):
     k: StoredSide
     v: StoredSide
-    block: Annotated[Tensor, WRITTEN]
+    block: Tensor
     table: Tensor
     offsets: Tensor
     heads: int
@@ -124,9 +121,9 @@ class AttentionSpec(NamedTuple):
         window: a query at position p sees `p - window + 1` to `p`; 0: no window.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0: no softcap.
         sinks: `[Hq]`, one more logit per head that takes part in the sum and carries no value.
-        mask: `[1 | B, 1, 1 | T, stop - start]` uint8 or bool, nonzero means visible; or floating,
-            `[1 | B, 1 | Hq, 1 | T, stop - start]`, added to the logits; or None.
-        bias: the same shapes as a floating mask, added to the logits; or None.
+        mask: `[1 | B, 1, 1 | T, stop - start]` uint8 or bool, nonzero means visible; or None. A
+            floating one of a bias's shapes is added to the logits. Backends get it as the bias.
+        bias: `[1 | B, 1 | Hq, 1 | T, stop - start]`, floating, added to the logits; or None.
         bounds: `[1 | B, 2]`, int32: of a mask that is the same for all query tokens, the position
             of the first visible token and one past that of the last hidden one, as `mask_bounds`
             gives them; None: a backend that needs them finds them. Wrong ones give wrong results.

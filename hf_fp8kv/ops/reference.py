@@ -151,9 +151,7 @@ def attend(
     if spec.bias is not None:
         logits = logits + spec.bias.float()
     seen = visible(lengths, tokens, start, stop, spec.causal, spec.window)[:, None]
-    if spec.mask is not None and spec.mask.is_floating_point():
-        logits = logits + spec.mask.float()
-    elif spec.mask is not None:
+    if spec.mask is not None:
         seen = seen & spec.mask.bool()
     logits = logits.masked_fill(~seen, -torch.inf)
     if spec.sinks is not None:

@@ -7,12 +7,10 @@ nothing else follows.
 """
 
 import itertools
-import pickle
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,7 @@ from unittest.mock import patch
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
@@ -104,7 +102,6 @@ def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
 
     def note(x: torch.Tensor) -> torch.Tensor:
         known.setdefault(x.data_ptr(), f"tensor {len(known)}")
-        vars(x).pop("described", None)  # the room that goes with a plan is allocated anew
         return x
 
     def named(x: Any) -> Any:
@@ -225,7 +222,7 @@ _SPECS: list[dict[str, Any]] = [
     {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
     {"sinks": torch.zeros(QUERIES, dtype=torch.bfloat16)}, {"mask": None, "bounds": None},
     {"mask": _mask(dtype=torch.bool)}, {"mask": _mask(1), "bounds": _bounds(1)},
-    {"mask": _mask(dtype=torch.float32)}, {"bounds": None}, {"bounds": _bounds(columns=4)},
+    {"bias": torch.zeros(BATCH, QUERIES, 1, 48)}, {"bounds": None}, {"bounds": _bounds(columns=4)},
     {"bounds": _bounds(columns=4, step=2)}, {"bias": torch.zeros(1, 1, 1, 48)},
 ]  # fmt: skip
 _TOKENS: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -262,23 +259,13 @@ CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
 
 def check(operation: Any, first: Any, second: Any, what: str, around: Any = nullcontext) -> None:
     """Raise AssertionError if one of two calls differs where the other was recorded before."""
-    replay._recordings.clear()
+    for known in replay.recordings.values():
+        known.clear()
+    backend._NO_PAGES.recordings.clear()
     compare(operation, first, f"before {what}")
     with around():
         compare(operation, second, f"with {what}")
     compare(operation, first, f"after {what}")
-
-
-def check_addresses(operation: Any, args: Any) -> None:
-    """Raise AssertionError unless a plan keeps its room, and a copy of a call has its own."""
-    found, results = [], []
-    for again in (args, args, deepcopy(args), pickle.loads(pickle.dumps(args))):
-        started.clear()
-        results.append(operation(*again))
-        addresses = {x for x in tree_leaves(started) if isinstance(x, int) and x > 1 << 32}
-        found.append(addresses - {results[-1].data_ptr()})
-    assert found[0] == found[1], "each call by a plan has the same room: a CUDA graph needs it"
-    assert all(x.isdisjoint(y) for x, y in itertools.combinations(found[1:], 2))
 
 
 def compare_calls() -> dict[str, int]:
@@ -316,5 +303,4 @@ def compare_calls() -> dict[str, int]:
                 operation(*args)
                 assert set(hooked) == {change.__name__ == "add"}
             counts[name] = next(seen)
-        check_addresses(backend.attend, calls["attend"])
     return counts

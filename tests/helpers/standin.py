@@ -70,7 +70,6 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
         plan_rows=plan_rows,
     )  # fmt: skip
     others = api.load_backend
-    monkeypatch.setattr(api, "load_triton", lambda: module)
     monkeypatch.setattr(
         api, "load_backend", lambda name: module if name == "triton" else others(name)
     )

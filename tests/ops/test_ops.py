@@ -64,7 +64,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     padding: int = 0  # hidden tokens at the start of sequence 0
-    mask: str = ""  # "bool", "float" or "bias": complete ones
+    mask: str = ""  # "bool" or "bias": complete ones
     dtype: torch.dtype = torch.float32
     from_zero: bool = False  # `start` is 0 though there is a window, as in a static layer
     latent: bool = False  # K holds latents, which are values too, and V their positions
@@ -190,8 +190,7 @@ def arguments(case: Case, pages: Pages) -> dict[str, Any]:
         found["mask"] = mask
         poison(pages, 0, [width // 2])
     elif case.mask:
-        name = "mask" if case.mask == "float" else "bias"
-        found[name] = torch.randn(1, case.q_heads, case.tokens, width).to(case.dtype)
+        found["bias"] = torch.randn(1, case.q_heads, case.tokens, width).to(case.dtype)
     return found
 
 
@@ -287,8 +286,8 @@ _EXTRAS = [
     Case("padding and window, auto", padding=3, lengths=(70,), window=66, tokens=3, key=AUTO,
          value=AUTO),
     Case("bool mask", mask="bool", tokens=3, lengths=(199, 199)),
-    Case("float mask", mask="float", tokens=3, lengths=(70,)),
-    Case("float mask bf16", mask="float", dtype=torch.bfloat16),
+    Case("bias of several tokens", mask="bias", tokens=3, lengths=(70,)),
+    Case("bias bf16", mask="bias", dtype=torch.bfloat16),
     Case("everything", window=150, softcap=4.0, sinks=True, center=True, tokens=3, lengths=(199,),
          mask="bias", dynamic=False, key="fp8_e3m4"),
 ]  # fmt: skip
@@ -787,6 +786,17 @@ def test_gpus_that_the_kernels_are_for(expected, name, monkeypatch, caplog):
     assert [record.message.rpartition(" ")[2] for record in caplog.records] == warnings
 
 
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_an_additive_mask_is_a_bias(backend):
+    case = Case("additive", tokens=3, lengths=(70,))
+    pages, query, kwargs = prepare(case)
+    mask, bias = torch.randn(2, 1, case.q_heads, 3, 70)
+    right = attend(case, pages, query, backend, **kwargs, bias=mask)
+    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask), right)
+    right = attend(case, pages, query, backend, **kwargs, bias=mask + bias)
+    assert_same(attend(case, pages, query, backend, **kwargs, mask=mask, bias=bias), right)
+
+
 # What a call gets, by name, and the operations.
 Call = dict[str, Any]
 SPOILED = (
@@ -809,7 +819,7 @@ OPERATIONS: dict[str, Callable[[Call, Pages, AttentionSpec, str], Tensor | None]
 def draw(rng: random.Random) -> tuple[Case, Call]:
     """A call of which all sizes fit each other."""
     pick, tokens, latent = rng.choice, rng.choice((1, 1, 2, 5, 33)), rng.random() < 0.2
-    heads, mask = 1 if latent else pick((1, 2)), pick(("", "padding", "bool", "float", "bias"))
+    heads, mask = 1 if latent else pick((1, 2)), pick(("", "padding", "bool", "bias"))
     case = Case(
         "prompt", lengths=tuple(tokens + rng.randrange(40) for _ in range(pick((1, 2, 3)))),
         tokens=tokens, heads=heads, q_heads=heads * pick((1, 2, 3)), k_dim=pick((8, 24)),

@@ -173,11 +173,7 @@ def attend(
     work = torch.empty(units * splits * rows * (2 + v_dim), dtype=torch.float32, device="cpu")
 
     center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
-    more: Tensor | None = None
-    if mask is not None and mask.is_floating_point():
-        more, mask, bounds = no_gaps(readable_floats(mask)), None, None
-    elif mask is not None:
-        mask = no_gaps(mask).view(torch.uint8)
+    mask = None if mask is None else no_gaps(mask).view(torch.uint8)
     bounds = None if mask is None or bounds is None else no_gaps(bounds)
     bias = None if bias is None else no_gaps(readable_floats(bias))
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -188,7 +184,7 @@ def attend(
         *table(pages, lengths), *stored(pages, "k", center), *decoding(k.format),
         *values, latent, *second, *strided(query),
         address(sinks),
-        *broadcast(mask), *broadcast(bias), *broadcast(more),
+        *broadcast(mask), *broadcast(bias),
         address(bounds), 0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0),
         SPAN, splits, blocks, block, rows, out.data_ptr(), KINDS[out.dtype], work.data_ptr(),
     )  # fmt: skip

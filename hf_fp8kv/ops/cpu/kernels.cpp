@@ -812,7 +812,7 @@ struct Attend {
   Decoding p_code;  // where K holds latents: their positions
   Strided q;
   const float* sinks;
-  Strided mask, bias, more;
+  Strided mask, bias;
   const int32_t* bounds;
   int64_t bounds_b, span, splits, blocks, block_tokens, rows;
   char* out;
@@ -1038,10 +1038,11 @@ void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, 
   }
 }
 
-// Add a bias, or a mask of floats, to the logits of a tile that begins at `low`.
+// Add the bias to the logits of a tile that begins at `low`.
 void add_bias(
-    const Attend& c, Scratch& s, const Strided& x, int64_t sequence, int64_t head, int64_t token,
-    int64_t rows, int64_t low, int64_t count) {
+    const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows,
+    int64_t low, int64_t count) {
+  const Strided& x = c.bias;
   const int64_t groups = c.q_heads / c.heads, width = width_of(x.kind);
   const int64_t skipped = low < c.start ? c.start - low : 0;  // these are hidden
   if (!x.data) return;
@@ -1144,8 +1145,7 @@ void attend_tile(
         if (c.softcap != 0) x = tanh(x / (float)c.softcap) * (float)c.softcap;
         store(place, x);
       }
-  add_bias(c, s, c.bias, sequence, head, token, rows, low, count);
-  add_bias(c, s, c.more, sequence, head, token, rows, low, count);
+  add_bias(c, s, sequence, head, token, rows, low, count);
   bool all_seen = true;
   const int64_t query = c.table.lengths[sequence] - c.tokens + token;  // position of the first row
   bool masked = c.mask.data;

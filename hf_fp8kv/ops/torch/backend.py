@@ -81,17 +81,16 @@ def attend(
         left, right = max(start - first * size, 0), min(stop - first * size, len(position))
         columns = slice(first * size + left - start, first * size + right - start)
         inner = shaped[..., left:right]
-        for extra in (spec.bias, mask if mask is not None and mask.is_floating_point() else None):
-            if extra is not None:
-                part = extra[..., columns].float()
-                if part.shape[1] > 1:
-                    inner += part.view(len(part), heads, groups, *part.shape[2:])
-                else:
-                    inner += part[:, :, None]
+        if spec.bias is not None:
+            part = spec.bias[..., columns].float()
+            if part.shape[1] > 1:
+                inner += part.view(len(part), heads, groups, *part.shape[2:])
+            else:
+                inner += part[:, :, None]
         seen = visible(lengths, tokens, first * size, last * size, spec.causal, window)
         if left or right < len(position):
             seen = seen & ((position >= start) & (position < stop))
-        if mask is not None and not mask.is_floating_point():
+        if mask is not None:
             part = mask[:, 0, :, columns].bool()
             part = torch.nn.functional.pad(part, (left, len(position) - right))
             seen = seen & part
@@ -109,7 +108,10 @@ def attend(
             v_scales.masked_fill_(hidden.repeat_interleave(heads, 0)[:, None], 0)
             weights *= v_scales
         out *= alpha
-        _add_values(out, weights, v, hidden, heads)
+        # V of hidden tokens may hold anything, NaN too.
+        if bool(hidden.any()):
+            v = v.masked_fill(hidden.repeat_interleave(heads, 0)[:, None], 0)
+        out += weights @ v.transpose(1, 2)
         m_i = m_new
     out = out / l_i.masked_fill(l_i == 0, 1)
     out = out.view(batch, heads, groups, tokens, v_dim)
@@ -167,10 +169,3 @@ def _read(
     v = numbers("v", pages.v).reshape(batch * heads, count, pages.v.head_dim, size)
     k = numbers("k", pages.k).reshape(batch * heads, count * size, -1)
     return k, k_scales, v.transpose(1, 2).flatten(2), v_scales
-
-
-def _add_values(out: Tensor, weights: Tensor, v: Tensor, hidden: Tensor, heads: int) -> None:
-    """Add weights @ V to `out`; V of hidden tokens may hold anything, NaN too."""
-    if bool(hidden.any()):
-        v = v.masked_fill(hidden.repeat_interleave(heads, 0)[:, None], 0)
-    out += weights @ v.transpose(1, 2)

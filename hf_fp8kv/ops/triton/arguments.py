@@ -1,7 +1,7 @@
 """Arguments that kernels share: pointers, numbers and constants of one call."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,8 +11,8 @@ from ...formats import AUTO
 from ...formats.rotation import rotation_block, rotation_factor
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
-from . import softmax
 from .codec import MOVED, Codec, codec_for, widened
+from .softmax import COMPACT, COMPLETE, NO_MASK
 from .target import Target, next_power_of_2, target_of
 from .tuning import LaunchConfig, Workload
 
@@ -49,7 +49,7 @@ class AttentionTensors(NamedTuple):
         k, v, token_scales: the pages.
         table: `[B, M]`, int32: the pages of each sequence.
         lengths: `[B]`, int32: stored tokens.
-        mask: of a kind that `Features.mask` names, its last axis without gaps, or None.
+        mask: of a kind that `Constants.mask` names, its last axis without gaps, or None.
         bounds: `[B, 2]`, int32, where a compact mask hides, or None.
         bias: `[1 | B, 1 | Hq, 1 | T, N]`, floating, its last axis without gaps, or None.
         sinks: `[Hq]`, floating, or None.
@@ -86,8 +86,8 @@ class Factors(NamedTuple):
     out: float
 
 
-# Compared by identity, since a launch looks its kernel up by its constants: `shape_of` and the
-# others below make one for each set of values.
+# Compared by identity, because a launch looks its kernel up by its constants: the caches below make
+# one for each set of values.
 @dataclass(frozen=True, eq=False)
 class Side:
     """One side of pages, as kernels are compiled for it.
@@ -104,30 +104,32 @@ class Side:
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
-    """Sizes that attention is compiled for; `out` is the side that the values are."""
+class Constants:
+    """What an attention kernel is compiled for: its only constexpr parameter, `CALL`.
 
-    heads: int  # KV heads
-    groups: int  # query heads per KV head
+    Attributes:
+        heads: KV heads.
+        groups: Query heads per KV head.
+        page_size: Slots of a page.
+        k, v, out: Sizes of K, of V, and of the values, which of latents are K.
+        k_codec, v_codec: How codes become operands of a product.
+        causal, windowed, softcapped: As in `ops.attend`.
+        mask: NO_MASK, COMPACT or COMPLETE.
+        centered: The center's share of the logits is added.
+        k_dynamic, v_dynamic: Whether a token's K, and V, has a scale of its own.
+        latent: K holds latents, which are values too, and V their positions.
+        precision: How products of float32 are made, as `tl.dot` calls it.
+        config: Launch parameters, or None where nothing depends on them.
+    """
+
+    heads: int
+    groups: int
     page_size: int
     k: Side
     v: Side
     out: Side
-
-
-@dataclass(frozen=True, eq=False)
-class Features:
-    """What kernels are compiled to do.
-
-    Attributes:
-        causal, windowed, softcapped: as in `ops.attend`.
-        mask: NO_MASK, COMPACT, COMPLETE or ADDITIVE.
-        centered: the center's share of the logits is added.
-        k_dynamic, v_dynamic: whether a token's K, and V, has a scale of its own.
-        latent: K holds latents, which are values too, and V their positions.
-        precision: of products of float32, as `tl.dot` calls it.
-    """
-
+    k_codec: Codec
+    v_codec: Codec
     causal: bool
     windowed: bool
     softcapped: bool
@@ -137,40 +139,32 @@ class Features:
     v_dynamic: bool
     latent: bool
     precision: str
-
-
-@dataclass(frozen=True, eq=False)
-class Constants:
-    """What an attention kernel is compiled for: its only constexpr parameter, `CALL`.
-
-    Attributes:
-        shape: Sizes.
-        features: What is computed.
-        k_codec: How codes of K become operands of a product.
-        v_codec: The same for V.
-        config: Launch parameters.
-    """
-
-    shape: Shape
-    features: Features
-    k_codec: Codec
-    v_codec: Codec
-    config: LaunchConfig
+    config: LaunchConfig | None = None
 
 
 _side_of = functools.cache(Side)
-shape_of = functools.cache(Shape)
-features_of = functools.cache(Features)
 _constants_of = functools.cache(Constants)
 
 
-@dataclass(frozen=True)
-class AttentionArgs:
+@functools.cache
+def _with_config(constants: Constants, config: LaunchConfig) -> Constants:
+    """Return the constants with launch parameters."""
+    return replace(constants, config=config)
+
+
+class AttentionArgs(NamedTuple):
     """One call of attention, as kernels take it.
 
-    `start`, `stop` and `window` are those of `ops.attend`; strides are of batch, head and token
-    (`mask_strides` of a compact mask: its batch's, its bounds', 0); shape, features and codecs are
-    constexpr.
+    Attributes:
+        tensors, constants: See there.
+        factors: See there.
+        start, stop, window: As in `ops.attend`.
+        query_strides: Strides of batch, head and token.
+        strides: Those that kernels are not specialized for, in their order: the table's of the
+            batch, and of batch, head and token those of the mask (of a compact mask: its batch's,
+            its bounds', 0) and of the bias.
+        target: The GPU.
+        workload: What the launch parameters depend on.
     """
 
     tensors: AttentionTensors
@@ -179,57 +173,14 @@ class AttentionArgs:
     stop: int
     window: int
     query_strides: tuple[int, int, int]
-    mask_strides: tuple[int, int, int]
-    bias_strides: tuple[int, int, int]
-    shape: Shape
-    features: Features
-    k_codec: Codec
-    v_codec: Codec
+    strides: tuple[int, ...]
+    constants: Constants
     target: Target
-
-    @property
-    def values(self) -> SidePointers:
-        """The side that the values are."""
-        return self.tensors.k if self.features.latent else self.tensors.v
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens."""
-        return self.tensors.query.shape[2]
-
-    @property
-    def rows(self) -> int:
-        """Query rows per KV head: its query heads times query tokens."""
-        return self.shape.groups * self.tokens
-
-    @property
-    def workload(self) -> Workload:
-        """What the launch parameters depend on."""
-        shape, tensors = self.shape, self.tensors
-        widths = (shape.k.width, shape.v.width)
-        return Workload(
-            width=max(widths),
-            rows=self.rows,
-            exact=tl.float32 in (self.k_codec.operand, self.v_codec.operand),
-            # Positions beside a latent are few.
-            wide=any(side.codes.element_size() > 1 for side in (tensors.k, self.values)),
-            biased=tensors.bias is not None or self.features.mask == softmax.ADDITIVE.value,
-            complete=self.features.mask == softmax.COMPLETE.value,
-            rotated=max(shape.k.block, shape.v.block) > 1,
-            latent=self.features.latent,
-            moved=self.k_codec.how >= MOVED.value,
-        )
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides that kernels are not specialized for, in the kernels' order."""
-        return (self.tensors.table.stride(0), *self.mask_strides, *self.bias_strides)
+    workload: Workload
 
     def options(self, config: LaunchConfig) -> dict[str, object]:
         """Return the constexpr parameter of a kernel, and the options of Triton."""
-        codecs = self.k_codec, self.v_codec
-        call = _constants_of(self.shape, self.features, *codecs, config)
-        return {"CALL": call, **config.options()}
+        return {"CALL": _with_config(self.constants, config), **config.options()}
 
 
 def side_for(stored: StoredSide) -> Side:
@@ -258,15 +209,6 @@ def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[i
     return extra, (b, h, t)
 
 
-def _mask_kind(mask: torch.Tensor | None) -> int:
-    kind = softmax.NO_MASK
-    if mask is not None and mask.is_floating_point():
-        kind = softmax.ADDITIVE
-    elif mask is not None:
-        kind = softmax.COMPACT if mask.shape[1:3] == (1, 1) else softmax.COMPLETE
-    return int(kind.value)
-
-
 def prepare(
     query: torch.Tensor,
     pages: Pages,
@@ -288,46 +230,56 @@ def prepare(
     if not centered:
         k = k._replace(center=None)
     scales = pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None
-    kind = _mask_kind(spec.mask)
     mask, mask_strides = _broadcast(spec.mask)
-    bounds = None
-    if mask is not None and kind == softmax.COMPACT.value:
-        bounds = spec.bounds
-        if bounds is None:
-            bounds = mask_bounds(mask[:, 0, 0] != 0, start)
-        mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
+    kind, bounds = NO_MASK.value, None
+    if mask is not None:
+        assert not mask.is_floating_point(), "a mask to add is a bias"
+        kind = COMPLETE.value
+        if mask.shape[2] == 1:
+            kind, bounds = COMPACT.value, spec.bounds
+            if bounds is None:
+                bounds = mask_bounds(mask[:, 0, 0] != 0, start)
+            mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _broadcast(spec.bias)
     k_side, v_side = side_for(pages.k), side_for(pages.v)
     values, values_codec = (k_side, k_codec) if spec.latent else (v_side, v_codec)
-    groups = query.shape[1] // pages.heads
-    shape = shape_of(pages.heads, groups, pages.page_size, k_side, v_side, values)
+    width, groups = max(k_side.width, v_side.width), query.shape[1] // pages.heads
     # Of float32 operands: as exact as float32 on tensor cores, in three products. Their parts of
     # large heads do not fit into shared memory.
-    precise = "tf32x3" if target.is_nvidia and max(shape.k.width, shape.v.width) <= 256 else "ieee"
-    features = features_of(
-        spec.causal, spec.window > 0, spec.softcap != 0, kind, centered, pages.k.is_dynamic,
-        pages.v.is_dynamic, spec.latent, precise,
+    precise = "tf32x3" if target.is_nvidia and width <= 256 else "ieee"
+    constants = _constants_of(
+        pages.heads, groups, pages.page_size, k_side, v_side, values, k_codec, v_codec, spec.causal,
+        spec.window > 0, spec.softcap != 0, kind, centered, pages.k.is_dynamic, pages.v.is_dynamic,
+        spec.latent, precise,
     )  # fmt: skip
+    # Positions beside a latent are few.
+    held = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
+    workload = Workload(
+        width=width,
+        rows=groups * query.shape[2],
+        exact=tl.float32 in (k_codec.operand, v_codec.operand),
+        wide=any(dtype.itemsize > 1 for dtype in held),
+        biased=bias is not None,
+        complete=kind == COMPLETE.value,
+        rotated=max(k_side.block, v_side.block) > 1,
+        latent=spec.latent,
+        moved=k_codec.how == MOVED.value,
+    )
     return AttentionArgs(
-        tensors=AttentionTensors(
-            query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
-        ),
-        factors=Factors(
+        AttentionTensors(query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks),
+        Factors(
             spec.scaling * k_codec.factor * rotation_factor(k_side.block),
             spec.scaling,
             spec.softcap,
             spec.scaling * v_codec.factor * rotation_factor(v_side.block),
             values_codec.factor * rotation_factor(values.block),
         ),
-        start=start,
-        stop=stop,
-        window=spec.window,
-        query_strides=(query.stride(0), query.stride(1), query.stride(2)),
-        mask_strides=mask_strides,
-        bias_strides=bias_strides,
-        shape=shape,
-        features=features,
-        k_codec=k_codec,
-        v_codec=v_codec,
-        target=target,
+        start,
+        stop,
+        spec.window,
+        (query.stride(0), query.stride(1), query.stride(2)),
+        (pages.table.stride(0), *mask_strides, *bias_strides),
+        constants,
+        target,
+        workload,
     )

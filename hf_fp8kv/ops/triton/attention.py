@@ -21,15 +21,14 @@ import triton
 import triton.language as tl
 
 from .codec import decode_for_dot, keep
-from .latent import add_latents, join_chunks, multiply_latents, split_chunks
 from .places import find_place, load_codes, load_scales
+from .products import add_values, join_chunks, multiply_keys, split_chunks
 from .rotation import mix
 from .softmax import (
     COMPACT,
     COMPLETE,
     HEADROOM,
     LOG2E,
-    NO_MASK,
     SUMMED_LATE,
     change_logits,
     find_visible,
@@ -105,7 +104,7 @@ class View(NamedTuple):
 @triton.jit
 def find_rows(b, h, block, tokens, length, CALL: tl.constexpr):
     """Return the `Rows` of block number `block` of a sequence of `length` tokens."""
-    GROUPS: tl.constexpr = CALL.shape.groups
+    GROUPS: tl.constexpr = CALL.groups
     ROWS: tl.constexpr = CALL.config.rows
     count = GROUPS * tokens
     first = block * ROWS
@@ -129,8 +128,6 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     With `config.swapped`, products have their operands, and acc its axes, the other way round. With
     `config.chunks`, see latent.py.
     """
-    SHAPE: tl.constexpr = CALL.shape
-    FEATURES: tl.constexpr = CALL.features
     ROWS: tl.constexpr = CALL.config.rows
     TILE: tl.constexpr = CALL.config.tile
     MASKED_TILE: tl.constexpr = CALL.config.masked_tile
@@ -138,29 +135,28 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     CHUNKS: tl.constexpr = CALL.config.chunks
     b = rows.b
     end = span.high
-    if FEATURES.causal:
+    if CALL.causal:
         end = tl.minimum(end, rows.last_q + 1)
     begin = tl.maximum(span.low, span.start)
-    if FEATURES.windowed:
+    if CALL.windowed:
         begin = tl.maximum(begin, last_before_window(rows.first_q, span.window) + 1)
     begin = tl.maximum(begin, 0)
 
     # Positions that every row sees: `full` to `full_end - 1`.
     full = begin
     full_end = end
-    if FEATURES.causal:
+    if CALL.causal:
         full_end = tl.minimum(full_end, rows.first_q + 1)
-    if FEATURES.windowed:
+    if CALL.windowed:
         full = tl.maximum(full, last_before_window(rows.last_q, span.window) + 1)
     mask_ptr = tensors.mask
-    if FEATURES.mask == COMPACT:
+    if CALL.mask == COMPACT:
         mask_ptr += b.to(tl.int64) * strides.mask[0]
         bounds_ptr = tensors.bounds + b.to(tl.int64) * strides.mask[1]
         begin = tl.maximum(begin, tl.load(bounds_ptr))
         full = tl.maximum(full, tl.load(bounds_ptr + 1))
-    elif FEATURES.mask != NO_MASK:
+    elif CALL.mask == COMPLETE:
         mask_ptr += _row_offset(strides.mask, rows)
-    if FEATURES.mask == COMPLETE:
         full_end = 0
     bias_ptr = tensors.bias
     if bias_ptr is not None:
@@ -179,7 +175,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     masked = before + last - after
 
     query = _load_rows(tensors, factors, rows, strides.query, CALL)
-    WIDTH: tl.constexpr = SHAPE.out.width
+    WIDTH: tl.constexpr = CALL.out.width
     if CHUNKS > 1:
         acc = tl.zeros([CHUNKS, ROWS, WIDTH // CHUNKS], tl.float32)
     else:
@@ -195,15 +191,15 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
 
     # The number of a tile's page is loaded two tiles ahead, and its offset one: the tile's own
     # loads can then be started as far ahead as there are stages.
-    page = tl.load(table_ptr + main * TILE // SHAPE.page_size, mask=main < main_end, other=0)
+    page = tl.load(table_ptr + main * TILE // CALL.page_size, mask=main < main_end, other=0)
     next_place = find_place(tensors.k, tl.maximum(page, 0))
     later = tl.minimum(main + 1, main_end - 1)
-    page = tl.load(table_ptr + later * TILE // SHAPE.page_size, mask=main < main_end, other=0)
+    page = tl.load(table_ptr + later * TILE // CALL.page_size, mask=main < main_end, other=0)
     for j in tl.range(main, main_end, num_stages=CALL.config.stages):
         place = next_place
         next_place = find_place(tensors.k, tl.maximum(page, 0))
         later = tl.minimum(j + 2, main_end - 1)
-        page = tl.load(table_ptr + later * TILE // SHAPE.page_size)
+        page = tl.load(table_ptr + later * TILE // CALL.page_size)
         acc, m_i, l_i = _attend_tile(
             acc, m_i, l_i, query, j, place, tensors, factors.softcap, rows, view, CALL,
             MASKED=False,
@@ -212,7 +208,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         l_i = tl.sum(l_i, 0 if SWAPPED else 1)
     for i in tl.range(0, masked, num_stages=1):
         j = tl.where(i < before, first + i, after + i - before)
-        page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // SHAPE.page_size), 0)
+        page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // CALL.page_size), 0)
         place = find_place(tensors.k, page)
         acc, m_i, l_i = _attend_tile(
             acc, m_i, l_i, query, j, place, tensors, factors.softcap, rows, view, CALL, MASKED=True
@@ -237,23 +233,22 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
 
     Of latents: their part of the rows and its factor, and the same two of positions.
     """
-    SHAPE: tl.constexpr = CALL.shape
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
     # (Triton 3.5 takes no attribute of a record as an argument, unless it is a number.)
-    K_SIDE: tl.constexpr = SHAPE.k
-    V_SIDE: tl.constexpr = SHAPE.v
+    K_SIDE: tl.constexpr = CALL.k
+    V_SIDE: tl.constexpr = CALL.v
     CHUNKS: tl.constexpr = CALL.config.chunks
     ptrs = tensors.query + _row_offset(strides, rows)
     q, factor, offset = _load_query(
-        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, SHAPE.heads, K_SIDE,
-        CALL.features.centered, K_CODEC,
+        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, CALL.heads, K_SIDE,
+        CALL.centered, K_CODEC,
     )  # fmt: skip
     factor *= LOG2E
     # (Triton takes no return before the last statement where other returns differ.)
-    if CALL.features.latent:
+    if CALL.latent:
         positions, v_factor, _ = _load_query(
-            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, SHAPE.heads,
+            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, CALL.heads,
             V_SIDE, False, V_CODEC,
         )  # fmt: skip
         # Else their layout would be made for the sums of rotation.
@@ -305,76 +300,73 @@ def _attend_tile(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return acc, m_i and l_i with tile `j` taken in. MASKED: some row does not see all of it."""
-    FEATURES: tl.constexpr = CALL.features
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
     SWAPPED: tl.constexpr = CALL.config.swapped
     TILE: tl.constexpr = CALL.config.masked_tile if MASKED else CALL.config.tile
-    SHAPE: tl.constexpr = CALL.shape
     position = j * TILE + tl.arange(0, TILE)
-    k_codes, v_codes, word_ptrs = load_codes(tensors, j, position, place, rows.h, view, SHAPE, TILE)
+    k_codes, v_codes, word_ptrs = load_codes(tensors, j, position, place, rows.h, view, CALL, TILE)
     seen = None
     # Keys do this after the product: one more value through it makes Triton 3.5 spill.
-    if MASKED and FEATURES.latent:
-        visible, seen = find_visible(position, rows, view, FEATURES, SWAPPED)
+    if MASKED and CALL.latent:
+        visible, seen = find_visible(position, rows, view, CALL)
         k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))
     k_scale, v_scale = None, None
-    if FEATURES.k_dynamic or FEATURES.v_dynamic:
+    if CALL.k_dynamic or CALL.v_dynamic:
         k_scale, v_scale = load_scales(word_ptrs)
-    if FEATURES.latent:
-        x, latents = multiply_latents(query, k_codes, v_codes, k_scale, v_scale, CALL)
+    if CALL.latent:
+        q, factor, q_positions, v_factor = query
+        latents = keep(decode_for_dot(k_codes, K_CODEC), K_CODEC)
+        positions = keep(decode_for_dot(v_codes, V_CODEC), V_CODEC)
+        if CALL.config.chunks > 1:
+            latents = split_chunks(latents, CALL.config.chunks)
+        x = multiply_keys(q, latents, CALL)
+        y = multiply_keys(q_positions, tl.trans(positions), CALL)
+        if CALL.k_dynamic:
+            x *= of_others(k_scale, SWAPPED)
+        if CALL.v_dynamic:
+            y *= of_others(v_scale, SWAPPED)
+        x = x * of_rows(factor, SWAPPED) + y * of_rows(v_factor, SWAPPED)
     else:
         q, factor, offset = query
-        k = decode_for_dot(k_codes, K_CODEC)
-        if SWAPPED:
-            x = tl.dot(k, tl.trans(q), input_precision=FEATURES.precision)
-        else:
-            x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
-        if FEATURES.k_dynamic:
+        x = multiply_keys(q, decode_for_dot(k_codes, K_CODEC), CALL)
+        if CALL.k_dynamic:
             x *= of_others(k_scale, SWAPPED)
         x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
-    x = change_logits(x, softcap, view, position, FEATURES, SWAPPED)
-    if MASKED and not FEATURES.latent:
-        visible, seen = find_visible(position, rows, view, FEATURES, SWAPPED)
+    x = change_logits(x, softcap, view, position, CALL)
+    if MASKED and not CALL.latent:
+        visible, seen = find_visible(position, rows, view, CALL)
     if MASKED:
         x = tl.where(visible, x, float("-inf"))
-    if FEATURES.latent:
-        weights, alpha, m_i, l_i = weigh(x, m_i, l_i, k_scale, seen, FEATURES.k_dynamic, SWAPPED)
-        acc = add_latents(acc, alpha, weights, latents, CALL)
+    if CALL.latent:
+        weights, alpha, m_i, l_i = weigh(x, m_i, l_i, k_scale, seen, CALL.k_dynamic, SWAPPED)
+        acc = add_values(acc, alpha, weights.to(K_CODEC.operand), latents, CALL)
     else:
-        weights, alpha, m_i, l_i = weigh(x, m_i, l_i, v_scale, seen, FEATURES.v_dynamic, SWAPPED)
+        weights, alpha, m_i, l_i = weigh(x, m_i, l_i, v_scale, seen, CALL.v_dynamic, SWAPPED)
         if MASKED:
             v_codes = tl.where(tl.expand_dims(seen, 0), v_codes, tl.zeros_like(v_codes))
         v = decode_for_dot(v_codes, V_CODEC)
-        acc = acc * of_rows(alpha, SWAPPED)
-        weights = weights.to(V_CODEC.operand)
-        if SWAPPED:
-            acc = tl.dot(v, weights, acc, input_precision=FEATURES.precision)
-        else:
-            acc = tl.dot(weights, tl.trans(v), acc, input_precision=FEATURES.precision)
+        acc = add_values(acc, alpha, weights, tl.trans(v), CALL)
     return acc, m_i, l_i
 
 
 @triton.jit
 def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.constexpr):
     """Write finished rows to the output, `[B, T, Hq, out_dim]`."""
-    SHAPE: tl.constexpr = CALL.shape
     SWAPPED: tl.constexpr = CALL.config.swapped
-    scale = tensors.k.static_scale if CALL.features.latent else tensors.v.static_scale
-    out = finish(
-        acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, factors.out, SHAPE, SWAPPED
-    )
-    d = tl.arange(0, SHAPE.out.width)
-    real = of_rows(rows.exists, SWAPPED) & of_others(d < SHAPE.out.dim, SWAPPED)
-    place = (rows.b * tokens + rows.t) * (SHAPE.heads * SHAPE.groups) + rows.head
-    offset = place.to(tl.int64) * SHAPE.out.dim
+    scale = tensors.k.static_scale if CALL.latent else tensors.v.static_scale
+    out = finish(acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, factors.out, CALL, SWAPPED)
+    d = tl.arange(0, CALL.out.width)
+    real = of_rows(rows.exists, SWAPPED) & of_others(d < CALL.out.dim, SWAPPED)
+    place = (rows.b * tokens + rows.t) * (CALL.heads * CALL.groups) + rows.head
+    offset = place.to(tl.int64) * CALL.out.dim
     out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(d, SWAPPED)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def finish(
-    acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, out_factor, SHAPE: tl.constexpr,
+    acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, out_factor, CALL: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return the output rows, shaped like `acc`: with sinks, divided, scaled and rotated back."""
@@ -388,8 +380,8 @@ def finish(
     # A row that sees nothing has the sum 0, and gives zeros.
     out = acc * of_rows(out_factor / tl.where(l_i == 0, 1.0, l_i), SWAPPED)
     if static_scale_ptr is not None:
-        d = tl.arange(0, SHAPE.out.width)
-        scale_ptr = static_scale_ptr + h * SHAPE.out.dim
-        scale = tl.load(scale_ptr + d, mask=d < SHAPE.out.dim, other=0.0)
+        d = tl.arange(0, CALL.out.width)
+        scale_ptr = static_scale_ptr + h * CALL.out.dim
+        scale = tl.load(scale_ptr + d, mask=d < CALL.out.dim, other=0.0)
         out *= of_others(scale, SWAPPED)
-    return mix(out, SHAPE.out.block, SWAPPED)
+    return mix(out, CALL.out.block, SWAPPED)

@@ -20,7 +20,6 @@ from .target import Target
 AS_IS = tl.constexpr(0)  # stored in 16 or 32 bits
 CAST = tl.constexpr(1)  # by the hardware
 MOVED = tl.constexpr(2)  # by moving bits
-MOVED_PACKED = tl.constexpr(3)  # the same, four codes to a register
 
 # Triton's types of the formats that hardware knows.
 _CASTS = {
@@ -44,7 +43,7 @@ class Codec:
         shift: bits that the lower seven of a code move to the left, if they are moved.
         nan: -1: there is nothing to do for NaN; 0x7F: all seven lower bits set are NaN; 0x80: that
             one code is.
-        assembly: what moves four codes, if `how` is MOVED_PACKED.
+        assembly: what moves the four codes of a register, if `how` is MOVED; "": there is none.
         keep: constraints of assembly that keeps 32 bits where they are; "": there is none.
     """
 
@@ -75,7 +74,6 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     if is_cast:
         assert fmt.torch_dtype is not None
         return Codec(CAST.value, operand, cast=_CASTS[fmt.torch_dtype], keep=keep)
-    packed = target.is_nvidia and not target.interpreted
     # float16: bias 15, 10 bits of mantissa.
     shift, factor = 10 - fmt.mantissa_bits, 2.0 ** (15 - fmt.bias)
     # Moved, numbers must be finite, and infinity (and with it NaN) that of float16.
@@ -84,17 +82,8 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     nan = -1
     if keep_nan and fmt.inf_code is None:
         nan = 0x80 if fmt.unsigned_zero else 0x7F
-    if not packed:
-        return Codec(MOVED.value, operand, factor, shift=shift, nan=nan, keep=keep)
-    return Codec(
-        MOVED_PACKED.value,
-        operand,
-        factor,
-        shift=shift,
-        nan=nan,
-        assembly=packed_move(shift, nan),
-        keep=keep,
-    )
+    assembly = packed_move(shift, nan) if target.is_nvidia and not target.interpreted else ""
+    return Codec(MOVED.value, operand, factor, shift=shift, nan=nan, assembly=assembly, keep=keep)
 
 
 @functools.cache
@@ -110,7 +99,7 @@ def decode_for_dot(codes, CODEC: tl.constexpr):
         return codes.to(CODEC.operand)
     elif CODEC.how == CAST:
         return codes.to(CODEC.cast, bitcast=True).to(CODEC.operand)
-    elif CODEC.how == MOVED_PACKED:
+    elif CODEC.assembly != "":
         return tl.inline_asm_elementwise(
             CODEC.assembly, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
         ).to(CODEC.operand)

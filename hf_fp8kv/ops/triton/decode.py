@@ -12,7 +12,7 @@ import triton.language as tl
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish, write_rows
-from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
+from .plan import make_plan, max_parts, plan_rows
 from .softmax import of_others, of_rows
 from .target import allocate, cdiv, launch
 from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
@@ -31,18 +31,14 @@ def attend(
     stop: int,
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
-    partial: Partial | None = None,
 ) -> torch.Tensor:
-    """Return what `backend.attend` does, of at most DECODE_ROWS query rows, or of latents.
-
-    `partial` is what `make_partial` returns for the plan; None: made here.
-    """
+    """Return what `backend.attend` does, of at most DECODE_ROWS query rows, or of latents."""
     args = prepare(query, pages, lengths, start, stop, spec)
-    assert args.rows <= DECODE_ROWS or spec.latent
+    assert args.workload.rows <= DECODE_ROWS or spec.latent
     config = decode_config(args.target, args.workload)
     if plan is not None and not _suits(plan, args, config):
         plan = None
-    return split_kv_decode(args, config, plan, partial, whole=spec.deterministic)
+    return split_kv_decode(args, config, plan, whole=spec.deterministic)
 
 
 def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
@@ -50,51 +46,46 @@ def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> boo
 
     It was made before the query was known: for one block of few rows.
     """
-    batch, device = len(args.tensors.lengths), plan.device
-    if args.rows > config.rows:
+    if args.workload.rows > config.rows:
         return False
-    programs = programs_of(args, config)
-    return plan.shape[0] <= plan_rows(device, batch, args.shape.heads, programs=programs)
+    batch, programs = len(args.tensors.lengths), programs_of(args, config)
+    return len(plan) <= plan_rows(plan.device, batch, args.constants.heads, programs=programs)
 
 
 def split_kv_decode(
-    args: AttentionArgs,
-    config: LaunchConfig,
-    plan: torch.Tensor | None,
-    partial: Partial | None = None,
-    *,
-    whole: bool = False,
+    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None, *, whole: bool = False
 ) -> torch.Tensor:
     """Return the attention `[B, T, Hq, out_dim]` of a call whose sequences are split.
 
     A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
-    `partial`: the result of `make_partial` for the plan. `whole`: whether no sequence is split.
+    `whole`: whether no sequence is split.
     """
-    query, shape = args.tensors.query, args.shape
+    tensors, constants, query = args.tensors, args.constants, args.tensors.query
     batch, q_heads, tokens, _ = query.shape
-    heads, dim, device = shape.heads, shape.out.dim, query.device
-    blocks = cdiv(args.rows, config.rows)
+    heads, dim, device = constants.heads, constants.out.dim, query.device
+    blocks = cdiv(args.workload.rows, config.rows)
     if plan is None:
-        partial, programs = None, programs_of(args, config)
+        programs = programs_of(args, config)
         rows = 2 * batch if whole else plan_rows(device, batch, heads * blocks, programs=programs)
         plan = allocate((rows, 4), torch.int32, device)
-        make_plan(
-            plan, args.tensors.lengths, tokens, args.window, args.start, heads * blocks, programs
-        )
+        make_plan(plan, tensors.lengths, tokens, args.window, args.start, heads * blocks, programs)
     splits = max_parts(plan, batch)
 
     out = allocate((batch, tokens, q_heads, dim), query.dtype, device)
-    sums, stats = partial or make_partial(plan, query, dim)
+    # The sums of parts, and then m_i and l_i of each.
+    rows = splits * q_heads * tokens if splits > batch else 0
+    partial = allocate((rows * (dim + 2),), torch.float32, device)
     launch(
-        _decode, (heads, splits, blocks), args.tensors, plan, out, sums, stats, tokens, args.start,
+        _decode, (heads, splits, blocks), tensors, plan, out, partial, tokens, args.start,
         args.stop, args.window, args.factors, args.query_strides, *args.strides,
         **args.options(config),
     )  # fmt: skip
     if splits > batch:
+        values = tensors.k if constants.latent else tensors.v
         launch(
-            _combine, (args.rows, heads, batch), plan, sums, stats, args.tensors.sinks,
-            args.values.static_scale, out, tokens, splits, args.factors.out, SHAPE=shape,
-            MERGED=MERGED, num_warps=max(1, shape.out.width // MERGED_CHANNELS),
+            _combine, (args.workload.rows, heads, batch), plan, partial, tensors.sinks,
+            values.static_scale, out, tokens, splits, args.factors.out, SHAPE=constants,
+            MERGED=MERGED, num_warps=max(1, constants.out.width // MERGED_CHANNELS),
         )  # fmt: skip
     return out
 
@@ -114,8 +105,8 @@ def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
     ]
 )  # fmt: skip
 def _decode(
-    tensors, plan_ptr, out_ptr, partial_ptr, stats_ptr, tokens, start, stop, window, factors,
-    query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
+    tensors, plan_ptr, out_ptr, partial_ptr, tokens, start, stop, window, factors, query_strides,
+    table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in one split, and the partial sums of the others.
 
@@ -125,8 +116,8 @@ def _decode(
         tensors: Pointers, see `AttentionTensors`.
         plan_ptr: `[max_parts + B, 4]`, int32, see plan.py.
         out_ptr: `[B, T, Hq, out_dim]`, of the query's dtype.
-        partial_ptr: `[max_parts, Hkv, rows, out_dim]`, float32, the sums in each slot.
-        stats_ptr: `[max_parts, Hkv, rows, 2]`, float32, their m_i and l_i.
+        partial_ptr: `[max_parts, Hkv, rows, out_dim]`, float32, the sums in each slot, and behind
+            them `[max_parts, Hkv, rows, 2]`, their m_i and l_i.
         tokens: T.
         start, stop, window: As in `ops.attend`.
         factors: Floats, see `Factors`.
@@ -134,7 +125,6 @@ def _decode(
         table_b: Stride of the batch.
         CALL: See `Constants`.
     """
-    SHAPE: tl.constexpr = CALL.shape
     SWAPPED: tl.constexpr = CALL.config.swapped
     h = tl.program_id(0)
     part_ptr = plan_ptr + tl.program_id(1) * 4
@@ -152,30 +142,38 @@ def _decode(
     if slot < 0:
         write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)
     else:
-        d = tl.arange(0, SHAPE.out.width)
-        real = of_rows(rows.exists, SWAPPED) & of_others(d < SHAPE.out.dim, SWAPPED)
-        count = SHAPE.groups * tokens
-        saved = ((slot * SHAPE.heads + h) * count + rows.row).to(tl.int64)
-        sum_ptrs = partial_ptr + of_rows(saved * SHAPE.out.dim, SWAPPED) + of_others(d, SWAPPED)
+        d = tl.arange(0, CALL.out.width)
+        real = of_rows(rows.exists, SWAPPED) & of_others(d < CALL.out.dim, SWAPPED)
+        count = CALL.groups * tokens
+        saved = ((slot * CALL.heads + h) * count + rows.row).to(tl.int64)
+        sum_ptrs = partial_ptr + of_rows(saved * CALL.out.dim, SWAPPED) + of_others(d, SWAPPED)
         tl.store(sum_ptrs, acc, mask=real)
+        stats_ptr = _stats_of(partial_ptr, tl.num_programs(1), tokens, CALL)
         tl.store(stats_ptr + saved * 2, m_i, mask=rows.exists)
         tl.store(stats_ptr + saved * 2 + 1, l_i, mask=rows.exists)
 
 
+@triton.jit
+def _stats_of(partial_ptr, max_parts, tokens, CALL: tl.constexpr):
+    size = CALL.heads * CALL.groups * CALL.out.dim * tokens
+    return partial_ptr + max_parts.to(tl.int64) * size
+
+
 @triton.jit(do_not_specialize=["tokens", "max_parts"])
 def _combine(
-    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, static_scale_ptr, out_ptr, tokens, max_parts,
-    out_factor, SHAPE: tl.constexpr, MERGED: tl.constexpr,
+    plan_ptr, partial_ptr, sinks_ptr, static_scale_ptr, out_ptr, tokens, max_parts, out_factor,
+    SHAPE: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in several splits.
 
     The grid is query rows, KV heads and sequences.
 
     Args:
-        plan_ptr, partial_ptr, stats_ptr, out_ptr, tokens: as in `_decode`.
+        plan_ptr, partial_ptr, out_ptr, tokens: as in `_decode`.
         sinks_ptr: `[Hq]`, floating, or None.
         static_scale_ptr: of the values, `[Hkv, out_dim]`, float32, or None.
         out_factor: `Factors.out`.
+        SHAPE: See `Constants`.
     """
     b, h, row = tl.program_id(2), tl.program_id(1), tl.program_id(0)
     first = tl.load(plan_ptr + (max_parts + b) * 4)
@@ -183,6 +181,7 @@ def _combine(
     if num_splits == 1:
         return
     count = SHAPE.groups * tokens
+    stats_ptr = _stats_of(partial_ptr, max_parts, tokens, SHAPE)
     i = tl.arange(0, MERGED)
     WIDTH: tl.constexpr = SHAPE.out.width
     d = tl.arange(0, WIDTH)

@@ -47,15 +47,15 @@ def attend(
     config = extend_config(args.target, args.workload)
     if spec.deterministic:
         return split_kv_decode(args, config, None, whole=True)
-    wide = _widen(args, pages, cdiv(args.rows, config.rows))
+    wide = _widen(args, pages, cdiv(args.workload.rows, config.rows))
     if wide is not None:
         args = prepare(query, wide, lengths, start, stop, spec)
         config = extend_config(args.target, args.workload, widened=True)
     batch, q_heads, tokens, _ = query.shape
-    programs = args.shape.heads * batch * cdiv(args.rows, config.rows)
+    programs = pages.heads * batch * cdiv(args.workload.rows, config.rows)
     if programs < args.target.processors and stop > SPLIT_FROM:
         return split_kv_decode(args, config, None)
-    out = query.new_empty((batch, tokens, q_heads, args.shape.out.dim))
+    out = query.new_empty((batch, tokens, q_heads, args.constants.out.dim))
     launch(
         _extend, (programs,), args.tensors, out, batch, tokens, start, stop, args.window,
         args.factors, args.query_strides, *args.strides, **args.options(config),
@@ -79,7 +79,8 @@ def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
         return None
     if pages.k.format == pages.v.format == AUTO:
         return None
-    dtypes = [_TORCH_TYPES[codec.operand] for codec in (args.k_codec, args.v_codec)]
+    codecs = args.constants.k_codec, args.constants.v_codec
+    dtypes = [_TORCH_TYPES[codec.operand] for codec in codecs]
     heads, slots, dims = pages.heads, pages.page_size, (pages.k.head_dim, pages.v.head_dim)
     layout = page_layout(heads, slots, *dims, dtypes[0], dtypes[1], pages.has_scales)
     batch, count = len(args.tensors.lengths), cdiv(stop, slots)
@@ -97,7 +98,7 @@ def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
         pages.token_scales, pages.table, args.tensors.lengths, pointers_to(wide, "k"),
         pointers_to(wide, "v"), wide.token_scales, table, layout.size, pages.table.stride(0),
         SLOTS=slots,
-        K_SIZE=slots * dims[0], V_SIZE=slots * dims[1], K_CODEC=args.k_codec, V_CODEC=args.v_codec,
+        K_SIZE=slots * dims[0], V_SIZE=slots * dims[1], K_CODEC=codecs[0], V_CODEC=codecs[1],
         WORDS=next_power_of_2(slots), num_warps=4,
     )  # fmt: skip
     return wide
@@ -171,11 +172,11 @@ def _extend(
 
     The others are those of `_decode`.
     """
-    HEADS: tl.constexpr = CALL.shape.heads
+    HEADS: tl.constexpr = CALL.heads
     h = tl.program_id(0) % HEADS
     b = tl.program_id(0) // HEADS % batch
     # The last rows see the most: they start first.
-    blocks = tl.cdiv(CALL.shape.groups * tokens, CALL.config.rows)
+    blocks = tl.cdiv(CALL.groups * tokens, CALL.config.rows)
     block = blocks - 1 - tl.program_id(0) // HEADS // batch
     length = tl.load(tensors.lengths + b)
     rows = find_rows(b, h, block, tokens, length, CALL)

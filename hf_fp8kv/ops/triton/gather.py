@@ -77,26 +77,21 @@ def _gather(
     # A released page is behind the window: what is read instead is hidden by who asked.
     table_ptr += b.to(tl.int64) * table_b
     if PAGE % TILE == 0:
-        # One page: the addresses of a tile are one base and constants, and all of it is there.
-        place = find_place(side, tl.maximum(tl.load(table_ptr + first // PAGE), 0))
-        codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
-        first_slot = (tile % (PAGE // TILE)) * TILE
-        if TRANSPOSED:
-            code_ptrs = codes_ptr + first_slot + (d * PAGE)[None, :] + i[:, None]
-        else:
-            code_ptrs = codes_ptr + first_slot * DIM + (i * DIM)[:, None] + d[None, :]
-        codes = tl.load(code_ptrs, mask=real, other=0)
-        slot = first_slot + i
+        # One page, and all of the tile is there.
+        page = tl.load(table_ptr + first // PAGE)
+        slot = (tile % (PAGE // TILE)) * TILE + i
+        there = real
     else:
         page = tl.load(table_ptr + position // PAGE, mask=asked, other=0)
-        place = find_place(side, tl.maximum(page, 0))
-        codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
         slot = position % PAGE
-        if TRANSPOSED:
-            code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
-        else:
-            code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
-        codes = tl.load(code_ptrs, mask=exists[:, None] & real, other=0)
+        there = exists[:, None] & real
+    place = find_place(side, tl.maximum(page, 0))
+    codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
+    if TRANSPOSED:
+        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
+    else:
+        code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
+    codes = tl.load(code_ptrs, mask=there, other=0)
 
     if CODEC.how == AS_IS:
         x = codes

@@ -27,7 +27,7 @@ def in_page(pointer, place, h, SIZE: tl.constexpr, ALIKE: tl.constexpr = 1):
 
 @triton.jit
 def load_codes(
-    tensors, j, position, place, h, view, SHAPE: tl.constexpr, TILE: tl.constexpr
+    tensors, j, position, place, h, view, CALL: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Return the codes of a tile: K `[TILE, k_width]`, V `[v_width, TILE]`.
 
@@ -40,12 +40,12 @@ def load_codes(
         h: The KV head.
         view: See `View`.
     """
-    PAGE: tl.constexpr = SHAPE.page_size
-    DK: tl.constexpr = SHAPE.k.dim
-    DV: tl.constexpr = SHAPE.v.dim
+    PAGE: tl.constexpr = CALL.page_size
+    DK: tl.constexpr = CALL.k.dim
+    DV: tl.constexpr = CALL.v.dim
     n = tl.arange(0, TILE)
-    d = tl.arange(0, SHAPE.k.width)
-    dv = tl.arange(0, SHAPE.v.width)
+    d = tl.arange(0, CALL.k.width)
+    dv = tl.arange(0, CALL.v.width)
     if PAGE % TILE == 0:
         # One page, known by one number: the addresses of a tile are one base and constants.
         slot = (j % (PAGE // TILE)) * TILE
@@ -68,11 +68,11 @@ def load_codes(
         v_ptr = in_page(tensors.v.codes, place, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
         k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE
-    if SHAPE.k.width == DK:
+    if CALL.k.width == DK:
         k_codes = tl.load(k_ptrs)
     else:
         k_codes = tl.load(k_ptrs, mask=(d < DK)[None, :], other=0)
-    if SHAPE.v.width == DV:
+    if CALL.v.width == DV:
         v_codes = tl.load(v_ptrs)
     else:
         v_codes = tl.load(v_ptrs, mask=(dv < DV)[:, None], other=0)

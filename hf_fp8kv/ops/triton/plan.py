@@ -17,14 +17,12 @@ The first part of a sequence begins at 0 and the last one has no end: whatever l
 plan was made for, it gives every position to one program, and is at worst badly balanced.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from .softmax import last_before_window
-from .target import allocate, cdiv, launch, next_power_of_2, target_of
+from .target import cdiv, launch, next_power_of_2, target_of
 from .tuning import PlanConfig, expected_programs, plan_config
 
 NO_END = tl.constexpr(2**31 - 1)
@@ -69,27 +67,6 @@ def max_parts(plan: torch.Tensor, batch: int) -> int:
     assert plan.shape[1] == 4
     assert parts >= batch, f"a plan for another launch: {tuple(plan.shape)}, {batch} sequences"
     return parts
-
-
-class Partial(NamedTuple):
-    """What parts of sequences leave to be merged, for each of their query rows.
-
-    Attributes:
-        sums: float32, Dv numbers each.
-        stats: float32, m_i and l_i of each.
-    """
-
-    sums: torch.Tensor
-    stats: torch.Tensor
-
-
-def make_partial(plan: torch.Tensor, query: torch.Tensor, dim: int) -> Partial:
-    """Return room for what parts of sequences leave; `dim`: Dv."""
-    batch, q_heads, tokens, _ = query.shape
-    splits = max_parts(plan, batch)
-    rows = splits * q_heads * tokens if splits > batch else 0
-    both = allocate((rows * (dim + 2),), torch.float32, query.device)
-    return Partial(both[: rows * dim], both[rows * dim :])
 
 
 def make_plan(

@@ -14,83 +14,65 @@ A recording holds no tensor: it serves all layers and caches. What it depends on
     which tensors there are, of which dtype, on which device, and which are not aligned to 16 bytes:
     of pointers that is what Triton compiles a kernel for (for AMD's GPUs also whether there are
     more than 2 GiB);
-    the `Target`, and those settings of Triton that are part of its own key.
+    the `Target`.
 
-What there is to know of tensors that come again and again, those of pages and plans, is found out
-once (`Described`), and kept with what holds them: such tensors are never given other memory.
+What there is to know of the tensors of pages is found out once (`Described`), and kept with them:
+such tensors are never given other memory.
 
-Calls that hand a kernel a tensor that torch computed are not recorded. Each call goes the long way
-in the interpreter, inside of `recording`, where hooks want to see each launch as Triton makes it,
-and with versions of Triton whose launches are not known to be alike.
+Calls that hand a kernel a tensor that torch computed, or two tensors at one address, are not
+recorded. Each call goes the long way in the interpreter, inside of `recording`, where hooks want to
+see each launch as Triton makes it, with settings of Triton other than the usual ones, and with
+versions of Triton whose launches are not known to be alike.
 """
 
-import itertools
+import collections
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
 from triton import knobs
 
-from .target import Launched, is_recording, recording, target_of
+from .target import Recorded, Target, is_recording, recording, target_of
 
 # Triton's launches are the same in these versions, from the first to before the last.
 _ALIKE = ((3, 6), (3, 10))
 _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _REPLAYS = _ALIKE[0] <= _version < _ALIKE[1] and not knobs.runtime.interpret
 
+# For one kind of pages.
 _MOST_RECORDINGS = 256
-# Two tensors at one address, of which a recording cannot tell which one a kernel took, are rare.
-_ATTEMPTS = 3
 _2_GIB = 2**31 - 1
 
-# By key, functions of addresses and numbers. An integer: how often a call could not be recorded.
-_recordings: dict[tuple[Any, ...], Callable[..., torch.Tensor | None] | int] = {}
+# By key, functions of addresses and numbers. None: the call cannot be recorded.
+Recordings: TypeAlias = dict[tuple[Any, ...], Callable[..., torch.Tensor | None] | None]
+# By the kind of pages.
+recordings: collections.defaultdict[Hashable, Recordings] = collections.defaultdict(dict)
 
 
 class Described(NamedTuple):
-    """Some of a call's tensors, as far as recordings look at them.
+    """The tensors that calls share, as far as recordings look at them.
 
     Attributes:
-        kind: all that a recording depends on.
+        recordings: of calls with such tensors.
         addresses: of each tensor.
     """
 
-    kind: Hashable
+    recordings: Recordings
     addresses: list[int | None]
 
 
-def describe(tensors: Sequence[torch.Tensor | None], *, sizes: bool = True) -> Described:
-    """Return what recordings have to know of tensors; `sizes`: also whether they have 2 GiB."""
-    addresses: list[int | None] = []
-    dtypes: list[torch.dtype | None] = []
-    together = 0
-    for x in tensors:
-        if x is None:
-            addresses.append(None)
-            dtypes.append(None)
-        else:
-            address = x.data_ptr()
-            together |= address
-            addresses.append(address)
-            dtypes.append(x.dtype)
+def describe(
+    tensors: Sequence[torch.Tensor | None], *, sizes: bool = True
+) -> tuple[Hashable, list[int | None]]:
+    """Return what recordings depend on, and addresses; `sizes`: also whether there are 2 GiB."""
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
     kind = (
-        tuple(dtypes),
-        together & 15 and tuple([(address or 0) & 15 == 0 for address in addresses]),
+        tuple([None if x is None else x.dtype for x in tensors]),
+        tuple([address and address & 15 for address in addresses]),
         sizes and tuple([x is None or x.untyped_storage().nbytes() <= _2_GIB for x in tensors]),
     )
-    return Described(kind, addresses)
-
-
-# Equal kinds have the same number, which is compared at once.
-_kinds: dict[Hashable, int] = {}
-_numbers = itertools.count()
-
-
-def number_of(kind: Hashable) -> int:
-    """Return the number of a kind."""
-    return _kinds.setdefault(kind, next(_numbers))
+    return kind, addresses
 
 
 def run_or_replay(
@@ -98,7 +80,7 @@ def run_or_replay(
     args: tuple[Any, ...],
     layout: tuple[Any, ...],
     tensors: Sequence[torch.Tensor | None],
-    others: Sequence[Described],
+    shared: Described,
     **numbers: int,
 ) -> Any:
     """Return `operation(*args)`, by what an equal call did if there was one.
@@ -108,141 +90,107 @@ def run_or_replay(
         args: of the operation.
         layout: all that it depends on, besides what follows.
         tensors: those that differ in each call; the first one says the device.
-        others: all other tensors among its arguments.
+        shared: all other tensors among its arguments.
         numbers: integers that differ in each call. It hands them to kernels by these names, which
             no kernel is specialized for, or not at all.
     """
-    if not _REPLAYS or is_recording() or _is_watched():
+    if not _REPLAYS or is_recording() or _is_unusual():
         return operation(*args)
     first = tensors[0]
     assert first is not None
     device = first.device
     target = target_of(device)
     kind, addresses = describe(tensors, sizes=not target.is_nvidia)
-    for described in others:
-        addresses += described.addresses
-    key = (
-        operation, layout, device, kind, *[described.kind for described in others], id(target),
-        _settings(),
-    )  # fmt: skip
-    known = _recordings.get(key, 0)
-    if isinstance(known, int):
-        if known >= _ATTEMPTS:
-            return operation(*args)
+    known, more = shared
+    addresses += more
+    key = operation, layout, device, kind, id(target)
+    if key not in known:
         with recording() as recorded:
             result = operation(*args)
-        if len(_recordings) >= _MOST_RECORDINGS:
-            _recordings.clear()
-        # Its `id` is in the key.
-        source = _Source(device, addresses, numbers, recorded.allocations, {"kept": target})
+        if len(known) >= _MOST_RECORDINGS:
+            known.clear()
         try:
-            _recordings[key] = source.compile(recorded.launches, result)
-        except _UnknownOriginError:
-            _recordings[key] = known + 1
+            known[key] = _compile(recorded, result, target, device, addresses, numbers)
+        except LookupError:
+            known[key] = None
         return result
+    repeat = known[key]
+    if repeat is None:
+        return operation(*args)
     if device.index is not None and first.is_cuda and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return known(addresses, **numbers)
-    return known(addresses, **numbers)
+            return repeat(addresses, **numbers)
+    return repeat(addresses, **numbers)
 
 
-def _is_watched() -> bool:
-    """Return whether hooks are set that are told of each launch."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+def _is_unusual() -> bool:
+    """Return whether launches are watched, or settings are changed that Triton compiles for."""
+    runtime, compilation = knobs.runtime, knobs.compilation
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        or runtime.debug or compilation.instrumentation_mode
+        or getattr(compilation, "fpsan_homomorphic_casts", None)
+        or getattr(runtime, "add_stages_inspection_hook", None)
+    )  # fmt: skip
 
 
-def _settings() -> tuple[Any, ...]:
-    """Return the settings that Triton compiles for, and can be changed while a process runs."""
-    compilation = knobs.compilation
-    return (
-        knobs.runtime.debug,
-        compilation.instrumentation_mode,
-        getattr(compilation, "fpsan_homomorphic_casts", None),
-        getattr(knobs.runtime, "add_stages_inspection_hook", None),
-    )
+def _compile(
+    recorded: Recorded,
+    result: torch.Tensor | None,
+    target: Target,
+    device: torch.device,
+    addresses: list[int | None],
+    numbers: dict[str, int],
+) -> Callable[..., torch.Tensor | None]:
+    """Return a function of other addresses and numbers that does the same as a recorded call.
 
-
-class _UnknownOriginError(Exception):
-    """An argument or a result that no later call could be given."""
-
-
-@dataclass
-class _Source:
-    """The source of a function that does the same as a recorded call.
-
-    Attributes:
-        device: of the call's tensors.
-        addresses: of these. The function gets others in the same order, as `a`.
-        numbers: the function gets others by the same names.
-        made: what the call allocated.
-        objects: what the function may name.
+    Raises:
+        LookupError: No later call could be given an argument of a launch, or the result.
     """
+    made = recorded.allocations
+    # (`torch.empty` takes nearly twice as long.) The target's `id` is in the key.
+    objects: dict[str, Any] = {
+        "empty": torch.empty_strided, "driver": triton.runtime.driver, "kept": target,
+    }  # fmt: skip
+    pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(made)]
+    pointers += [(x, f"a[{i}]") for i, x in enumerate(addresses) if x is not None]
+    counts = collections.Counter(address for address, _ in pointers)
+    origins = {address: source for address, source in pointers if counts[address] == 1}
+    origins[0] = "0"  # of tensors without elements
 
-    device: torch.device
-    addresses: list[int | None]
-    numbers: dict[str, int]
-    made: list[torch.Tensor]
-    objects: dict[str, Any]
-
-    def compile(self, launches: list[Launched], result: Any) -> Callable[..., torch.Tensor | None]:
-        """Return the function. Raise _UnknownOriginError if a call cannot be repeated."""
-        # (`torch.empty` takes nearly twice as long.)
-        self.objects |= {"empty": torch.empty_strided, "driver": triton.runtime.driver}
-        lines = [f"def replay({', '.join(['a', *self.numbers])}):"]
-        for i, x in enumerate(self.made):
-            memory = [self.name(y) for y in (tuple(x.shape), x.stride(), x.dtype, self.device)]
-            lines += [
-                f"m{i} = empty({memory[0]}, {memory[1]}, dtype={memory[2]}, device={memory[3]})",
-                f"p{i} = m{i}.data_ptr()",
-            ]
-        lines.append(f"stream = driver.active.get_current_stream({self.device.index or 0})")
-        for kernel, grid, args, constants, compiled in launches:
-            if compiled is None:
-                raise _UnknownOriginError
-            held = compiled.function, compiled.packed_metadata
-            # No metadata and no hooks: see `_is_watched`.
-            parts = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(self.name, held), *["None"] * 3]
-            for i, parameter in enumerate(kernel.params):
-                is_given = i < len(args)
-                x = args[i] if is_given else constants[parameter.name]
-                parts.append(self.express(x, parameter if is_given else None))
-            lines.append(f"{self.name(compiled.run)}({', '.join(parts)})")
-        returned = [i for i, x in enumerate(self.made) if x is result]
-        if result is not None:
-            if not returned:
-                raise _UnknownOriginError
-            lines.append(f"return m{returned[0]}")
-        exec("\n    ".join(lines), self.objects)
-        replay: Callable[..., torch.Tensor | None] = self.objects["replay"]
-        return replay
-
-    def name(self, x: Any) -> str:
-        """Return a name that the function has for an object."""
-        name = f"x{len(self.objects)}"
-        self.objects[name] = x
+    def name(x: Any) -> str:
+        name = f"x{len(objects)}"
+        objects[name] = x
         return name
 
-    def express(self, x: Any, parameter: Any = None) -> str:
-        """Return an argument as the function puts it; `parameter` is Triton's of the kernel."""
+    def express(x: Any) -> str:
         if isinstance(x, tuple):
-            parts = [self.express(element) for element in x]
-            return f"({', '.join(parts)},)" if set(parts) - self.objects.keys() else self.name(x)
-        if isinstance(x, torch.Tensor):
-            return self.express_address(x.data_ptr())
-        if parameter is not None and parameter.name in self.numbers:
-            if x != self.numbers[parameter.name] or not parameter.do_not_specialize:
-                raise _UnknownOriginError
-            return str(parameter.name)
-        return self.name(x)
+            parts = [express(element) for element in x]
+            return f"({', '.join(parts)},)" if set(parts) - objects.keys() else name(x)
+        return origins[x.data_ptr()] if isinstance(x, torch.Tensor) else name(x)
 
-    def express_address(self, address: int) -> str:
-        """Return an address as the function finds it."""
-        if not address:
-            return "0"  # of a tensor without elements
-        for i, tensor in enumerate(self.made):
-            if 0 <= address - tensor.data_ptr() < tensor.nbytes:
-                return f"p{i} + {address - tensor.data_ptr()}"
-        if self.addresses.count(address) != 1:
-            raise _UnknownOriginError
-        return f"a[{self.addresses.index(address)}]"
+    lines = [f"def replay({', '.join(['a', *numbers])}):"]
+    for i, x in enumerate(made):
+        shape, stride, dtype = name(tuple(x.shape)), name(x.stride()), name(x.dtype)
+        lines.append(f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={name(device)})")
+    lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
+    for kernel, grid, args, constants, compiled in recorded.launches:
+        held = compiled.function, compiled.packed_metadata
+        # No metadata and no hooks: see `_is_unusual`.
+        parts = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(name, held), *["None"] * 3]
+        for parameter, x in zip(kernel.params, args, strict=False):
+            if parameter.name not in numbers:
+                parts.append(express(x))
+            elif x == numbers[parameter.name] and parameter.do_not_specialize:
+                parts.append(parameter.name)
+            else:
+                raise LookupError(parameter.name)
+        parts += [name(constants[parameter.name]) for parameter in kernel.params[len(args) :]]
+        lines.append(f"{name(compiled.run)}({', '.join(parts)})")
+    if result is not None:
+        places = {id(x): i for i, x in enumerate(made)}
+        lines.append(f"return m{places[id(result)]}")
+    exec("\n    ".join(lines), objects)
+    replay: Callable[..., torch.Tensor | None] = objects["replay"]
+    return replay

@@ -11,7 +11,6 @@ import triton.language as tl
 NO_MASK = tl.constexpr(0)
 COMPACT = tl.constexpr(1)  # [B, 1, 1, N] uint8: which tokens are padding; and `bounds`
 COMPLETE = tl.constexpr(2)  # [B, 1, T, N] uint8
-ADDITIVE = tl.constexpr(3)  # [1 | B, 1 | Hq, 1 | T, N] floating
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Weights are up to 2 to this power: float16 then holds those down to 2^-38 of the largest.
@@ -43,49 +42,43 @@ def last_before_window(q_position, window):
 
 
 @triton.jit
-def change_logits(x, softcap, view, position, FEATURES: tl.constexpr, SWAPPED: tl.constexpr):
-    """Return logits with softcap, bias and mask; both are in powers of two."""
-    if FEATURES.softcapped:
+def change_logits(x, softcap, view, position, CALL: tl.constexpr):
+    """Return logits with softcap and bias; both are in powers of two."""
+    SWAPPED: tl.constexpr = CALL.config.swapped
+    if CALL.softcapped:
         # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
         cap = softcap * LOG2E
         x = cap - 2 * cap / (tl.exp2(x * (2 / softcap)) + 1)
-    column = of_others(position - view.start, SWAPPED)
-    within = of_others((position >= view.start) & (position < view.end), SWAPPED)
     if view.bias_ptr is not None:
-        x += _load_added(of_rows(view.bias_ptr, SWAPPED) + column, within)
-    if FEATURES.mask == ADDITIVE:
-        x += _load_added(of_rows(view.mask_ptr, SWAPPED) + column, within)
+        column = of_others(position - view.start, SWAPPED)
+        within = of_others((position >= view.start) & (position < view.end), SWAPPED)
+        ptrs = of_rows(view.bias_ptr, SWAPPED) + column
+        bias = tl.load(ptrs, mask=within, other=0.0).to(tl.float32)
+        # The lowest number of bfloat16 stays one, so that a row of it is a plain mean. It must come
+        # from a maximum: a GPU fuses a product with the subtraction of the row's maximum, and then
+        # does not round the product. The rounding error of such a number is far larger than any
+        # logit.
+        x += tl.where(bias == float("-inf"), bias, tl.maximum(bias * LOG2E, -2e38))
     return x
 
 
 @triton.jit
-def _load_added(ptrs, within):
-    """Return what is added to logits, in powers of two.
-
-    The lowest number of bfloat16 stays one, so that a row of it is a plain mean. It must come from
-    a maximum: a GPU fuses a product with the subtraction of the row's maximum, and then does not
-    round the product. The rounding error of such a number is far larger than any logit.
-    """
-    x = tl.load(ptrs, mask=within, other=0.0).to(tl.float32)
-    return tl.where(x == float("-inf"), x, tl.maximum(x * LOG2E, -2e38))
-
-
-@triton.jit
-def find_visible(position, rows, view, FEATURES: tl.constexpr, SWAPPED: tl.constexpr):
+def find_visible(position, rows, view, CALL: tl.constexpr):
     """Return whether each row sees each token of a tile, and whether any row does.
 
     The first is `[ROWS, TILE]`, or swapped, the second `[TILE]`.
     """
+    SWAPPED: tl.constexpr = CALL.config.swapped
     seen = (position >= view.begin) & (position < view.end)
-    if FEATURES.mask == COMPACT:
+    if CALL.mask == COMPACT:
         seen &= tl.load(view.mask_ptr + (position - view.start), mask=seen, other=0) != 0
     visible = of_others(seen, SWAPPED) & of_rows(rows.exists, SWAPPED)
-    if FEATURES.causal:
+    if CALL.causal:
         visible &= of_others(position, SWAPPED) <= of_rows(rows.position, SWAPPED)
-    if FEATURES.windowed:
+    if CALL.windowed:
         too_old = last_before_window(rows.position, view.window)
         visible &= of_others(position, SWAPPED) > of_rows(too_old, SWAPPED)
-    if FEATURES.mask == COMPLETE:
+    if CALL.mask == COMPLETE:
         mask_ptrs = of_rows(view.mask_ptr, SWAPPED) + of_others(position - view.start, SWAPPED)
         visible &= tl.load(mask_ptrs, mask=visible, other=0) != 0
     return visible, tl.max(visible.to(tl.int32), 1 if SWAPPED else 0) != 0

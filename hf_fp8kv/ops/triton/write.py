@@ -145,8 +145,7 @@ def write_side(
     if PAGE % TILE == 0:
         column = start // PAGE
         page = tl.load(table_ptr + column, mask=column < columns, other=-1)
-        first_slot = (tile % (PAGE // TILE)) * TILE
-        slot = first_slot + i
+        slot = (tile % (PAGE // TILE)) * TILE + i
     else:
         column = position // PAGE
         page = tl.load(table_ptr + column, mask=inside & (column < columns), other=-1)
@@ -179,12 +178,11 @@ def write_side(
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
 
-    if not TRANSPOSED:
+    if TRANSPOSED:
+        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
+    else:
         code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
-        tl.store(code_ptrs, codes, mask=exists[:, None] & real)
-    elif TILE > 1 and PAGE % TILE == 0:
-        run_ptr = codes_ptr + first_slot
-        code_ptrs = run_ptr + (d * PAGE)[None, :] + i[:, None]
+    if TRANSPOSED and TILE > 1 and PAGE % TILE == 0:
         end = start + TILE
         if (page >= 0) & (start >= length) & (end <= length + tokens) & (end <= limit):
             # No token is masked: the bytes of a run are stored together.
@@ -192,7 +190,6 @@ def write_side(
         else:
             tl.store(code_ptrs, codes, mask=exists[:, None] & real)
     else:
-        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
         tl.store(code_ptrs, codes, mask=exists[:, None] & real)
 
 

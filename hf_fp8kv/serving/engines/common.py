@@ -65,7 +65,7 @@ class EngineCache:
     storage: list[LayerStorage]  # of each layer, for this rank
     _kind_of: Mapping[int, int]  # by layer, the index into `kinds`
     _pages: Mapping[int, Pages]  # by layer, as the block tables count them
-    backend: str  # a key of `ops.BACKENDS`
+    backend: str  # one of `ops.BACKENDS`
 
     def _prepare(
         self,
