@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, save
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
 from tests.scales.test_export import FakeApi, assert_holds, kept, random_scales
 from tests.scales.test_sources import DATA, edit_json
 
@@ -112,7 +112,7 @@ def test_missing_layers_are_for_the_lenient(run, tmp_path):
 
 
 def test_an_upload(run, own, monkeypatch):
-    monkeypatch.setattr(save, "HfApi", fake := FakeApi("kv_cache_scales.json"))
+    monkeypatch.setattr(kv_scales, "HfApi", fake := FakeApi("kv_cache_scales.json"))
     arguments = ["convert", own, "--push-to-hub", "org/name", "--to", "vllm-json"]
     assert "--overwrite" in run.fails(*arguments)
     assert not fake.uploaded
