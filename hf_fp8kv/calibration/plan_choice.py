@@ -105,8 +105,8 @@ def choose_plan(
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
     """Return the arguments `dtype` and `plan` of a cache of this model.
 
-    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, until its
-    weights change. A plan in a file is read.
+    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, until the
+    weights of its attention change. A plan in a file is read.
 
     Raises:
         ConfigError: "adaptive" with a plan. `choose_plan` and `plan` raise other errors.

