@@ -220,7 +220,7 @@ def test_the_same_bytes_wherever_a_plan_is_used(attention: str) -> None:
 
 
 def test_the_same_pages_in_every_call(tmp_path: Path) -> None:
-    """Of a plan that `choose_plan` made, in a deterministic model, where no code may differ."""
+    """A deterministic model stores the same codes in each, here by a plan that it chose."""
     model, _ = tiny("llama", num_hidden_layers=LAYERS)
     ids = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(3))
     options: dict[str, Any] = {"plan": choose_plan(model), "page_size": 16}
