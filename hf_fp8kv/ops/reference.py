@@ -32,8 +32,8 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
         v, v_scales = quantize(value[:, :, part], pages.v, search=False)
         for block, there, chosen in split_places(pages, number[:, part], exists[:, part]):
             parts, at = pages.layout.split(block), slot[:, part][chosen]
-            parts["k"][there, :, at] = k.transpose(1, 2)[chosen]
-            parts["v"][there, :, :, at] = v.transpose(1, 2)[chosen]
+            parts["k"][there, :, at] = k.transpose(1, 2)[chosen].to(pages.k_dtype)
+            parts["v"][there, :, :, at] = v.transpose(1, 2)[chosen].to(pages.v_dtype)
             for i, scales in enumerate((k_scales, v_scales)):
                 if scales is not None:
                     parts["token_scales"][there, :, at, i] = scales.transpose(1, 2)[chosen]
