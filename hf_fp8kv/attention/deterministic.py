@@ -139,15 +139,16 @@ def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict
             )
     if model.dtype == torch.float64:
         raise ConfigError("deterministic: expected 16 or 32 bits, got a model in float64")
-    cache = given.get(CACHE) or given.get("past_key_values")
-    if isinstance(cache, FP8PagedCache):
-        check_page_size(cache.options.page_size)
-    mask = given.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return None
-    if isinstance(cache, FP8PagedCache):
-        check_padding(mask.bool())
-    elif cache is None and given.get("position_ids") is None:
+    # A cache without layers is false.
+    caches = [given[x] for x in (CACHE, "past_key_values") if given.get(x) is not None]
+    mask: Any = given.get("attention_mask")
+    is_padded = isinstance(mask, Tensor) and mask.ndim == 2
+    for cache in caches:
+        if isinstance(cache, FP8PagedCache):
+            check_page_size(cache.options.page_size)
+            if is_padded:
+                check_padding(mask.bool())
+    if is_padded and not caches and given.get("position_ids") is None:
         return args, {**given, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
     return None
 

@@ -234,7 +234,7 @@ def straight_through(states: Tensor, numbers: Tensor) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Numbers instead of others: the gradient of the ones is that of the others."""
+    """Returns `numbers`, and passes their gradient on to `states`."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, numbers: Tensor) -> Tensor:
