@@ -18,11 +18,12 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration.divergence import UNQUANTISED, Scores, compare_caches
+from hf_fp8kv.card.measure import summarize
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import round_to_format
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import TEXTS, Result, main, report_percents, summarize_texts
+from .shared import Result, main
 
 _VOCABULARY = 2000
 _E4M3 = FORMATS["fp8_e4m3"]
@@ -121,7 +122,7 @@ def measure_latent_accuracy(
     score: int = 256,
     layers: int = 4,
     rank: int = 512,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Callable[[str], None],
 ) -> Result:
     """Score random models' predictions by the formats of latents and positions, for JSON.
 
@@ -130,11 +131,9 @@ def measure_latent_accuracy(
     Returns:
         The entries of `describe_run`, `settings`, and `rows` with `model` (of `KINDS`), `cache`,
         `bytes_per_token` (of a model in bf16 with latents of 512 and positions of 64) and the
-        fields of `summarize_texts`.
+        fields of `summarize`.
     """
     run, rows = describe_run("latent-accuracy"), []
-    calls = len(KINDS) * texts * (2 + len(IMITATED) + len(PLANS))
-    report = report_percents(progress, calls * (prefill + score))
     for name, kind in KINDS.items():
         model = make_model(kind, layers=layers, rank=rank)
         caches = _make_caches(model)
@@ -142,13 +141,9 @@ def measure_latent_accuracy(
         scores: dict[str, list[Scores]] = {}
         for text in range(texts):
             ids = _random_text(prefill + score, seed=text)
-            on_call = partial(
-                lambda model, cache, tokens: report(f"{model}: {cache}", tokens), name
-            )
+            progress(f"{name}, text {text + 1} of {texts}")
             with paged_attention(model):
-                found = compare_caches(
-                    model, ids, caches, prefill=prefill, chunk=128, on_call=on_call
-                )
+                found = compare_caches(model, ids, caches, prefill=prefill, chunk=128)
             for cache, of_text in found.items():
                 scores.setdefault(cache, []).append(of_text)
         del scores[UNQUANTISED]
@@ -157,7 +152,7 @@ def measure_latent_accuracy(
                 "model": name,
                 "cache": cache,
                 "bytes_per_token": sizes[cache] or _bytes_per_token(caches[cache]),
-                **summarize_texts(by_text),
+                **summarize(by_text),
             }
             for cache, by_text in scores.items()
         ]
@@ -238,4 +233,4 @@ def _random_text(tokens: int, seed: int) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_latent_accuracy, TEXTS)
+    main(__doc__, measure_latent_accuracy, {"--texts": {"type": int}})

@@ -3,15 +3,12 @@
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.cli.bench import show_result
 from hf_fp8kv.cli.shared import DEMO, load_model, show_progress
 from hf_fp8kv.errors import FP8KVError
@@ -27,7 +24,6 @@ MODEL: Options = {
     "--model": {"help": "A folder or a Hub id. Default: the demo model."},
     "--device": {"help": "auto, cpu, cuda, ..."},
 }
-TEXTS: Options = {"--texts": {"type": int, "help": "Number of texts (of each kind)."}}
 TURNS: Options = {"--turns": {"type": int, "help": "Number of turns."}}
 
 
@@ -115,34 +111,3 @@ def run_process(call: str, task: Mapping[str, Any], environment: Mapping[str, st
     if done.returncode:
         raise RuntimeError(f"a process ended with {done.returncode}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def report_percents(
-    progress: Callable[[str, float], None] | None, total: int
-) -> Callable[[str, int], None]:
-    """Return a function that reports progress once per percent of `total` tokens."""
-    done = 0
-
-    def report(what: str, tokens: int) -> None:
-        nonlocal done
-        before, done = done, done + tokens
-        percent = 100 * done // total
-        if progress is not None and percent > 100 * before // total:
-            progress(f"{percent} %: {what}", done / total)
-
-    return report
-
-
-def summarize_texts(by_text: Sequence[Scores]) -> Result:
-    """Return the numbers of `QualityRow` over all texts, with standard errors over the texts.
-
-    `kl_error` and `top1_error` are None for a single text; `kl_by_text` and `top1_by_text` are the
-    means within each text.
-    """
-    result = asdict(Scores.concat(by_text).summarize())
-    del result["cache"]
-    for name in ("kl", "top1"):
-        means: list[float] = [getattr(scores.summarize(), name) for scores in by_text]
-        error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
-        result |= {f"{name}_error": error, f"{name}_by_text": means}
-    return result

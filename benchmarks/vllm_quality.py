@@ -6,6 +6,7 @@ its tokens, and a hook records all logits that the model computes for them.
 """
 
 import os
+import pydoc_data.topics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,9 +18,13 @@ from hf_fp8kv import choose_plan, demo_model_path
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.utils.environment import describe_run
 
-from .accuracy import split_topics
 from .shared import Result, main
 
+TOPICS: dict[str, str] = pydoc_data.topics.topics
+# The topics that are scored first. The shortest other topics follow.
+TEXTS = ("objects", "execmodel", "import", "customization")
+# Topics that share a paragraph of at least this number of characters count as the same text.
+_PARAGRAPH = 80
 BASE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
@@ -32,6 +37,29 @@ CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
         "granularity": "channel", "plan": "measured",
     },
 }  # fmt: skip
+
+
+def split_topics(tokenizer: Any, count: int, length: int) -> tuple[list[torch.Tensor], list[str]]:
+    """Return the first tokens of topics to score, `[1, length]`, and texts to calibrate on.
+
+    No text to calibrate on shares a paragraph with a scored topic.
+    """
+    paragraphs = {name: _find_paragraphs(text) for name, text in TOPICS.items()}
+    shortest = sorted(TOPICS.keys() - set(TEXTS), key=lambda name: (len(TOPICS[name]), name))
+    scored: list[torch.Tensor] = []
+    used: set[str] = set()
+    for name in (*TEXTS, *shortest):
+        ids = tokenizer(TOPICS[name], truncation=True, max_length=length, return_tensors="pt")
+        if len(scored) < count and not paragraphs[name] & used and ids.input_ids.shape[1] == length:
+            scored.append(ids.input_ids)
+            used |= paragraphs[name]
+    others = [TOPICS[name] for name in sorted(TOPICS) if not paragraphs[name] & used]
+    return scored, others
+
+
+def _find_paragraphs(text: str) -> set[str]:
+    parts = (" ".join(part.split()) for part in text.split("\n\n"))
+    return {part for part in parts if len(part) >= _PARAGRAPH}
 
 
 def make_scales(
@@ -118,15 +146,13 @@ def measure_vllm(
     checkpoint = str(demo_model_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     scored, others = split_topics(tokenizer, 4, tokens)
-    texts = [ids[0].tolist() for ids in scored.values()]
+    texts = [ids[0].tolist() for ids in scored]
     rows = []
     with tempfile.TemporaryDirectory() as made:
         planned: list[tuple[str, str, str, dict[str, str]]]
         planned = [(dtype, "as the dtype says", checkpoint, {}) for dtype in dtypes]
         if calibrated:  # before vLLM, which changes classes of transformers
-            planned += make_scales(
-                checkpoint, list(others.values()), tokenizer, calibrated, Path(made)
-            )
+            planned += make_scales(checkpoint, others, tokenizer, calibrated, Path(made))
         progress(BASE)
         base = predict(checkpoint, texts, BASE, {})
         for dtype, name, folder, stored in planned:

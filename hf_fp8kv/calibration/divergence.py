@@ -1,5 +1,6 @@
 """Divergence of a model's predictions under a cache from those under the unquantised cache."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,9 @@ def compare_caches(
                 on_call(name, part.numel())
             if start == 0:
                 continue
-            log_p = log_probabilities(logits)
-            expected = log_p if expected is None else expected
+            expected = logits if expected is None else expected
             known = following[:, start : min(stop, ids.shape[1] - 1)]
-            scores[name].append(compute_scores(expected, log_p, known))
+            scores[name].append(compute_scores(expected, logits, known))
         start = stop
     return {name: Scores.concat(parts) for name, parts in scores.items()}
 
@@ -121,23 +121,31 @@ def compute_logits(
     return logits
 
 
-def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of logits `[..., vocabulary]`, float64."""
-    logits = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
-    return logits.double().log_softmax(-1)
+def compute_scores(expected: torch.Tensor, logits: torch.Tensor, known: torch.Tensor) -> Scores:
+    """Return the scores of one chunk.
 
+    The divergence is computed from the differences of logits, whose mean is subtracted first. In
+    float32 the difference of two log-probabilities would lose the digits of a small divergence.
 
-def compute_scores(expected: torch.Tensor, log_p: torch.Tensor, known: torch.Tensor) -> Scores:
-    """Return the scores of one chunk from log-probabilities `[B, T, vocabulary]`, float64.
-
-    `known` is `[B, T or T - 1]`, int64: the next tokens of the text.
+    Args:
+        expected: Logits under the unquantized cache, `[B, T, vocabulary]`.
+        logits: Logits under the cache, of the same shape.
+        known: Next tokens of the text, `[B, T or T - 1]`, int64.
     """
-    of_text = log_p[:, : known.shape[1]].gather(-1, known[..., None].to(log_p.device))
-    p = expected.exp()
+    expected, logits = (
+        x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
+    )
+    p = expected.softmax(-1)
     # A token that cannot follow, with a logit of -inf, adds nothing.
-    kl = torch.where(p > 0, p * (expected - log_p), 0.0).sum(-1)
-    same = (expected.argmax(-1) == log_p.argmax(-1)).double()
-    return Scores(kl.flatten().cpu(), same.flatten().cpu(), -of_text.flatten().cpu())
+    change = torch.where(p > 0, logits - expected, 0.0)
+    mean = (p * change).sum(-1, keepdim=True)
+    kl = (p * (change - mean).expm1()).sum(-1).log1p().clamp(min=0)
+    kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
+    same = (expected.argmax(-1) == logits.argmax(-1)).double()
+    logits = logits[:, : known.shape[1]]
+    of_text = logits.gather(-1, known[..., None].to(logits.device))[..., 0]
+    surprise = logits.logsumexp(-1) - of_text
+    return Scores(*(x.flatten().double().cpu() for x in (kl, same, surprise)))
 
 
 def last_logit_only(model: PreTrainedModel) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from ..errors import FP8KVError
 from ..utils.environment import version
-from . import bench, calibrate, check, convert, generate, inspect, serve
+from . import bench, calibrate, card, check, convert, generate, inspect, serve
 
 __all__ = ["NAME", "app", "main"]
 
@@ -40,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
+app.command("card")(card.card)
 app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)

@@ -1,4 +1,4 @@
-"""`hf-fp8kv bench`: speed, memory and quality against transformers' own caches."""
+"""`hf-fp8kv bench`: speed and memory against transformers' own caches."""
 
 import json
 from collections.abc import Callable
@@ -10,15 +10,14 @@ import typer
 from rich.console import RenderableType
 
 from ..modeling.layer_specs import read_config
-from .arguments import Device, Model, parse_path
-from .shared import DEMO, load_model, pick_device, print_parts, show_progress
+from .arguments import Device, parse_path
+from .shared import pick_device, print_parts, show_progress
 
 if TYPE_CHECKING:
     from ..bench.contenders import Setup
 
 app = typer.Typer(
-    help="Measure this machine: is FP8PagedCache faster, smaller and as good as transformers' own "
-    "caches?",
+    help="Measure this machine: is FP8PagedCache faster and smaller than transformers' own caches?",
     no_args_is_help=True,
 )
 Shape = Annotated[
@@ -67,24 +66,6 @@ def memory(
     models = None if config is None else {str(model): config}
     with show_progress() as report:
         result = measure_memory(setup, models=models, memory_gib=memory_gib, progress=report)
-    show_result(result, format_table, json_path)
-
-
-@app.command()
-def quality(
-    model: Model = None,
-    device: Device = "auto",
-    texts: Annotated[int, typer.Option(min=1, help="How many texts to score.")] = 4,
-    json_path: JsonPath = None,
-) -> None:
-    """Compare a model's predictions with those that its unquantized cache gives."""
-    from ..bench.quality import format_table, measure_quality
-
-    loaded, tokenizer = load_model(model, device, "float32")
-    with show_progress() as report:
-        result = measure_quality(
-            loaded, tokenizer, name=model or DEMO, texts=texts, progress=report
-        )
     show_result(result, format_table, json_path)
 
 

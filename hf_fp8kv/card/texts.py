@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from hf_fp8kv.calibration.texts import read_corpus
-from hf_fp8kv.errors import ConfigError
+from ..calibration.texts import read_corpus
+from ..errors import ConfigError
 
 # Modules from so many characters on are long enough to be read as code.
 _MODULE = 16_000

@@ -1,0 +1,154 @@
+"""Predictions of a model with outliers in K, which no center or rotation removes.
+
+Some models have keys that are far larger in a few pairs of channels. RoPE turns them with the
+position, so they have no center, and rotation spreads them over the whole head. No small model has
+such keys, so they are planted: K grows, and Q becomes smaller by the same factor.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_fp8kv.attention.switching import paged_attention
+from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.cache.turns import STILL, Turns
+from hf_fp8kv.card.caches import CONTENDERS, Contender
+from hf_fp8kv.card.measure import summarize
+from hf_fp8kv.card.predictions import score_text
+from hf_fp8kv.card.texts import read_texts
+from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.utils.environment import describe_run
+
+from .shared import MODEL, Result, main, with_model
+
+# Largest change of the logits by planting, relative to the logits.
+_TOLERANCE = 0.01
+_PROBE = 32  # tokens
+# Attributes of the attention modules that are planted in.
+_NEEDED = ("q_proj", "k_proj", "head_dim", "layer_idx")
+_KINDS, _POSITION, _SCORED = ("code", "prose", "manual"), 768, 256
+_ROTATED = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
+
+
+def measure_outliers(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    name: str,
+    factor: float = 50.0,
+    heads: int = 1,
+    progress: Callable[[str], None],
+) -> Result:
+    """Return rows with `cache`, `kl`, `kl_error` and `k_rotated`, the layers whose K is rotated.
+
+    Args:
+        model: The model, in float32.
+        tokenizer: Its tokenizer.
+        name: Its name in the result.
+        factor: Factor of the planted keys.
+        heads: n plants outliers in every n-th head only.
+        progress: Function that is called with the name of each text.
+    """
+    run = describe_run("outliers", device=str(model.device))
+    rotated = Contender(str(_ROTATED), lambda model: FP8PagedCache(model.config, plan=_ROTATED))
+    rows = {name: CONTENDERS[name] for name in ("default", "adaptive", "fp8")} | {"e2m5": rotated}
+    scores = []
+    with planted_outliers(model, factor, heads), paged_attention(model):
+        for kind in _KINDS:
+            progress(kind)
+            ids = read_texts(tokenizer, kind, 1, _POSITION)[0].to(model.device)
+            scores.append(score_text(model, ids, rows, positions=[_POSITION], scored=_SCORED))
+        plans = {name: row.make(model).plan for name, row in rows.items()}
+    return {
+        **run,
+        "settings": {"model": name, "factor": factor, "heads": heads, "texts": list(_KINDS),
+                     "position": _POSITION, "scored": _SCORED},
+        "rows": [
+            {"cache": row.title, **summarize([text[_POSITION, name] for text in scores]),
+             "k_rotated": sum(plan.k.rotated for plan in plans[name].values())}
+            for name, row in rows.items()
+        ],
+    }  # fmt: skip
+
+
+@contextmanager
+def planted_outliers(model: PreTrainedModel, factor: float, every: int = 1) -> Iterator[None]:
+    """Multiply K by `factor` in two pairs of channels of each head, and divide Q by it.
+
+    The pairs differ between layers, fast and slow. The weights are restored afterwards.
+
+    Args:
+        model: The model, in float32, because both products round.
+        factor: Factor of the keys.
+        every: n plants outliers in every n-th head only, from a head that depends on the layer.
+
+    Raises:
+        ConfigError: The model has no `q_proj` and `k_proj` that RoPE follows directly.
+    """
+    modules: list[Any] = [m for m in model.modules() if all(hasattr(m, name) for name in _NEEDED)]
+    weights = [w for m in modules for p in (m.q_proj, m.k_proj) for w in p.parameters()]
+    kept = [weight.detach().clone() for weight in weights]
+    before = _compute_logits(model)
+    try:
+        planted = sum(_plant(model, module, factor, every) for module in modules)
+        change = (_compute_logits(model) - before).std() / before.std()
+        if not planted or not change < _TOLERANCE:
+            raise ConfigError(
+                "model: expected q_proj and k_proj that RoPE follows directly, got "
+                f"{type(model).__name__}"
+            )
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, original in zip(weights, kept, strict=True):
+                weight.copy_(original)
+
+
+def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
+    ids = torch.arange(_PROBE, device=model.device)[None]
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> int:
+    """Plant the outliers of one attention module, and return the number of their channels."""
+    config, layer = model.config.get_text_config(decoder=True), module.layer_idx
+    turns, dim = Turns.of(config)(layer) or STILL, module.head_dim
+    pairs = int(dim * turns.share) // 2
+    if not pairs:
+        return 0
+    planted = 0
+    heads = module.k_proj.out_features // dim
+    group = module.q_proj.out_features // dim // heads
+    for head in range(layer % min(every, heads), heads, every):
+        # Over the layers, outliers at every speed.
+        for pair in {(5 + 7 * layer) % pairs, (20 + 3 * layer + head) % pairs}:
+            both = (2 * pair, 2 * pair + 1) if turns.neighbors else (pair, pair + pairs)
+            planted += len(both)
+            for channel in both:
+                _scale(module.k_proj, head * dim + channel, factor)
+                for query in range(head * group, (head + 1) * group):
+                    _scale(module.q_proj, query * dim + channel, 1 / factor)
+    return planted
+
+
+def _scale(projection: torch.nn.Linear, row: int, factor: float) -> None:
+    with torch.no_grad():
+        for weight in projection.parameters():
+            weight[row] *= factor
+
+
+if __name__ == "__main__":
+    main(
+        __doc__,
+        with_model(measure_outliers),
+        {
+            **MODEL,
+            "--factor": {"type": float},
+            "--heads": {"type": int, "help": "Every n-th head."},
+        },
+    )

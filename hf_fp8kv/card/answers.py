@@ -1,0 +1,79 @@
+"""Answers to tasks: the right answers that each cache loses and wins."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..cache.cache import FP8PagedCache
+from ..calibration.divergence import compute_logits
+from .caches import UNQUANTIZED, Contender
+from .predictions import Prefix
+from .tasks import Haystack, Question
+
+# Below this share of right answers, the unquantized cache may have guessed them.
+CEILING = 0.5
+
+
+def run_task(
+    model: PreTrainedModel, haystacks: Sequence[Haystack], contenders: Mapping[str, Contender]
+) -> dict[str, Any]:
+    """Answer the questions of a task under each cache.
+
+    The task is dropped if fewer than half of the answers are right under the unquantized cache.
+
+    Args:
+        model: The model, in the attention to measure.
+        haystacks: The texts and questions of the task.
+        contenders: The caches by name.
+
+    Returns:
+        `asked` and `right`, the numbers of answers and of right answers under the unquantized
+        cache; `dropped`; and `caches`, by name the numbers of right answers that are `lost` and
+        `won` against the unquantized cache. It is empty for a dropped task.
+    """
+    prefixes = [Prefix(model, haystack.ids.to(model.device)) for haystack in haystacks]
+
+    def answer_all(contender: Contender) -> list[bool]:
+        return [
+            right
+            for prefix, haystack in zip(prefixes, haystacks, strict=True)
+            for right in _answer_all(model, prefix, haystack, contender)
+        ]
+
+    expected = answer_all(UNQUANTIZED)
+    dropped = sum(expected) < CEILING * len(expected)
+    caches = {}
+    for name, contender in {} if dropped else contenders.items():
+        pairs = [*zip(expected, answer_all(contender), strict=True)]
+        caches[name] = {"lost": pairs.count((True, False)), "won": pairs.count((False, True))}
+    return {"asked": len(expected), "right": sum(expected), "dropped": dropped, "caches": caches}
+
+
+def _answer_all(
+    model: PreTrainedModel, prefix: Prefix, haystack: Haystack, contender: Contender
+) -> list[bool]:
+    cache = prefix.fill(contender, haystack.ids.shape[1])
+    return [
+        right for question in haystack.questions for right in _answer(model, question, _copy(cache))
+    ]
+
+
+def _copy(cache: Any) -> Any:
+    """Return a cache that a question may write to. No stored state is copied."""
+    if isinstance(cache, FP8PagedCache):
+        return cache.fork()
+    twin = copy.copy(cache)
+    # The growing layers of transformers replace their tensors, and write into none.
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    return twin
+
+
+def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool]:
+    """Return for each answer whether every right token is above its wrong candidates."""
+    logits = compute_logits(model, question.ids.to(model.device), cache, {}, scored=True)[0].cpu()
+    return [
+        all(logits[s.index, s.right] > logits[s.index, list(s.wrong)].max() for s in steps)
+        for steps in question.answers
+    ]

@@ -1,0 +1,172 @@
+"""The caches that a card compares."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
+
+from ..bench.reporting import count_bytes
+from ..cache.cache import FP8PagedCache
+from ..calibration.plan_choice import resolve_plan
+from ..errors import ConfigError, FP8KVError
+from ..formats import ADAPTIVE
+from ..scales.checkpoint.configs import declared_kv_scales
+
+FLOOR, CHECKPOINT = "bf16", "checkpoint"
+# Number of values in a block of llama.cpp's q8_0, which share a scale, and its largest code.
+_BLOCK, _LARGEST = 32, 127
+_PAGE = 1024  # tokens that bytes are counted for, in full pages
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A cache of a card.
+
+    Attributes:
+        title: Name in tables.
+        make: Function that returns an empty cache for a model.
+        bits: Bits per value in the cache that this contender stands in for: it rounds values, but
+            stores them unquantized. None means that the cache itself is measured.
+    """
+
+    title: str
+    make: Callable[[PreTrainedModel], Any]
+    bits: float | None = None
+
+
+class RoundedCache(DynamicCache):
+    """An unquantized cache of rounded keys and values, as a stand-in for another cache."""
+
+    def __init__(
+        self, config: PreTrainedConfig, rounding: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__(config=config)
+        self._rounding = rounding
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
+        *args: Any, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Store rounded states. A first call attends to its unrounded states."""
+        is_first = not self.get_seq_length(layer_idx)
+        rounded = self._rounding(key_states), self._rounding(value_states)
+        keys, values = super().update(*rounded, layer_idx, *args, **kwargs)
+        return (key_states, value_states) if is_first else (keys, values)
+
+
+def round_to_bfloat16(states: torch.Tensor) -> torch.Tensor:
+    """Return the states rounded to bfloat16, in their own dtype."""
+    return states.bfloat16().to(states.dtype)
+
+
+def round_to_q8_0(states: torch.Tensor) -> torch.Tensor:
+    """Return the states `[..., D]` rounded as llama.cpp's q8_0, in their own dtype.
+
+    q8_0 is int8 with a float16 scale for each block of 32 values of a head. The last block is
+    shorter if D is not a multiple of 32.
+    """
+    size = states.shape[-1]
+    padded = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK))
+    blocks = padded.unflatten(-1, (-1, _BLOCK))
+    scale = blocks.abs().amax(-1, keepdim=True) / _LARGEST
+    # llama.cpp divides by the scale in float32, and stores it in float16.
+    codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
+    rounded: torch.Tensor = codes * scale.half().float()
+    return rounded.flatten(-2)[..., :size].to(states.dtype)
+
+
+def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
+    return lambda model: FP8PagedCache(model.config, **options)
+
+
+def _adaptive(model: PreTrainedModel) -> FP8PagedCache:
+    return FP8PagedCache(model.config, plan=resolve_plan(model, ADAPTIVE, None)[1])
+
+
+def _checkpoint(model: PreTrainedModel) -> FP8PagedCache:
+    return FP8PagedCache.from_pretrained(str(model.name_or_path), config=model.config)
+
+
+def _rounded(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], Any]:
+    return lambda model: RoundedCache(model.config, rounding)
+
+
+UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
+CONTENDERS = {
+    "default": Contender("FP8PagedCache, the default", _paged()),
+    "adaptive": Contender('FP8PagedCache, dtype="adaptive"', _adaptive),
+    "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
+    CHECKPOINT: Contender("FP8PagedCache, the checkpoint's scales", _checkpoint),
+    "fp8-1.0": Contender('FP8PagedCache, dtype="fp8", scale 1.0', _paged(dtype="fp8", scales=1.0)),
+    "q8_0": Contender(
+        "q8_0 of llama.cpp (rounding only)", _rounded(round_to_q8_0), 8 + 16 / _BLOCK
+    ),
+    "QuantizedCache": Contender(
+        'QuantizedCache("fp8")', lambda model: QuantizedCache("fp8", model.config)
+    ),
+    FLOOR: Contender("K and V rounded to bfloat16", _rounded(round_to_bfloat16), 16),
+}
+STANDARD = tuple(name for name in CONTENDERS if name not in (CHECKPOINT, "fp8-1.0"))
+
+
+def choose_contenders(
+    model: PreTrainedModel, names: Iterable[str] = (), scales: str | None = None
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Return the caches that a card measures, and why other caches cannot be measured.
+
+    Args:
+        model: The model.
+        names: Keys of `CONTENDERS`, or plans such as "int8 rotated centered". Empty means the
+            standard caches, and the checkpoint's scales if it declares some.
+        scales: Folder or repository of static scales to measure as well.
+
+    Raises:
+        ConfigError: A name is neither a cache nor a plan.
+    """
+    standard = [*STANDARD, *[CHECKPOINT] * bool(declared_kv_scales(model.config))]
+    found: dict[str, Contender] = {}
+    refused: dict[str, str] = {}
+    for name in names or standard:
+        contender = CONTENDERS.get(name) or Contender(f"FP8PagedCache, {name}", _paged(plan=name))
+        try:
+            contender.make(model)
+        except (FP8KVError, ValueError) as error:
+            if name not in CONTENDERS:
+                raise ConfigError(
+                    f"caches: expected some of {', '.join(CONTENDERS)}, or a plan such as 'int8 "
+                    f"rotated', got {name!r}. {error}"
+                ) from error
+            refused[name] = " ".join(str(error).split())
+        else:
+            found[name] = contender
+    if scales is not None:
+        made = Contender(f"FP8PagedCache, scales of {scales}", _paged(scales=scales))
+        made.make(model)
+        found["scales"] = made
+    return found, refused
+
+
+def measure_bytes(
+    contender: Contender, model: PreTrainedModel, states: list[tuple[torch.Tensor, torch.Tensor]]
+) -> float:
+    """Return the bytes per token of a cache with bfloat16 as the model's dtype.
+
+    Args:
+        contender: The cache.
+        model: The model.
+        states: Keys and values of each layer, `[1, Hkv, N, D]` with any N.
+    """
+    full = [
+        tuple(x.new_ones((*x.shape[:2], _PAGE, x.shape[3]), dtype=torch.bfloat16) for x in layer)
+        for layer in states
+    ]
+    if contender.bits is not None:
+        return sum(x.numel() for layer in full for x in layer) * contender.bits / 8 / _PAGE
+    cache = contender.make(model)
+    for index, (keys, values) in enumerate(full):
+        cache.update(keys, values, index)
+    if isinstance(cache, FP8PagedCache):
+        return cache.memory_footprint().used_bytes / _PAGE
+    return count_bytes(cache) / _PAGE

@@ -1,0 +1,185 @@
+"""Drift: the divergence along a long answer that is stored whole, and answers that run freely."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..calibration.divergence import compare_caches, compute_logits
+from .caches import Contender
+
+WINDOW = 32  # tokens of an answer whose divergences are averaged
+_SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
+_TEMPERATURE = 0.7
+_CHUNK, _LOGITS = 128, 1 << 26  # tokens of a call, and its logits
+# A window whose divergence is this number of standard deviations above the trend is a jump.
+_JUMP = 8.0
+_POWER = 0.8  # probability with which the detectable slope would have been found
+
+
+def write_answers(
+    model: PreTrainedModel, prompts: torch.Tensor, contender: Contender, tokens: int
+) -> torch.Tensor:
+    """Return answers, `[B, tokens]`, sampled at a temperature of 0.7 under a cache.
+
+    The noise of a token depends on its row and position, not on the cache: two caches give
+    different tokens only if their logits differ. The token that ends a text is not sampled.
+
+    Args:
+        model: The model, in the attention to measure.
+        prompts: Tokens, `[B, P]`, int64, on the model's device.
+        contender: The cache.
+        tokens: Number of tokens of each answer.
+    """
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    excluded = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
+    cache, ids = contender.make(model), prompts
+    answer = []
+    for position in range(tokens):
+        logits = compute_logits(model, ids, cache, {}, scored=False)[:, -1].float().cpu()
+        logits[:, excluded] = -math.inf
+        generator = torch.Generator().manual_seed(position)
+        noise = torch.rand(logits.shape, generator=generator).log().neg().log()  # minus Gumbel's
+        ids = (logits / _TEMPERATURE - noise).argmax(-1, keepdim=True).to(prompts.device)
+        answer.append(ids)
+    return torch.cat(answer, 1)
+
+
+def follow_answers(
+    model: PreTrainedModel,
+    prompts: torch.Tensor,
+    answers: torch.Tensor,
+    contenders: dict[str, Contender],
+) -> dict[str, torch.Tensor]:
+    """Return the divergence at each token of answers, `[B, T]`, by name of the cache.
+
+    The prompt is one call, as in `generate`. The answer follows in chunks, whose tokens attend to
+    stored keys and values, including those of their chunk: they read what decoding reads.
+
+    Args:
+        model: The model, in the attention to measure.
+        prompts: Tokens, `[B, P]`, int64, on the model's device.
+        answers: Tokens, `[B, T]`, int64.
+        contenders: The caches by name.
+    """
+    rows, length = answers.shape
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    chunk = max(min(_CHUNK, _LOGITS // (rows * vocabulary)), 1)
+    makers = {name: _Maker(contender, model) for name, contender in contenders.items()}
+    scores = compare_caches(
+        model, torch.cat((prompts, answers), 1), makers, prefill=prompts.shape[1], chunk=chunk
+    )
+    sizes = [rows * min(chunk, length - start) for start in range(0, length, chunk)]
+    return {
+        name: torch.cat([part.view(rows, -1) for part in scores[name].kl.split(sizes)], 1)
+        for name in contenders
+    }
+
+
+@dataclass(frozen=True)
+class _Maker:
+    contender: Contender
+    model: PreTrainedModel
+
+    def __call__(self) -> Any:
+        return self.contender.make(self.model)
+
+
+def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
+    """Return the means over windows of tokens, `[B, T // window]`."""
+    whole = kl[:, : kl.shape[1] // window * window]
+    means: torch.Tensor = whole.unflatten(1, (-1, window)).mean(-1)
+    return means
+
+
+def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any]:
+    """Return how the divergence changes along answers, relative to the floor's.
+
+    Slopes are relative changes per 1,000 tokens: differences of the logarithm of the divergence. A
+    slope is fitted for each answer, and its interval covers 95 % by Student's distribution.
+
+    Args:
+        windows: Divergences by answer and window, `[B, W]`.
+        floor: As `windows`, for the rounding to bfloat16. None fits the divergences themselves.
+
+    Returns:
+        `slope`, `low` and `high` (None for a single answer); `detectable`, the smallest slope that
+        is found with a probability of 80 %; and `jump`, None or the `position` and `factor` of
+        the window that is furthest above the trend of its cache.
+    """
+    slopes = _fit(average_windows(windows, _SLOPE_WINDOWS))
+    if floor is not None:
+        slopes = slopes - _fit(average_windows(floor, _SLOPE_WINDOWS))
+    count, slope = len(slopes), slopes.mean().item()
+    found: dict[str, Any] = {"slope": slope, "low": None, "high": None, "detectable": None}
+    if count > 1:
+        error = slopes.std().item() / count**0.5
+        wide = quantile(0.975, count - 1)
+        found |= {
+            "low": slope - wide * error,
+            "high": slope + wide * error,
+            "detectable": (wide + quantile(_POWER, count - 1)) * error,
+        }
+    return {**found, "jump": _find_jump(windows, floor)}
+
+
+def _fit(windows: torch.Tensor) -> torch.Tensor:
+    """Return the slope of the logarithm per 1,000 tokens of each answer, `[B]`."""
+    x = torch.arange(windows.shape[1], dtype=torch.float64) * _SLOPE_WINDOWS * WINDOW / 1000
+    x = x - x.mean()
+    y = windows.clamp(min=1e-15).log()
+    return (y * x).sum(1) / x.square().sum().clamp(min=1e-15)
+
+
+def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any] | None:
+    """Return the window that is far above the others in the mean over the answers."""
+    trend = windows.mean(0).clamp(min=1e-15).log()
+    if floor is not None:
+        trend = trend - floor.mean(0).clamp(min=1e-15).log()
+    above = trend - trend.median()
+    deviation = 1.4826 * above.abs().median()  # of a normal distribution
+    largest = int(above.argmax())
+    if above[largest] < _JUMP * deviation.clamp(min=0.1):
+        return None
+    return {"position": largest * WINDOW, "factor": above[largest].exp().item()}
+
+
+def quantile(probability: float, freedom: int) -> float:
+    """Return a quantile above the median of Student's distribution.
+
+    The density is integrated over the angle whose tangent is the value over sqrt(freedom).
+    """
+    angle = torch.linspace(0, math.pi / 2, 1 << 16, dtype=torch.float64)
+    share = torch.cumulative_trapezoid(angle.cos() ** (freedom - 1), angle)
+    at = int((share / share[-1] / 2 + 0.5 < probability).sum())
+    return float(freedom**0.5 * math.tan(angle[at + 1].item()))
+
+
+def run_freely(
+    model: PreTrainedModel, prompts: torch.Tensor, expected: torch.Tensor, contender: Contender
+) -> dict[str, Any]:
+    """Let a model answer under a cache, and compare it with the unquantized answer.
+
+    Args:
+        model: The model, in the attention to measure.
+        prompts: Tokens, `[B, P]`, int64, on the model's device.
+        expected: The unquantized answers, `[B, T]`.
+        contender: The cache.
+
+    Returns:
+        `first`, the position of the first different token of each answer or None, and `kl_before`
+        and `kl_after`, the mean divergence along the cache's own answers before and from there on.
+    """
+    own = write_answers(model, prompts, contender, expected.shape[1])
+    kl = follow_answers(model, prompts, own, {"": contender})[""]
+    differs = (own != expected).cpu().cumsum(1) > 0
+    first: Sequence[int | None]
+    first = [int(row.int().argmax()) if row.any() else None for row in differs]
+
+    def mean(chosen: torch.Tensor) -> float | None:
+        return kl[chosen].mean().item() if chosen.any() else None
+
+    return {"first": first, "kl_before": mean(~differs), "kl_after": mean(differs)}

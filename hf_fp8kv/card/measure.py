@@ -1,0 +1,411 @@
+"""Measure a card: the parts, their order, and the verdict.
+
+Each part is written to a file when it is done, so that an interrupted card resumes.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..attention.switching import paged_attention
+from ..bench.contenders import Step, ratios, take_turns
+from ..cache.cache import FP8PagedCache
+from ..calibration.divergence import Scores, compute_logits
+from ..errors import ConfigError
+from ..utils.environment import describe_run
+from ..utils.files import write_all
+from .answers import run_task
+from .caches import FLOOR, UNQUANTIZED, Contender, choose_contenders, measure_bytes
+from .drift import average_windows, describe_drift, follow_answers, run_freely, write_answers
+from .predictions import Prefix, check_stored, score_text
+from .tasks import TASKS, write_haystacks
+from .texts import KINDS, read_texts
+
+ALL = "all"
+# Largest mean divergence of each tier.
+TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
+_PROMPT, _GROUP = 256, 3  # tokens of a prompt, and answers that are followed together
+_TURNS = 5  # of timed steps
+# Tolerances of what pages store: a gain, and the error with centers relative to that without.
+_GAIN, _CENTER = 5e-3, 1.1
+_SIGNIFICANT = 0.05
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a card measures.
+
+    Attributes:
+        texts: Texts of each of five kinds whose predictions are scored.
+        positions: Positions in tokens before which they are scored.
+        scored: Scored tokens before each position.
+        answers: Long answers.
+        drift: Tokens of a long answer.
+        free: Tokens of an answer that runs freely. 0 leaves this part out.
+        asked: Answers to each task. 0 leaves the tasks out.
+        length: Tokens before and in a question of a task.
+        stored: Stored tokens before a timed decode step.
+    """
+
+    texts: int = 1
+    positions: tuple[int, ...] = (1024, 4096)
+    scored: int = 64
+    answers: int = 5
+    drift: int = 2048
+    free: int = 256
+    asked: int = 20
+    length: int = 2048
+    stored: tuple[int, ...] = (1024, 4096, 16384)
+
+    def fit(self, limit: int) -> "Size":
+        """Return a size that a model with `limit` positions can compute."""
+        positions = sorted({min(position, limit) for position in self.positions})
+        drift = min(self.drift, limit - _PROMPT)
+        return replace(
+            self, positions=tuple(positions), drift=drift, free=min(self.free, drift),
+            length=min(self.length, limit),
+            stored=tuple(sorted({min(n, limit - 2 * _TURNS) for n in self.stored})),
+        )  # fmt: skip
+
+
+SIZES = {
+    "quick": Size(
+        positions=(512,), answers=3, drift=512, free=0, asked=10, length=1024, stored=(1024,)
+    ),
+    "normal": Size(),
+    "long": Size(
+        texts=6, positions=(1024, 4096, 8192), answers=25, free=2048, asked=60, length=4096
+    ),
+}
+
+
+class Parts:
+    """Results by name, kept in a file from one run to the next.
+
+    Args:
+        path: The file. A file of other settings is replaced.
+        settings: Everything that the results depend on.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self._path, self._content = (
+            path,
+            {"settings": json.loads(json.dumps(settings)), "parts": {}},
+        )
+        try:
+            found = json.loads(path.read_text())
+            if found["settings"] == self._content["settings"]:
+                self._content = found
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+
+    def get(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the result of an earlier run, or compute and keep it."""
+        parts = self._content["parts"]
+        if name not in parts:
+            parts[name] = json.loads(json.dumps(compute()))
+            write_all({self._path: json.dumps(self._content).encode()})
+        return parts[name]
+
+
+def measure_card(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    name: str,
+    parts: Path,
+    size: Size = SIZES["normal"],
+    caches: Sequence[str] = (),
+    scales: str | None = None,
+    memory_gib: float = 8.0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Measure what a model loses with each cache, and return the card for JSON.
+
+    Args:
+        model: A decoder, which is left unchanged. In float32 only the cache adds errors.
+        tokenizer: The model's tokenizer.
+        name: Name of the model in the card.
+        parts: File that keeps the results of an interrupted run.
+        size: How much is measured.
+        caches: Names or plans, as in `choose_contenders`. Empty means the standard caches.
+        scales: Folder or repository of static scales to measure as well.
+        memory_gib: Memory that is filled with tokens, in GiB.
+        progress: Whether a bar is shown on stderr.
+
+    Returns:
+        The entries of `describe_run`, `settings`, `bf16_bytes_per_token` of an unquantized cache,
+        and `caches` with an entry for each cache. See docs/accuracy.md for its fields.
+
+    Raises:
+        ConfigError: The model is not a decoder, or has too few positions.
+    """
+    run = describe_run("card", device=str(model.device))
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or max(size.positions)
+    if model.config.is_encoder_decoder or limit < 2 * _PROMPT:
+        raise ConfigError(
+            f"model: expected a decoder with at least {2 * _PROMPT} positions, got "
+            f"{type(model).__name__} with {limit}"
+        )
+    size = size.fit(limit)
+    contenders, refused = choose_contenders(model, caches, scales)
+    settings = {
+        "model": name, "dtype": str(model.dtype).removeprefix("torch."), **asdict(size),
+        "caches": list(contenders), "scales": scales, "memory_gib": memory_gib,
+    }  # fmt: skip
+    run_of = {key: run[key] for key in ("commit", "versions", "hardware")}
+    kept = Parts(parts, {**settings, **run_of, "weights": _digest(model)})
+    card = _Card(model, tokenizer, size, contenders)
+    todo = card.list_parts()
+    with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:
+        found: dict[str, Any] = {}
+        for part, compute in todo.items():
+            bar.set_description(part)
+            found[part] = kept.get(part, partial(compute, found))
+            bar.update()
+    by_cache = {cache: card.describe(cache, found) for cache in contenders}
+    for described in by_cache.values():
+        described["verdict"] = judge(described, by_cache.get(FLOOR))
+        described["tokens"] = int(memory_gib * 2**30 / described["bytes_per_token"])
+    return {
+        **run, "settings": settings, "bf16_bytes_per_token": found["bytes"][UNQUANTIZED.title],
+        "tasks": {task: {k: v for k, v in found[f"task: {task}"].items() if k != "caches"}
+                  for task in (TASKS if size.asked else ())},
+        "caches": by_cache, "refused": refused,
+    }  # fmt: skip
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Return a digest of the weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+class _Card:
+    """The parts of a card, and the description of a cache from their results."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, size: Size,
+        contenders: dict[str, Contender],
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.size = model, tokenizer, size
+        self.contenders = contenders
+        self.texts = {
+            kind: [ids.to(model.device) for ids in read_texts(
+                tokenizer, kind, size.texts, size.positions[-1])]
+            for kind in KINDS
+        }  # fmt: skip
+        per_kind = -(-size.answers // len(KINDS))
+        prompts = [ids for kind in KINDS for ids in read_texts(tokenizer, kind, per_kind, _PROMPT)]
+        self.prompts = torch.cat(prompts)[: size.answers].to(model.device)
+
+    def list_parts(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
+        """Return functions that compute the parts from the results of earlier parts, in order."""
+        size = self.size
+        parts: dict[str, Callable[[dict[str, Any]], Any]] = {"bytes": self._count_bytes}
+        for number in range(size.texts):
+            for kind in KINDS:
+                parts[f"text: {kind} {number + 1}"] = partial(self._score, kind, number)
+        parts["stored states"] = self._check_stored
+        parts["answers"] = self._write_answers
+        for start in range(0, size.answers, _GROUP):
+            parts[f"drift: answers from {start + 1}"] = partial(self._follow, start)
+        for name in self.contenders if size.free else ():
+            parts[f"free: {name}"] = partial(self._run_freely, name)
+        for task in TASKS if size.asked else ():
+            parts[f"task: {task}"] = partial(self._run_task, task)
+        for length in size.stored:
+            parts[f"steps: {length} tokens"] = partial(self._time_steps, length)
+        return parts
+
+    @property
+    def first(self) -> torch.Tensor:
+        return next(iter(self.texts.values()))[0]
+
+    def _count_bytes(self, found: dict[str, Any]) -> dict[str, float]:
+        states = Prefix(self.model, self.first[:, :_PROMPT]).states
+        if states is None:
+            raise ConfigError(
+                f"model: expected attention layers only, got {type(self.model).__name__}"
+            )
+        both = {UNQUANTIZED.title: replace(UNQUANTIZED, bits=16), **self.contenders}
+        return {name: measure_bytes(cache, self.model, states) for name, cache in both.items()}
+
+    def _score(self, kind: str, number: int, found: dict[str, Any]) -> dict[str, Any]:
+        scores = score_text(
+            self.model, self.texts[kind][number], self.contenders,
+            positions=self.size.positions, scored=self.size.scored,
+        )  # fmt: skip
+        return {
+            f"{position} {name}": {field: x.tolist() for field, x in vars(of_text).items()}
+            for (position, name), of_text in scores.items()
+        }
+
+    def _check_stored(self, found: dict[str, Any]) -> dict[str, Any]:
+        prefix = Prefix(self.model, self.first)
+        length = self.first.shape[1]
+        return {name: check_stored(c, prefix, length) for name, c in self.contenders.items()}
+
+    def _write_answers(self, found: dict[str, Any]) -> list[list[int]]:
+        # Pages in the model's dtype store the bits of DynamicCache, and copy no history.
+        pages = Contender("", lambda model: FP8PagedCache(model.config, dtype="model"))
+        written = write_answers(self.model, self.prompts, pages, self.size.drift)
+        answers: list[list[int]] = written.tolist()
+        return answers
+
+    def _follow(self, start: int, found: dict[str, Any]) -> dict[str, list[list[float]]]:
+        chosen = slice(start, start + _GROUP)
+        answers = torch.tensor(found["answers"][chosen], device=self.model.device)
+        followed = follow_answers(self.model, self.prompts[chosen], answers, self.contenders)
+        return {name: average_windows(kl).tolist() for name, kl in followed.items()}
+
+    def _run_freely(self, name: str, found: dict[str, Any]) -> dict[str, Any]:
+        expected = torch.tensor(found["answers"], device=self.model.device)[:, : self.size.free]
+        return run_freely(self.model, self.prompts, expected, self.contenders[name])
+
+    def _run_task(self, task: str, found: dict[str, Any]) -> dict[str, Any]:
+        haystacks = write_haystacks(self.tokenizer, task, self.size.length, self.size.asked)
+        return run_task(self.model, haystacks, self.contenders)
+
+    def _time_steps(self, length: int, found: dict[str, Any]) -> dict[str, Any]:
+        """Return milliseconds of a decode step, and its ratio to DynamicCache's."""
+        states = Prefix(self.model, self.first[:, :_PROMPT]).states or []
+        steps: dict[str, Step] = {}
+        real = {name: c for name, c in self.contenders.items() if c.bits is None}
+        for name, contender in {UNQUANTIZED.title: UNQUANTIZED, **real}.items():
+            cache = contender.make(self.model)
+            for index, layer in enumerate(states):
+                repeated = (x.repeat(1, 1, -(-length // _PROMPT), 1)[:, :, :length] for x in layer)
+                cache.update(*repeated, index)
+            steps[name] = partial(
+                compute_logits, self.model, self.first[:, :1], cache, {}, scored=True
+            )
+        seconds = take_turns(steps, _TURNS, str(self.model.device))
+        return {
+            name: {
+                "ms": 1e3 * statistics.median(taken),
+                "ratio": statistics.median(ratios(seconds, name, UNQUANTIZED.title)),
+            }
+            for name, taken in seconds.items()
+        }
+
+    def describe(self, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entry of a cache."""
+        windows = {
+            cache: torch.tensor(
+                [row for part in found if part.startswith("drift:") for row in found[part][cache]],
+                dtype=torch.float64,
+            )
+            for cache in {name, FLOOR} & self.contenders.keys()
+        }  # fmt: skip
+        floor = windows.get(FLOOR) if name != FLOOR else None
+        free = found.get(f"free: {name}")
+        return {
+            "title": self.contenders[name].title,
+            "bytes_per_token": found["bytes"][name],
+            "predictions": self._summarize(name, found),
+            "stored": found["stored states"][name],
+            "drift": {
+                "kl": windows[name].mean().item(),
+                "windows": [float(f"{x:.4g}") for x in windows[name].mean(0).tolist()],
+                **describe_drift(windows[name], floor),
+            },
+            "free": free,
+            "tasks": {
+                part.removeprefix("task: "): of["caches"].get(name)
+                for part, of in found.items() if part.startswith("task:")
+            },
+            "steps": {
+                str(length): found[f"steps: {length} tokens"].get(name)
+                for length in self.size.stored
+            },
+        }  # fmt: skip
+
+    def _summarize(self, name: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the scores of all texts, by position and kind of text."""
+        rows = []
+        for position in self.size.positions:
+            for kind in (ALL, *KINDS):
+                texts = [
+                    Scores(*(torch.tensor(x, dtype=torch.float64) for x in of.values()))
+                    for part, by_cache in found.items()
+                    if part.startswith("text:" if kind == ALL else f"text: {kind} ")
+                    for of in [by_cache[f"{position} {name}"]]
+                ]
+                rows.append({"position": position, "kind": kind, **summarize(texts)})
+        return rows
+
+
+def summarize(texts: Sequence[Scores]) -> dict[str, Any]:
+    """Return mean, 99th percentile and largest divergence of texts, top-1 and perplexity.
+
+    `kl_error` is the standard error of the mean over the texts, and None for a single text.
+    """
+    joined = Scores.concat(texts)
+    row, means = joined.summarize(), [text.kl.mean().item() for text in texts]
+    error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
+    return {
+        "kl": row.kl, "kl_error": error, "kl_p99": joined.kl.quantile(0.99).item(),
+        "kl_max": row.kl_max, "top1": row.top1, "perplexity": row.perplexity, "tokens": row.tokens,
+    }  # fmt: skip
+
+
+def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the verdict on a cache.
+
+    Returns:
+        `tier`, a key of `TIERS` by the largest of the mean divergences at each position and along
+        the answers; `kl`, this divergence; `of_floor`, the divergence at the last position relative
+        to rounding to bfloat16, or None; and `findings`, sentences on what is wrong.
+    """
+    rows = [row for row in cache["predictions"] if row["kind"] == ALL]
+    drift, stored, findings = cache["drift"], cache["stored"], []
+    kl = max(drift["kl"], *(row["kl"] for row in rows))
+    if stored is not None:
+        for side in "kv":
+            if abs(gain := stored[f"{side}_gain"]) > _GAIN:
+                findings.append(f"{side.upper()} is stored {gain:+.1%} too large.")
+        if lost := stored["lost"]:
+            shown = ", ".join(map(str, lost[:3])) + ", ..." * (len(lost) > 3)
+            findings.append(f"{len(lost)} stored tokens are lost (at {shown}).")
+        if stored["center"] > _CENTER:
+            findings.append(
+                f"The centers do not fit: the error of K is {stored['center']:.1f} times the error "
+                "without centers."
+            )
+    if cache is not floor and floor is not None and (drift["low"] or 0) > 0:
+        findings.append(
+            f"KL grows {drift['slope']:+.0%} per 1,000 tokens faster than with bfloat16."
+        )
+    if jump := drift["jump"]:
+        findings.append(f"KL jumps {jump['factor']:.0f}-fold at token {jump['position']}.")
+    answers = [of for of in cache["tasks"].values() if of]
+    lost, won = (sum(of[key] for of in answers) for key in ("lost", "won"))
+    if _sign_test(lost, won) < _SIGNIFICANT:
+        findings.append(f"It loses {lost} right answers and wins {won}.")
+    of_floor = None
+    if floor is not None:
+        far = [row for row in floor["predictions"] if row["kind"] == ALL][-1]
+        of_floor = rows[-1]["kl"] / max(far["kl"], 1e-15)
+    tier = next(tier for tier, most in TIERS.items() if kl <= most)
+    return {"tier": tier, "kl": kl, "of_floor": of_floor, "findings": findings}
+
+
+def _sign_test(lost: int, won: int) -> float:
+    """Return the probability of at least `lost` losses if losses and wins are equally likely."""
+    trials = lost + won
+    return float(sum(math.comb(trials, n) for n in range(lost, trials + 1)) / 2**trials)

@@ -1,0 +1,164 @@
+"""Predictions behind long texts, and what a cache stores, against the unquantized cache.
+
+With `prefill="exact"` a first call attends to its own unquantized keys and values, so it passes the
+same states to every cache. One call with an unquantized cache therefore fills all caches: each gets
+the recorded states by `update`, layer by layer, and stores what it would have stored in the call.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ..cache.cache import FP8PagedCache
+from ..cache.paged_tensor import densify
+from ..calibration.divergence import Scores, compute_logits, compute_scores
+from ..errors import ConfigError
+from ..scales import KVScales
+from .caches import UNQUANTIZED, Contender
+
+# A cache's name and the number of tokens that the model has read for it.
+OnCall = Callable[[str, int], None]
+States = tuple[torch.Tensor, torch.Tensor]
+# A stored token whose error is larger than this share of its norm is lost.
+_LOST = 0.5
+_TINY = 1e-30
+
+
+class Prefix:
+    """The beginning of a text, for filling caches.
+
+    Args:
+        model: A decoder.
+        ids: Tokens, `[1, N]`, int64, on the model's device.
+
+    Raises:
+        ConfigError: The model is an encoder-decoder.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
+        if model.config.is_encoder_decoder:
+            raise ConfigError(f"model: expected a decoder, got {type(model).__name__}")
+        self._model, self._ids = model, ids
+
+    @cached_property
+    def states(self) -> list[States] | None:
+        """Keys and values of each layer from one call, or None with layers of other kinds."""
+        # Without a config, a layer with a window keeps all tokens.
+        recorded = DynamicCache()
+        compute_logits(self._model, self._ids, recorded, {}, scored=False)
+        layers: list[Any] = recorded.layers
+        if any(type(layer) is not DynamicLayer for layer in layers):
+            return None
+        return [(layer.keys, layer.values) for layer in layers]
+
+    def fill(self, contender: Contender, length: int) -> Any:
+        """Return a new cache that holds the first `length` tokens."""
+        cache = contender.make(self._model)
+        if self.states is None:
+            compute_logits(self._model, self._ids[:, :length], cache, {}, scored=False)
+            return cache
+        for index, (keys, values) in enumerate(self.states):
+            cache.update(keys[:, :, :length], values[:, :, :length], index)
+        return cache
+
+
+def score_text(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    contenders: Mapping[str, Contender],
+    *,
+    positions: Sequence[int],
+    scored: int,
+) -> dict[tuple[int, str], Scores]:
+    """Score the last `scored` tokens before each position under each cache.
+
+    One call scores them, and reads what the cache stores of all earlier tokens, which were one call
+    on an empty cache.
+
+    Args:
+        model: The model, in the attention to measure.
+        ids: Tokens, `[1, N]`, int64, on the model's device. N is at least the last position.
+        contenders: The caches by name.
+        positions: Positions in tokens, each above `scored`.
+        scored: Number of tokens.
+    """
+    prefix = Prefix(model, ids[:, : max(positions) - scored])
+    scores: dict[tuple[int, str], Scores] = {}
+    for position in positions:
+        start = position - scored
+        part, known = ids[:, start:position], ids[:, start + 1 : position]
+        filled = prefix.fill(UNQUANTIZED, start)
+        expected = compute_logits(model, part, filled, {}, scored=True)
+        for name, contender in contenders.items():
+            cache = prefix.fill(contender, start)
+            logits = compute_logits(model, part, cache, {}, scored=True)
+            scores[position, name] = compute_scores(expected, logits, known)
+    return scores
+
+
+def check_stored(contender: Contender, prefix: Prefix, length: int) -> dict[str, Any] | None:
+    """Compare what pages store with what they were given.
+
+    Args:
+        contender: The cache.
+        prefix: A text of at least `length` tokens.
+        length: Number of tokens.
+
+    Returns:
+        None for caches other than `FP8PagedCache`. Otherwise the largest values over the layers:
+        `k_error` and `v_error`, the RMS error relative to the RMS of the states; `k_gain` and
+        `v_gain`, the mean factor between stored and given states, minus 1; `center`, the error of
+        K relative to the error without centers; and `lost`, the positions of tokens whose error
+        is larger than half of their norm.
+    """
+    cache = prefix.fill(contender, length)
+    if not isinstance(cache, FP8PagedCache) or prefix.states is None:
+        return None
+    plain = prefix.fill(Contender("", partial(_make_uncentered, cache)), length)
+    found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain", "center"), 0.0)
+    lost: set[int] = set()
+    for layer, without, given in zip(cache.layers, plain.layers, prefix.states, strict=True):
+        for side, handle, states in zip("kv", (layer.keys, layer.values), given, strict=True):
+            kept = handle.shape[2]  # fewer than `length` in layers with a window
+            exact = states[:, :, length - kept : length].float()
+            error, gain, by_token = _compare(handle, exact)
+            found[f"{side}_error"] = max(found[f"{side}_error"], error)
+            found[f"{side}_gain"] = max(found[f"{side}_gain"], gain, key=abs)
+            lost.update(int(n) + length - kept for n in (by_token > _LOST).nonzero())
+            if side == "k":
+                unshifted, _, _ = _compare(without.keys, exact)
+                found["center"] = max(found["center"], error / max(unshifted, _TINY))
+    return {**found, "lost": sorted(lost)}
+
+
+def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:
+    """Return an empty cache with the plan and scales of `cache`, but without centers."""
+    plan = {
+        index: of_layer._replace(k=replace(of_layer.k, centered=False))
+        for index, of_layer in cache.plan.items()
+    }
+    scales = cache.options.scales
+    if not isinstance(scales, KVScales) or scales.is_dynamic:
+        constant = None if isinstance(scales, KVScales) else scales
+        return FP8PagedCache(model.config, plan=plan, scales=constant)
+    layers = {
+        index: replace(layer, k_center=None, plan=plan[index])
+        for index, layer in scales.layers.items()
+    }
+    return FP8PagedCache(model.config, scales=replace(scales, layers=layers))
+
+
+def _compare(handle: torch.Tensor, exact: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+    """Return the relative RMS error, the gain minus 1, and the relative error of each token."""
+    stored = densify(handle).float()
+    power = exact.square().sum().clamp(min=_TINY)
+    error = ((stored - exact).square().sum() / power).sqrt()
+    gain = (stored * exact).sum() / power - 1
+    distance, norm = (x.square().sum((0, 1, 3)).sqrt() for x in (stored - exact, exact))
+    by_token = distance / norm.clamp(min=_TINY)
+    return error.item(), gain.item(), by_token.cpu()

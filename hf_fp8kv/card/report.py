@@ -1,0 +1,205 @@
+"""A card as a table in a terminal, as Markdown for a model card, as a badge, and as a picture."""
+
+import io
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..bench.reporting import build_table
+from .caches import FLOOR
+from .drift import WINDOW
+from .measure import ALL, TIERS
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_BADGE = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" \
+aria-label="{label}: {text}"><rect width="{width}" height="20" rx="3" fill="#555"/>\
+<rect x="{left}" width="{right}" height="20" rx="3" fill="{color}"/>\
+<g fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle">\
+<text x="{label_x}" y="14">{label}</text><text x="{text_x}" y="14">{text}</text></g></svg>
+"""
+_BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), strict=True))
+_CHARACTER = 7  # pixels
+# Colors that the color-blind can tell apart (Okabe and Ito).
+_COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
+_SMOOTHED = 4  # windows whose divergences are averaged for the picture
+
+
+def state_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
+    """Return the verdict on a cache as one line. None means the first cache of the card."""
+    name = name or next(iter(card["caches"]))
+    cache = card["caches"][name]
+    verdict, share = cache["verdict"], cache["bytes_per_token"] / card["bf16_bytes_per_token"]
+    most = TIERS[verdict["tier"]]
+    bound = f" up to {most:g}" if most < 1 else ""
+    findings = " ".join(verdict["findings"]) or "Nothing else was found."
+    return (
+        f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier{bound}), "
+        f"{share:.2f} of the bytes of bf16. {findings}"
+    )
+
+
+def format_table(card: Mapping[str, Any]) -> "RenderableType":
+    """Return the card as a table for a terminal, with the verdicts below it."""
+    from rich.console import Group
+
+    columns, rows = _make_rows(card)
+    sides: dict[str, Literal["left", "right"]] = dict.fromkeys(columns, "right")
+    sides[columns[0]] = "left"
+    settings = card["settings"]
+    table = build_table(
+        sides, rows, title=f"{settings['model']}, {settings['dtype']}", caption=_describe_run(card)
+    )
+    refused = [f"{name}: not measured. {why}" for name, why in card["refused"].items()]
+    return Group(table, *(state_verdict(card, name) for name in card["caches"]), *refused)
+
+
+def format_markdown(card: Mapping[str, Any]) -> str:
+    """Return the card as a section of a model card."""
+    columns, rows = _make_rows(card)
+    lines = [
+        f"# {card['settings']['model']}: losses with an 8-bit KV cache",
+        "",
+        state_verdict(card),
+        "",
+        f"| {' | '.join(columns)} |",
+        f"|---|{'--:|' * (len(columns) - 1)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+        *_explain(card),
+        "",
+        *(f"* {state_verdict(card, name)}" for name in card["caches"]),
+        *(f"* {name} was not measured. {why}" for name, why in card["refused"].items()),
+        "",
+        _describe_run(card),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _explain(card: Mapping[str, Any]) -> Iterator[str]:
+    settings = card["settings"]
+    yield (
+        f"KL (1e-3) and top-1 compare {settings['scored']} predictions of each of "
+        f"{5 * settings['texts']} texts before a position with the unquantized cache. "
+        f"Drift is the change of KL per 1,000 tokens along {settings['answers']} answers of "
+        f"{settings['drift']:,} tokens, relative to rounding to bfloat16, with a 95 % interval. In "
+        "parentheses is the smallest change that would have been found with a probability of 80 %."
+    )
+    if settings["free"]:
+        yield (
+            f'"First" is the median position of the first different token in '
+            f"{settings['free']} sampled tokens."
+        )
+    asked = {task: of for task, of in card["tasks"].items() if not of["dropped"]}
+    if asked:
+        tasks = ", ".join(f"{task} ({of['right']} of {of['asked']})" for task, of in asked.items())
+        yield f"Right answers of the unquantized cache: {tasks}."
+    if dropped := [task for task, of in card["tasks"].items() if of["dropped"]]:
+        yield f"Too hard for this model: {', '.join(dropped)}."
+
+
+def _make_rows(card: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns, and the cells of each cache."""
+    settings = card["settings"]
+    positions, lengths = settings["positions"], list(next(iter(card["caches"].values()))["steps"])
+    columns = [
+        "cache", "bytes/token", f"tokens in {settings['memory_gib']:g} GiB",
+        *(f"KL at {position:,}" for position in positions), "KL p99", "KL max",
+        *(f"top-1 at {position:,}" for position in positions), "KL of answers", "drift",
+        *["first"] * bool(settings["free"]), *["lost, won"] * bool(card["tasks"]),
+        *(f"step at {int(length):,}" for length in lengths),
+    ]  # fmt: skip
+    rows = []
+    for name, cache in card["caches"].items():
+        scored = [row for row in cache["predictions"] if row["kind"] == ALL]
+        steps = (cache["steps"][length] for length in lengths)
+        rows.append([
+            cache["title"], f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
+            *(_format_kl(row["kl"], row["kl_error"]) for row in scored),
+            _format_kl(scored[-1]["kl_p99"]), _format_kl(scored[-1]["kl_max"]),
+            *(f"{row['top1']:.1%}" for row in scored), _format_kl(cache["drift"]["kl"]),
+            _format_slope(cache["drift"], is_floor=name == FLOOR),
+            *[_format_first(cache["free"])] * bool(settings["free"]),
+            *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
+            *(f"{step['ratio']:.2f}" if step else "" for step in steps),
+        ])  # fmt: skip
+    return columns, rows
+
+
+def _format_kl(mean: float, error: float | None = None) -> str:
+    """Return a divergence in 1e-3, with its standard error."""
+    digits = 3 if 1e3 * mean < 1 else 2
+    return f"{1e3 * mean:.{digits}f}" + ("" if error is None else f" ± {1e3 * error:.{digits}f}")
+
+
+def _format_slope(drift: Mapping[str, Any], *, is_floor: bool) -> str:
+    if drift["low"] is None or is_floor:
+        return ""
+    return (
+        f"{drift['slope']:+.0%} [{drift['low']:+.0%}, {drift['high']:+.0%}] "
+        f"({drift['detectable']:.0%})"
+    )
+
+
+def _format_first(free: Mapping[str, Any]) -> str:
+    """Return the median position of the first difference, among all answers."""
+    first = sorted(position for position in free["first"] if position is not None)
+    if 2 * len(first) <= len(free["first"]):
+        return f"{len(first)} of {len(free['first'])} differ"
+    missing = [float("inf")] * (len(free["first"]) - len(first))
+    return f"{statistics.median_low([*first, *missing]):.0f}"
+
+
+def _format_answers(tasks: Mapping[str, Any]) -> str:
+    found = [of for of in tasks.values() if of]
+    return f"{sum(of['lost'] for of in found)}, {sum(of['won'] for of in found)}"
+
+
+def _describe_run(card: Mapping[str, Any]) -> str:
+    hardware, versions = card["hardware"], card["versions"]
+    where = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
+    return (
+        f"Steps are times of a decode step in {card['settings']['dtype']} relative to "
+        f"DynamicCache. {where}, {hardware['threads']} threads, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, hf-fp8kv {versions['hf-fp8kv']}, "
+        f"{card['date'][:10]}."
+    )
+
+
+def draw_badge(card: Mapping[str, Any]) -> str:
+    """Return an SVG with the tier and divergence of the first cache."""
+    verdict = next(iter(card["caches"].values()))["verdict"]
+    label, text = "8-bit KV cache", f"KL {verdict['kl']:.1e}, {verdict['tier']}"
+    if verdict["findings"]:
+        text += ", see card"
+    left, right = (_CHARACTER * len(part) + 10 for part in (label, text))
+    color = _BADGE_COLORS["visible" if verdict["findings"] else verdict["tier"]]
+    return _BADGE.format(
+        width=left + right, left=left, right=right, color=color, label=label, text=text,
+        label_x=left / 2, text_x=left + right / 2,
+    )  # fmt: skip
+
+
+def draw_picture(card: Mapping[str, Any]) -> bytes:
+    """Return a PNG of the divergence by position of the answer."""
+    from matplotlib.figure import Figure
+
+    # pyplot is not used: it would look for a window system.
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for color, cache in zip(_COLORS, card["caches"].values(), strict=False):
+        windows = cache["drift"]["windows"]
+        parts = [windows[n : n + _SMOOTHED] for n in range(0, len(windows), _SMOOTHED)]
+        middles = [WINDOW * (_SMOOTHED * n + len(part) / 2) for n, part in enumerate(parts)]
+        means = [1e3 * statistics.mean(part) for part in parts]
+        axes.plot(middles, means, color=color, label=cache["title"])
+    axes.set_title(card["settings"]["model"], loc="left", parse_math=False)
+    axes.set_xlabel("position in the answer, tokens")
+    axes.set_ylabel("mean KL from the unquantized cache, 1e-3")
+    axes.set_yscale("log")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=100, format="png")
+    return picture.getvalue()

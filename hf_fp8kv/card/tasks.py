@@ -1,0 +1,299 @@
+"""Four tasks that a cache can fail, for models of any size.
+
+Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
+a unique key is found with any cache. Nothing is generated: a question begins sentences, and an
+answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
+Each answer is given, right or wrong, before the next part of a question.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count, cycle, islice, pairwise
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .texts import read_prose
+
+# Things that Python's documentation does not mention.
+_WORDS = """
+apple banana bear bird blanket boat bottle bread butter button cake camel candle carpet cat chair
+cheese cherry chicken clock coat coffee corn cow cup curtain deer desk dog dress duck eagle elephant
+fish flower fox garden glass goat gold grass guitar hammer hat honey horse juice kitchen knife lake
+lamp lemon lion mango meat milk mirror monkey moon mountain mouse ocean onion orange pencil pepper
+piano pig pillow pizza plate potato rabbit rain rice river rose salt sheep shirt shoe silver snake
+snow soap soup spider spoon stone sugar sun tea tiger tomato train tree turtle umbrella violin whale
+window wine wolf
+"""
+_NUMBER, _WORD = "The secret number for {} is", "The secret word for {} is"
+_ASK = "\n\nAnswer: "
+_DIGITS = 5
+_APART = 100  # tokens of a haystack for each hidden sentence
+_HIDDEN = 40  # maximum number of hidden sentences in a haystack
+_ALIKE, _GROUPS = 4, 3  # keys that differ in one digit, and groups of them in a haystack
+_CHAIN = 3  # links of a chain
+_LIST = "A list of words:"
+_MOST = "\n\nThe most frequent words in the list above are:"
+_VOCABULARY = 40  # different words in a list
+_COMMON, _RATIO = 3, 30  # frequent words, and their number for each of the rare words
+_CHOICES = 4  # wrong words next to a right word of a list
+_QUESTION = 96  # tokens that are kept free behind a haystack
+_TOOL = (
+    '{{"type": "function", "function": {{"name": "{0}", "description": "Use it for the {1}.", '
+    '"parameters": {{"type": "object", "properties": {{"{2}": {{"type": "integer"}}}}}}}}}}'
+)
+_REQUEST, _NAME = "\n\nRequest: call {} with {}.\nCall: ", '{"name": "'
+_ARGUMENT, _VALUE = '", "arguments": {"', '": '
+_TOOL_TOKENS = 60  # an upper limit for most tokenizers
+
+
+@dataclass(frozen=True)
+class Step:
+    """A token of an answer: the logits at `index` of a question must be the highest for `right`."""
+
+    index: int
+    right: int
+    wrong: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Tokens `[1, T]`, int64, that follow a haystack, and the steps of each answer."""
+
+    ids: torch.Tensor
+    answers: tuple[tuple[Step, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Haystack:
+    """A text `[1, N]`, int64, and its questions."""
+
+    ids: torch.Tensor
+    questions: tuple[Question, ...]
+
+    @property
+    def answers(self) -> int:
+        return sum(len(question.answers) for question in self.questions)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a question: the given text, the right answer, and wrong candidates."""
+
+    given: str
+    answer: str
+    wrong: Sequence[str]
+
+
+class Writer:
+    """Write haystacks in the tokens of a model.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        length: Number of tokens of a haystack and its longest question.
+        seed: Seed of the prose, words and numbers.
+    """
+
+    def __init__(self, tokenizer: Any, length: int, seed: int) -> None:
+        self._tokenizer, self._seed = tokenizer, seed
+        self.length = length - _QUESTION
+        self.random = random.Random(seed)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text without special tokens."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def draw_words(self, count: int) -> list[str]:
+        """Return different words."""
+        return self.random.sample(_WORDS.split(), count)
+
+    def draw_numbers(self, count: int) -> list[str]:
+        """Return different numbers of five digits."""
+        return [str(n) for n in self.random.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)]
+
+    def hide(self, sentences: Sequence[str]) -> torch.Tensor:
+        """Return prose with the sentences in it, in their order, `[1, N]`."""
+        start, lines = self._start(), [self.encode(f"{sentence}\n") for sentence in sentences]
+        room = self.length - len(start) - sum(map(len, lines))
+        prose: list[list[int]] = []
+        for sentence in _read_sentences(self._seed):
+            ids = self.encode(f"{sentence}\n")
+            if len(ids) > room:
+                break
+            prose.append(ids)
+            room -= len(ids)
+        # Sentence n of m gets a place in the part n of m of the text.
+        for number, line in reversed([*enumerate(lines)]):
+            first, last = (len(prose) * n // len(lines) for n in (number, number + 1))
+            prose.insert(self.random.randint(first, last), line)
+        return torch.tensor([start + [token for line in prose for token in line]])
+
+    def join(self, text: str) -> torch.Tensor:
+        """Return the tokens of a text, `[1, N]`, cut at the end of the room."""
+        return torch.tensor([(self._start() + self.encode(text))[: self.length]])
+
+    def ask(self, *parts: Part) -> Question:
+        """Return a question.
+
+        Raises:
+            ConfigError: The tokenizer has the same tokens for an answer and all candidates.
+        """
+        ids: list[int] = []
+        answers: list[tuple[Step, ...]] = []
+        for part in parts:
+            ids += self.encode(part.given)
+            right = self.encode(part.answer)
+            wrong = [self.encode(candidate) for candidate in part.wrong]
+            steps = []
+            for n, token in enumerate(right):
+                others = {other[n] for other in wrong if other[:n] == right[:n] and other[n:]}
+                if others := others - {token}:
+                    steps.append(Step(len(ids) + n - 1, token, tuple(sorted(others))))
+            if not steps:
+                raise ConfigError(
+                    f"tasks: expected different tokens for {part.answer!r} and "
+                    f"{', '.join(map(repr, part.wrong))}, got the same tokens from the tokenizer"
+                )
+            answers.append(tuple(steps))
+            ids += right
+        return Question(torch.tensor([ids[:-1]]), tuple(answers))
+
+    def _start(self) -> list[int]:
+        """Return the tokens that the tokenizer puts in front of a text: <bos>, or nothing."""
+        bos = self._tokenizer.bos_token_id
+        return [bos] if self._tokenizer("a")["input_ids"][0] == bos else []
+
+
+def _read_sentences(seed: int) -> Iterable[str]:
+    """Yield sentences of prose endlessly, from a beginning that depends on the seed."""
+    paragraphs = list(islice(read_prose(), 200))
+    first = 37 * seed % len(paragraphs)
+    for paragraph in cycle(paragraphs[first:] + paragraphs[:first]):
+        yield from re.split(r"(?<=\.) ", paragraph.strip())
+
+
+def write_confusable_keys(writer: Writer, hidden: int) -> Haystack:
+    """Return a haystack of numbers whose keys differ in one digit from three other keys.
+
+    The wrong candidates are all other numbers of the haystack.
+    """
+    groups = min(max(hidden // _ALIKE, 1), _GROUPS)
+    keys = [
+        f"{word} {code}{digit}"
+        for word, code in zip(writer.draw_words(groups), writer.draw_numbers(groups), strict=True)
+        for digit in writer.random.sample(range(10), _ALIKE)
+    ]
+    numbers = dict(zip(keys, writer.draw_numbers(len(keys)), strict=True))
+    order = writer.random.sample(keys, len(keys))
+    ids = writer.hide([f"{_NUMBER.format(key)} {numbers[key]}." for key in order])
+    return Haystack(ids, tuple(writer.ask(_ask_number(key, numbers)) for key in keys))
+
+
+def _ask_number(key: str, numbers: dict[str, str]) -> Part:
+    wrong = [f" {number}" for number in numbers.values() if number != numbers[key]]
+    return Part(_ASK + _NUMBER.format(key), f" {numbers[key]}", wrong)
+
+
+def write_chains(writer: Writer, hidden: int) -> Haystack:
+    """Return a haystack of chains: words that stand for words, and the last for a number."""
+    count = max(hidden // _CHAIN, 2)
+    words, numbers = writer.draw_words(count * _CHAIN), writer.draw_numbers(count)
+    chains = [words[n::count] for n in range(count)]
+    ends = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
+    # A word is defined before the words that stand for it, as in programs.
+    said = [f"{_NUMBER.format(word)} {number}." for word, number in ends.items()]
+    for link in range(1, _CHAIN):
+        said += [f"{_WORD.format(chain[link])} {chain[link - 1]}." for chain in chains]
+    questions = []
+    for chain in chains:
+        parts = [
+            Part(
+                _ASK + _WORD.format(word), f" {before}",
+                [f" {other}" for other in words if other != before],
+            )
+            for word, before in pairwise(chain[::-1])
+        ]  # fmt: skip
+        questions.append(writer.ask(*parts, _ask_number(chain[0], ends)))
+    return Haystack(writer.hide(said), tuple(questions))
+
+
+def write_aggregation(writer: Writer, hidden: int) -> Haystack:
+    """Return a list in which three words are far more frequent than all other words."""
+    words = writer.draw_words(_VOCABULARY)
+    bag = words[:_COMMON] * _RATIO + words[_COMMON:]
+    drawn = (word for _ in count() for word in writer.random.sample(bag, len(bag)))
+    text = _LIST + "".join(f" {word}," for word in islice(drawn, writer.length))
+    questions = []
+    for first in range(_COMMON):
+        around = (*words[first:_COMMON], *words[:first])
+        parts = [
+            Part(
+                head, f" {word}", [f" {x}" for x in writer.random.sample(words[_COMMON:], _CHOICES)]
+            )
+            for head, word in zip((_MOST, *"," * (_COMMON - 1)), around, strict=True)
+        ]
+        questions.append(writer.ask(*parts))
+    return Haystack(writer.join(text), tuple(questions))
+
+
+def write_tool_calls(writer: Writer, hidden: int) -> Haystack:
+    """Return descriptions of tools as JSON, and requests to call each with a number.
+
+    The name and the number are in the request, and the name of the argument is in the description.
+    The wrong candidates are the names, arguments and numbers of all other tools.
+    """
+    tools = max(min(hidden, writer.length // _TOOL_TOKENS - 1, 30), 3)
+    words, values = writer.draw_words(3 * tools), writer.draw_numbers(tools)
+    rows = [*zip(words[:tools], words[tools : 2 * tools], values, strict=True)]
+
+    def ask(row: tuple[str, str, str]) -> list[Part]:
+        wrong = ([other[place] for other in rows if other != row] for place in range(3))
+        given = (_REQUEST.format(row[0], row[2]) + _NAME, _ARGUMENT, _VALUE)
+        return [*map(Part, given, row, wrong)]
+
+    example, *asked = writer.random.sample(rows, tools)
+    shown = "".join(part.given + part.answer for part in ask(example)) + "}}"
+    text = "\n".join(
+        _TOOL.format(name, topic, argument)
+        for (name, argument, _), topic in zip(rows, words[2 * tools :], strict=True)
+    )
+    return Haystack(writer.join(text + shown), tuple(writer.ask(*ask(row)) for row in asked))
+
+
+# Functions that write a haystack with a number of hidden sentences.
+TASKS: dict[str, Callable[[Writer, int], Haystack]] = {
+    "confusable keys": write_confusable_keys,
+    "chains": write_chains,
+    "aggregation": write_aggregation,
+    "tool calls": write_tool_calls,
+}
+
+
+def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> list[Haystack]:
+    """Return as few haystacks as have at least `answers` answers.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        task: A key of `TASKS`.
+        length: Number of tokens of a haystack and its longest question.
+        answers: Number of answers in all haystacks.
+
+    Raises:
+        ConfigError: The haystacks are too short, or the tokenizer does not tell answers apart.
+    """
+    haystacks: list[Haystack] = []
+    while (left := answers - sum(haystack.answers for haystack in haystacks)) > 0:
+        writer = Writer(tokenizer, length, len(haystacks))
+        hidden = max(min(left, _HIDDEN, length // _APART), 1)
+        haystacks.append(TASKS[task](writer, hidden))
+        tokens = max(question.ids.shape[1] for question in haystacks[-1].questions)
+        if haystacks[-1].ids.shape[1] + tokens > length:
+            raise ConfigError(
+                f"tasks: expected room for a question of {tokens} tokens, got {length} tokens for "
+                f"the question and {haystacks[-1].ids.shape[1]} before it"
+            )
+    return haystacks

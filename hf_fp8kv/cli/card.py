@@ -1,0 +1,70 @@
+"""`hf-fp8kv card`: what a model loses with an 8-bit cache, measured."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import arguments
+from .shared import DEMO, load_model, print_note, print_parts
+
+
+def card(
+    model: Annotated[
+        str | None, typer.Argument(help="A folder or a Hub id. Default: the demo model.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the card. Default: card-NAME. An interrupted card resumes."),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Fewer and shorter texts: two minutes for a small model."),
+    ] = False,
+    long: Annotated[bool, typer.Option("--long", help="More and longer texts: hours.")] = False,
+    caches: Annotated[
+        str,
+        typer.Option(
+            help="Caches to measure: default, adaptive, fp8, fp8-1.0, checkpoint, q8_0, "
+            "QuantizedCache, bf16, or plans such as 'int8 rotated'. With commas between them."
+        ),
+    ] = "",
+    scales: Annotated[
+        str | None, typer.Option(help="Measure these static scales as well: a folder or Hub id.")
+    ] = None,
+    memory_gib: Annotated[
+        float, typer.Option(min=0.001, help="Memory to fill with tokens, in GiB.")
+    ] = 8.0,
+    device: arguments.Device = "auto",
+) -> None:
+    """Measure what a model loses with each cache: KL, drift, tasks, bytes and speed."""
+    from ..card.measure import SIZES, measure_card
+    from ..card.report import draw_badge, draw_picture, format_markdown, format_table
+    from ..utils.files import write_all
+
+    if quick and long:
+        raise typer.BadParameter("expected --quick or --long, got both")
+    name = DEMO if model is None else Path(model).name
+    folder = out or Path(f"card-{name.split()[0]}")
+    parts = folder / "parts.json"
+    loaded, tokenizer = load_model(model, device, "float32")
+    size = SIZES["quick" if quick else "long" if long else "normal"]
+    chosen = [part.strip() for part in caches.split(",") if part.strip()]
+    result = measure_card(
+        loaded, tokenizer, name=name, parts=parts, size=size, caches=chosen, scales=scales,
+        memory_gib=memory_gib,
+    )  # fmt: skip
+    files = {
+        folder / "card.json": (json.dumps(result, indent=2) + "\n").encode(),
+        folder / "card.md": format_markdown(result).encode(),
+        folder / "badge.svg": draw_badge(result).encode(),
+    }
+    if importlib.util.find_spec("matplotlib"):
+        files[folder / "drift.png"] = draw_picture(result)
+    else:
+        print_note("drift.png needs matplotlib: pip install 'hf-fp8kv[plot]'")
+    write_all({**files, parts: None})
+    print_parts([format_table(result)], piped_width=200)
+    print_note(f"The card is in {folder}.")
