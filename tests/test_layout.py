@@ -22,6 +22,7 @@ FLOORS = (
     ("server",),
     ("__init__", "vllm"),
     ("bench",),
+    ("card",),
     ("cli",),
 )
 

@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+CARDS = BENCHMARKS / "cards"
 # Files beside docs/ that are pages, and where.
 PAGES = {
     "README.md": "index.md",
@@ -46,6 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
     add(EXAMPLES, "".join(_examples()))
     add("site.css", CSS)
     add("benchmarks/index.md", "".join(_benchmarks(add)))
+    add("cards.md", "".join(_board(add)))
     return files
 
 
@@ -94,6 +96,26 @@ def _examples() -> Iterator[str]:
     yield "# Examples\n\nEach runs from a clone, after `make venv`, with `.venv/bin/python`.\n\n"
     for path in sorted((ROOT / "examples").glob("*.py")):
         yield f"## {path.name} {{ #{path.stem} }}\n\n```python\n{path.read_text()}```\n\n"
+
+
+def _board(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
+    """Yield the page of all cards, and add their pictures."""
+    from hf_fp8kv.card.report import draw_badge, draw_picture, format_markdown, state_verdict
+
+    yield (
+        "# Cards\n\nWhat models lose with an 8-bit cache, by `hf-fp8kv card`. "
+        "[Accuracy](accuracy.md) explains the columns, and [Contributing](contributing.md) how to "
+        "add a card.\n\n"
+    )
+    cards = {path.stem: json.loads(path.read_text()) for path in sorted(CARDS.glob("*.json"))}
+    for name, card in cards.items():
+        yield f"* [{card['settings']['model']}](#{name}): {state_verdict(card)}\n"
+    for name, card in cards.items():
+        title, _, rest = format_markdown(card).partition("\n")
+        add(f"cards/{name}.svg", draw_badge(card))
+        add(f"cards/{name}.png", draw_picture(card))
+        yield f"\n#{title} {{ #{name} }}\n\n![badge](cards/{name}.svg)\n{rest}"
+        yield f"\n![KL by position of the answer](cards/{name}.png)\n"
 
 
 # -- benchmarks ------------------------------------------------------------------------------------
@@ -158,19 +180,6 @@ def _bars(axes: Axes, groups: list[str], series: dict[str, list[float | None]]) 
     axes.set_xticks(range(len(groups)), groups)
 
 
-def _draw_divergence(axes: Axes, run: dict[str, Any]) -> None:
-    titles = {
-        cache["cache"]: f"{cache['title']} ({cache['bits']:g} bits)" for cache in run["caches"]
-    }
-    rows = [row for row in run["predictions"] if row["kind"] == "all"]
-    positions = sorted({row["position"] for row in rows})
-    names = ["default", "e3m4", "q8_0", "e4m3"]
-    found = {(row["cache"], row["position"]): 1e3 * row["kl"] for row in rows}
-    series = {titles[n]: [found.get((n, p)) for p in positions] for n in names if n in titles}
-    _bars(axes, [f"{position:,} tokens" for position in positions], series)
-    axes.set_ylabel("KL divergence × 1000")
-
-
 def _draw_decode(axes: Axes, run: dict[str, Any]) -> None:
     caches = ("FP8PagedCache e4m3", "DynamicCache + sdpa", "QuantizedCache fp8 + sdpa")
     rows = [row for row in run["rows"] if row["measure"] == "decode step" and row["unit"] == "ms"]
@@ -196,7 +205,6 @@ def _draw_serving(axes: Axes, run: dict[str, Any]) -> None:
 
 
 CHARTS = (
-    ("long-smollm2-135m", "Divergence from the unquantized cache, SmolLM2-135M", _draw_divergence),
     ("cpu-xeon", "One step of decoding on a CPU", _draw_decode),
     ("serve-xeon", "Serving on a CPU, SmolLM2-135M", _draw_serving),
 )

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from hf_fp8kv.bench import contenders, memory, quality, speed
+from hf_fp8kv.bench import contenders, memory, speed
 from hf_fp8kv.bench.contenders import DYNAMIC, FOLDED, PAGED, QUANTIZED, Setup, take_turns
 from hf_fp8kv.bench.reporting import quartiles
 from hf_fp8kv.formats import DISTINCT
@@ -116,36 +116,12 @@ def test_a_process_grows_by_what_its_cache_holds(monkeypatch):
         memory.measure_processes(Setup((4, 2, 16), "no such backend"), 64)
 
 
-def test_quality_of_a_model(run, model, monkeypatch, tmp_path):
-    """Unquantized pages change no prediction, and fewer bits of mantissa change more."""
-    monkeypatch.setitem(quality.CACHES, "auto", {"dtype": "auto"})
-    assert {fmt.name for fmt in DISTINCT} <= quality.CACHES.keys()
-    options = ("--model", model, "--texts", "5", "--device", "cpu")
-    path = tmp_path / "quality.json"
-    code, table, err = run("bench", "quality", *options, "--json", str(path))
-    assert code == 0, err
-    result = json.loads(path.read_text())
-    assert all(row["cache"] in table for row in result["rows"])
-    assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
-    assert len(set(result["settings"]["texts"])) == 5
-    assert result["settings"]["texts"][:4] == list(quality.TEXTS)
-    rows = {row["cache"]: row for row in result["rows"]}
-    assert quality.CACHES.keys() <= rows.keys()
-    assert rows["auto"]["kl"] < 1e-9
-    assert rows["auto"]["top1"] == 1
-    for row in rows.values():
-        assert row["tokens"] == 5 * 128
-        assert row["kl"] <= row["kl_max"]
-    assert 1e-9 < rows["fp8_e3m4"]["kl"] < rows["fp8_e4m3"]["kl"] < rows["fp8_e5m2"]["kl"]
-
-
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         (("quantum",), 2, "No such command"),
         (("speed", "--device", "quantum"), 2, "expected auto, cpu, cuda"),
         (("speed", "--json", "/no/such/folder/speed.json"), 2, "a folder that exists"),
-        (("quality", "--texts", "1000"), 1, "texts: expected at most"),
     ],
 )
 def test_options_that_are_refused(run, model, options, code, message):

@@ -1,87 +1,25 @@
-"""The authors' benchmarks of predictions: accuracy, latents, and long context."""
+"""The authors' benchmarks of predictions: latents, outliers, and the tables of a GPU."""
 
 import json
-import pydoc_data.topics
 import re
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from benchmarks import accuracy, latent_accuracy
-from benchmarks.long import __main__ as long_command
-from benchmarks.long import answers, caches, predictions
-from benchmarks.long.caches import Row
-from benchmarks.long.outliers import planted_outliers
-from benchmarks.long.tasks import Haystack, Question, Step
-from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.calibration import calibrate
-from hf_fp8kv.formats import DISTINCT
-from tests.helpers import command_line
+from benchmarks import latent_accuracy
+from benchmarks.outliers import planted_outliers
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def test_every_format_is_measured():
-    """A new format needs no other list."""
-    assert set(accuracy.MEASURED) == {fmt.name for fmt in DISTINCT}
-
-
-def test_accuracy_by_format_scales_and_center(folder, monkeypatch):
-    """Static scales are a calibration's, and no scored paragraph is calibrated on."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    monkeypatch.setattr(accuracy, "MEASURED", ("fp8_e4m3",))
-    makers = {}
-    compare = accuracy.compare_caches
-    monkeypatch.setattr(
-        accuracy, "compare_caches",
-        lambda model, ids, made, **more: makers.update(made) or compare(model, ids, made, **more),
-    )  # fmt: skip
-    result = accuracy.run_accuracy_suite(
-        model, tokenizer, texts=2, prefill=24, score=16, chunk=8, calibrated=300
-    )
-    rows = {(row["format"], row["scales"], row["centered"]): row for row in result["rows"]}
-    kinds = (accuracy.CONSTANT, accuracy.AMAX, *accuracy.STATIC, accuracy.DYNAMIC)
-    assert {("fp8_e4m3", kind, center) for kind in kinds for center in (False, True)} < rows.keys()
-    for (fmt, kind, _), row in rows.items():
-        assert row["tokens"] == 2 * 16
-        assert 0 < row["kl"] <= row["kl_max"]
-        assert sum(row["kl_by_text"]) / 2 == pytest.approx(row["kl"])
-        if fmt == "fp8_e4m3":
-            # 2 layers, K and V, 2 heads of 16 and, if dynamic, two bytes for a scale
-            assert row["bytes_per_token"] == (144 if kind == accuracy.DYNAMIC else 128)
-    topics, settings = pydoc_data.topics.topics, result["settings"]
-    expected = calibrate(
-        model, [topics[name] for name in settings["calibrated_on"]], tokenizer=tokenizer,
-        granularity="head", center=False, dtype="fp8_e4m3", max_tokens=300, max_length=40,
-        held_out=0, progress=False,
-    )  # fmt: skip
-    assert makers["fp8_e4m3, static per head"]().options.scales.digest == expected.digest
-
-    def paragraphs(name: str) -> set[str]:
-        parts = (" ".join(part.split()) for part in topics[name].split("\n\n"))
-        return {part for part in parts if len(part) >= 80}
-
-    scored = set.union(*map(paragraphs, settings["texts"]))
-    assert scored
-    assert not any(paragraphs(name) & scored for name in settings["calibrated_on"])
-
-
 @pytest.mark.full
 def test_the_default_stores_latents_better_than_a_scale_per_128_numbers():
     result = latent_accuracy.measure_latent_accuracy(
-        texts=1, prefill=64, score=32, layers=2, rank=128
+        texts=1, prefill=64, score=32, layers=2, rank=128, progress=lambda _message: None
     )
     for kind in latent_accuracy.KINDS:
         rows = {row["cache"]: row for row in result["rows"] if row["model"] == kind}
@@ -92,86 +30,6 @@ def test_the_default_stores_latents_better_than_a_scale_per_128_numbers():
         if kind == "large positions":  # saturate under the latent's scale
             saturated = rows["e4m3, the latent's scale for both"]["kl"]
             assert saturated > 10 * rows["latents fp8_e3m4, positions fp8_e4m3"]["kl"]
-
-
-def test_a_long_text_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
-    """A chart of stored results needs no further run."""
-    path, picture = tmp_path / "long.json", tmp_path / "kl.png"
-    options = ["--model", folder, "--device", "cpu", "--positions", "48,130", "--kinds", "manual",
-               "--tasks", "none", "--caches", "default,e4m3,bf16,hqq-int4", "--scored", "16",
-               "--texts", "2", "--json", str(path)]  # fmt: skip
-    monkeypatch.setattr(caches, "_is_installed", lambda module: False)
-    monkeypatch.setattr(sys, "argv", ["long", *options])
-    long_command.main()
-    result = json.loads(path.read_text())
-    assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
-    assert result["complete"] is True
-    missing = {row["cache"]: row["missing"] for row in result["caches"] if row["missing"]}
-    assert missing == {"hqq-int4": "not installed: pip install hqq"}
-    found = {(r["cache"], r["position"], r["kind"]): r for r in result["predictions"]}
-    assert found.keys() == set(product(("default", "e4m3", "bf16"), (48, 130), ("all", "manual")))
-    assert {row["tokens"] for row in found.values()} == {2 * 16}
-    kl = {cache: found[cache, 130, "all"]["kl"] for cache in ("bf16", "default", "e4m3")}
-    assert 0 < kl["bf16"] < kl["default"] < kl["e4m3"]
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["long", "--from", str(path), "--plot", str(picture)])
-    long_command.main()
-    assert "KL at 130" in capsys.readouterr().out
-    assert picture.read_bytes()[1:4] == b"PNG"
-
-
-class Forgetful(DynamicCache):
-    """A cache that loses the first token of its first call."""
-
-    def update(self, k, v, index, *args, **kwargs):
-        if index >= len(self.layers) or not self.layers[index].get_seq_length():
-            k, v = (torch.cat([x[:, :, :1] * 0, x[:, :, 1:]], 2) for x in (k, v))
-        return super().update(k, v, index, *args, **kwargs)
-
-
-WHOLE_AND_FORGETFUL = {
-    "whole": Row("whole", lambda model: DynamicCache(config=model.config)),
-    "forgetful": Row("forgetful", lambda model: Forgetful()),
-}
-
-
-def test_a_lost_token_shows_in_predictions():
-    model, _ = tiny("llama", num_hidden_layers=2)
-    ids = torch.arange(4, 64)[None]
-    with paged_attention(model):
-        scores = predictions.score_text(model, ids, WHOLE_AND_FORGETFUL, positions=[60], scored=10)
-    assert scores[60, "whole"].summarize().kl == 0
-    assert scores[60, "forgetful"].summarize().kl > 1e-6
-
-
-def test_an_answer_is_right_if_its_token_is_above_all_wrong_ones():
-    """Answers of the unquantized cache are the ceiling, and a whole cache loses none of them."""
-    model, _ = tiny("llama", num_hidden_layers=2)
-    ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(1))
-    questions = []
-    for number in range(10):
-        asked = torch.tensor([[number + 4, 9, number + 20]])
-        with torch.no_grad():
-            order = model(torch.cat((ids, asked), 1)).logits[0, -1].argsort(descending=True)
-        first, *others, last = order.tolist()
-        right = Step(2, first, (*others, last)), Step(2, last, (first,))
-        questions.append(Question(asked, ((right[number >= 8],),)))
-    haystack = Haystack(ids, tuple(questions))
-    with paged_attention(model):
-        found = answers.run_task(model, [haystack], WHOLE_AND_FORGETFUL, lambda *told: None)
-    assert (found["asked"], found["ceiling"]) == (10, 0.8)
-    assert found["answers"][0] == {"cache": "whole", "right": 8, "lost": 0}
-
-
-def test_q8_0_rounds_blocks_of_32_to_their_largest_value():
-    states = torch.randn(1, 2, 5, 80)  # the last block has 16
-    states[..., 40] *= 50
-    blocks = zip(caches.round_to_q8_0(states).split(32, -1), states.split(32, -1), strict=True)
-    for block, exact in blocks:
-        step = exact.abs().amax(-1, keepdim=True) / 127
-        # Half a step, and the error of a scale in float16.
-        assert ((block - exact).abs() <= 0.5 * step + 127 * step * 2**-11).all()
-        assert (block - exact).abs().max() > 0.3 * step.min()
 
 
 # A bias of K grows as well, and pairs of channels are neighbors in the second model.
@@ -191,30 +49,6 @@ def test_a_model_with_planted_outliers_computes_the_same(name):
     torch.testing.assert_close(planted, before, rtol=1e-4, atol=1e-4)
     assert torch.equal(after, before)
     assert (keys[-2] / keys[0]).abs().max() > 25
-
-
-@pytest.mark.parametrize(
-    ("runs", "replaced"), [("2026-11-23-long", ("default", "e3m4")), ("2026-11-24-plans", ())]
-)
-def test_the_tables_of_the_docs_are_those_of_the_runs(runs, replaced):
-    docs = Path(__file__).parents[2] / "docs"
-    names = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")
-    paths = [docs / "benchmarks" / f"{runs}-{name}.json" for name in names]
-    results = [json.loads(path.read_text()) for path in paths]
-    titles = {row["cache"]: row["title"] for result in results for row in result["caches"]
-              if row["cache"] not in replaced}  # fmt: skip
-    text = (docs / "accuracy.md").read_text()
-    for cache, title in titles.items():
-        kl, top1 = [], []
-        for result in results:
-            found = {row["position"]: row for row in result["predictions"]
-                     if (row["cache"], row["kind"]) == (cache, "all")}  # fmt: skip
-            for row in map(found.get, result["settings"]["positions"]):
-                error = row and f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}"
-                kl.append(error or "refused")
-                top1.append(f"{100 * row['top1']:.1f} %" if row else "refused")
-        assert f"\n| {title} | {' | '.join(kl)} |\n" in text
-        assert f"\n| {title} | {' | '.join(top1)} |\n" in text
 
 
 def test_the_tables_of_a_gpu_are_those_of_the_run():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.first_call import Operations
-from benchmarks.long.outliers import planted_outliers
+from benchmarks.outliers import planted_outliers
 from hf_fp8kv import (
     ConfigError,
     FP8PagedCache,

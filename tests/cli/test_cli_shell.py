@@ -39,7 +39,7 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv generate --attn s", ["sdpa"]),
         ("hf-fp8kv generate --key-dtype m", ["model"]),
         ("hf-fp8kv generate --device c", ["cpu", "cuda"]),
-        ("hf-fp8kv bench ", ["speed", "memory", "quality"]),
+        ("hf-fp8kv bench ", ["speed", "memory"]),
         ("hf-fp8kv bench speed --device c", ["cpu", "cuda"]),
         ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel"]),
         ("hf-fp8kv calibrate --format v", ["vllm-json"]),
@@ -55,8 +55,8 @@ def test_a_shell_completes(completed, line, offered):
 
 
 def test_zsh_completes_too(completed):
-    (offered,) = completed("hf-fp8kv bench q", "zsh")
-    assert '"quality"' in offered
+    (offered,) = completed("hf-fp8kv bench s", "zsh")
+    assert '"speed"' in offered
 
 
 def test_the_script_for_completion_names_the_command(run, monkeypatch):

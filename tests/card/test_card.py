@@ -1,0 +1,344 @@
+"""Cards: their numbers are right, defects are found, and an interrupted card resumes."""
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan, demo_model_path
+from hf_fp8kv.attention.switching import paged_attention
+from hf_fp8kv.card import measure
+from hf_fp8kv.card.answers import run_task
+from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, round_to_q8_0
+from hf_fp8kv.card.drift import describe_drift, follow_answers, quantile, write_answers
+from hf_fp8kv.card.measure import Size, judge
+from hf_fp8kv.card.predictions import Prefix, check_stored, score_text
+from hf_fp8kv.card.tasks import TASKS, Haystack, Question, Step, write_haystacks
+from hf_fp8kv.errors import ConfigError
+from tests.helpers import command_line
+from tests.helpers.tiny_models import tiny
+
+pytestmark = pytest.mark.text
+SMALL = Size(positions=(96, 192), scored=16, answers=3, drift=256, free=16, asked=0, stored=(64,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"), positions=1024)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    monkeypatch.setitem(measure.SIZES, "quick", SMALL)
+    return command_line.runner(monkeypatch, capsys)
+
+
+def without_times(card: dict[str, Any]) -> dict[str, Any]:
+    """Return a card without the entries that differ between two runs."""
+    for name in ("date", "command", "idle", "used_by_others"):
+        del card[name]
+    for cache in card["caches"].values():
+        del cache["steps"]
+    return card
+
+
+def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, tmp_path):
+    options = ("card", folder, "--quick", "--device", "cpu", "--caches", "default,int8,fp8,bf16")
+    code, out, err = run(*options, "--out", str(tmp_path / "whole"))
+    assert code == 0, err
+    files = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert {"card.json", "card.md", "badge.svg"} <= files <= {
+        "card.json", "card.md", "badge.svg", "drift.png"
+    }  # fmt: skip
+    card = json.loads((tmp_path / "whole" / "card.json").read_text())
+    assert {"commit", "idle", "hardware", "versions", "date", "command"} <= card.keys()
+    caches = card["caches"]
+    kl = {name: cache["verdict"]["kl"] for name, cache in caches.items()}
+    assert 0 < kl["bf16"] < kl["int8"] < kl["fp8"]
+    # 2 layers, K and V, 2 heads of 16: a byte each and a 16-bit scale, or 16 bits.
+    assert {name: cache["bytes_per_token"] for name, cache in caches.items()} == {
+        "default": 144, "int8": 144, "fp8": 144, "bf16": 256
+    }  # fmt: skip
+    assert caches["int8"]["tokens"] == 8 * 2**30 // 144
+    assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 4
+    assert caches["bf16"]["steps"] == {"64": None}, "a stand-in has no speed"
+    markdown = (tmp_path / "whole" / "card.md").read_text()
+    for cache in caches.values():
+        assert markdown.count(f"| {cache['title']} |") == 1
+        assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(out.split())
+    ET.fromstring((tmp_path / "whole" / "badge.svg").read_text())
+
+    started: list[str] = []
+    follow = measure.follow_answers
+
+    def interrupt(*arguments: Any) -> Any:
+        started.append("drift")
+        if len(started) == 1:
+            raise KeyboardInterrupt
+        return follow(*arguments)
+
+    monkeypatch.setattr(measure, "follow_answers", interrupt)
+    score = measure.score_text
+    monkeypatch.setattr(
+        measure, "score_text", lambda *a, **k: started.append("text") or score(*a, **k)
+    )
+    assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 130
+    assert started == ["text"] * 5 + ["drift"]
+    assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 0
+    assert started == ["text"] * 5 + ["drift"] * 2, "finished parts are not repeated"
+    again = json.loads((tmp_path / "resumed" / "card.json").read_text())
+    assert without_times(again) == without_times(card)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--quick", "--long"), 2, "expected --quick or --long, got both"),
+        (("--caches", "default,fp9"), 1, "caches: expected some of default, adaptive"),
+        (("--scales", "/no/such/folder"), 1, "/no/such/folder"),
+    ],
+)
+def test_options_that_are_refused(run, folder, options, code, message, tmp_path):
+    found, out, err = run("card", folder, *options, "--out", str(tmp_path / "card"))
+    assert (found, out) == (code, "")
+    assert message in " ".join(err.replace("│", " ").split())
+    assert not (tmp_path / "card").exists()
+
+
+def test_settings_that_change_start_again(folder, tmp_path):
+    """Results of other caches or weights are not mixed."""
+    parts = measure.Parts(tmp_path / "parts.json", {"caches": ["default"]})
+    assert parts.get("one", lambda: 1) == 1
+    assert measure.Parts(tmp_path / "parts.json", {"caches": ["default"]}).get("one", dict) == 1
+    assert measure.Parts(tmp_path / "parts.json", {"caches": ["fp8"]}).get("one", lambda: 2) == 2
+
+
+class Forgetful(FP8PagedCache):
+    """A cache that loses the token at position 40."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        past = self.get_seq_length(layer_idx)
+        if past <= 40 < past + key_states.shape[2]:
+            key_states, value_states = key_states.clone(), value_states.clone()
+            key_states[:, :, 40 - past] = value_states[:, :, 40 - past] = 0
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class Louder(FP8PagedCache):
+    """A cache whose values are 2 % too large."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        return super().update(key_states, 1.02 * value_states, layer_idx, *args, **kwargs)
+
+
+def _center_elsewhere(model) -> FP8PagedCache:
+    """Return a cache with the centers of a different model."""
+    torch.manual_seed(5)
+    plan = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
+    layers = {n: LayerScales(None, None, 4 * torch.randn(2, 16), plan=plan) for n in range(2)}
+    return FP8PagedCache(model.config, plan=StoragePlan(layers))
+
+
+def _findings(contender: Contender, prefix: Prefix, length: int) -> list[str]:
+    row = {"kind": measure.ALL, "kl": 1e-4}
+    drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
+    stored = check_stored(contender, prefix, length)
+    cache = {"predictions": [row], "drift": drift, "stored": stored, "tasks": {}}
+    return judge(cache, None)["findings"]
+
+
+def test_planted_defects_of_stored_states_are_found():
+    model, _ = tiny("llama", num_hidden_layers=2)
+    prefix = Prefix(model, torch.randint(4, 90, (1, 80)))
+    for name in ("default", "adaptive", "fp8"):
+        assert not _findings(CONTENDERS[name], prefix, 80)
+    defects = {
+        "V is stored +2.0% too large.": lambda model: Louder(model.config),
+        "1 stored tokens are lost (at 40).": lambda model: Forgetful(model.config),
+        "The centers do not fit": _center_elsewhere,
+    }
+    for finding, make in defects.items():
+        found = _findings(Contender("defect", make), prefix, 80)
+        assert any(text.startswith(finding) for text in found), (finding, found)
+
+
+def test_a_token_that_is_lost_later_makes_the_divergence_jump():
+    model, _ = tiny("llama", num_hidden_layers=2)
+    prompts = torch.randint(4, 90, (4, 24))
+    answers = torch.randint(4, 90, (4, 512))
+    contenders = {
+        "forgetful": Contender("", lambda model: Forgetful(model.config)),
+        "bf16": CONTENDERS["bf16"],
+    }
+    with paged_attention(model):
+        found = follow_answers(model, prompts, answers, contenders)
+    assert found["forgetful"].shape == (4, 512)
+    windows = {name: kl.unflatten(1, (-1, 32)).mean(-1) for name, kl in found.items()}
+    jump = describe_drift(windows["forgetful"], windows["bf16"])["jump"]
+    assert jump is not None
+    # Token 40 of the text is token 16 of the answers.
+    assert jump["position"] == 0
+
+
+def test_an_answer_is_followed_as_it_was_decoded():
+    """A chunk of an answer has the divergences of its tokens in calls of one token."""
+    model, _ = tiny("llama", num_hidden_layers=2)
+    prompts = torch.randint(4, 90, (2, 24))
+    with paged_attention(model):
+        answers = write_answers(model, prompts, CONTENDERS["default"], 12)
+        assert torch.equal(answers, write_answers(model, prompts, CONTENDERS["default"], 12))
+        found = follow_answers(model, prompts, answers, {"default": CONTENDERS["default"]})
+        caches = DynamicCache(config=model.config), FP8PagedCache(model.config)
+        decoded = []
+        for step in range(-1, 12):
+            ids = prompts if step < 0 else answers[:, step : step + 1]
+            with torch.no_grad():
+                logits = [model(ids, past_key_values=cache).logits[:, -1] for cache in caches]
+            expected, got = (x.double().log_softmax(-1) for x in logits)
+            decoded.append((expected.exp() * (expected - got)).sum(-1))
+    decoded_kl = torch.stack(decoded[1:], 1)
+    assert decoded_kl.min() > 0
+    torch.testing.assert_close(found["default"], decoded_kl, rtol=0.02, atol=1e-10)
+
+
+def test_slopes_and_intervals_are_those_of_planted_drift():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.arange(64) * 32 / 1000
+    noise = torch.randn(6, 64, generator=generator) / 4
+    floor = torch.exp(torch.randn(6, 64, generator=generator) / 4 - 9)
+    drift = describe_drift(torch.exp(0.5 * x + noise - 7).double(), floor.double())
+    assert drift["low"] < 0.5 < drift["high"]
+    assert drift["low"] > 0
+    assert drift["detectable"] < 0.5
+    assert drift["jump"] is None
+    still = describe_drift(torch.exp(noise - 7).double(), floor.double())
+    assert still["low"] < 0 < still["high"]
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "expected"), [(0.975, 1, 12.706), (0.975, 5, 2.571), (0.8, 4, 0.941)]
+)
+def test_quantiles_are_student_s(probability, freedom, expected):
+    assert quantile(probability, freedom) == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_lost_token_shows_in_predictions():
+    model, _ = tiny("llama", num_hidden_layers=2)
+    ids = torch.randint(4, 90, (1, 64))
+    contenders = {
+        "whole": Contender("", lambda model: DynamicCache(config=model.config)),
+        "forgetful": Contender("", lambda model: Forgetful(model.config, dtype="model")),
+    }
+    with paged_attention(model):
+        scores = score_text(model, ids, contenders, positions=[60], scored=10)
+    assert scores[60, "whole"].summarize().kl == 0
+    assert scores[60, "forgetful"].summarize().kl > 1e-6
+
+
+def test_an_answer_is_right_if_its_token_is_above_all_wrong_ones():
+    model, _ = tiny("llama", num_hidden_layers=2)
+    ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(1))
+    questions = []
+    for number in range(10):
+        asked = torch.tensor([[number + 4, 9, number + 20]])
+        with torch.no_grad():
+            order = model(torch.cat((ids, asked), 1)).logits[0, -1].argsort(descending=True)
+        first, *others, last = order.tolist()
+        right = Step(2, first, (*others, last)), Step(2, last, (first,))
+        questions.append(Question(asked, ((right[number >= 8],),)))
+    haystack = Haystack(ids, tuple(questions))
+    whole = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}
+    with paged_attention(model):
+        found = run_task(model, [haystack], whole)
+        # Most answers are wrong: nothing can be learned from them.
+        hard = run_task(model, [replace(haystack, questions=haystack.questions[7:])], whole)
+    assert (found["asked"], found["right"]) == (10, 8)
+    assert found["caches"] == {"whole": {"lost": 0, "won": 0}}
+    assert (hard["dropped"], hard["caches"]) == (True, {})
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_have_their_answers_in_the_text(task):
+    """The answer occurs before the question, and a question fits behind its text."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    for haystack in write_haystacks(tokenizer, task, 1024, 10):
+        text = tokenizer.decode(haystack.ids[0])
+        for question in haystack.questions:
+            assert haystack.ids.shape[1] + question.ids.shape[1] <= 1024
+            for steps in question.answers:
+                assert all(step.right not in step.wrong for step in steps)
+            if task == "confusable keys":
+                key = tokenizer.decode(question.ids[0]).split("number for ")[1].split(" is")[0]
+                assert f"for {key} is" in text
+                others = [key[:-1] + digit for digit in "0123456789" if digit != key[-1]]
+                assert sum(f"for {other} is" in text for other in others) == 3
+
+
+def test_lost_and_won_answers_cancel():
+    row = {"kind": measure.ALL, "kl": 5e-3}
+    drift = {"kl": 1e-4, "low": None, "slope": 0.0, "jump": None}
+
+    def judged(lost: int, won: int) -> dict[str, Any]:
+        tasks = {"a": {"lost": lost, "won": won}, "hard": None}
+        return judge({"predictions": [row], "drift": drift, "stored": None, "tasks": tasks}, None)
+
+    assert judged(3, 3)["findings"] == judged(1, 0)["findings"] == []
+    assert judged(6, 0)["findings"] == ["It loses 6 right answers and wins 0."]
+    assert judged(0, 0)["tier"] == "close"
+    tiers = [*measure.TIERS.values()]
+    assert all(a < b for a, b in pairwise(tiers))
+    assert tiers[-1] == math.inf
+
+
+def test_q8_0_rounds_blocks_of_32_to_their_largest_value():
+    states = torch.randn(1, 2, 5, 80)  # the last block has 16
+    states[..., 40] *= 50
+    blocks = zip(round_to_q8_0(states).split(32, -1), states.split(32, -1), strict=True)
+    for block, exact in blocks:
+        step = exact.abs().amax(-1, keepdim=True) / 127
+        # Half a step, and the error of a scale in float16.
+        assert ((block - exact).abs() <= 0.5 * step + 127 * step * 2**-11).all()
+        assert (block - exact).abs().max() > 0.3 * step.min()
+
+
+def test_standard_caches_and_plans(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found, refused = choose_contenders(model)
+    assert [*found] == ["default", "adaptive", "fp8", "fp8-1.0", "q8_0", "QuantizedCache", "bf16"]
+    assert not refused
+    found, _ = choose_contenders(model, ["int8 rotated"])
+    assert str(found["int8 rotated"].make(model).plan[0].v) == "int8 rotated"
+    found, refused = choose_contenders(model, ["checkpoint", "bf16"])
+    assert [*found] == ["bf16"]
+    assert "checkpoint" in refused
+    with pytest.raises(ConfigError, match="caches: expected some of default"):
+        choose_contenders(model, ["fp9"])
+
+
+def test_the_docs_show_the_cards():
+    """Each row of the tables of docs/accuracy.md is from the JSON of a card."""
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "accuracy.md").read_text()
+    paths = sorted((docs / "benchmarks" / "cards").glob("*.json"))
+    assert len(paths) >= 3
+    cards = [json.loads(path.read_text()) for path in paths]
+    titles = {name: cache["title"] for card in cards for name, cache in card["caches"].items()}
+    for name, title in titles.items():
+        kl, top1 = [], []
+        for card in cards:
+            cache = card["caches"].get(name)
+            for place in (0, -1):
+                row = cache and [r for r in cache["predictions"] if r["kind"] == "all"][place]
+                kl.append(
+                    f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}" if row else "refused"
+                )
+                top1.append(f"{row['top1']:.1%}" if row else "refused")
+        assert f"\n| {title} | {' | '.join(kl)} |\n" in text
+        assert f"\n| {title} | {' | '.join(top1)} |\n" in text
