@@ -108,7 +108,7 @@ CONTENDERS = {
     ),
     FLOOR: Contender("K and V rounded to bfloat16", _rounded(round_to_bfloat16), 16),
 }
-STANDARD = tuple(name for name in CONTENDERS if name != CHECKPOINT)
+STANDARD = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
 
 
 def choose_contenders(

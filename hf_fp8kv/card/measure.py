@@ -34,7 +34,7 @@ from .texts import KINDS, read_texts
 ALL = "all"
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
-_PROMPT, _GROUP = 256, 3  # tokens of a prompt, and answers that are followed together
+_PROMPT, _GROUP = 128, 4  # tokens of a prompt, and answers that are followed together
 _TURNS = 5  # of timed steps
 # Tolerances of what pages store: a gain, and the error with centers relative to that without.
 _GAIN, _CENTER = 5e-3, 1.1
@@ -58,13 +58,13 @@ class Size:
     """
 
     texts: int = 1
-    positions: tuple[int, ...] = (1024, 4096)
+    positions: tuple[int, ...] = (512, 2048)
     scored: int = 64
-    answers: int = 5
+    answers: int = 2
     drift: int = 2048
     free: int = 256
-    asked: int = 20
-    length: int = 2048
+    asked: int = 10
+    length: int = 1024
     stored: tuple[int, ...] = (1024, 4096, 16384)
 
     def fit(self, limit: int) -> "Size":
@@ -79,12 +79,10 @@ class Size:
 
 
 SIZES = {
-    "quick": Size(
-        positions=(512,), answers=3, drift=512, free=0, asked=10, length=1024, stored=(1024,)
-    ),
+    "quick": Size(positions=(512,), answers=2, drift=512, free=0, asked=8, stored=(1024,)),
     "normal": Size(),
     "long": Size(
-        texts=6, positions=(1024, 4096, 8192), answers=25, free=2048, asked=60, length=4096
+        texts=6, positions=(1024, 4096, 8192), answers=24, free=2048, asked=60, length=4096
     ),
 }
 
@@ -387,7 +385,7 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
                 f"The centers do not fit: the error of K is {stored['center']:.1f} times the error "
                 "without centers."
             )
-    if cache is not floor and floor is not None and (drift["low"] or 0) > 0:
+    if cache is not floor and floor is not None and drift["low"] > 0:
         findings.append(
             f"KL grows {drift['slope']:+.0%} per 1,000 tokens faster than with bfloat16."
         )

@@ -134,7 +134,7 @@ def _format_kl(mean: float, error: float | None = None) -> str:
 
 
 def _format_slope(drift: Mapping[str, Any], *, is_floor: bool) -> str:
-    if drift["low"] is None or is_floor:
+    if is_floor:
         return ""
     return (
         f"{drift['slope']:+.0%} [{drift['low']:+.0%}, {drift['high']:+.0%}] "

