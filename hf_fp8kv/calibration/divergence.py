@@ -136,10 +136,11 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, known: torch.Te
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
     )
     p = expected.softmax(-1)
-    # A token that cannot follow, with a logit of -inf, adds nothing.
+    # A token that cannot follow, with a logit of -inf, has no change, but may get a probability.
     change = torch.where(p > 0, logits - expected, 0.0)
     mean = (p * change).sum(-1, keepdim=True)
-    kl = (p * (change - mean).expm1()).sum(-1).log1p().clamp(min=0)
+    gained = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
+    kl = torch.where(p > 0, p * (change - mean).expm1(), gained).sum(-1).log1p().clamp(min=0)
     kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
     same = (expected.argmax(-1) == logits.argmax(-1)).double()
     logits = logits[:, : known.shape[1]]

@@ -36,6 +36,7 @@ ALL = "all"
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
 _PROMPT, _GROUP = 128, 4  # tokens of a prompt, and answers that are followed together
 _TURNS = 5  # of timed steps
+_FEWEST = 512  # positions of a model that can be measured
 # Tolerances of what pages store: a gain, and the error with centers relative to that without.
 _GAIN, _CENTER = 5e-3, 1.1
 _SIGNIFICANT = 0.05
@@ -151,9 +152,9 @@ def measure_card(
     run = describe_run("card", device=str(model.device))
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None) or max(size.positions)
-    if model.config.is_encoder_decoder or limit < 2 * _PROMPT:
+    if model.config.is_encoder_decoder or limit < _FEWEST:
         raise ConfigError(
-            f"model: expected a decoder with at least {2 * _PROMPT} positions, got "
+            f"model: expected a decoder with at least {_FEWEST} positions, got "
             f"{type(model).__name__} with {limit}"
         )
     size = size.fit(limit)

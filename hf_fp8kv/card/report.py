@@ -44,20 +44,20 @@ def format_table(card: Mapping[str, Any]) -> "RenderableType":
     """Return the card as a table for a terminal, with the verdicts below it."""
     from rich.console import Group
 
-    columns, rows = _make_rows(card)
+    settings, columns = card["settings"], make_columns(card)
     sides: dict[str, Literal["left", "right"]] = dict.fromkeys(columns, "right")
-    sides[columns[0]] = "left"
-    settings = card["settings"]
+    sides[next(iter(columns))] = "left"
     table = build_table(
-        sides, rows, title=f"{settings['model']}, {settings['dtype']}", caption=_describe_run(card)
-    )
+        sides, zip(*columns.values(), strict=True), caption=_describe_run(card),
+        title=f"{settings['model']}, {settings['dtype']}",
+    )  # fmt: skip
     refused = [f"{name}: not measured. {why}" for name, why in card["refused"].items()]
     return Group(table, *(state_verdict(card, name) for name in card["caches"]), *refused)
 
 
 def format_markdown(card: Mapping[str, Any]) -> str:
     """Return the card as a section of a model card."""
-    columns, rows = _make_rows(card)
+    columns = make_columns(card)
     lines = [
         f"# {card['settings']['model']}: losses with an 8-bit KV cache",
         "",
@@ -65,7 +65,7 @@ def format_markdown(card: Mapping[str, Any]) -> str:
         "",
         f"| {' | '.join(columns)} |",
         f"|---|{'--:|' * (len(columns) - 1)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
+        *(f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True)),
         "",
         *_explain(card),
         "",
@@ -83,13 +83,13 @@ def _explain(card: Mapping[str, Any]) -> Iterator[str]:
         f"KL (1e-3) and top-1 compare {settings['scored']} predictions of each of "
         f"{5 * settings['texts']} texts before a position with the unquantized cache. "
         f"Drift is the change of KL per 1,000 tokens along {settings['answers']} answers of "
-        f"{settings['drift']:,} tokens, relative to rounding to bfloat16, with a 95 % interval. In "
-        "parentheses is the smallest change that would have been found with a probability of 80 %."
+        f"{settings['drift']:,} tokens, relative to rounding to bfloat16, with a 95 % interval. "
+        "The detectable drift would have been found with a probability of 80 %."
     )
     if settings["free"]:
         yield (
-            f'"First" is the median position of the first different token in '
-            f"{settings['free']} sampled tokens."
+            f'"First" is the position of the first different token of {settings["free"]} sampled '
+            "tokens, for each answer."
         )
     asked = {task: of for task, of in card["tasks"].items() if not of["dropped"]}
     if asked:
@@ -99,32 +99,35 @@ def _explain(card: Mapping[str, Any]) -> Iterator[str]:
         yield f"Too hard for this model: {', '.join(dropped)}."
 
 
-def _make_rows(card: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the columns, and the cells of each cache."""
+def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the measures, and the values of each cache by its name."""
     settings = card["settings"]
-    positions, lengths = settings["positions"], list(next(iter(card["caches"].values()))["steps"])
-    columns = [
-        "cache", "bytes/token", f"tokens in {settings['memory_gib']:g} GiB",
-        *(f"KL at {position:,}" for position in positions), "KL p99", "KL max",
-        *(f"top-1 at {position:,}" for position in positions), "KL of answers", "drift",
-        *["first"] * bool(settings["free"]), *["lost, won"] * bool(card["tasks"]),
-        *(f"step at {int(length):,}" for length in lengths),
-    ]  # fmt: skip
-    rows = []
+    positions, lengths = settings["positions"], settings["stored"]
+    columns = {
+        "": [
+            "bytes per token", f"tokens in {settings['memory_gib']:g} GiB",
+            *(f"KL at {position:,}" for position in positions),
+            "99th percentile", "largest KL", *(f"top-1 at {position:,}" for position in positions),
+            "KL of answers", "drift", "detectable drift", *["first"] * bool(settings["free"]),
+            *["answers lost, won"] * bool(card["tasks"]),
+            *(f"step at {length:,}" for length in lengths),
+        ]
+    }  # fmt: skip
     for name, cache in card["caches"].items():
         scored = [row for row in cache["predictions"] if row["kind"] == ALL]
-        steps = (cache["steps"][length] for length in lengths)
-        rows.append([
-            cache["title"], f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
+        drift, steps = cache["drift"], (cache["steps"][str(length)] for length in lengths)
+        slopes = f"{drift['slope']:+.0%} [{drift['low']:+.0%}, {drift['high']:+.0%}]"
+        columns[name] = [
+            f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
             *(_format_kl(row["kl"], row["kl_error"]) for row in scored),
             _format_kl(scored[-1]["kl_p99"]), _format_kl(scored[-1]["kl_max"]),
-            *(f"{row['top1']:.1%}" for row in scored), _format_kl(cache["drift"]["kl"]),
-            _format_slope(cache["drift"], is_floor=name == FLOOR),
+            *(f"{row['top1']:.1%}" for row in scored), _format_kl(drift["kl"]),
+            *(["", ""] if name == FLOOR else [slopes, f"{drift['detectable']:.0%}"]),
             *[_format_first(cache["free"])] * bool(settings["free"]),
             *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
             *(f"{step['ratio']:.2f}" if step else "" for step in steps),
-        ])  # fmt: skip
-    return columns, rows
+        ]  # fmt: skip
+    return columns
 
 
 def _format_kl(mean: float, error: float | None = None) -> str:
@@ -133,22 +136,9 @@ def _format_kl(mean: float, error: float | None = None) -> str:
     return f"{1e3 * mean:.{digits}f}" + ("" if error is None else f" ± {1e3 * error:.{digits}f}")
 
 
-def _format_slope(drift: Mapping[str, Any], *, is_floor: bool) -> str:
-    if is_floor:
-        return ""
-    return (
-        f"{drift['slope']:+.0%} [{drift['low']:+.0%}, {drift['high']:+.0%}] "
-        f"({drift['detectable']:.0%})"
-    )
-
-
 def _format_first(free: Mapping[str, Any]) -> str:
-    """Return the median position of the first difference, among all answers."""
-    first = sorted(position for position in free["first"] if position is not None)
-    if 2 * len(first) <= len(free["first"]):
-        return f"{len(first)} of {len(free['first'])} differ"
-    missing = [float("inf")] * (len(free["first"]) - len(first))
-    return f"{statistics.median_low([*first, *missing]):.0f}"
+    """Return the positions of the first differences of some answers."""
+    return ", ".join("none" if first is None else f"{first}" for first in free["first"][:4])
 
 
 def _format_answers(tasks: Mapping[str, Any]) -> str:

@@ -51,6 +51,30 @@ def test_a_model_with_planted_outliers_computes_the_same(name):
     assert (keys[-2] / keys[0]).abs().max() > 25
 
 
+@pytest.mark.parametrize(
+    ("runs", "replaced"), [("2026-11-23-long", ("default", "e3m4")), ("2026-11-24-plans", ())]
+)
+def test_the_tables_of_the_docs_are_those_of_the_runs(runs, replaced):
+    docs = Path(__file__).parents[2] / "docs"
+    names = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")
+    paths = [docs / "benchmarks" / f"{runs}-{name}.json" for name in names]
+    results = [json.loads(path.read_text()) for path in paths]
+    titles = {row["cache"]: row["title"] for result in results for row in result["caches"]
+              if row["cache"] not in replaced}  # fmt: skip
+    text = (docs / "accuracy.md").read_text()
+    for cache, title in titles.items():
+        kl, top1 = [], []
+        for result in results:
+            found = {row["position"]: row for row in result["predictions"]
+                     if (row["cache"], row["kind"]) == (cache, "all")}  # fmt: skip
+            for row in map(found.get, result["settings"]["positions"]):
+                error = row and f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}"
+                kl.append(error or "refused")
+                top1.append(f"{100 * row['top1']:.1f} %" if row else "refused")
+        assert f"\n| {title} | {' | '.join(kl)} |\n" in text
+        assert f"\n| {title} | {' | '.join(top1)} |\n" in text
+
+
 def test_the_tables_of_a_gpu_are_those_of_the_run():
     """README.md and docs/performance.md. Empty cells were not measured.
 

