@@ -1,4 +1,4 @@
-"""The sizes of a call's arguments, compared with each other before any backend reads them."""
+"""Checks that the sizes of a call's arguments fit each other, before a backend reads them."""
 
 from typing import Any, NoReturn
 
@@ -15,15 +15,16 @@ def check_sizes(
     pages: Pages, lengths: Tensor, start: int = 0, stop: int = 0, query: Tensor | None = None,
     spec: AttentionSpec | None = None, new: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Raise ConfigError unless the arguments of an operation fit each other; change nothing.
+    """Raise ConfigError unless the arguments of an operation fit each other.
 
-    Kernels take each size from one tensor and read all others by it. `new` are keys and values to
-    store. The other arguments are those of `ops.attend`.
+    Kernels take each size from one tensor and rely on it for all others. `new` holds keys and
+    values to store. All other arguments are as in `ops.attend`.
     """
     batch, heads, k_dim, v_dim, room, device = pages.sizes or _measure(pages)
     if lengths.shape != (batch,) or lengths.dtype is not _INT:
         _refuse("lengths", f"[{batch}], int32", device, lengths)
-    # A trace may have a symbol for the room, and a guard on it fails. The traced call compares it.
+    # In a trace `room` may be a symbol, on which a guard would fail. The traced call checks it when
+    # it runs.
     if not 0 <= start <= stop or (type(room) is int and stop > room):
         _refuse("positions", f"a span of the {room} of the block table", device, (start, stop))
     tokens = None
@@ -63,7 +64,7 @@ def check_sizes(
 
 
 def _measure(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:
-    """Return the sizes that all calls with these pages share, and keep them with the pages."""
+    """Return the sizes that all calls with these pages share, and cache them in the pages."""
     table, center, heads, k_dim = pages.table, pages.k.center, pages.heads, pages.k.head_dim
     if table.ndim != 2 or not table.numel() or table.dtype is not _INT:
         _refuse("block table", "[B, M], int32", table.device, table)

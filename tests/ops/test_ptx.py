@@ -122,7 +122,7 @@ FAULTS = {
         "decode", "_decode", "later * TILE", r"(ld\.global\.b32[^\n]*\+ )0 \]", r"\g<1>4 ]"
     ),
     "sums are not rescaled": Fault(
-        "decode", "_decode", "acc * of_rows(alpha",
+        "decode", "_decode", "acc * per_row(alpha",
         r"mul\.f32\s+(%r\d+), (%r\d+), %r\d+", r"mov.b32 \1, \2",
     ),
     "one token too many": Fault(

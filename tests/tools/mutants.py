@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: V's scale is not applied", SOFTMAX,
-        "        weights *= of_others(v_scale, SWAPPED)", "        pass",
+        "        weights *= per_column(v_scale, SWAPPED)", "        pass",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(
@@ -215,7 +215,7 @@ MUTANTS = (
     ),
     Mutant(
         "deterministic: a plan splits a sequence", DECODE,
-        "2 * batch if whole else plan_rows", "plan_rows",
+        "2 * batch if unsplit else plan_rows", "plan_rows",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(
