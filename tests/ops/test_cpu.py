@@ -220,5 +220,5 @@ def test_a_missing_library_is_named(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("no_library")
 def test_a_library_of_another_source_is_refused(monkeypatch):
     monkeypatch.setattr(build, "stamp", lambda: 1)
-    with pytest.raises(BackendError, match="another source"):
+    with pytest.raises(BackendError, match="a different source"):
         attend(make(40), torch.randn(1, 6, 1, DIM), 40)

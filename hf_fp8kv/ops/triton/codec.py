@@ -61,12 +61,8 @@ class Codec:
 def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
     """Return how kernels for `target` decode the format `name`.
 
-    Args:
-        name: Name of the format.
-        target: The GPU.
-        stored: Dtype of stored values for "auto".
-        exact: Whether the dot product has float32 operands.
-        keep_nan: Whether NaN must survive decoding.
+    `stored` is the dtype of values in "auto". With `exact` the dot product has float32 operands.
+    With `keep_nan` the NaN of the format survives decoding.
     """
     if name == AUTO:
         return Codec(AS_IS.value, tl.float32 if exact else stored)
