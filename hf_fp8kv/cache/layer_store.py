@@ -55,7 +55,7 @@ class LayerStore:
             OutOfPagesError: a preallocated cache would pass its budget.
         """
         batch, is_fixed = key.shape[0], self.length.room is not None
-        pages = self.length.take(batch, self.encoding.device)
+        pages = self.length.allocate(batch, self.encoding.device)
         if not self.pool.is_allocated:
             self.pool.allocate(key, value, pages, in_one=is_fixed)
         if is_fixed:

@@ -296,7 +296,7 @@ class PagedLayers:
                 store.release_memory()
             for fixed in self.fixed.values():
                 fixed.group.clear()
-                fixed.taken = 0
+                fixed.allocated = 0
             return
         # Sequences that came from one beam: each gets pages of its own again.
         for group in self.groups.values():
@@ -329,7 +329,7 @@ class PagedLayers:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.
                 table.truncate(length)
             if table.batch:
-                table.list_instead(table.rows[rows], table.first)
+                table.replace_rows(table.rows[rows], table.first)
         for store in self.stores:
             store.encoding.select(sequences)
             if store.indexer is not None:

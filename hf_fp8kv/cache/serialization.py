@@ -198,12 +198,12 @@ def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
     """
     table = BlockTable(PageAllocator(budget))
     table.allocator.exact = True
-    pages = table.allocator.take(int(rows.max(initial=-1)) + 1)
+    pages = table.allocator.allocate(int(rows.max(initial=-1)) + 1)
     table.allocator.exact = False
     blank = np.full((len(rows), first), NO_PAGE, np.int32)
-    table.list_instead(np.concatenate([blank, rows], axis=1), first)
+    table.replace_rows(np.concatenate([blank, rows], axis=1), first)
     # `take` counted each page once, the rows may list it more often.
-    table.allocator.drop(pages)
+    table.allocator.free(pages)
     return table
 
 

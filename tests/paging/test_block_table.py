@@ -178,7 +178,7 @@ def check_tables(*tables: BlockTable) -> None:
     )
     free = np.flatnonzero(references == 0)
     assert sorted(allocator._free) == free.tolist(), (
-        f"{len(free)} pages are held by nobody, {allocator.free} are listed as free"
+        f"{len(free)} pages are held by nobody, {allocator.num_free} are listed as free"
     )
 
 
@@ -191,7 +191,7 @@ def fork_group(group: LayerGroup) -> LayerGroup:
 
 
 def select(table: BlockTable, sequences: list[int]) -> None:
-    table.list_instead(table.rows[sequences], table.first)
+    table.replace_rows(table.rows[sequences], table.first)
 
 
 def check_crop(group: LayerGroup, tokens: int) -> None:
@@ -514,7 +514,7 @@ class Pages(RuleBasedStateMachine):
         for allocator in self.tables():
             assert allocator.held == 0
             assert not allocator.references.any()
-            assert allocator.free == allocator.capacity
+            assert allocator.num_free == allocator.capacity
 
 
 TestPages = Pages.TestCase
@@ -650,7 +650,7 @@ def test_pages_are_made_in_steps_with_little_waste(page_size, batch):
     assert table.allocator.capacity == capacity
     table.clear()
     assert not len(table.compact())
-    assert (table.allocator.capacity, table.allocator.free) == (0, 0)
+    assert (table.allocator.capacity, table.allocator.num_free) == (0, 0)
 
 
 # Budgets.

@@ -190,7 +190,7 @@ def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
     with Allocations() as seen, BytesWritten() as written:
         pool = new_pool(pages=0)
         for _ in range(300):
-            allocator.take(1)
+            allocator.allocate(1)
             pool.memory.grow(allocator.capacity)
             # An address takes 8 bytes of each page, each time.
             assert seen.held == len(pool.memory) * page
@@ -305,7 +305,7 @@ def test_pages_come_from_a_pool_elsewhere(in_one):
     other.memory.grow(11)
     expected, theirs = fill(pool), fill(other)
     wanted = np.array([0, 1, 2, 5, 6, 9, 10])
-    pool.blocks.receive(other.blocks, wanted, waits=True)
+    pool.blocks.receive(other.blocks, wanted, blocking=True)
     for name, tensor in expected.items():
         tensor[wanted] = theirs[name][wanted]
         assert_same(whole(pool)[name], tensor, name)

@@ -240,7 +240,7 @@ MUTANTS = (
     ),
     Mutant(
         "fork: a failed copy keeps its page", TABLE,
-        "                self.allocator.drop(numbers)\n                raise",
+        "                self.allocator.free(numbers)\n                raise",
         "                raise", "tests/paging/test_block_table.py",
     ),
     Mutant(
@@ -327,8 +327,7 @@ MUTANTS = (
     ),
     Mutant(
         "offloading: pages come back stale", "paging/blocks.py",
-        "self.tensors[i][to : to + len(run)], source.tensors[j][of : of + len(run)]",
-        "self.tensors[i][to : to + len(run) - 1], source.tensors[j][of : of + len(run) - 1]",
+        "count, new, old = len(run)", "count, new, old = len(run) - 1",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
     ),
     # Attention.
