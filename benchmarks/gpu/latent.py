@@ -132,7 +132,7 @@ def _measure_paged(record: Record, case: Case, kind: Kind, backend: str) -> None
         with poison_memory():
             for step in steps:
                 output = step()
-        if not latent.passes_latents(layers.modules[-1]):
+        if not latent.reads_stored_latents(layers.modules[-1]):
             raise RuntimeError("expected attention to stored latents, got expanded ones")
         error, timed = layers.error(output, *handles), record.stage.time(steps)
         return {**timed, "error": error, "launches": record.stage.count_launches(steps)}

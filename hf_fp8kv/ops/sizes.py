@@ -82,6 +82,6 @@ def _refuse(name: str, expected: str, device: torch.device, got: Any) -> NoRetur
     if isinstance(got, Tensor):
         got = f"{list(got.shape)}, {str(got.dtype)[6:]} on {got.device}"
     raise ConfigError(
-        f"{name}: expected {expected} on {device}, got {got}. Pass what belongs to the sequences, "
-        "tokens and heads of this call."
+        f"{name}: expected {expected} on {device}, got {got}. Pass arguments that match the "
+        "sequences, tokens and heads of this call."
     )

@@ -231,7 +231,7 @@ WRONG = [
     (latent, "sdpa_attention_forward", five_percent_more, LATENTS, {goals.STOCK}),
     (latent, "absorb", five_percent_more, LATENTS, {goals.ABSORBED}),
     # Attention to expanded latents is right, but it is not what the row is about.
-    (latent.latent, "passes_latents", lambda _right: lambda *_args: False, LATENTS, STEPS),
+    (latent.latent, "reads_stored_latents", lambda _right: lambda *_args: False, LATENTS, STEPS),
     (baselines, "attend_grouped", five_percent_more, SDPA, {"sdpa math"}),
 ]  # fmt: skip
 
