@@ -140,7 +140,7 @@ class FP8PagedCache(DynamicCache):
     reused = restored = 0
     # Whether part of the text was taken from the beginning of a prompt instead of from the model's
     # calls.
-    takes_on_trust = False
+    is_assumed = False
     # Digest of the model and the options that computed the pages, or "".
     identity = ""
 

@@ -503,7 +503,7 @@ def test_what_cannot_be_assigned() -> None:
         with pytest.raises(ConfigError, match=message):
             layer.values = value
     layer.keys = more[:, :, :5]
-    with pytest.raises(ConfigError, match="keys alone"):
+    with pytest.raises(ConfigError, match="only keys"):
         cache.update(more, more, 0)
     layer.values = more[:, :, :5]
     assert layer.get_seq_length() == 5
@@ -551,7 +551,7 @@ def test_prompts_and_masks_that_are_too_short() -> None:
         model(input_ids=ids, past_key_values=cache)
     before = cache.layers[0].keys.dense()
     for prompt, padded, message in (
-        (4, 0, "does not hold yet"), (10, 0, "does not hold yet"), (4, 1, "does not hold yet"),
+        (4, 0, "adds no tokens"), (10, 0, "adds no tokens"), (4, 1, "adds no tokens"),
         (12, 1, "attention_mask"), (20, 1, "attention_mask"),
     ):  # fmt: skip
         mask = torch.ones(1, prompt, dtype=torch.long)
@@ -559,7 +559,7 @@ def test_prompts_and_masks_that_are_too_short() -> None:
         how = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 3}
         with pytest.raises(ConfigError, match=message):
             model.generate(ids[:, :prompt], **how)
-    with pytest.raises(ConfigError, match="does not hold yet"):
+    with pytest.raises(ConfigError, match="adds no tokens"):
         model(input_ids=ids[:, :0], past_key_values=cache)
     with pytest.raises(ConfigError, match="attention_mask"):
         model(input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache)

@@ -518,16 +518,16 @@ def test_a_reset_after_an_interrupt_while_pages_are_taken(
     one, x, calls = cache(**form), states(100), itertools.count()
     if not form:
         store(one, states(30))
-    take = PageAllocator.take
+    allocate = PageAllocator.allocate
 
     def interrupted(self: PageAllocator, *arguments: Any, **keywords: Any) -> Any:
-        numbers = take(self, *arguments, **keywords)
+        numbers = allocate(self, *arguments, **keywords)
         if next(calls) == len(form):  # before the numbers are counted
             self.references[numbers] = 0
             raise KeyboardInterrupt
         return numbers
 
-    monkeypatch.setattr(PageAllocator, "take", interrupted)
+    monkeypatch.setattr(PageAllocator, "allocate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store(one, x)
     one.reset()
