@@ -442,7 +442,7 @@ def test_a_warning_says_why_latents_are_expanded(
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in reasons()
     replace_all(model, biased)
-    assert "no product with weights" in reasons()
+    assert "not a product with weights" in reasons()
     model.requires_grad_()
     cache = paged(model)
     with torch.no_grad():

@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "expected a plan that carries the centers",
     ),
     "a pair": ("cross_attention", {}, "which is an encoder-decoder"),
-    "own code": ("alibi", {}, "attention code of its own"),
+    "own code": ("alibi", {}, "its own attention code"),
     "latent": ("latent", {}, r"got layers \[0, 1\] of DeepseekV3ForCausalLM"),
     "scales": ("gqa", {"scales": static_scales(heads=3, center=False)}, "expected 2 heads"),
 }

@@ -210,7 +210,7 @@ def test_tokens_from_calls_outside_generate() -> None:
     assert computed == 37 - 29, "only the tokens of generate() are trusted"
     chat.cache.reset()
     chat.model(input_ids=more[:, :20], past_key_values=chat.cache)
-    with pytest.raises(ConfigError, match="more than 20 tokens"):
+    with pytest.raises(ConfigError, match="the 20 tokens of the cache"):
         chat.answer(more[:, :20])
     assert chat.cache.host_length() == 20
     _, computed = chat.answer(more)
@@ -275,7 +275,7 @@ def test_positions_and_embeddings_are_part_of_the_text() -> None:
         chat.model.generate(
             inputs_embeds=embeds, past_key_values=chat.cache, max_new_tokens=4, pad_token_id=0
         )
-    with pytest.raises(ConfigError, match="more than 24 tokens"):
+    with pytest.raises(ConfigError, match="the 24 tokens of the cache"):
         chat.answer(ids)
 
 

@@ -1093,11 +1093,11 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "max_cache_len", {"max_cache_len": 64}),
     ("gqa", "split", {"tensor_parallel": TensorParallel(0, 2)}),
     ("gqa", "first call", {"plan": "fp8 centered"}),
-    ("gqa", "another kind", {"skip_layers": [0]}),
+    ("gqa", "a different kind", {"skip_layers": [0]}),
     ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
     ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
-    ("hybrid", "another kind", {}),
-    ("sparse", "another kind", {}),
+    ("hybrid", "a different kind", {}),
+    ("sparse", "a different kind", {}),
     ("cross_attention", "encoder-decoder", {}),
 ]
 
