@@ -45,10 +45,7 @@ _ELEMENTWISE = frozenset(
 
 
 def check_deterministic(model: PreTrainedModel, stock: Sequence[int] = ()) -> None:
-    """Raise ConfigError unless everything that mixes the tokens of a call is deterministic.
-
-    `stock` are layers that are not paged.
-    """
+    """Raise ConfigError if a model, or one of its `stock` layers, may not be deterministic."""
     why = ""
     if model.config.is_encoder_decoder:
         why = "is an encoder-decoder"

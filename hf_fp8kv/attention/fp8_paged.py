@@ -288,7 +288,6 @@ def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
 
 
 def _engine_attention(call: Call, cache: Any) -> Tensor:
-    """Compute attention over the pages of a continuous-batching engine."""
     module, query, key, value, spec, _, kwargs = call
     if not hasattr(cache, "attend_stored"):
         raise ConfigError(

@@ -298,7 +298,6 @@ def _has_known_algebra(module: Any, like: Tensor) -> bool | None:
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two results are equal up to rounding."""
     if a.shape != b.shape:
         return False
     gap, size = (float(x.float().norm()) for x in (a - b, b))

@@ -378,10 +378,7 @@ class FP8PagedCache(DynamicCache):
         self._select(rows, "batch_select_indices", indices)
 
     def _select(self, rows: torch.Tensor, method: str, argument: Any) -> None:
-        """Select sequences `rows`.
-
-        Layers of transformers are changed by `method` if they have it.
-        """
+        """Select sequences `rows`. Layers of transformers use `method` if they have it."""
         with self.changing_text(lambda text: text.select(rows)):
             self._paged.select(rows)
             for layer in self.stock_layers:
@@ -445,10 +442,7 @@ class FP8PagedCache(DynamicCache):
         return cache
 
     def adopt(self, snapshot: CacheSnapshot) -> None:
-        """Take over the contents of a snapshot with this cache's options.
-
-        The cache must be empty.
-        """
+        """Take over a snapshot's contents, with this cache's options. Only for an empty cache."""
         twin = self._restore(replace(snapshot, options=self.options, config=self.config))
         vars(self).update(vars(twin))  # in one call, after the new layers exist
 

@@ -68,10 +68,7 @@ class FirstTokens:
         self.text_mask: torch.Tensor | None = None
 
     def observes(self, tokens: int, is_empty: bool) -> bool:
-        """Return whether a center depends on the padding among `tokens` new tokens.
-
-        It does not in steps of one token.
-        """
+        """Return whether a center depends on padding among new tokens. One token has none."""
         self.observed = None
         self.is_open |= is_empty
         return is_empty or (self.is_open and tokens > 1)

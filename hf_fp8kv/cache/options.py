@@ -212,10 +212,7 @@ class CacheOptions:
         raise self._misfit(f"a plan for every paged layer, got none for layer {index}", "add it")
 
     def _misfit(self, expected: str, advice: str = "") -> FP8KVError:
-        """Return the error for scales, or a plan, of a different model.
-
-        `advice` says what to do with a plan.
-        """
+        """Return the error for scales, or a plan with `advice`, of a different model."""
         if isinstance(self.scales, KVScales):
             name = "plan" if isinstance(self.scales, StoragePlan) else "scales"
             return ScaleError(

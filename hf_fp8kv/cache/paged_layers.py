@@ -102,7 +102,6 @@ class PagedLayers:
         return layer
 
     def _group(self, window: int | None) -> LayerGroup:
-        """Return the group of a window. It is created if it does not exist."""
         if window not in self.groups:
             self.groups[window] = group = LayerGroup(self.budget, window)
             if self.options.max_cache_len is not None:

@@ -124,10 +124,7 @@ STILL = Turns(1.0, share=0.0, positions=0)
 
 
 def _turns_neighbors(config: Any) -> bool:
-    """Return whether a model's code pairs channels 2i and 2i + 1.
-
-    False if the code does not tell.
-    """
+    """Return whether a model's code pairs channels 2i and 2i + 1, False if it is unknown."""
     name = type(config).__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(name)
     return module is not None and _code_turns_neighbors(module)

@@ -35,10 +35,7 @@ def moving_rope(config: Any) -> str | None:
 
 
 def config_field(config: Any, name: str) -> Any:
-    """Return a field of a config, or None.
-
-    If it differs by layer, return the value of some layer.
-    """
+    """Return a field of a config, or None. If it differs by layer, return one of its values."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # raised by transformers if layers have different values

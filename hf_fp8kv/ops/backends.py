@@ -80,7 +80,6 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 
 def _why_not_on(name: str, device: torch.device) -> str | None:
-    """Return why a backend cannot run on this device, or None."""
     if name == "cpu" and device.type != "cpu":
         return f"it expected pages on the CPU, got {device.type}"
     if name != "triton" or (device.type == "cpu" and is_interpreted()):

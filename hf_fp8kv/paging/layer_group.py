@@ -282,10 +282,7 @@ class LayerGroup:
         self.step = None
 
     def fork(self) -> "LayerGroup":
-        """Return a group without layers that shares the pages.
-
-        Costs O(pages) and copies no data.
-        """
+        """Return a group without layers that shares the pages, in O(pages), without copies."""
         self.settle()
         # The next step must check again which pages are shared.
         self.step = None

@@ -58,7 +58,6 @@ class OffloadBudget(PageBudget):
             following.fetch(its_pages)
 
     def _here(self) -> "set[Tiers]":
-        """Return the layers with memory on the device."""
         return {layer for layer in self.layers if layer.here.is_allocated}
 
     def _make_room(self, current: "Tiers", wanted: "Tiers") -> None:

@@ -63,10 +63,7 @@ class PrefixFolder:
         return None
 
     def read(self, name: str) -> bytes:
-        """Return the contents of a regular file.
-
-        Raises ValueError or OSError (ELOOP for a link).
-        """
+        """Return the contents of a regular file. Raises ValueError or OSError (ELOOP: a link)."""
         path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
         with open(path, "rb", opener=opener) as file:
             found = os.fstat(file.fileno())
@@ -80,10 +77,7 @@ class PrefixFolder:
             os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
 
     def hold_bound(self) -> None:
-        """Evict files beyond `max_bytes`, which may have been larger.
-
-        Skipped while others write.
-        """
+        """Evict files beyond `max_bytes`, which may have changed, unless others write."""
         with self.lock(0.0) as lock:
             if lock is not None:
                 _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))

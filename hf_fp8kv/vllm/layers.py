@@ -22,10 +22,7 @@ from .storage import ModelStorage, read_storage
 
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
-    """Raise ConfigError for a kind of attention that our pages do not support.
-
-    `config` is a `VllmConfig`.
-    """
+    """Raise ConfigError for attention that our pages do not support. `config`: `VllmConfig`."""
     _refuse(
         dtype,
         (f"attention of type {attn_type!r}", attn_type != "decoder"),

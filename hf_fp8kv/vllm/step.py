@@ -31,10 +31,7 @@ class PlannedStep:
 
 @dataclass
 class DecodeStep:
-    """A step in which each request has one token, with the arguments of `plan_step`.
-
-    vLLM adds attributes to it.
-    """
+    """A step in which each request has one token, with arguments as in `plan_step`."""
 
     lengths: torch.Tensor
     table: torch.Tensor

@@ -42,10 +42,7 @@ def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> b
 def attend(
     query: Tensor, pages: Pages, lengths: Tensor, spec: AttentionSpec, gather: _Gather
 ) -> Tensor:
-    """Compute softmax attention of queries `[B, Hq, T, Dk]`. The result is `[B, T, Hq, Dv]`.
-
-    `gather` is the operation of this backend.
-    """
+    """Compute softmax attention, `[B, T, Hq, Dv]`. `gather` is this backend's operation."""
     batch, q_heads, tokens, _ = query.shape
     heads, v_dim = pages.heads, pages.v.head_dim
     dtype = query.dtype

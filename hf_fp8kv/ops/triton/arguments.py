@@ -148,7 +148,6 @@ _constants_of = functools.cache(Constants)
 
 @functools.cache
 def _with_config(constants: Constants, config: LaunchConfig) -> Constants:
-    """Return the constants with these launch parameters."""
     return replace(constants, config=config)
 
 

@@ -89,10 +89,7 @@ def _without_nan(x, largest):
 
 @triton.jit
 def search_scale(x, FORMAT: tl.constexpr):
-    """Return `formats.codec.search_scale` of each row of `x` `[N, D]`: `[N]`, float32.
-
-    Scales are tried one after another.
-    """
+    """Return `formats.codec.search_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
     first, largest = _smallest(x, FORMAT)
     x = _without_nan(x, largest)
     chosen = first

@@ -247,7 +247,6 @@ def _plan(
 
 @triton.jit
 def _pick(x, mine):
-    """Return the element of `x` where `mine` is true."""
     return tl.sum(tl.where(mine, x, 0), 0)
 
 

@@ -37,10 +37,7 @@ def join_chunks(x):
 
 @triton.jit
 def multiply_keys(q, k, CALL: tl.constexpr):
-    """Multiply rows and keys, `[TILE, W]`. Return `[ROWS, TILE]`, or `[TILE, ROWS]` if swapped.
-
-    Rows and keys may both be split into chunks.
-    """
+    """Multiply rows and keys, `[TILE, W]` or in chunks, to `[ROWS, TILE]`, or swapped."""
     if len(k.shape) == 3:
         x = tl.sum(tl.dot(q, tl.permute(k, [0, 2, 1]), input_precision=CALL.precision), 0)
     elif CALL.config.swapped:
@@ -52,10 +49,7 @@ def multiply_keys(q, k, CALL: tl.constexpr):
 
 @triton.jit
 def add_values(acc, alpha, weights, values, CALL: tl.constexpr):
-    """Return acc times `alpha`, plus the weighted values of a tile, `[TILE, W]`.
-
-    Values may be split into chunks.
-    """
+    """Return acc times `alpha` plus a tile's weighted values, `[TILE, W]` or in chunks."""
     CHUNKS: tl.constexpr = CALL.config.chunks
     SWAPPED: tl.constexpr = CALL.config.swapped
     if CHUNKS > 1:

@@ -301,7 +301,6 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
 
 
 def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
-    """Return the launch parameters of both kernels for latents."""
     family = family_of(target)
     rows, tile, warps, stages = 16, 32, family.latent, family.latent_stages
     in_chunks = family.latent_shifted and workload.shifted
