@@ -266,10 +266,10 @@ class _Absorbed:
 def _state(projection: Any, tensors: list[Tensor], like: Tensor) -> tuple[Any, ...]:
     """Return everything that a product depends on: tensor versions, hooks, PEFT's adapters."""
     parts = list(projection.modules())
-    held = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+    versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
     hooks = [key for x in parts for key in (*x._forward_hooks, *x._forward_pre_hooks)]
     adapters = [str(getattr(part, name, None)) for part in parts for name in _ADAPTERS]
-    return like.dtype, like.device, projection.training, *held, *hooks, *adapters
+    return like.dtype, like.device, projection.training, *versions, *hooks, *adapters
 
 
 def _has_known_algebra(module: Any, like: Tensor) -> bool | None:

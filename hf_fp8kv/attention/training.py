@@ -163,12 +163,12 @@ def prepare_rounding(
             "training='stored': expected a decoder that uses transformers' attention registry, got "
             f"{type(model).__name__}, which {why}; leave training out"
         )
-    found = _probe(model, stock_indices(cache), cache_keywords)
+    probed = _probe(model, stock_indices(cache), cache_keywords)
     if not always and all(side.is_auto for plan in cache.plan.values() for side in plan):
         return {}
     return {
         module: StoredRounding(options, index, key, value)
-        for module, (index, key, value) in found.items()
+        for module, (index, key, value) in probed.items()
     }
 
 

@@ -491,8 +491,8 @@ class FP8PagedCache(DynamicCache):
         """Return the memory of the cache. Forks include shared pages."""
         sizes, budget = self._paged.memory_footprint(), self.budget
         used = sizes.pop("used")
-        others = tree_leaves([vars(layer) for layer in self.stock_layers])
-        sizes["other"] += sum(x.nbytes for x in others if isinstance(x, torch.Tensor))
+        stock_tensors = tree_leaves([vars(layer) for layer in self.stock_layers])
+        sizes["other"] += sum(x.nbytes for x in stock_tensors if isinstance(x, torch.Tensor))
         return MemoryFootprint(
             **{f"{kind}_bytes": size for kind, size in sizes.items()}, total_bytes=sizes.total(),
             used_bytes=used, fetched_bytes=budget.fetched, returned_bytes=budget.returned,

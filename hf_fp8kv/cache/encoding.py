@@ -130,5 +130,5 @@ class Encoding:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the static scales and the center."""
-        held = (self.k_scale, self.v_scale, self.k_center)
-        return [tensor for tensor in held if tensor is not None]
+        tensors = (self.k_scale, self.v_scale, self.k_center)
+        return [tensor for tensor in tensors if tensor is not None]

@@ -62,8 +62,8 @@ class Text:
         if self.positions is None:
             return ids, mask, ids.new_empty((0, *ids.shape))
         known = self.positions[..., :width].to(device)
-        more = torch.arange(1, width - known.shape[-1] + 1, device=device)
-        positions = torch.cat([known, known[..., -1:] + more], -1)
+        following = torch.arange(1, width - known.shape[-1] + 1, device=device)
+        positions = torch.cat([known, known[..., -1:] + following], -1)
         return ids, mask, positions.reshape(-1, *positions.shape[-2:]).expand(-1, len(ids), -1)
 
     def match(self, other: "Text") -> tuple[list[int], int]:
@@ -87,8 +87,8 @@ class Text:
         lengths = torch.stack(shared).tolist()  # [row of `other`][row]
         best = [max(row) for row in lengths]
         rows = [
-            at if at < len(row) and row[at] == best[at] else row.index(best[at])
-            for at, row in enumerate(lengths)
+            index if index < len(row) and row[index] == best[index] else row.index(best[index])
+            for index, row in enumerate(lengths)
         ]
         return rows, min(best)
 
@@ -104,6 +104,6 @@ def can_crop(layer: Any, tokens: int) -> bool:
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         length, window = layer.get_seq_length(), layer.sliding_window
         keys: Any = layer.keys
-        held = keys.shape[-2] - tokens
-        return held >= min(length - tokens, window - 1) and (length < window or layer.record_past)
+        kept = keys.shape[-2] - tokens
+        return kept >= min(length - tokens, window - 1) and (length < window or layer.record_past)
     return bool(getattr(layer, "is_croppable", False))

@@ -252,9 +252,9 @@ class LayerStore:
         # A ring only has room for the last pages.
         first = max(table.first, table.count - (fixed.ring or table.count))
         fixed.lost[length.member] = first * table.page_size
-        own = length.table[:, first : table.count].long().reshape(-1)
+        own_pages = length.table[:, first : table.count].long().reshape(-1)
         rows = pool.memory.take(table.rows[:, first : table.count].reshape(-1))
-        self.pool.memory.put(own, rows.to(own.device))
+        self.pool.memory.put(own_pages, rows.to(own_pages.device))
         if snapshot.k_center is not None:
             self.encoding.set_center(snapshot.k_center)
         length.set(snapshot.length)

@@ -229,12 +229,12 @@ class CacheOptions:
             ConfigError: The plan belongs to a different model.
         """
         layers = () if isinstance(self.plan, LayerPlan) else self.plan
-        more = sorted(index for index in layers if index >= count)
+        extra = sorted(index for index in layers if index >= count)
         have = self.scales.layers if isinstance(self.scales, KVScales) else paged
         if missing := sorted(set(paged).difference(have)):
             raise self._misfit(f"scales for every paged layer, got none for layers {missing}")
-        if more:
-            expected = f"layers from 0 to {count - 1}, which the model has, got also {more}"
+        if extra:
+            expected = f"layers from 0 to {count - 1}, which the model has, got also {extra}"
             raise self._misfit(expected, "leave these out")
 
     def new_budget(self) -> PageBudget:

@@ -245,11 +245,11 @@ class PagedLayers:
             self._free_empty()
         elif tokens:
             kept = [max(length - tokens, 0) for length in self.host_lengths()]
-            most, fixed = max(kept, default=0), self.fixed.values()
-            self.budget.require(sum(x.count_copies(x.group.table.rows, most) for x in fixed))
+            longest, fixed = max(kept, default=0), self.fixed.values()
+            self.budget.require(sum(x.count_copies(x.group.table.rows, longest) for x in fixed))
             for store, length in zip(self.stores, kept, strict=True):
                 store.crop_to(length)
-            self._unshare(most)
+            self._unshare(longest)
 
     def end_layer(self, index: int, tokens: int) -> bool:
         """Record that layer `index` has stored `tokens` tokens, and return `is_under_flex()`.
@@ -328,8 +328,8 @@ class PagedLayers:
             )
         length = max(self.host_lengths(), default=0) if self.fixed else 0
         if self.fixed:
-            more = [fixed.count_for(rows, length) for fixed in self.fixed.values()]
-            self.budget.require(max(sum(more), 0))
+            additional = [fixed.count_for(rows, length) for fixed in self.fixed.values()]
+            self.budget.require(max(sum(additional), 0))
         for group in self.groups.values():
             group.settle()
             table = group.table

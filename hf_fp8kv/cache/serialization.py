@@ -55,14 +55,16 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
     groups = []
     states = {i: x for i, x in enumerate(snapshot.layers) if isinstance(x, LayerSnapshot)}
     for g, group in enumerate(snapshot.groups):
-        own = [(i, x) for i, x in states.items() if x.group is group]
+        group_layers = [(i, x) for i, x in states.items() if x.group is group]
         # A preallocated cache also lists empty pages.
-        stop = -(-max((layer.length for _, layer in own), default=0) // group.table.page_size)
+        stop = -(
+            -max((layer.length for _, layer in group_layers), default=0) // group.table.page_size
+        )
         listed = group.table.rows[:, min(group.table.first, stop) : stop]
         pages, rows = np.unique(listed, return_inverse=True)
         tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(listed.shape).astype(np.int32))
         layers: list[Facts] = []
-        for i, layer in own:
+        for i, layer in group_layers:
             facts: Facts = {"index": i}
             layers.append(facts)
             if layer.turns is not None:
@@ -124,7 +126,7 @@ def unpack(
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
     budget, size, room = options.new_budget(), options.page_size, options.max_cache_len or 0
-    most = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
+    max_entries = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
 
     def pop_tensor(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         tensor = tensors.pop(name)
@@ -147,7 +149,9 @@ def unpack(
         seen = LayerGroup(budget, window).visible_from(length)
         (batch, columns), last = tensors[name].shape, -(-max(stored, default=0) // size)
         first = _check_count(f"{name}: first page", last - columns, 0, seen // size)
-        most -= _check_count(f"{name}: places", batch * max(last, room // size), 0, most)
+        max_entries -= _check_count(
+            f"{name}: places", batch * max(last, room // size), 0, max_entries
+        )
         rows = pop_tensor(name, torch.int32, batch, columns).cpu().numpy()
         found = int(rows.min(initial=0)), len(np.unique(rows))
         count = int(rows.max(initial=-1)) + 1
@@ -172,21 +176,21 @@ def unpack(
                 continue
             name, center = f"layers.{i}.pages", f"layers.{i}.k_center"
             pool = make_pool(layer, options, i, tensors[name].device, budget)
-            held = pop_tensor(name, torch.uint8, count, pool.layout.size)
+            rows_of_layer = pop_tensor(name, torch.uint8, count, pool.layout.size)
             if options.layer_plan(i).k.centered and (length or center in tensors):
                 state.k_center = pop_tensor(center, torch.float32, batch, pool.heads, pool.k_dim)
             if count:  # without pages, sizes are not bounded by the file
                 state.pool = pool
-                pages.append((pool, held))
+                pages.append((pool, rows_of_layer))
     _check_count("numbers of sequences", len(batches), 0, 1)
     stock = iter(stock_layers)
     count = len(states) + len(stock_layers)
     layers = [states.pop(i) if i in states else next(stock, None) for i in range(count)]
     _check_same("layers and tensors that are too many", [], [*states, *tensors])
     while pages:
-        pool, held = pages.pop()
-        pool.memory.grow(len(held))
-        pool.memory.put(np.arange(len(held)), held)
+        pool, rows_of_layer = pages.pop()
+        pool.memory.grow(len(rows_of_layer))
+        pool.memory.put(np.arange(len(rows_of_layer)), rows_of_layer)
     open_ended = facts["open_ended"]
     return CacheSnapshot(options, [*groups.values()], layers, open_ended, budget)
 

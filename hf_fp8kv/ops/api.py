@@ -252,30 +252,30 @@ def _attend_apart(
     steps = torch.arange(1 - tokens, 1, dtype=lengths.dtype, device=lengths.device)
     seen = (lengths[:, None] + steps).flatten()
 
-    def apart(x: Tensor | None, place: slice, end: int) -> Tensor | None:
+    def apart(x: Tensor | None, part: slice, end: int) -> Tensor | None:
         if x is None:
             return None
         each = x.expand(batch, -1, tokens, -1).transpose(1, 2).flatten(0, 1)
-        return each[place, :, None, : end - start]
+        return each[part, :, None, : end - start]
 
     results, ends = [], None if backend == "triton" else seen.tolist()
-    most = 1 if ends is not None else _MOST_APART
-    for first in range(0, len(rows), most):
-        place, end = slice(first, first + most), stop
+    step = 1 if ends is not None else _MOST_APART
+    for first in range(0, len(rows), step):
+        part, end = slice(first, first + step), stop
         if ends is not None:
             end = min(stop, max(start + 1, ends[first]))
-        sequences = torch.arange(first, min(first + most, len(rows)), device=lengths.device)
+        sequences = torch.arange(first, min(first + step, len(rows)), device=lengths.device)
         sequences //= tokens
         center, columns = pages.k.center, -(-end // pages.page_size)
-        own = pages._replace(
+        part_pages = pages._replace(
             k=pages.k._replace(center=None if center is None else center[sequences]),
             table=pages.table[sequences, :columns],
         )
         each = spec._replace(
-            mask=apart(spec.mask, place, end), bias=apart(spec.bias, place, end), bounds=None
+            mask=apart(spec.mask, part, end), bias=apart(spec.bias, part, end), bounds=None
         )
         results.append(
-            load_backend(backend).attend(rows[place], own, seen[place], start, end, each)
+            load_backend(backend).attend(rows[part], part_pages, seen[part], start, end, each)
         )
     return torch.cat(results).view(batch, tokens, heads, -1)
 
@@ -297,8 +297,8 @@ def _advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
 
 def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens exceed the limit. Lengths on a GPU are not checked."""
-    if limit is not None and lengths.is_cpu and (most := int(lengths.max())) > limit:
-        raise OutOfPagesError.of_tokens(limit, most - tokens, tokens)
+    if limit is not None and lengths.is_cpu and (longest := int(lengths.max())) > limit:
+        raise OutOfPagesError.of_tokens(limit, longest - tokens, tokens)
 
 
 # -- registration --------------------------------------------------------------------------------

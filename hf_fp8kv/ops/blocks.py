@@ -65,8 +65,8 @@ def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
         (block,) = blocks
         return block.index_select(0, _as_index(numbers, block.device))
     rows = blocks[0].new_empty((len(numbers), blocks[0].shape[1]))
-    for block, places, there in _locate(blocks, numbers):
-        rows[places] = block[there]
+    for block, indices, local in _locate(blocks, numbers):
+        rows[indices] = block[local]
     return rows
 
 
@@ -79,8 +79,8 @@ def put_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor, rows: Tensor) ->
         (block,) = blocks
         block.index_copy_(0, _as_index(numbers, block.device), rows)
         return
-    for block, places, there in _locate(blocks, numbers):
-        block[there] = rows[places]
+    for block, indices, local in _locate(blocks, numbers):
+        block[local] = rows[indices]
 
 
 def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
@@ -90,12 +90,12 @@ def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
 def _locate(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield the blocks that hold the pages, and indices of pages in `numbers` and in the block."""
     ends = np.cumsum([len(block) for block in blocks])
-    which = np.searchsorted(ends, numbers, side="right")
-    for i in np.unique(which):
-        places = np.flatnonzero(which == i)
-        there = numbers[places] - (ends[i] - len(blocks[i]))
+    block_index = np.searchsorted(ends, numbers, side="right")
+    for i in np.unique(block_index):
+        indices = np.flatnonzero(block_index == i)
+        local = numbers[indices] - (ends[i] - len(blocks[i]))
         device = blocks[i].device
-        yield blocks[i], upload(places, device), upload(there.astype(np.int64), device)
+        yield blocks[i], upload(indices, device), upload(local.astype(np.int64), device)
 
 
 # -- pages of a table ----------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def split_places(
     This synchronizes with the device.
     """
     chosen = exists.nonzero(as_tuple=True)
-    for block, places, there in _locate(blocks_of(pages), number[chosen].cpu().numpy()):
-        yield block, there, tuple(axis[places] for axis in chosen)
+    for block, indices, local in _locate(blocks_of(pages), number[chosen].cpu().numpy()):
+        yield block, local, tuple(axis[indices] for axis in chosen)
 
 
 def blocks_of(pages: Pages) -> tuple[Tensor, ...]:

@@ -161,8 +161,8 @@ _SIDE = len(StoredSide._fields)
 
 def flatten(pages: Pages) -> tuple[Any, ...]:
     """Return the fields of `pages.k`, the fields of `pages.v`, and the remaining fields."""
-    others: tuple[Any, ...] = pages[2:]
-    return (*pages.k, *pages.v, *others)
+    remaining: tuple[Any, ...] = pages[2:]
+    return (*pages.k, *pages.v, *remaining)
 
 
 def unflatten(leaves: Sequence[Any]) -> Pages:

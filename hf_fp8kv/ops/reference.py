@@ -27,25 +27,25 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     if pages.table.is_cpu and not bool(exists.all()):
         raise_overrun(pages, lengths, tokens)
     for start in range(0, tokens, WRITTEN_AT_A_TIME):
-        part = slice(start, start + WRITTEN_AT_A_TIME)
-        k, k_scales = quantize(key[:, :, part], pages.k, search=True)
-        v, v_scales = quantize(value[:, :, part], pages.v, search=False)
-        for block, there, chosen in split_places(pages, number[:, part], exists[:, part]):
-            parts, at = pages.layout.split(block), slot[:, part][chosen]
-            parts["k"][there, :, at] = k.transpose(1, 2)[chosen].to(pages.k_dtype)
-            parts["v"][there, :, :, at] = v.transpose(1, 2)[chosen].to(pages.v_dtype)
+        chunk = slice(start, start + WRITTEN_AT_A_TIME)
+        k, k_scales = quantize(key[:, :, chunk], pages.k, search=True)
+        v, v_scales = quantize(value[:, :, chunk], pages.v, search=False)
+        for block, local, chosen in split_places(pages, number[:, chunk], exists[:, chunk]):
+            parts, slots = pages.layout.split(block), slot[:, chunk][chosen]
+            parts["k"][local, :, slots] = k.transpose(1, 2)[chosen].to(pages.k_dtype)
+            parts["v"][local, :, :, slots] = v.transpose(1, 2)[chosen].to(pages.v_dtype)
             for i, scales in enumerate((k_scales, v_scales)):
                 if scales is not None:
-                    parts["token_scales"][there, :, at, i] = scales.transpose(1, 2)[chosen]
+                    parts["token_scales"][local, :, slots, i] = scales.transpose(1, 2)[chosen]
 
 
 def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
     """Raise OutOfPagesError for a write to positions without a page."""
-    most = int(lengths.max()) - tokens
+    start = int(lengths.max()) - tokens
     raise OutOfPagesError(
-        f"expected a page for each of {tokens} new tokens at position {most}, got a block table of "
-        f"{pages.table.shape[1]} pages of {pages.page_size} tokens; reserve pages first",
-        needed=most + tokens,
+        f"expected a page for each of {tokens} new tokens at position {start}, got a block table "
+        f"of {pages.table.shape[1]} pages of {pages.page_size} tokens; reserve pages first",
+        needed=start + tokens,
         available=pages.table.shape[1] * pages.page_size,
     )
 

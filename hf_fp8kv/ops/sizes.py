@@ -56,10 +56,12 @@ def check_sizes(
         sizes = (1, batch), (1, 1 if flags else q_heads), (1, count), (stop - start,)
         if name in ("sinks", "bounds"):
             sizes = ((q_heads,),) if name == "sinks" else ((1, batch), (2,))
-        fits = x.ndim == len(sizes) and all(n in of for n, of in zip(x.shape, sizes, strict=True))
+        fits = x.ndim == len(sizes) and all(
+            n in allowed for n, allowed in zip(x.shape, sizes, strict=True)
+        )
         known = flags or x.is_floating_point() or (name == "bounds" and x.dtype is _INT)
         if not fits or not known or x.device != device:
-            expected = ", ".join(" | ".join(map(str, of)) for of in sizes)
+            expected = ", ".join(" | ".join(map(str, allowed)) for allowed in sizes)
             _refuse(name, f"[{expected}]", device, x)
 
 

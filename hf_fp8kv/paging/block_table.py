@@ -43,7 +43,7 @@ class BlockTable:
         self.allocator, self.page_size = allocator, allocator.page_size
         self.first = 0
         # Results of `pages_of` by columns, and copies of the rows by device.
-        self._found: dict[tuple[int, int], Ints] = {}
+        self._pages_found: dict[tuple[int, int], Ints] = {}
         self._copies: dict[torch.device, torch.Tensor] = {}
         self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
         self._change()
@@ -51,7 +51,7 @@ class BlockTable:
     def _change(self) -> None:
         """Drop everything that was derived from the rows, which are about to change."""
         self.version = next(_VERSIONS)
-        self._found.clear()
+        self._pages_found.clear()
         self._copies.clear()
 
     def __del__(self) -> None:
@@ -80,9 +80,9 @@ class BlockTable:
         The result is cached until the rows change.
         """
         span = max(start // self.page_size, self.first), self._pages(stop)
-        if span not in self._found:
-            self._found[span] = np.unique(self.rows[:, span[0] : span[1]])
-        return self._found[span]
+        if span not in self._pages_found:
+            self._pages_found[span] = np.unique(self.rows[:, span[0] : span[1]])
+        return self._pages_found[span]
 
     def on_device(self, device: torch.device, columns: Ints | None = None) -> torch.Tensor:
         """Return a copy of the rows on `device`, `[B, n]`, int32, cached until the rows change.
@@ -137,15 +137,15 @@ class BlockTable:
                 return
             numbers = self.allocator.allocate(new * batch + len(shared), granted=granted)
             index = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
-            sources, own = self.rows[index], numbers[new * batch :]
+            sources, copies_of_shared = self.rows[index], numbers[new * batch :]
             try:
                 if copy is not None:
-                    copy((sources, own))
+                    copy((sources, copies_of_shared))
             except BaseException:
                 self.allocator.free(numbers)
                 raise
             self._change()
-            self.rows[index] = own
+            self.rows[index] = copies_of_shared
             # No page becomes free here, because at least one holder remains.
             np.subtract.at(self.allocator.references, sources, 1)
             if new:

@@ -83,8 +83,8 @@ class Blocks:
 
     def _cut(self, pages: int) -> list[int]:
         """Split `pages` pages into parts of at most `BLOCK_BYTES`, and return their sizes."""
-        most = max(1, BLOCK_BYTES // self.size)
-        return [min(most, pages - start) for start in range(0, pages, most)]
+        limit = max(1, BLOCK_BYTES // self.size)
+        return [min(limit, pages - start) for start in range(0, pages, limit)]
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages. New pages are zero.
@@ -137,12 +137,12 @@ class Blocks:
         """
         kept = pages[pages < len(self)]
         ends = np.cumsum([len(block) for block in self.tensors])
-        whole = [
+        whole_blocks = [
             block for block, end in zip(self.tensors, ends, strict=True)
             if np.isin(np.arange(end - len(block), end), kept).all()
         ]  # fmt: skip
-        if not self.in_one and sum(map(len, whole)) == len(kept) == len(pages):
-            self._use(whole)  # moves no data
+        if not self.in_one and sum(map(len, whole_blocks)) == len(kept) == len(pages):
+            self._use(whole_blocks)  # moves no data
             return
         new, start = self._new(len(pages), self.tensors[0].device), 0
         for count in self._cut(len(kept)):

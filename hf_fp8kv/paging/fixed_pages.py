@@ -122,8 +122,8 @@ class FixedPages:
         filled = columns if self.ring else -(-length // table.page_size)
         pages = table.rows[:, :filled]
         copies = self.count_copies(pages[rows], length)
-        held = len(np.unique(pages[rows])) - len(np.unique(table.used()))
-        return copies + held + len(rows) * (columns - filled)
+        added = len(np.unique(pages[rows])) - len(np.unique(table.used()))
+        return copies + added + len(rows) * (columns - filled)
 
     def count_copies(self, pages: Numbers, length: int) -> int:
         """Return the number of pages among `pages`, `[B, n]`, that `unshare` would copy."""

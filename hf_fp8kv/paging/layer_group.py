@@ -146,8 +146,8 @@ class LayerGroup:
         step, version = self.step, self.table.version
         if step and (step.start, step.stop, step.version) == (start, stop, version):
             return
-        others = [group for ref in self.siblings if (group := ref()) and group is not self]
-        groups = [self, *(group for group in others if group.length == start)]
+        other_groups = [group for ref in self.siblings if (group := ref()) and group is not self]
+        groups = [self, *(group for group in other_groups if group.length == start)]
         for group in groups:
             group.settle()
             if not group.length:

@@ -153,7 +153,7 @@ class DeviceLength:
         self.room = fixed.room
         self.is_empty = True
         # An upper bound of the number of stored tokens, kept on the host for `check_room`.
-        self._most = 0
+        self._upper_bound = 0
         self._plan: torch.Tensor | None = None
         # Number of KV heads and backend of the plan, if this layer fills it.
         self._fills: tuple[int, str] | None = None
@@ -208,8 +208,8 @@ class DeviceLength:
         long = None
         # Maximum number of new tokens for which the ring keeps everything that is visible to the
         # first.
-        most = (ring - 1) * size - (self.group.window or 0) + 2
-        if ring and tokens > most:
+        max_tokens = (ring - 1) * size - (self.group.window or 0) + 2
+        if ring and tokens > max_tokens:
             first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))
             # On an empty layer, only the last pages of these tokens will ever be read.
             skipped = max((tokens - 1) // size - ring + 1, 0) * size
@@ -232,7 +232,7 @@ class DeviceLength:
         if self.is_empty:
             self.is_empty = False
             if not torch.compiler.is_compiling():
-                self._most = max(self._most, call.tokens)
+                self._upper_bound = max(self._upper_bound, call.tokens)
         self.lengths.copy_(call.lengths)
         self.fill_plan(call.tokens)
 
@@ -264,16 +264,16 @@ class DeviceLength:
         if torch.compiler.is_compiling():
             return
         if self.is_empty:
-            self._most = tokens  # the first call may be compiled
+            self._upper_bound = tokens  # the first call may be compiled
             return
         if self.lengths.is_cpu:
             return
-        self._most += tokens
-        if self._most > self.room:
+        self._upper_bound += tokens
+        if self._upper_bound > self.room:
             length = self.on_host()
             if length + tokens > self.room:
                 raise OutOfPagesError.of_tokens(self.room, length, tokens)
-            self._most = length + tokens
+            self._upper_bound = length + tokens
 
     def check_crop(self, tokens: int, stored: int) -> None:
         """Raise ConfigError if the last `tokens` of `stored` tokens cannot be removed."""
@@ -284,7 +284,7 @@ class DeviceLength:
         """Keep the first `length` tokens."""
         if not length:
             self.fixed.lost.pop(self.member, None)
-        self.is_empty, self._most = not length, length
+        self.is_empty, self._upper_bound = not length, length
         if self.member in self.fixed.lengths:
             self.lengths.fill_(length)
 
@@ -311,8 +311,8 @@ def _check_crop(group: LayerGroup, tokens: int, stored: int, lost: int) -> None:
 
     `lost` is the first token that is still held.
     """
-    left = max(stored - tokens, 0)
-    if tokens and left and group.first_kept(left) < lost:
+    remaining = max(stored - tokens, 0)
+    if tokens and remaining and group.first_kept(remaining) < lost:
         raise ConfigError(
             f"crop: expected to keep a window that is still stored (from token {lost} on), got "
             f"{tokens} tokens to remove from {stored} under a window of {group.window}; call "

@@ -60,13 +60,13 @@ class OffloadBudget(PageBudget):
     def _here(self) -> "set[Tiers]":
         return {layer for layer in self.layers if layer.here.is_allocated}
 
-    def _make_room(self, current: "Tiers", wanted: "Tiers") -> None:
+    def _make_room(self, current: "Tiers", incoming: "Tiers") -> None:
         """Evict other layers until the pages of `wanted` fit."""
         size = max(layer.index for layer in self.layers) + 1
-        others = list(self._here() - {current, wanted})
-        others.sort(key=lambda x: ((x.index - current.index) % size or size, -x.used_at))
-        while others and not self._fits(self._here() | {wanted}):
-            others.pop().evict()
+        candidates = list(self._here() - {current, incoming})
+        candidates.sort(key=lambda x: ((x.index - current.index) % size or size, -x.used_at))
+        while candidates and not self._fits(self._here() | {incoming}):
+            candidates.pop().evict()
 
     def _fits(self, layers: "set[Tiers]") -> bool:
         if self.max_device_pages is None:

@@ -90,8 +90,8 @@ class PageAllocator:
         """Whether few enough pages are in use that renumbering pays."""
         if self.exact:  # a long call with a window leaves half of its pages free
             return 0 < self.held * 2 <= self.capacity
-        few = 0 < self.held * SHRINK_SHARE <= self.capacity
-        return few and self.num_free * self.page_size > GROWTH_TOKENS
+        is_low = 0 < self.held * SHRINK_SHARE <= self.capacity
+        return is_low and self.num_free * self.page_size > GROWTH_TOKENS
 
     def allocate(self, pages: int, *, granted: bool = False) -> Ints:
         """Return `pages` page numbers, each with one reference.

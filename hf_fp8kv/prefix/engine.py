@@ -37,13 +37,13 @@ class StoredBlocks:
         Stops when no block is free. At least one token is left to compute.
         """
         allocator, slots = self._allocator, self._slots
-        most, known = (len(tokens) - 1) // slots, len(allocator.match_prefix_blocks(tokens))
+        max_blocks, known = (len(tokens) - 1) // slots, len(allocator.match_prefix_blocks(tokens))
         blocks: list[int] = []
         requested: list[tuple[int, str]] = []
 
         def missing_keys() -> Iterator[str]:
             key, name = "", None
-            for index in range(most if known < most else 0):
+            for index in range(max_blocks if known < max_blocks else 0):
                 part = tokens[index * slots : (index + 1) * slots]
                 (key,) = chain_keys(self._identity, part, slots, key)
                 name = cache_allocator.compute_block_hash(name, part)

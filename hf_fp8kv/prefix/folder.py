@@ -48,28 +48,28 @@ class PrefixFolder:
 
     def files(self) -> list[StoredFile]:
         """Return all files, or an empty list if the folder cannot be read."""
-        found = []
+        files = []
         with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
                 if self._names.fullmatch(entry.name) and (file := self._look_up(entry.name)):
-                    found.append(file)
-        return found
+                    files.append(file)
+        return files
 
     def _look_up(self, name: str) -> StoredFile | None:
         with suppress(OSError):  # another process removed it
-            found = (self.path / name).lstat()
-            if not stat.S_ISDIR(found.st_mode):
-                return StoredFile(found.st_mtime_ns, found.st_size, name)
+            info = (self.path / name).lstat()
+            if not stat.S_ISDIR(info.st_mode):
+                return StoredFile(info.st_mtime_ns, info.st_size, name)
         return None
 
     def read(self, name: str) -> bytes:
         """Return the contents of a regular file. Raises ValueError or OSError (ELOOP: a link)."""
         path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
         with open(path, "rb", opener=opener) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_size > self._max_bytes:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_size > self._max_bytes:
                 raise ValueError("not a file, or larger than the whole store may be")
-            return file.read(found.st_size)
+            return file.read(info.st_size)
 
     def touch(self, name: str, used: int) -> None:
         """Set the time of a file's last use, in ns since 1970, if it exists and we own it."""
@@ -113,13 +113,13 @@ class PrefixFolder:
             raise
         return True
 
-    def _evict(self, lock: int, total: int, most: int, own: Collection[str]) -> int:
+    def _evict(self, lock: int, total: int, limit: int, own: Collection[str]) -> int:
         """Remove the least recently used files, except `own`, until at most `most` bytes are left.
 
         `total` is the number of bytes before. Return the number of bytes after.
         """
         is_new = False
-        while total > most:
+        while total > limit:
             if not is_new and (not self._oldest or self._oldest[0].used >= self._looked):
                 total, is_new = self._count(lock), True
                 continue

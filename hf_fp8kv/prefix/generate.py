@@ -133,11 +133,11 @@ def _keep_prefix(cache: FP8PagedCache, text: Text) -> int:
     }
     length = max(lengths, default=0) or int(cache.get_seq_length())
     # A step may have been interrupted between two layers.
-    held = UNKNOWN if len(lengths) > 1 else cache.text
-    if held is None and (known := cache.beginning) is not None:
+    cached = UNKNOWN if len(lengths) > 1 else cache.text
+    if cached is None and (known := cache.beginning) is not None:
         same = known.match(text) == (list(range(len(text.ids))), known.length)
-        held = None if same and text.length > length else known
-    if held is None:
+        cached = None if same and text.length > length else known
+    if cached is None:
         cache.is_assumed = length > 0
         if length and text.length <= length:
             raise ConfigError(
@@ -148,21 +148,21 @@ def _keep_prefix(cache: FP8PagedCache, text: Text) -> int:
             )
         return length
     # The last step may also have ended before any layer stored its tokens.
-    undone = cache.last_step if held.length == length + cache.last_step else 0
+    undone = cache.last_step if cached.length == length + cache.last_step else 0
     if undone:
-        held = held.crop(undone)
-    rows, shared = held.match(text)
+        cached = cached.crop(undone)
+    rows, shared = cached.match(text)
     shared = min(shared, text.length - 1)
     if (
         not shared
-        or held.length > length  # layers were changed individually
+        or cached.length > length  # layers were changed individually
         or (undone and cache.stock_layers)  # a recurrent state may already include the last step
         or not _can_crop(cache, length - shared)
     ):
         cache.reset()
         cache.is_assumed = False
         return 0
-    if rows != list(range(len(held.ids))):
+    if rows != list(range(len(cached.ids))):
         cache.batch_select_indices(torch.tensor(rows, device="cpu"))
     if shared < length:
         cache.crop(shared - length)
@@ -203,9 +203,11 @@ def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> 
     # As in transformers, the mask covers all tokens, so its width shows whether `ids` has all of
     # them.
     width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-    others = [name for name, x in model_kwargs.items() if x is not None and name not in _NEUTRAL]
+    other_inputs = [
+        name for name, x in model_kwargs.items() if x is not None and name not in _NEUTRAL
+    ]
     is_whole = width == ids.shape[1] and (positions is None or positions.shape[-1] == width)
-    if ids.ndim != 2 or not is_whole or others or config.is_assistant:
+    if ids.ndim != 2 or not is_whole or other_inputs or config.is_assistant:
         return None
     return Text(ids, mask, positions)
 

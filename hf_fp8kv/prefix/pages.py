@@ -101,12 +101,14 @@ class StoredPrompt:
         """
         store, cache, keys = self._store, self._cache, self._keys
         size = cache.options.page_size
-        most = (self._length - 1) // size
-        if not keys or not most or cache.host_length():
+        max_pages = (self._length - 1) // size
+        if not keys or not max_pages or cache.host_length():
             return
-        pages = self._read(most)
-        missing = (at for at in range(most) if any(row[at] not in pages for row in keys))
-        if not (count := next(missing, most)):
+        pages = self._read(max_pages)
+        missing = (
+            index for index in range(max_pages) if any(row[index] not in pages for row in keys)
+        )
+        if not (count := next(missing, max_pages)):
             store.count(misses=len(keys))
             return
         try:
@@ -155,7 +157,7 @@ class StoredPrompt:
         for group in windowed:
             group.crop(0)
 
-    def _read(self, most: int) -> dict[str, Page]:
+    def _read(self, max_pages: int) -> dict[str, Page]:
         """Return the first `most` pages of each row by key, up to the first missing page.
 
         Each page is checked to have the facts and sizes that this cache would write, with the head
@@ -176,7 +178,7 @@ class StoredPrompt:
             if page.facts != facts or [*map(len, page.rows)] != sizes:
                 raise ValueError("a page that this model's cache would not write")
 
-        keys_to_read = dict.fromkeys(row[at] for at in range(most) for row in self._keys)
+        keys_to_read = dict.fromkeys(row[index] for index in range(max_pages) for row in self._keys)
         pages.update(zip(keys_to_read, self._store.read(keys_to_read, check), strict=False))
         return pages
 
@@ -198,8 +200,8 @@ class StoredPrompt:
             layers = []
             for i in (layer.index for layer in cache.paged_layers if layer.store.group is group):
                 layers.append({"index": i, "length": length, **facts[i]})
-                held, rows[i] = rows[i], ()
-                tensors[f"layers.{i}.pages"] = torch.stack([held[order[key]] for key in used])
+                layer_rows, rows[i] = rows[i], ()
+                tensors[f"layers.{i}.pages"] = torch.stack([layer_rows[order[key]] for key in used])
                 center = options.layer_scales(i, *facts[i]["shape"])[2]
                 if center is not None:
                     tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)

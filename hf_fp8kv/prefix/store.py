@@ -163,8 +163,10 @@ class PrefixStore:
         keys = iter(keys)
         with ThreadPoolExecutor(READERS) as pool:
 
-            def start(most: int) -> list[tuple[str, Future[Page]]]:
-                return [(key, _start(pool, partial(self._load, key))) for key in islice(keys, most)]
+            def start(count: int) -> list[tuple[str, Future[Page]]]:
+                return [
+                    (key, _start(pool, partial(self._load, key))) for key in islice(keys, count)
+                ]
 
             ahead = deque(start(1))  # one first, because often there is none
             while ahead:
@@ -227,20 +229,20 @@ class PrefixStore:
                 pages are useless and are not stored.
         """
         missing = []
-        for at in range(max(first - 1, 0), len(keys)):
-            if self.has(keys[at]):
+        for index in range(max(first - 1, 0), len(keys)):
+            if self.has(keys[index]):
                 continue
-            if at < first or keys[at] in self._refused:
-                keys = keys[:at]
+            if index < first or keys[index] in self._refused:
+                keys = keys[:index]
                 break
-            missing.append(at)
+            missing.append(index)
         if not missing or not self._writes:
             return
         queued = (row for page in list(self._queued.values()) for row in page.rows)
         if sum(map(len, queued)) > _MOST_QUEUED:
             self.flush()
         try:
-            pages = dict(zip((keys[at] for at in missing), make(missing), strict=True))
+            pages = dict(zip((keys[index] for index in missing), make(missing), strict=True))
         except (MemoryError, torch.OutOfMemoryError):
             warn_once(logger, _NO_MEMORY.format(self))
             return
@@ -251,8 +253,8 @@ class PrefixStore:
         """Mark the pages of a text as used, the first pages as the most recent."""
 
         def date(now: int = time.time_ns()) -> None:
-            for at, key in enumerate(keys):
-                self._folder.touch(self._file(key).name, now - at)
+            for index, key in enumerate(keys):
+                self._folder.touch(self._file(key).name, now - index)
 
         # After pending writes, which may include these pages.
         if self._jobs:
@@ -270,7 +272,7 @@ class PrefixStore:
         future.add_done_callback(self._jobs.discard)
 
     def _write_text(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
-        own = {self._file(key).name for key in keys}
+        names = {self._file(key).name for key in keys}
         try:
             with self._folder.lock(self._patience) as lock:
                 # A process that holds the lock this long may be suspended, so later waits are
@@ -283,7 +285,7 @@ class PrefixStore:
                     if os.path.lexists(file):
                         continue  # another process was faster
                     data = pack(key, page)
-                    if not self._folder.put(lock, file.name, data, own):
+                    if not self._folder.put(lock, file.name, data, names):
                         break  # the text fills the whole store, but its beginning is stored
                     self.count(bytes_written=len(data))
         except MemoryError:

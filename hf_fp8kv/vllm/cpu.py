@@ -54,10 +54,10 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        ours = given["kv_cache_dtype"] in DTYPES
-        if ours and given.get("attn_type", AttentionType.DECODER) in _WITHOUT_CACHE:
-            ours, given["kv_cache_dtype"] = False, "auto"
-        self._kind: Any = PagedImpl if ours else CPUAttentionBackendImpl
+        is_ours = given["kv_cache_dtype"] in DTYPES
+        if is_ours and given.get("attn_type", AttentionType.DECODER) in _WITHOUT_CACHE:
+            is_ours, given["kv_cache_dtype"] = False, "auto"
+        self._kind: Any = PagedImpl if is_ours else CPUAttentionBackendImpl
         self._kind.__init__(self, **given)
 
     @property
@@ -82,8 +82,8 @@ class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignor
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
-        ours = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
-        self._kind: Any = PagedBuilder if ours else CPUAttentionMetadataBuilder
+        is_ours = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
+        self._kind: Any = PagedBuilder if is_ours else CPUAttentionMetadataBuilder
         self._kind.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:

@@ -45,11 +45,11 @@ def refuse_spec(dtype: str, spec: Any) -> None:
 
 
 def _refuse(dtype: str, *kinds: tuple[str, bool]) -> None:
-    for what, present in kinds:
+    for feature, present in kinds:
         if present:
             raise ConfigError(
-                f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got {what}; "
-                "serve this model with --kv-cache-dtype auto"
+                f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got "
+                f"{feature}; serve this model with --kv-cache-dtype auto"
             )
 
 

@@ -46,10 +46,10 @@ class ModelStorage:
         self.config.options.check_layers(list(indices), count)
         if not isinstance(scales, KVScales):
             return
-        if more := [index for index in scales.layers if index >= count]:
+        if extra := [index for index in scales.layers if index >= count]:
             raise ScaleError(
                 f"scales ({scales.origin}): expected layers from 0 to {count - 1}, which the model "
-                f"has, got also {more}; use the scales of the served model"
+                f"has, got also {extra}; use the scales of the served model"
             )
         if scales.model_type is not None and model_types and scales.model_type not in model_types:
             raise ScaleError(
@@ -129,10 +129,10 @@ def _read(
         scales=scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
     if config.options.dynamic_scales != dtype.dynamic:
-        other = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"
+        matching = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"
         kind = "a scale for each token and head" if dtype.dynamic else "static scales"
         raise ConfigError(
             f"--kv-cache-dtype {name}: expected {kind}, got {config.options.scales!r}; use "
-            f"{other} for these scales"
+            f"{matching} for these scales"
         )
     return ModelStorage(config, dtype)

@@ -347,7 +347,8 @@ MUTANTS = (
     ),
     Mutant(
         "latents: absorbed without the positions", "ops/torch/backend.py",
-        "            logits += more if v_scales is None else more * v_scales\n", "",
+        "            logits += positional_logits if v_scales is None else positional_logits * v_scales\n",
+        "",
         "tests/attention/test_latent.py tests/ops/test_ops.py",
     ),
     # Scales and calibration.

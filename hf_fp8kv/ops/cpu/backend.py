@@ -51,21 +51,21 @@ def load_library() -> ctypes.CDLL:
     """
     path = build.find_library(torch.backends.cpu.get_cpu_capability())
     try:
-        found = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendError(
             f"backend 'cpu': expected {path.name}, got {error}; {build.REPAIR}"
         ) from error
     described = (ctypes.c_int64 * 4)()
-    found.describe(described)
+    library.describe(described)
     if list(described) != [build.stamp(), WRITE.size, GATHER.size, ATTEND.size]:
         raise BackendError(
             f"backend 'cpu': {path.name} was built from a different source; {build.REPAIR}"
         )
     for name in ("write_tokens", "gather", "attend"):
-        getattr(found, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    found.gather.restype = found.attend.restype = None
-    return found
+        getattr(library, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    library.gather.restype = library.attend.restype = None
+    return library
 
 
 def _plain(pages: Pages) -> Pages:
@@ -134,8 +134,8 @@ def gather(
     """
     pages, lengths = _plain(pages), no_gaps(lengths)
     is_k = side == "k"
-    chosen, held = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
-    if not KINDS.keys() >= {held, dtype}:
+    chosen, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
+    if not KINDS.keys() >= {stored_dtype, dtype}:
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
     first_head, last_head, _ = head_range.indices(pages.heads)
     heads, batch = last_head - first_head, len(pages.table)

@@ -63,19 +63,21 @@ def attend(
         # A center adds the same value to all logits of a query, which cancels in the softmax.
         # Without it K has smaller rounding errors.
         k = pages.k._replace(center=None)
-        part = pages._replace(k=k, table=pages.table[row : row + 1])
+        row_pages = pages._replace(k=k, table=pages.table[row : row + 1])
         for head in range(0, heads, step):
             head_range = slice(head, min(head + step, heads))
             key, value = (
-                gather(part, lengths[row : row + 1], side, first, length, dtype, False, head_range)
+                gather(
+                    row_pages, lengths[row : row + 1], side, first, length, dtype, False, head_range
+                )
                 for side in "kv"
             )
             rows = slice(group * head_range.start, group * head_range.stop)
-            found = scaled_dot_product_attention(
+            output = scaled_dot_product_attention(
                 query[row : row + 1, rows, tokens - count :].to(dtype), key, value, visible,
                 is_causal=visible is None, scale=spec.scaling, enable_gqa=group > 1,
             )  # fmt: skip
-            out[row, tokens - count :, rows] = found[0].transpose(0, 1).to(out.dtype)
+            out[row, tokens - count :, rows] = output[0].transpose(0, 1).to(out.dtype)
     return out
 
 

@@ -189,11 +189,11 @@ def side_for(stored: StoredSide) -> Side:
     return _side_of(dim, width, rotation_block(dim) if stored.rotated else 1)
 
 
-def _codec(side: StoredSide, held: torch.dtype, target: Target, exact: bool) -> Codec:
-    stored = _TYPES.get(held, tl.float16)
-    exact = exact or held == torch.float32
+def _codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
+    stored = _TYPES.get(dtype, tl.float16)
+    exact = exact or dtype == torch.float32
     codec = codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
-    return widened(codec) if side.format != AUTO and held.is_floating_point else codec
+    return widened(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 
 def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
@@ -253,12 +253,12 @@ def prepare(
         spec.latent, precise,
     )  # fmt: skip
     # The positional part of a key is much smaller than its latent, so its dtype is ignored.
-    held = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
+    stored_dtypes = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
     workload = Workload(
         width=width,
         rows=groups * query.shape[2],
         exact=tl.float32 in (k_codec.operand, v_codec.operand),
-        wide=any(dtype.itemsize > 1 for dtype in held),
+        wide=any(dtype.itemsize > 1 for dtype in stored_dtypes),
         biased=bias is not None,
         complete=kind == COMPLETE.value,
         rotated=max(k_side.block, v_side.block) > 1,

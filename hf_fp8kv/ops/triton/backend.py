@@ -30,18 +30,18 @@ def write(
     limit: int | None = None,
 ) -> None:
     """Store new tokens, as `writing.write`."""
-    most = writing.UNLIMITED if limit is None else limit
+    max_tokens = writing.UNLIMITED if limit is None else limit
     # Prompts vary in length. Each length would need a separate recording, and their number is
     # limited.
     if key.shape[2] > SINGLE_TOKENS:
-        writing.write(pages, key, value, lengths, most)
+        writing.write(pages, key, value, lengths, max_tokens)
         return
     table = pages.table
     run_or_replay(
-        writing.write, (pages, key, value, lengths, most),
+        writing.write, (pages, key, value, lengths, max_tokens),
         layout=(_strided(key), _strided(value)),
         tensors=(key, value, lengths), shared=_shared_tensors(pages),
-        limit=most, columns=table.shape[1], table_b=table.stride(0),
+        limit=max_tokens, columns=table.shape[1], table_b=table.stride(0),
     )  # fmt: skip
 
 
@@ -75,8 +75,10 @@ def attend(
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
     # Models with latents have many query heads per KV head, so the number of tokens selects the
     # kernel.
-    many = tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS
-    if many:
+    has_many_rows = (
+        tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS
+    )
+    if has_many_rows:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = query, pages, lengths, start, stop, spec, plan
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, deterministic = spec

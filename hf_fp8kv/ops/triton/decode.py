@@ -100,8 +100,8 @@ def split_kv_decode(
 def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
     """Return the number of programs of `_decode` that plans assume to run on an SM at once."""
     workload = args.workload
-    other = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
-    chosen = config if other else None
+    is_guessed = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
+    chosen = config if is_guessed else None
     return expected_programs(args.target, config.rows, chosen, latent=workload.latent)
 
 

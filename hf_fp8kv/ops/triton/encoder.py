@@ -141,6 +141,6 @@ def _rounding_cost(x, scales, first, FORMAT: tl.constexpr):
     binade = tl.maximum(binade, (128 - FORMAT.bias) << 23)
     large = (binade + (DROP << 23 | 0x400000)).to(tl.float32, bitcast=True)
     error = ((scaled + large) - large) - scaled
-    whole = tl.floor(error * FORMAT.error_unit + 0.5).to(tl.int32)
+    integer_error = tl.floor(error * FORMAT.error_unit + 0.5).to(tl.int32)
     relative = scales * tl.div_rn(1.0, first)
-    return tl.sum(whole * whole, 1).to(tl.float32) * (relative * relative)
+    return tl.sum(integer_error * integer_error, 1).to(tl.float32) * (relative * relative)

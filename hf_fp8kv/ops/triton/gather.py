@@ -70,8 +70,8 @@ def _gather(
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     position = first + i
-    asked = (position >= start) & (position < stop)
-    exists = asked
+    inside = (position >= start) & (position < stop)
+    exists = inside
     if RAGGED:
         exists &= position < tl.load(lengths_ptr + b)
     real = (d < DIM)[None, :]
@@ -82,18 +82,18 @@ def _gather(
         # The tile lies in one page, so every slot of it exists.
         page = tl.load(table_ptr + first // PAGE)
         slot = (tile % (PAGE // TILE)) * TILE + i
-        there = real
+        loaded = real
     else:
-        page = tl.load(table_ptr + position // PAGE, mask=asked, other=0)
+        page = tl.load(table_ptr + position // PAGE, mask=inside, other=0)
         slot = position % PAGE
-        there = exists[:, None] & real
+        loaded = exists[:, None] & real
     page_offset = load_page_offset(side, tl.maximum(page, 0))
     codes_ptr = head_pointer(side.codes, page_offset, h, PAGE * DIM)
     if TRANSPOSED:
         code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
     else:
         code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
-    codes = tl.load(code_ptrs, mask=there, other=0)
+    codes = tl.load(code_ptrs, mask=loaded, other=0)
 
     if CODEC.how == AS_IS:
         x = codes
@@ -113,4 +113,4 @@ def _gather(
         x = tl.where(exists[:, None], x, tl.zeros_like(x))
     row = ((b.to(tl.int64) * HEADS + h) * (stop - start) + (first - start)) * DIM
     out_ptrs = out_ptr + row + (i * DIM)[:, None] + d[None, :]
-    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=asked[:, None] & real)
+    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=inside[:, None] & real)

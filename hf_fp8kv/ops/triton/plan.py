@@ -103,13 +103,13 @@ def make_plan(
 def gains_if_even(length: int, batch: int, heads: int, capacity: int, config: PlanConfig) -> bool:
     """Return the result of `_gains` for sequences of equal length."""
     units, count = cdiv(length, config.unit), batch * heads
-    late, few, cost = count % capacity, capacity // 2, config.split_cost
+    late, half, cost = count % capacity, capacity // 2, config.split_cost
     if count <= capacity:
-        whole = units * max(few, count)
+        unsplit_time = units * max(half, count)
     else:
-        whole = units * (count - late + (max(late, few) if late else 0))
+        unsplit_time = units * (count - late + (max(late, half) if late else 0))
         cost //= 2
-    return (whole - units * count) * config.unit > cost * capacity
+    return (unsplit_time - units * count) * config.unit > cost * capacity
 
 
 @triton.jit
@@ -131,22 +131,22 @@ def _gains(units, total, longest, batch, heads, capacity, unit, cost):
     """
     count = batch * heads
     late = count % capacity
-    few = (capacity // 2).to(tl.int64)
-    even = total.to(tl.int64) * heads
+    half = (capacity // 2).to(tl.int64)
+    split_time = total.to(tl.int64) * heads
     longest = longest.to(tl.int64)
-    last = tl.where(late > 0, tl.maximum(late, few), 0)
-    whole = longest * (count - late + last)
+    last = tl.where(late > 0, tl.maximum(late, half), 0)
+    unsplit_time = longest * (count - late + last)
     if count <= capacity:
         # All programs start at once and share the bandwidth while more than half of them run. The
         # maximum over several times finds the time from which fewer than half run.
-        whole = tl.maximum(longest * few, even)
+        unsplit_time = tl.maximum(longest * half, split_time)
         for i in tl.static_range(1, 8):
             until = longest * i // 8
             read = tl.sum(tl.minimum(units.to(tl.int64), until), 0)
-            whole = tl.maximum(whole, read * heads + (longest - until) * few)
+            unsplit_time = tl.maximum(unsplit_time, read * heads + (longest - until) * half)
     else:
         cost = cost // 2
-    return (whole - even) * unit > cost.to(tl.int64) * capacity
+    return (unsplit_time - split_time) * unit > cost.to(tl.int64) * capacity
 
 
 @triton.jit(
@@ -231,18 +231,18 @@ def _plan(
     part_begin = ((my_range + i) * length - my_begin + my_low) * UNIT
     part_end = part_begin + length * UNIT
     row_ptrs = plan_ptr + row * 4
-    own = i < my_parts
-    tl.store(row_ptrs, me, mask=own)
-    tl.store(row_ptrs + 1, tl.where(i == 0, 0, part_begin), mask=own)
-    tl.store(row_ptrs + 2, tl.where(i == my_parts - 1, NO_END, part_end), mask=own)
-    tl.store(row_ptrs + 3, tl.where(my_parts > 1, my_slot + i, -1), mask=own)
+    is_mine = i < my_parts
+    tl.store(row_ptrs, me, mask=is_mine)
+    tl.store(row_ptrs + 1, tl.where(i == 0, 0, part_begin), mask=is_mine)
+    tl.store(row_ptrs + 2, tl.where(i == my_parts - 1, NO_END, part_end), mask=is_mine)
+    tl.store(row_ptrs + 3, tl.where(my_parts > 1, my_slot + i, -1), mask=is_mine)
     sequence_ptr = plan_ptr + (max_parts + me) * 4
     tl.store(sequence_ptr, my_slot)
     tl.store(sequence_ptr + 1, my_parts)
 
     if me == batch - 1:
-        left = total_parts + i
-        tl.store(plan_ptr + left * 4, -1, mask=left < max_parts)
+        unused = total_parts + i
+        tl.store(plan_ptr + unused * 4, -1, mask=unused < max_parts)
 
 
 @triton.jit

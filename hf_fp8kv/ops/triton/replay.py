@@ -153,13 +153,13 @@ def _compile(
     Raises:
         LookupError: An argument of a launch, or the result, cannot be derived from a later call.
     """
-    made = recorded.allocations
+    allocated = recorded.allocations
     # (`torch.empty` takes nearly twice as long.) Keep the target alive, because its `id` is in the
     # key.
     objects: dict[str, Any] = {
         "empty": torch.empty_strided, "driver": triton.runtime.driver, "kept": target,
     }  # fmt: skip
-    pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(made)]
+    pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(allocated)]
     pointers += [(x, f"a[{i}]") for i, x in enumerate(addresses) if x is not None]
     counts = collections.Counter(address for address, _ in pointers)
     origins = {address: source for address, source in pointers if counts[address] == 1}
@@ -177,7 +177,7 @@ def _compile(
         return origins[x.data_ptr()] if isinstance(x, torch.Tensor) else name(x)
 
     lines = [f"def replay({', '.join(['a', *numbers])}):"]
-    for i, x in enumerate(made):
+    for i, x in enumerate(allocated):
         shape, stride, dtype = name(tuple(x.shape)), name(x.stride()), name(x.dtype)
         lines.append(f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={name(device)})")
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
@@ -195,7 +195,7 @@ def _compile(
         parts += [name(constants[parameter.name]) for parameter in kernel.params[len(args) :]]
         lines.append(f"{name(compiled.run)}({', '.join(parts)})")
     if result is not None:
-        indices = {id(x): i for i, x in enumerate(made)}
+        indices = {id(x): i for i, x in enumerate(allocated)}
         lines.append(f"return m{indices[id(result)]}")
     exec("\n    ".join(lines), objects)
     replay: Callable[..., torch.Tensor | None] = objects["replay"]

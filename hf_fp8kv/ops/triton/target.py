@@ -244,10 +244,10 @@ def is_recording() -> bool:
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate memory for launches to write. Operations that are replayed only allocate here."""
-    made = torch.empty(shape, dtype=dtype, device=device)
+    tensor = torch.empty(shape, dtype=dtype, device=device)
     if _recorder.recorded is not None:
-        _recorder.recorded.allocations.append(made)
-    return made
+        _recorder.recorded.allocations.append(tensor)
+    return tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

@@ -217,10 +217,10 @@ def expected_programs(
     if config is None and rows > FEW_ROWS:
         config = decode_config(target, Workload(128, rows, False, False, False))
     if config is None:
-        needs = family.needs[min(most for most in family.needs if rows <= most)]
+        needs = family.needs[min(limit for limit in family.needs if rows <= limit)]
     else:
-        most, shared = family.guess_large if latent or config.rows > 32 else family.guess
-        needs = config.registers or most, config.warps, shared
+        limit, shared = family.guess_large if latent or config.rows > 32 else family.guess
+        needs = config.registers or limit, config.warps, shared
     return int(target.parameters.get("programs") or max(1, target.fit(*needs)))
 
 
@@ -260,7 +260,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     if workload.latent:
         return _latent_config(target, workload)
     width, rows, exact, wide, biased, complete, *_ = workload
-    few = min((most for most in (*family.needs, 32) if rows <= most), default=64)
+    few = min((limit for limit in (*family.needs, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
     swapped = family.decode.get(rows, _NONE)
