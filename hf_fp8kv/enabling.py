@@ -104,7 +104,7 @@ def enable(
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:
-            raise ConfigError("prefix_store: expected reuse_prefix=True, got False; leave one out")
+            raise ConfigError("prefix_store: expected reuse_prefix=True, got False; pass only one")
         # Slow first-time work is done here instead of in the first call.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))

@@ -218,7 +218,7 @@ class FP8PagedCache(DynamicCache):
         if "scales" in cache_keywords:
             raise ConfigError(
                 "scales: expected none, since from_pretrained reads them from the checkpoint; use "
-                "FP8PagedCache(config, scales=...) for others"
+                "FP8PagedCache(config, scales=...) for different scales"
             )
         rank, size = TensorParallel.parse(cache_keywords.get("tensor_parallel"))
         scales = KVScales.from_pretrained(
@@ -275,8 +275,8 @@ class FP8PagedCache(DynamicCache):
         try:
             if layer_idx >= len(self.layers):
                 raise ConfigError(
-                    f"expected a layer below {len(self.layers)}, which the config names, got layer "
-                    f"{layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
+                    f"expected an index below {len(self.layers)}, the config's number of layers, "
+                    f"got {layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
                 )
             layer = self.layers[layer_idx]
             keys, values = layer.update(key_states, value_states, *args, **kwargs)

@@ -263,9 +263,9 @@ class FP8PagedLayer(CacheLayerMixin):
             return
         if store.indexer is not None and tokens < stored and not torch.equal(first[0], key):
             raise ConfigError(
-                f"expected all keys and values of {self}, or the first of them, got {tokens} "
-                "others; its indexer has keys of all tokens: name the layer in skip_layers, or "
-                "use crop"
+                f"expected all keys and values of {self}, or the first ones unchanged, got "
+                f"{tokens} different ones; its indexer has keys of all tokens: name the layer in "
+                "skip_layers, or use crop"
             )
         group.prepare(0, tokens, batch)
         length.set(0)

@@ -123,12 +123,12 @@ class PagedLayers:
         if config is None:
             if skip_layers:
                 raise ConfigError(
-                    "skip_layers expected a config to look the layers up in, got None; pass one"
+                    "skip_layers: expected a config, which lists the layers, got None; pass one"
                 )
             if self.options.is_preallocated:
                 raise ConfigError(
-                    "max_cache_len expected a config, got None: preallocated layers are made "
-                    "before the model asks for layers"
+                    "max_cache_len: expected a config, which lists the layers to preallocate, got "
+                    "None; pass one"
                 )
             return []
         if self.options.tensor_parallel.size > 1:
@@ -324,7 +324,7 @@ class PagedLayers:
         rows = sequences.cpu().numpy().astype(np.int64)
         if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= batch:
             raise ConfigError(
-                f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
+                f"expected indices of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
         length = max(self.host_lengths(), default=0) if self.fixed else 0
         if self.fixed:

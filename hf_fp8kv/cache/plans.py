@@ -55,8 +55,8 @@ def parse_plan(plan: object) -> Plan | None:
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ConfigError(
-                f"plan: expected layers' numbers from 0, got {index!r}; name layers as `plan` of a "
-                "cache does"
+                f"plan: expected indices of layers from 0 on, got {index!r}; use the keys of a "
+                "cache's `plan`"
             )
         if LayerPlan.check(layer, f"plan of layer {index}").v.centered:
             raise ConfigError(

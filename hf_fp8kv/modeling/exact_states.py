@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 NOTE = (
     "this checkpoint declares a KV cache, for which compressed-tensors rounds K and V to 8 bits "
-    "before they reach a cache; with an FP8 cache they stay unrounded, since it quantises them "
+    "before they reach a cache; with an FP8 cache they stay unrounded, since it quantizes them "
     "itself"
 )
 _PROJECTIONS_NOTE = (

@@ -56,7 +56,7 @@ class FixedPages:
 
     @torch.compiler.disable(
         reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or "
-        "make the first call, or early_initialization(), outside of compiled code"
+        "make the first call, or early_initialization(), outside compiled code"
     )  # type: ignore[untyped-decorator]
     def allocate(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """Allocate all pages of every group of the cache.

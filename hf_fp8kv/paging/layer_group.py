@@ -155,10 +155,10 @@ class LayerGroup:
                 group.table.clear()
             elif (first := group.table.first * group.page_size) > group.visible_from(start):
                 raise ConfigError(
-                    f"expected the layers with a window of {group.window} to get each call one "
-                    f"after the other, got one at {start} tokens with another at {group.length}, "
-                    f"whose window begins at token {first}; give a call to all layers before the "
-                    "next one"
+                    f"expected all layers with a window of {group.window} to store a call before "
+                    f"the next call, got a layer at {start} tokens while another is at "
+                    f"{group.length}, whose window begins at token {first}; pass each call to all "
+                    "layers"
                 )
         calls = [(group, *group._span(start, stop)) for group in groups]
         if needed := sum(x.table.pages_needed(first, stop, batch) for x, first, *_ in calls):
@@ -210,8 +210,8 @@ class LayerGroup:
         if step.stop in self.lengths:
             raise ConfigError(
                 f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
-                f"some layers at {step.stop} and others at {step.start} tokens, and a window of "
-                f"{self.window} that a call as long moves on; reset the cache"
+                f"some layers at {step.stop} and others at {step.start} tokens, under a window of "
+                f"{self.window} that has moved on; reset the cache"
             )
         self.drop_unused()
 

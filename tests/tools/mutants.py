@@ -347,8 +347,7 @@ MUTANTS = (
     ),
     Mutant(
         "latents: absorbed without the positions", "ops/torch/backend.py",
-        "            logits += positional_logits if v_scales is None else positional_logits * v_scales\n",
-        "",
+        "            logits += extra if v_scales is None else extra * v_scales\n", "",
         "tests/attention/test_latent.py tests/ops/test_ops.py",
     ),
     # Scales and calibration.

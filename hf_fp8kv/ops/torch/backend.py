@@ -71,8 +71,8 @@ def attend(
         if k_scales is not None:
             logits *= k_scales
         if spec.latent:
-            positional_logits = positional @ v
-            logits += positional_logits if v_scales is None else positional_logits * v_scales
+            extra = positional @ v
+            logits += extra if v_scales is None else extra * v_scales
             v, v_scales = k.transpose(1, 2), k_scales
         if offset is not None:
             logits += offset
