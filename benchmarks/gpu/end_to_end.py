@@ -69,10 +69,10 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
 
     Compiling takes most of the time, so eager caches come first.
     """
-    model, first, rest = _make_model(record, sizes), sizes.generate[:2], sizes.generate[2:]
+    model, first, remaining = _make_model(record, sizes), sizes.generate[:2], sizes.generate[2:]
     eager = [cache for cache in CACHES if not cache[0].endswith(" compiled")]
     compiled = [cache for cache in CACHES if cache not in eager]
-    for shapes in (first, rest):
+    for shapes in (first, remaining):
         _measure(record, SECTION, model, sizes, backend, eager, shapes)
         if shapes is first:
             _measure_first_calls(record, model, sizes, backend)
@@ -207,7 +207,7 @@ def _work(
     tokens, warm = sizes.tokens[compiled], sizes.warm[compiled]
     _forget_graphs(model)
     model.set_attn_implementation(attention)
-    # This row is about torch's flash attention and no other.
+    # This row is only about torch's flash attention.
     only_flash = name == FLASH and stage.is_gpu and not stage.dry
     backend = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if only_flash else nullcontext()
     try:

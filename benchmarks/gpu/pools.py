@@ -1,4 +1,4 @@
-"""Random pages, and checks of what contenders compute from them."""
+"""Random pages, and checks of the results that contenders compute from them."""
 
 import functools
 import math
