@@ -13,7 +13,7 @@ from .options import CacheOptions
 from .turns import Turns
 
 # Plan of values without channels: some layers with latents have no positional part.
-_NOTHING = SidePlan(AUTO)
+_NO_CHANNELS = SidePlan(AUTO)
 
 
 class Encoding:
@@ -117,7 +117,7 @@ class Encoding:
                 and known.v.static_scale is self.v_scale
             ):
                 return known
-        v_plan = plan.v if pool.v_dim else _NOTHING
+        v_plan = plan.v if pool.v_dim else _NO_CHANNELS
         pages = Pages(
             StoredSide(self.k_scale, self.k_center, plan.k.format, pool.k_dim, plan.k.rotated),
             StoredSide(self.v_scale, None, v_plan.format, pool.v_dim, v_plan.rotated),

@@ -169,7 +169,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
-        self.sinks, self.shares = sinks, kv_sharing_target_layer_name is not None
+        self.sinks, self.shares_pages = sinks, kv_sharing_target_layer_name is not None
         # Read here, so that invalid options raise an error before weights are loaded.
         self.model = read_storage(
             kv_cache_dtype, config.additional_config, config.model_config.model,
@@ -200,7 +200,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         assert output_scale is None  # we do not declare support for scaled outputs
         assert output_block_scale is None
         assert self.bound is not None
-        if self.shares:
+        if self.shares_pages:
             key = value = None
         self.bound.attend(
             query, key, value, kv_cache, attn_metadata.work, output,
