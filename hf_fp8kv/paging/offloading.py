@@ -49,7 +49,7 @@ class OffloadBudget(PageBudget):
         if self.max_device_pages is None:
             for other in self._here():
                 if other is not layer:
-                    other.store()  # it is evicted soon, and this layer computes meanwhile
+                    other.store()  # it is evicted soon, so copy while this layer computes
         layer.fetch(pages)
         layer.wait()
         # The computing layer is always on the device, the following layer only if both fit.

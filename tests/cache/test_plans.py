@@ -172,7 +172,7 @@ SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
         ({"plan": {0: SAFE}}, "got none for layer 1; add it"),
         ({"plan": dict.fromkeys(range(5), SAFE)}, r"from 0 to 2, .*got also \[3, 4\]; leave these"),
         ({"plan": dict.fromkeys(range(5), SAFE), "max_cache_len": 64}, r"from 0 to 2, .*\[3, 4\]"),
-        ({"plan": {-1: SAFE}}, "numbers from 0, got -1; name layers"),
+        ({"plan": {-1: SAFE}}, "layers from 0 on, got -1; use the keys"),
         ({"plan": {0: "int8"}}, "plan of layer 0: expected a LayerPlan"),
         ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlan, got"),
         ({"plan": {1: LayerPlan(SAFE.k, None)}}, "plan of layer 1: expected a LayerPlan of"),

@@ -517,10 +517,10 @@ def test_a_row_that_is_all_lowest_numbers_is_a_mean():
         added = torch.zeros(1, 1, 3, 150)
         added[..., 0, :] = lowest
         added[..., 1, 70:] = lowest
-        more = {**kwargs, "bias": added}
-        expected = attend(case, pages, query, "reference", **more)
+        extra = {**kwargs, "bias": added}
+        expected = attend(case, pages, query, "reference", **extra)
         for kernel in KERNELS:
-            found = run(kernel, case, pages, query, **more)
+            found = run(kernel, case, pages, query, **extra)
             assert errors(found, expected).max() <= bound(case)
 
 
@@ -588,8 +588,8 @@ def test_widened_codes_give_the_same_bits(case, monkeypatch):
     # A GPU has more SMs than these cases have blocks of rows.
     monkeypatch.setattr(extend, "SPLIT_FROM", 1000)
     started = []
-    monkeypatch.setattr(extend, "launch", lambda kernel, *args, **more: (
-        started.append(kernel.__name__), launch(kernel, *args, **more)))  # fmt: skip
+    monkeypatch.setattr(extend, "launch", lambda kernel, *args, **extra: (
+        started.append(kernel.__name__), launch(kernel, *args, **extra)))  # fmt: skip
     wide = run("extend", case, pages, query, **kwargs)
     assert started == ["_widen_codes", "_extend"]
     assert errors(wide, expected).max() <= 2 * errors(
@@ -631,8 +631,8 @@ def test_more_rows_than_shared_memory_holds():
 def test_every_way_to_read_a_latent(name, target):
     """With the launch parameters of each target; a NaN that is seen is not hidden."""
     rotated = name == "fp8_e2m5"
-    more = {**_LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
-    case = Case("", q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **more)
+    extra = {**_LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
+    case = Case("", q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **extra)
     pages, query, kwargs, expected = prepared(case)
     limit = yardstick(target, case, pages, query, kwargs, expected)
     with pretending(target):
