@@ -30,9 +30,9 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1970, "bench": 973, "cache": 3180, "calibration": 2329, "cli": 1680,
-    "enabling": 248, "errors": 63, "formats": 418, "__init__": 62, "modeling": 624, "ops": 6511,
-    "paging": 1693, "prefix": 1154, "scales": 2900, "server": 3955, "serving": 1776,
+    "attention": 1968, "bench": 973, "cache": 3175, "calibration": 2329, "cli": 1680,
+    "enabling": 248, "errors": 63, "formats": 415, "__init__": 62, "modeling": 624, "ops": 6497,
+    "paging": 1690, "prefix": 1153, "scales": 2900, "server": 3955, "serving": 1776,
     "utils": 501, "vllm": 1007,
 }  # fmt: skip
 

@@ -154,8 +154,7 @@ def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict
 
 def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[_Forward]"]]:
     """Yield the modules that compute in blocks, and the class of their new `forward`."""
-    # The weight of this projection is multiplied by queries and results (see `latent`), without its
-    # module.
+    # The weight of this projection is multiplied by queries and results, without its module.
     absorbed = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
     for module in model.modules():
         if id(module) not in absorbed and (method := _method_for(module)) is not None:

@@ -218,8 +218,7 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
         with torch.no_grad():
             unit = torch.eye(rank, dtype=like.dtype, device=like.device)
             return projection(unit).T.contiguous()  # type: ignore[no-any-return]
-    # Such hooks may use arguments of each call, like PEFT's hooks that select an adapter for each
-    # sequence.
+    # Such hooks may use arguments of each call, like PEFT's hooks that select adapters by sequence.
     if any(part._forward_pre_hooks_with_kwargs for part in projection.modules()):
         return None
     tensors = [*projection.parameters(), *projection.buffers()]

@@ -135,11 +135,9 @@ class FP8PagedCache(DynamicCache):
     beginning: Text | None = None
     # Number of tokens that the last step added to `text`, even if it did not complete.
     last_step = 0
-    # Number of tokens that `generate` found in the cache, and of tokens from a store, over all
-    # sequences.
+    # Numbers of tokens that `generate` found in the cache, and in a store, over all sequences.
     reused = restored = 0
-    # Whether part of the text was taken from the beginning of a prompt instead of from the model's
-    # calls.
+    # Whether part of the text comes from the beginning of a prompt, not from the model's calls.
     is_assumed = False
     # Digest of the model and the options that computed the pages, or "".
     identity = ""
@@ -321,8 +319,7 @@ class FP8PagedCache(DynamicCache):
         """
         tokens = parse_crop(tokens_to_remove)
         self._paged.check_crop(tokens)
-        # Convolution layers that record the past can also be cropped, which `can_crop` does not
-        # cover.
+        # `can_crop` is False for convolution layers that record the past, but these can be cropped.
         without_past = (x for x in self.stock_layers if not getattr(x, "record_past", True))
         if tokens and not all(can_crop(layer, tokens) for layer in without_past):
             raise ConfigError(

@@ -13,8 +13,7 @@ import torch
 
 from .turns import Turns
 
-# The mean of few tokens is as good as the mean of all (docs/accuracy.md), and is cheap for a long
-# prompt.
+# The mean of few tokens is as good as the mean of all (docs/accuracy.md), and cheaper.
 _TOKENS = 32
 
 

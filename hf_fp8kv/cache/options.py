@@ -234,7 +234,7 @@ class CacheOptions:
         if missing := sorted(set(paged).difference(have)):
             raise self._misfit(f"scales for every paged layer, got none for layers {missing}")
         if extra:
-            expected = f"layers from 0 to {count - 1}, which the model has, got also {extra}"
+            expected = f"layers from 0 to {count - 1}, which the model has, got {extra}, too"
             raise self._misfit(expected, "leave these out")
 
     def new_budget(self) -> PageBudget:

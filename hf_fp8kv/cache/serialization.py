@@ -55,16 +55,14 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
     groups = []
     states = {i: x for i, x in enumerate(snapshot.layers) if isinstance(x, LayerSnapshot)}
     for g, group in enumerate(snapshot.groups):
-        group_layers = [(i, x) for i, x in states.items() if x.group is group]
+        members = [(i, x) for i, x in states.items() if x.group is group]
         # A preallocated cache also lists empty pages.
-        stop = -(
-            -max((layer.length for _, layer in group_layers), default=0) // group.table.page_size
-        )
+        stop = -(-max((layer.length for _, layer in members), default=0) // group.table.page_size)
         listed = group.table.rows[:, min(group.table.first, stop) : stop]
         pages, rows = np.unique(listed, return_inverse=True)
         tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(listed.shape).astype(np.int32))
         layers: list[Facts] = []
-        for i, layer in group_layers:
+        for i, layer in members:
             facts: Facts = {"index": i}
             layers.append(facts)
             if layer.turns is not None:
@@ -126,7 +124,7 @@ def unpack(
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
     budget, size, room = options.new_budget(), options.page_size, options.max_cache_len or 0
-    max_entries = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
+    limit = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
 
     def pop_tensor(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         tensor = tensors.pop(name)
@@ -149,9 +147,7 @@ def unpack(
         seen = LayerGroup(budget, window).visible_from(length)
         (batch, columns), last = tensors[name].shape, -(-max(stored, default=0) // size)
         first = _check_count(f"{name}: first page", last - columns, 0, seen // size)
-        max_entries -= _check_count(
-            f"{name}: places", batch * max(last, room // size), 0, max_entries
-        )
+        limit -= _check_count(f"{name}: places", batch * max(last, room // size), 0, limit)
         rows = pop_tensor(name, torch.int32, batch, columns).cpu().numpy()
         found = int(rows.min(initial=0)), len(np.unique(rows))
         count = int(rows.max(initial=-1)) + 1
@@ -332,8 +328,7 @@ def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
         layers = {}
         for i in scales["layers"]:
             k, v, center = (tensors.pop(f"scales.{i}.{x}", None) for x in ("k", "v", "k_center"))
-            # A plan that is saved with scales belongs to them. Dynamic scales, or only centers,
-            # need a plan.
+            # Scales are saved with their plan. Dynamic scales, or only centers, need a plan.
             layers[i] = LayerScales(k, v, center, plan=by_layer.get(i))
         scales = wrap_scales(ScaleData(layers, scales["format"]))
     elif scales is not None:

@@ -20,8 +20,7 @@ from . import MIN_SCALE, Format
 # saturation. 32 would gain little.
 SEARCH_STEPS = 16
 BFLOAT16_NAN = 0x7FC0
-# Number of vectors that `search_scale` handles at a time. It needs 16 times their size as temporary
-# memory.
+# Number of vectors that `search_scale` handles at a time. It needs 16 times their memory.
 SEARCH_CHUNK = 64
 
 
@@ -81,8 +80,7 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
 def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the dynamic scale of each vector along the last axis, `x.shape[:-1]`, bfloat16."""
     amax = x.float().abs().amax(-1)
-    # Divide by a tensor. For a Python number, CUDA would multiply by the reciprocal, which rounds
-    # twice.
+    # Divide by a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds twice.
     scale = (amax / amax.new_full((), fmt.max)).clamp(min=MIN_SCALE)
     return _round_up(scale, amax.isfinite())
 
@@ -160,8 +158,7 @@ def _facts(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
 def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Round each value of `x`, float32, to the format's step in its binade."""
     drop = 23 - fmt.mantissa_bits
-    # Adding 1.5 times a power of two, whose last bit is worth one step, rounds a value to that
-    # step.
+    # Adding 1.5 times a power of two, whose last bit is worth one step, rounds to that step.
     binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
     large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
     return (x + large) - large

@@ -18,8 +18,7 @@ with page = table[b, n // S] and slot = n % S. V is stored alike, with token_sca
 center.
 """
 
-# This file only imports names: the folders `torch`, `cpu` and `triton` become attributes of the
-# package.
+# This file only imports names: the folders `torch`, `cpu` and `triton` become attributes.
 from .api import advance, attend, gather, make_plan, plan_rows, write
 from .backends import BACKENDS, CHOICES, available_backends, choose_backend, load_backend
 from .pages import AttentionSpec, Pages, StoredSide

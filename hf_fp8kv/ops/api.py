@@ -306,8 +306,7 @@ def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
 # Dispatch of a `torch.library.custom_op` would take six times as long.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _BY_HOST = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-# The function of each operation, and its call through the dispatcher, by the name in the
-# dispatcher.
+# The function of each operation, and its call through the dispatcher, by the dispatcher's name.
 RUN: dict[str, Callable[..., Any]] = {}
 _CALLS: dict[str, Callable[..., Any]] = {}
 

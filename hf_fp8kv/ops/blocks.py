@@ -25,8 +25,7 @@ def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
     """
     first = blocks[0]
     if len(blocks) == 1:
-        # These offsets do not contain addresses, so they also hold if compiled code copies the
-        # block.
+        # These offsets contain no addresses, so they also hold if compiled code copies the block.
         size = first.stride(0)
         return torch.arange(0, size * len(first), size, dtype=torch.int64, device=first.device)
     numbers = [

@@ -23,8 +23,7 @@ def check_sizes(
     batch, heads, k_dim, v_dim, room, device = pages.sizes or _measure(pages)
     if lengths.shape != (batch,) or lengths.dtype is not _INT:
         _refuse("lengths", f"[{batch}], int32", device, lengths)
-    # In a trace `room` may be a symbol, on which a guard would fail. The traced call checks it when
-    # it runs.
+    # In a trace `room` may be a symbol, on which a guard would fail. The traced call checks it.
     if not 0 <= start <= stop or (type(room) is int and stop > room):
         _refuse("positions", f"a span of the {room} of the block table", device, (start, stop))
     tokens = None

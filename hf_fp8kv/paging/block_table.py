@@ -55,8 +55,7 @@ class BlockTable:
         self._copies.clear()
 
     def __del__(self) -> None:
-        # Frees the pages of a fork that is collected. At exit, required modules may already be
-        # gone.
+        # Frees the pages of a fork that is collected. At exit, required modules may be gone.
         if hasattr(self, "rows") and not sys.is_finalizing():
             self.allocator.abandon(self.used().ravel())
 

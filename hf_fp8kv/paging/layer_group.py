@@ -178,8 +178,7 @@ class LayerGroup:
         """Return the first token of a call's pages, the first token to keep, and if it is long."""
         if self.window is not None and not self.record_past:
             pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
-            # If layers advance separately, the slowest layer needs its pages, so everything is
-            # kept.
+            # If layers advance separately, the slowest layer needs its pages, so all are kept.
             if pages > self.window_pages and all(n in (0, start) for n in self.lengths):
                 kept = self.first_kept(stop)
                 return max(start, kept), kept, True

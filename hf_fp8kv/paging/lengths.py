@@ -206,8 +206,7 @@ class DeviceLength:
         after = ops.advance(self.lengths, tokens, self.room, backend)
         ring, size = self.fixed.ring, self.group.page_size
         long = None
-        # Maximum number of new tokens for which the ring keeps everything that is visible to the
-        # first.
+        # Maximum number of new tokens for which the ring keeps everything visible to the first.
         max_tokens = (ring - 1) * size - (self.group.window or 0) + 2
         if ring and tokens > max_tokens:
             first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))

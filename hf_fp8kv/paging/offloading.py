@@ -61,7 +61,7 @@ class OffloadBudget(PageBudget):
         return {layer for layer in self.layers if layer.here.is_allocated}
 
     def _make_room(self, current: "Tiers", incoming: "Tiers") -> None:
-        """Evict other layers until the pages of `wanted` fit."""
+        """Evict other layers until the pages of `incoming` fit."""
         size = max(layer.index for layer in self.layers) + 1
         candidates = list(self._here() - {current, incoming})
         candidates.sort(key=lambda x: ((x.index - current.index) % size or size, -x.used_at))

@@ -67,8 +67,7 @@ class StoredBlocks:
             self._store.count(misses=1)
         if blocks:
             synchronize(self._rows.device)  # the engine computes on a different stream
-            # A released block with a hash is kept for reuse. The last block of a prompt is evicted
-            # first.
+            # A released block with a hash is kept. A prompt's last block is evicted first.
             for block in reversed(blocks):
                 allocator.ledger.release(block)
             self._store.count(hits=1, tokens_found=len(blocks) * slots)

@@ -19,8 +19,7 @@ from typing import NamedTuple
 _LOCK, _PARTIAL = ".prefix_store.lock", ".part"
 # Links could lead out of the folder, and reading a pipe could block. (Windows lacks these flags.)
 _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
-# Nanoseconds by which the time of a file may lag behind the clock: a tick of the kernel plus a
-# margin.
+# Nanoseconds by which the time of a file may lag behind the clock: a kernel tick plus a margin.
 _TICK = 20_000_000
 
 
@@ -114,7 +113,7 @@ class PrefixFolder:
         return True
 
     def _evict(self, lock: int, total: int, limit: int, own: Collection[str]) -> int:
-        """Remove the least recently used files, except `own`, until at most `most` bytes are left.
+        """Remove the least recently used files, except `own`, until at most `limit` bytes are left.
 
         `total` is the number of bytes before. Return the number of bytes after.
         """
@@ -180,8 +179,7 @@ class PrefixFolder:
             yield handle if is_ours else None
         finally:
             if is_ours:
-                # Unlock explicitly, because a process that was forked in between also has the
-                # handle.
+                # Unlock explicitly: a process that was forked in between also has the handle.
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 

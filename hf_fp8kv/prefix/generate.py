@@ -85,8 +85,7 @@ class Prefill(ModelMethod):
         """Keep the tokens that a cache shares with a text, and restore more from the store."""
         begins_empty = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
         identity = self._identify(cache)
-        # This includes pages without an identity, from a model with dropout or with unhashable
-        # weights.
+        # This includes pages without an identity: the model has dropout or unhashable weights.
         differs = identity != cache.identity and (cache.identity or cache.text is not None)
         if begins_empty or differs:
             cache.reset()
@@ -200,8 +199,7 @@ def _can_crop(cache: FP8PagedCache, tokens: int) -> bool:
 def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Text | None:
     """Return the whole text of a `generate`, or None if it does not only consist of tokens."""
     mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
-    # As in transformers, the mask covers all tokens, so its width shows whether `ids` has all of
-    # them.
+    # As in transformers, the mask covers all tokens, so its width shows whether `ids` has them all.
     width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     other_inputs = [
         name for name, x in model_kwargs.items() if x is not None and name not in _NEUTRAL

@@ -158,7 +158,7 @@ class StoredPrompt:
             group.crop(0)
 
     def _read(self, max_pages: int) -> dict[str, Page]:
-        """Return the first `most` pages of each row by key, up to the first missing page.
+        """Return the first `max_pages` pages of each row by key, up to the first missing page.
 
         Each page is checked to have the facts and sizes that this cache would write, with the head
         sizes of the first page.

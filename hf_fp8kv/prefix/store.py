@@ -275,8 +275,7 @@ class PrefixStore:
         names = {self._file(key).name for key in keys}
         try:
             with self._folder.lock(self._patience) as lock:
-                # A process that holds the lock this long may be suspended, so later waits are
-                # short.
+                # A process that holds the lock this long may be suspended: wait less from now on.
                 self._patience = _PATIENCE if lock is not None else _LITTLE_PATIENCE
                 for key, page in pages.items():
                     if lock is None or not self._writes:
@@ -300,8 +299,7 @@ class PrefixStore:
         except Exception:
             logger.exception("%s: the pages of a text are not stored", self)
         finally:
-            # Together, because pages of a text may share memory, which is only freed with the last
-            # page.
+            # Together, because pages of a text may share memory, which the last page frees.
             for key in pages:
                 self._queued.pop(key, None)
             pages.clear()  # a job without a thread would stay in the queue

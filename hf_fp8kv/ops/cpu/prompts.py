@@ -31,12 +31,12 @@ _MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> bool:
     """Return whether `attend` supports the call and is faster than the C++ kernel."""
     rows = query.shape[2] * query.shape[1] // pages.heads
-    plain = (
+    is_supported = (
         spec.sinks is None and spec.mask is None and spec.bias is None
         and not spec.softcap and not spec.latent and spec.causal and (spec.window or not start)
         and not spec.deterministic
     )  # fmt: skip
-    return bool(plain) and rows >= ROWS and query.dtype in (torch.bfloat16, torch.float16)
+    return bool(is_supported) and rows >= ROWS and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def attend(
@@ -65,14 +65,12 @@ def attend(
         k = pages.k._replace(center=None)
         row_pages = pages._replace(k=k, table=pages.table[row : row + 1])
         for head in range(0, heads, step):
-            head_range = slice(head, min(head + step, heads))
+            part = slice(head, min(head + step, heads))
             key, value = (
-                gather(
-                    row_pages, lengths[row : row + 1], side, first, length, dtype, False, head_range
-                )
+                gather(row_pages, lengths[row : row + 1], side, first, length, dtype, False, part)
                 for side in "kv"
             )
-            rows = slice(group * head_range.start, group * head_range.stop)
+            rows = slice(group * part.start, group * part.stop)
             output = scaled_dot_product_attention(
                 query[row : row + 1, rows, tokens - count :].to(dtype), key, value, visible,
                 is_causal=visible is None, scale=spec.scaling, enable_gqa=group > 1,

@@ -20,8 +20,7 @@ __all__ = ["attend", "gather", "write"]
 
 # Tokens of one chunk.
 CHUNK = 512
-# For few query rows over latents, which are wide: longer chunks mean fewer barriers between
-# threads.
+# For few query rows over latents, which are wide: longer chunks mean fewer thread barriers.
 LATENT_CHUNK, FEW_ROWS = 2048, 256
 
 

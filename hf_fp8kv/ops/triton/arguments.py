@@ -223,8 +223,7 @@ def prepare(
     exact = query.dtype == torch.float32
     k_codec = _codec(pages.k, pages.k_dtype, target, exact)
     v_codec = _codec(pages.v, pages.v_dtype, target, exact)
-    # The center's part of the logits only matters next to something that lacks it: a softcap or
-    # sinks.
+    # The center's part of the logits only matters next to a term that lacks it: a softcap or sinks.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
     k, v = pointers_to(pages, "k"), pointers_to(pages, "v")
     if not centered:

@@ -311,8 +311,7 @@ def _attend_tile(
         tensors, j, position, page_offset, rows.h, view, CALL, TILE
     )
     seen = None
-    # Other keys are masked after the product: keeping `visible` alive during it makes Triton 3.5
-    # spill.
+    # Other keys are masked after the product, because Triton 3.5 would spill with `visible` alive.
     if MASKED and CALL.latent:
         visible, seen = find_visible(position, rows, view, CALL)
         k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))

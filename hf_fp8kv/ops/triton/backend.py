@@ -31,8 +31,7 @@ def write(
 ) -> None:
     """Store new tokens, as `writing.write`."""
     max_tokens = writing.UNLIMITED if limit is None else limit
-    # Prompts vary in length. Each length would need a separate recording, and their number is
-    # limited.
+    # Prompts vary in length: each length would need one of a limited number of recordings.
     if key.shape[2] > SINGLE_TOKENS:
         writing.write(pages, key, value, lengths, max_tokens)
         return
@@ -73,12 +72,8 @@ def attend(
     `plan` is the result of `make_plan` for these lengths, or None to make a plan here.
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
-    # Models with latents have many query heads per KV head, so the number of tokens selects the
-    # kernel.
-    has_many_rows = (
-        tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS
-    )
-    if has_many_rows:
+    # Models with latents have many query heads per KV head, so the number of tokens decides.
+    if tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = query, pages, lengths, start, stop, spec, plan
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, deterministic = spec

@@ -134,8 +134,7 @@ def _candidate_scales(first, j):
 def _rounding_cost(x, scales, first, FORMAT: tl.constexpr):
     """Return the squared rounding errors of rows of `x` with `scales`, relative to `first`."""
     scaled = x * tl.div_rn(1.0, scales)[:, None]
-    # Adding 1.5 times a power of two, whose last bit is worth one step, rounds a value to that
-    # step.
+    # Adding 1.5 times a power of two, whose last bit is worth one step, rounds to that step.
     DROP: tl.constexpr = 23 - FORMAT.mantissa_bits
     binade = scaled.to(tl.int32, bitcast=True) & 0x7F800000
     binade = tl.maximum(binade, (128 - FORMAT.bias) << 23)

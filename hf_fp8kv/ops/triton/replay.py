@@ -154,8 +154,7 @@ def _compile(
         LookupError: An argument of a launch, or the result, cannot be derived from a later call.
     """
     allocated = recorded.allocations
-    # (`torch.empty` takes nearly twice as long.) Keep the target alive, because its `id` is in the
-    # key.
+    # (`torch.empty` takes nearly twice as long.) Keep the target alive: its `id` is in the key.
     objects: dict[str, Any] = {
         "empty": torch.empty_strided, "driver": triton.runtime.driver, "kept": target,
     }  # fmt: skip

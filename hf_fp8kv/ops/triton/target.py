@@ -100,8 +100,7 @@ class Target:
             by_registers = available.registers // (cdiv(registers, 8) * 8 * 32 * warps)
             by_threads = available.threads // (32 * warps)
             return min(by_registers, by_threads, available.shared // (shared + _RESERVED))
-        # A compute unit has four SIMD units, each with 512 registers per lane and at most eight
-        # warps.
+        # A compute unit has four SIMDs, each with 512 registers per lane and at most eight warps.
         per_unit = min(8, 512 // (cdiv(max(registers, 1), 8) * 8))
         return min(per_unit * 4 // warps, available.shared // max(shared, 1))
 
@@ -219,8 +218,7 @@ class _Recorder(threading.local):
 
 _recorder = _Recorder()
 
-# Default options of kernels. Triton 3.9 warns if this option is missing, because 3.10 changes its
-# default.
+# Default options of kernels. Triton 3.9 warns without this one, because 3.10 changes its default.
 _OPTIONS = {"enable_fp_fusion": True}
 
 

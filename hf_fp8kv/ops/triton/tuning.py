@@ -47,8 +47,7 @@ class LaunchConfig:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-# Maximum number of new tokens per sequence for which separate programs write each token, as in
-# decoding.
+# Maximum number of new tokens per sequence that separate programs write, as in decoding.
 SINGLE_TOKENS = 8
 # Maximum number of query rows per KV head for the decode kernel.
 DECODE_ROWS = 64
