@@ -49,7 +49,7 @@ def _is_installed(package: str) -> bool:
 def _why_not_triton() -> str | None:
     if not _is_installed("triton"):
         return "triton is not installed: pip install triton"
-    # Triton's interpreter runs kernels on a CPU. It is for tests, and far slower than the others.
+    # Triton's interpreter runs kernels on a CPU, only for tests. Other backends are far faster.
     if torch.cuda.is_available() or is_interpreted():
         return None
     return "torch finds no CUDA or ROCm device"
