@@ -63,15 +63,15 @@ class Queries:
     def cost(self, side: str, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
         """Return the cost of errors of K or V, `[N, Hkv, D]`: `[Hkv, 1]`, by channel `[Hkv, D]`."""
         if side == "v":
-            change = torch.einsum("hgqn,nhd->hgqd", self.weights, error).square().sum((-3, -2))
-            return change if granularity == "channel" else change.sum(-1, keepdim=True)
+            moved = torch.einsum("hgqn,nhd->hgqd", self.weights, error).square().sum((-3, -2))
+            return moved if granularity == "channel" else moved.sum(-1, keepdim=True)
         if granularity == "channel":
             mean = torch.einsum("hgqn,nhd->hgqd", self.weights, error)
             square = torch.einsum("hgqn,nhd->hgqd", self.weights, error.square())
             return (self.q.square() * (square - mean.square())).sum((-3, -2))
-        change = torch.einsum("hgqd,nhd->hgqn", self.q, error)
-        mean = (self.weights * change).sum(-1, keepdim=True)
-        return (self.weights * (change - mean).square()).sum((-3, -2, -1))[..., None]
+        moved = torch.einsum("hgqd,nhd->hgqn", self.q, error)
+        mean = (self.weights * moved).sum(-1, keepdim=True)
+        return (self.weights * (moved - mean).square()).sum((-3, -2, -1))[..., None]
 
 
 def observe_queries(
