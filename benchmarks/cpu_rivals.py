@@ -257,7 +257,7 @@ def _llama(python: str | None) -> Iterator[dict[tuple[str, int], Callable[[], fl
         [python, "-c", _LLAMA_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
-    def ask(question: object) -> Any:
+    def run_in_process(question: object) -> Any:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(question) + "\n")
@@ -265,8 +265,8 @@ def _llama(python: str | None) -> Iterator[dict[tuple[str, int], Callable[[], fl
         return json.loads(process.stdout.readline())
 
     try:
-        ask(setup)
-        yield {case: functools.partial(ask, number) for number, case in enumerate(cases)}
+        run_in_process(setup)
+        yield {case: functools.partial(run_in_process, number) for number, case in enumerate(cases)}
     finally:
         process.kill()
 

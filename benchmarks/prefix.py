@@ -66,12 +66,12 @@ def measure_prefix(
         full = Path(folder) / "full"
         ask("What is this text about?", full)
         for number in range(rounds):
-            places = {"none": None, "empty": Path(folder) / f"empty-{number}", "full": full}
+            stores = {"none": None, "empty": Path(folder) / f"empty-{number}", "full": full}
             turn = number % len(STORES)
             for kind in STORES[turn:] + STORES[:turn]:
                 progress(f"round {number + 1} of {rounds}, store: {kind}")
                 question = f"In {number + 2} words, what is said of lists?"
-                answers[kind].append(ask(question, places[kind]))
+                answers[kind].append(ask(question, stores[kind]))
         sizes = [file.stat().st_size for file in full.glob("*.safetensors")]
     rows = []
     for kind, of_kind in answers.items():

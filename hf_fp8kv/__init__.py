@@ -54,7 +54,7 @@ _register()
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Import lazily what depends on transformers' engine: `hf_fp8kv.serving` and `application`."""
+    """Import `hf_fp8kv.serving` and `application`, which need transformers' engine, lazily."""
     if name == "serving":
         return _importlib.import_module(f"{__name__}.serving")
     if name == "application":

@@ -1,4 +1,4 @@
-"""Enabling: an FP8 cache for every `generate()` of a model, without a keyword."""
+"""Enabling a model: every `generate()` uses an FP8 cache without a keyword."""
 
 import copy
 import functools
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 _SAVED = "_hf_fp8kv_enabled"
 _HOOK = "_prepare_cache_for_generation"
-# The name that generate() has for a growing cache in host memory.
+# The name of a growing cache in host memory in generate().
 OFFLOADED = "offloaded"
-# Types of PEFT's adapters that put keys and values into the cache.
+# Types of PEFT's adapters that add keys and values to the cache.
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 _Model = TypeVar("_Model")
 
@@ -49,38 +49,38 @@ def enable(
 ) -> _Model:
     """Make `model.generate()`, and pipelines of this model, use an FP8 cache from now on.
 
-    Each call gets a new cache, unless it passes one, or asks for another kind of cache or for
-    none. The attention is set to "fp8_paged" if the model's attention can be set. Call again to
-    change the keywords; `disable` undoes everything.
+    Each call gets a new cache, unless it passes a cache, or selects a different kind of cache or
+    none. The attention is set to "fp8_paged" if the model supports that. Call again to change the
+    keywords. `disable` undoes everything.
 
-    With `training="stored"` calls without a cache, in train and in eval mode, read K and V rounded
-    exactly as these caches store them (and as `serving` does with the same keywords), for trainers
-    that compute the probabilities of generated text again. Gradients pass the rounding as if it
-    were not there. `prefill` is then "stored", and nothing else is possible.
+    With `training="stored"`, calls without a cache, in train and eval mode, read K and V rounded
+    exactly as these caches store them, and as `serving` does with the same keywords. This is for
+    trainers that recompute the probabilities of generated text. Gradients pass through the rounding
+    unchanged. `prefill` must then be "stored", which is its default.
 
-    With `deterministic=True` the pages and logits of a token have the same bits whatever else is in
-    the batch and however the text is cut into calls: docs/limits.md says what that needs. Such
-    calls take longer. `prefill` is then "stored".
+    With `deterministic=True`, the pages and logits of a token have the same bits for any batch, and
+    for any split of the sequence into calls. docs/limits.md has the requirements. Such calls take
+    longer. `prefill` must then be "stored", which is its default.
 
     Args:
-        model: a model with `generate`, or PEFT's wrapper of one.
-        deterministic: see above. The model is run on 64 tokens. Adapters come before this.
-        training: None: calls without a cache are as under any attention; "stored": see above. The
-            model is run on three tokens, so call this before it is compiled, wrapped or sharded.
-        reuse_prefix: Whether a prompt continues a cache after the tokens that both have in common.
-            False means that the cache holds the beginning of every prompt.
-        prefix_store: Store in which each `generate()` finds pages of the beginning of its prompt,
-            and leaves its own pages. New caches then have `prefill="stored"`, and caches that are
-            passed need it.
-        cache_keywords: of `FP8PagedCache`; `tensor_parallel` comes from the model.
-            dtype="adaptive" is the plan of `choose_plan(model)`, which the model keeps.
+        model: A model with `generate`, or PEFT's wrapper of one.
+        deterministic: See above. The model is run on 64 tokens. Add adapters before this call.
+        training: None or "stored", see above. With "stored" the model is run on three tokens, so
+            call this before it is compiled, wrapped or sharded.
+        reuse_prefix: Whether a prompt is compared with the tokens of a passed cache, and continues
+            after the tokens that both share. False means that the cache is assumed to hold the
+            beginning of the prompt.
+        prefix_store: Store from which each `generate()` restores pages of its prompt, and to which
+            it writes new pages. New caches then have `prefill="stored"`, and passed caches need it.
+        cache_keywords: Keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
+            dtype="adaptive" means the plan of `choose_plan(model)`, which is cached in the model.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: the model cannot use the cache.
-        ScaleError, BackendError: a keyword is invalid.
+        ConfigError: The model cannot use the cache, or a keyword is invalid.
+        ScaleError, BackendError: A keyword is invalid.
     """
     base = _unwrap(model)
     if not isinstance(base, PreTrainedModel) or not hasattr(base, _HOOK):
@@ -97,15 +97,15 @@ def enable(
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
     roundings = prepare_rounding(base, training, cache_keywords, always=deterministic)
-    cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
+    cache = FP8PagedCache(base.config, **cache_keywords)  # raises if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if deterministic:
         probe_deterministic(base, cache.options, stock_indices(cache))
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:
-            raise ConfigError("prefix_store: expected reuse_prefix=True, got False; leave one out")
-        # Once, here and not in the first answer.
+            raise ConfigError("prefix_store: expected reuse_prefix=True, got False; pass only one")
+        # Slow first-time work is done here instead of in the first call.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED in vars(base):
@@ -126,7 +126,7 @@ def enable(
 
 
 def disable(model: _Model) -> _Model:
-    """Undo `enable`, if it was called. Return the model."""
+    """Undo `enable`, if it was called, and return the model."""
     base = _unwrap(model)
     before = vars(base).pop(_SAVED, None)
     if before is not None:
@@ -140,16 +140,16 @@ def disable(model: _Model) -> _Model:
 
 
 def _unwrap(model: Any) -> Any:
-    """Return the model whose `generate` runs: PEFT's wrappers pass the call on."""
+    """Return the model whose `generate` runs, inside PEFT's wrappers."""
     while hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return model
 
 
 class _PrepareCache(ModelMethod):
-    """Cache preparation of one model that makes an FP8 cache, with keywords as its argument.
+    """A model's cache preparation, which creates an FP8 cache. Its argument are cache keywords.
 
-    It replaces this method and not `generate`, since some models (Whisper, for long audio)
+    It replaces this method instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
     """
 
@@ -162,7 +162,7 @@ class _PrepareCache(ModelMethod):
         if _wants_default_cache(generation_config, model_kwargs):
             if generation_config.cache_implementation == OFFLOADED:
                 keywords = {**keywords, "offloading": keywords.get("offloading") or True}
-                # With a cache that there is already transformers refuses to be asked for one.
+                # transformers rejects this option if a cache is passed.
                 generation_config = copy.copy(generation_config)
                 generation_config.cache_implementation = None
             cache = model_kwargs[CACHE] = _new_cache(model, keywords)
@@ -173,16 +173,16 @@ class _PrepareCache(ModelMethod):
         return self.stock(generation_config, model_kwargs, *args, **kwargs)
 
     def _take_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
-        """Store the prefix of PEFT's prefix tuning: it replaces an empty cache with its own.
+        """Store the prefix of PEFT's prefix tuning, which replaces an empty cache.
 
-        PEFT sets this method of the model for the time of a `generate`, and puts it back.
+        PEFT sets this method of the model during a `generate`, and restores it afterwards.
         """
         prepare: Any = model.prepare_inputs_for_generation
         config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
         if config is None or config.peft_type not in _PREFIXES:
             return
 
-        @functools.wraps(prepare)  # a prefix store looks for other code inside
+        @functools.wraps(prepare)  # because `identify_model` checks the wrapped function
         def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
             inputs = prepare(*args, **kwargs)
             prefix = _self_attention_cache(inputs.get(CACHE))
@@ -198,14 +198,15 @@ class _PrepareCache(ModelMethod):
 
 
 def _self_attention_cache(cache: Any) -> Any:
-    """Return the part that prefixes go to; an encoder-decoder's cross-attention gets none."""
+    """Return the cache that receives prefixes: of an encoder-decoder, not its cross-attention."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def _fill_up(layer: Any) -> list[torch.Tensor]:
-    """Return keys and values of all positions of a layer, which may hold only its window.
+    """Return keys and values of all positions of a layer, which may only hold its window.
 
-    No query sees the others; they are the mean, and so change no center.
+    Missing positions are not visible to any query. They get the mean, so that centers do not
+    change.
     """
     filled, tokens = [], layer.get_seq_length()
     for dense in (layer.keys, layer.values):
@@ -218,9 +219,9 @@ def _wants_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -
     if model_kwargs.get(CACHE) is not None:
         return False
     kind = generation_config.cache_implementation
-    # Old checkpoints say "hybrid" in their generation config, where transformers ignores it.
+    # Generation configs of old checkpoints contain "hybrid", which transformers ignores.
     if kind not in (None, "hybrid", OFFLOADED):
-        logger.info("generate() asks for a %r cache: no FP8 cache is made", kind)
+        logger.info("generate() uses a %r cache instead of an FP8 cache", kind)
         return False
     return generation_config.use_cache is not False
 
@@ -229,17 +230,17 @@ def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
     cache = FP8PagedCache(model.config, **keywords)
     if not model.config.is_encoder_decoder:
         return cache
-    # The cross-attention cache grows, since the length of the encoder's output is known only at the
-    # first call. Scales, centers and skipped layers belong to the decoder's self-attention.
+    # The cross-attention cache is growing, because the length of the encoder's output is only known
+    # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
     plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     cross = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
     return EncoderDecoderCache(cache, FP8PagedCache(model.config, **cross))
 
 
 def _note_padding(cache: Any, mask: torch.Tensor | None) -> None:
-    """Tell a new cache what is padding in the text of a `generate`, for centers of K.
+    """Pass the padding mask of a `generate` to a new cache, for centers of K.
 
-    No mask function could tell the cache of a cross-attention, or one under another attention.
+    Mask functions cannot pass it to the cache of a cross-attention, or with a different attention.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.cross_attention_cache

@@ -1,4 +1,4 @@
-"""Errors: everything this package raises on purpose.
+"""The errors that this package raises on purpose.
 
     FP8KVError
     ├── ConfigError      incompatible or invalid arguments, model or call
@@ -7,8 +7,8 @@
     ├── BackendError     a backend requested by name cannot run
     └── EngineError      the engine of a server ended while it served
 
-A message says what was expected, what it got, and what to do. After an error the cache is as it was
-before the call.
+A message contains what was expected, what was passed, and what to do. After an error the cache is
+as it was before the call.
 """
 
 
@@ -28,8 +28,8 @@ class OutOfPagesError(FP8KVError, MemoryError):
     """A budget of pages or of tokens would be exceeded.
 
     Attributes:
-        needed: pages or tokens that the call needs.
-        available: pages or tokens that are left, or the limit.
+        needed: Number of pages or tokens that the call needs.
+        available: Number of pages or tokens that are left, or the limit.
     """
 
     def __init__(self, message: str, *, needed: int, available: int) -> None:
@@ -39,7 +39,7 @@ class OutOfPagesError(FP8KVError, MemoryError):
 
     @classmethod
     def of_tokens(cls, limit: int, stored: int, tokens: int) -> "OutOfPagesError":
-        """Return the error for `tokens` more than the `stored` ones that pass `max_cache_len`."""
+        """Return the error for `tokens` new tokens after `stored` tokens past `max_cache_len`."""
         return cls(
             f"expected at most {limit} tokens per sequence (max_cache_len), got {stored} stored "
             f"and {tokens} more; make the cache with a larger max_cache_len, or crop or reset it",

@@ -104,7 +104,7 @@ def measure_pages(
     record: Record, sizes: Sizes, backend: str, section: str, case: Case, kind: Kind, name: str = ""
 ) -> dict[str, Any] | None:
     """Add a row for attention to scattered pages, without a mask, and return it."""
-    stage, size = record.stage, case.moved(kind)
+    stage, size = record.stage, case.bytes_read(kind)
     layers = stage.copies(int(size))
 
     def work() -> dict[str, Any]:
@@ -116,8 +116,8 @@ def measure_pages(
         with poison_memory():
             output = steps[-1]()
         error = check(output, query, pools[-1], case)
-        more = {"moved": size, **case.describe(), "layers": layers}
-        return {**stage.time(steps), "error": error, **more}
+        fields = {"moved": size, **case.describe(), "layers": layers}
+        return {**stage.time(steps), "error": error, **fields}
 
     return record.measure(section, case, name or kind.name, work)
 

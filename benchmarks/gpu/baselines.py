@@ -91,7 +91,7 @@ def measure_extend(record: Record, case: Case) -> None:
 def _measure_sdpa(
     record: Record, section: str, case: Case, name: str, backend: SDPBackend | None, form: Attention
 ) -> None:
-    stage, heads, size = record.stage, case.heads, case.moved(BF16)
+    stage, heads, size = record.stage, case.heads, case.bytes_read(BF16)
     attend = functools.partial(_attend_all, backend, form)
     if stage.compiling:  # no kernel of this package
         return

@@ -96,8 +96,8 @@ def measure_attention(
 
     With `whole`, the row is for a whole step of a layer. With `eager`, no graph is captured.
     """
-    stage, moved = record.stage, case.moved(kind)
-    layers = stage.copies(int(moved))
+    stage, size = record.stage, case.bytes_read(kind)
+    layers = stage.copies(int(size))
 
     def work() -> dict[str, Any]:
         filled = CacheSteps(stage, kind, case, layers, backend, preallocated=preallocated)
@@ -113,8 +113,8 @@ def measure_attention(
         error = check(output, filled.query, pages_of(filled.key), case)
         timed = stage.time(steps, eagerly=eager)
         launches = stage.count_launches(steps) if whole else None
-        more = {"moved": moved, **case.describe(), "layers": layers}
-        return {**timed, "error": error, "launches": launches, **more}
+        fields = {"moved": size, **case.describe(), "layers": layers}
+        return {**timed, "error": error, "launches": launches, **fields}
 
     record.measure(section, case, name or kind.name, work)
 

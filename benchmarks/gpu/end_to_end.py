@@ -69,14 +69,14 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
 
     Compiling takes most of the time, so eager caches come first.
     """
-    model, first, rest = _make_model(record, sizes), sizes.generate[:2], sizes.generate[2:]
+    model, first, remaining = _make_model(record, sizes), sizes.generate[:2], sizes.generate[2:]
     eager = [cache for cache in CACHES if not cache[0].endswith(" compiled")]
     compiled = [cache for cache in CACHES if cache not in eager]
-    for places in (first, rest):
-        _measure(record, SECTION, model, sizes, backend, eager, places)
-        if places is first:
+    for shapes in (first, remaining):
+        _measure(record, SECTION, model, sizes, backend, eager, shapes)
+        if shapes is first:
             _measure_first_calls(record, model, sizes, backend)
-        _measure(record, SECTION, model, sizes, backend, compiled[:-1], places)
+        _measure(record, SECTION, model, sizes, backend, compiled[:-1], shapes)
     _measure(record, SECTION, model, sizes, backend, compiled[-1:], sizes.generate)
 
 
@@ -97,9 +97,9 @@ def _make_model(record: Record, sizes: Sizes) -> Any:
 
 def _measure(
     record: Record, section: str, model: Any, sizes: Sizes, backend: str, caches: list[Contender],
-    places: tuple[tuple[int, int], ...],
+    shapes: tuple[tuple[int, int], ...],
 ) -> None:  # fmt: skip
-    for batch, context in places:
+    for batch, context in shapes:
         for name, attention, kind, given in caches:
             if why := _why_not(record.stage, name, attention, kind, model.config):
                 record.skip(f"{section}, {name}: {why}")
@@ -207,7 +207,7 @@ def _work(
     tokens, warm = sizes.tokens[compiled], sizes.warm[compiled]
     _forget_graphs(model)
     model.set_attn_implementation(attention)
-    # This row is about torch's flash attention and no other.
+    # This row is only about torch's flash attention.
     only_flash = name == FLASH and stage.is_gpu and not stage.dry
     backend = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if only_flash else nullcontext()
     try:

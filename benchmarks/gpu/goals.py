@@ -19,7 +19,7 @@ PADDED = " left padded"
 PAGED, AUTO = "FP8PagedCache compiled", "FP8PagedCache auto compiled"
 FLASH = "DynamicCache flash eager"
 LATENT, STOCK, ABSORBED = "latent", "DynamicCache", "absorbed in torch"
-# What generate() could run in 16 bits instead. The first two must have been measured.
+# Alternatives of generate() in 16 bits. The first two must have been measured.
 STRONG = (FLASH, AUTO, "DynamicCache flash-attn eager", "FP8PagedCache auto eager")
 
 
@@ -51,8 +51,8 @@ class Goal:
                 values[place] = value
             padded = PADDED if name.endswith(PADDED) else ""
             for other in self.over:
-                if theirs := by_place.get((case, other + padded), {}).get(self.field):
-                    values[f"{place} over {other}"] = value / theirs
+                if divisor := by_place.get((case, other + padded), {}).get(self.field):
+                    values[f"{place} over {other}"] = value / divisor
         return values
 
     def is_about(self, row: Row) -> bool:
@@ -77,8 +77,8 @@ class Goal:
         if worst is not None:
             holds = worst >= self.bound if self.sign == ">=" else worst <= self.bound
             state = MET if holds else MISSED
-        own = [row for row in rows if row["section"] == self.section and self.is_about(row)]
-        failed = [row["case"] for row in own if "failed" in row]
+        judged = [row for row in rows if row["section"] == self.section and self.is_about(row)]
+        failed = [row["case"] for row in judged if "failed" in row]
         missing = [place for place in self.needed if place not in values]
         if why:
             state = UNKNOWN
@@ -114,8 +114,8 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def find_rows(rows: Iterable[Row], section: str, **fields: Any) -> list[Row]:
     """Return the rows of a section with these fields that did not fail."""
-    wanted = {"section": section, **fields}.items()
-    return [row for row in rows if "failed" not in row and wanted <= row.items()]
+    required = {"section": section, **fields}.items()
+    return [row for row in rows if "failed" not in row and required <= row.items()]
 
 
 def _decode(name: str, what: str, sign: str, bound: float, field: str, **more: Any) -> Goal:

@@ -32,8 +32,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for steps of this package's cache, of torch and of a model, and for kernels."""
-    first, rest = sizes.latents[: sizes.compared], sizes.latents[sizes.compared :]
-    for cases in (first, rest):
+    first, remaining = sizes.latents[: sizes.compared], sizes.latents[sizes.compared :]
+    for cases in (first, remaining):
         # Goals are about steps, and kernels may have to be compiled.
         for case in cases:
             for kind in sizes.layer_kinds:
@@ -115,12 +115,12 @@ def _measure_step(
     """Add a row for a step. `buffer` is the bytes that it reads if not the stored tokens."""
     stage, heads = record.stage, case.heads
     # A step reads the tokens, and multiplies by 128 + 128 rows of weights for each head.
-    moved = case.moved(kind) + 2 * heads.query * 256 * heads.dim
-    layers = stage.copies(buffer or int(moved))
+    size = case.bytes_read(kind) + 2 * heads.query * 256 * heads.dim
+    layers = stage.copies(buffer or int(size))
 
     def measured() -> dict[str, Any]:
-        more = {"moved": moved, **case.describe(), "layers": layers}
-        return {**more, **work(Layers(stage, case, layers))}
+        fields = {"moved": size, **case.describe(), "layers": layers}
+        return {**fields, **work(Layers(stage, case, layers))}
 
     record.measure(LATENT, case, name, measured)
 
@@ -132,7 +132,7 @@ def _measure_paged(record: Record, case: Case, kind: Kind, backend: str) -> None
         with poison_memory():
             for step in steps:
                 output = step()
-        if not latent.passes_latents(layers.modules[-1]):
+        if not latent.reads_stored_latents(layers.modules[-1]):
             raise RuntimeError("expected attention to stored latents, got expanded ones")
         error, timed = layers.error(output, *handles), record.stage.time(steps)
         return {**timed, "error": error, "launches": record.stage.count_launches(steps)}
@@ -141,7 +141,7 @@ def _measure_paged(record: Record, case: Case, kind: Kind, backend: str) -> None
 
 
 def _measure_stock(record: Record, case: Case) -> None:
-    """Add a row for transformers' cache, whose history the model expands at each step."""
+    """Add a row for transformers' cache, whose latents the model expands in each step."""
 
     def work(layers: Layers) -> dict[str, Any]:
         steps, handles = layers.fill(DynamicCache(), sdpa_attention_forward)

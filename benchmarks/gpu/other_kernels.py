@@ -106,10 +106,10 @@ def _as_pages(stored: Stored) -> Pages:
 
 def _make_call(vllm: Any, case: Case, stored: Stored) -> Call:
     heads, device = case.heads, stored.query.device
-    most = max(VLLM_GRID // heads.kv, 1)
-    parts = torch.empty((most, heads.query, VLLM_PARTS, heads.dim), device=device)
+    max_sequences = max(VLLM_GRID // heads.kv, 1)
+    parts = torch.empty((max_sequences, heads.query, VLLM_PARTS, heads.dim), device=device)
     top, total = (torch.empty_like(parts[..., 0]) for _ in range(2))
-    one, out = torch.ones(1, device=device), torch.empty_like(stored.query)
+    unit_scale, out = torch.ones(1, device=device), torch.empty_like(stored.query)
     starts = torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device)
     scales: Sequence[torch.Tensor | None] = (None, None)
     mode = vllm.KVQuantMode.NONE
@@ -121,8 +121,9 @@ def _make_call(vllm: Any, case: Case, stored: Stored) -> Call:
         "q": stored.query, "out": out, "cu_seqlens_q": starts, "max_seqlen_q": 1,
         "seqused_k": stored.lengths, "max_seqlen_k": max(case.lengths),
         "softmax_scale": heads.dim**-0.5, "causal": True, "window_size": (-1, -1),
-        "block_table": stored.table, "softcap": 0, "q_descale": None, "k_descale": one,
-        "v_descale": one, "seq_threshold_3D": most, "num_par_softmax_segments": VLLM_PARTS,
+        "block_table": stored.table, "softcap": 0, "q_descale": None, "k_descale": unit_scale,
+        "v_descale": unit_scale, "seq_threshold_3D": max_sequences,
+        "num_par_softmax_segments": VLLM_PARTS,
         "softmax_segm_output": parts, "softmax_segm_max": top, "softmax_segm_expsum": total,
         "kv_quant_mode": mode, "k_scale_cache": scales[0], "v_scale_cache": scales[1],
     }  # fmt: skip

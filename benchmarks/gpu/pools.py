@@ -1,4 +1,4 @@
-"""Random pages, and checks of what contenders compute from them."""
+"""Random pages, and checks of the results that contenders compute from them."""
 
 import functools
 import math
@@ -120,12 +120,12 @@ def check(
     groups = heads.query // heads.kv
     count = groups if groups <= CHECKED_HEADS else math.gcd(groups, CHECKED_HEADS)
     parts = heads.query // count
-    places = {(0, 0), (batch - 1, parts - 1), (longest, parts // 2)}
-    places.add((random.randrange(batch), random.randrange(parts)))
+    checked = {(0, 0), (batch - 1, parts - 1), (longest, parts // 2)}
+    checked.add((random.randrange(batch), random.randrange(parts)))
     worst = 0.0
-    for b, part in places:
+    for b, part in checked:
         rows = slice(part * count, (part + 1) * count)
-        one = _select_head(pages, b, rows.start // groups)
+        head_pages = _select_head(pages, b, rows.start // groups)
         for first, last in {(0, min(CHECKED, tokens)), (max(tokens - CHECKED, 0), tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
             length = case.lengths[b] - tokens + last
@@ -135,7 +135,7 @@ def check(
                 spec = spec._replace(mask=(position >= case.padding[b])[None, None, None])
             lengths = torch.tensor([length], dtype=torch.int32, device=query.device)
             expected = reference.attend(
-                query[b : b + 1, rows, first:last], one, lengths, 0, length, spec
+                query[b : b + 1, rows, first:last], head_pages, lengths, 0, length, spec
             )
             if projection is not None:
                 expected = torch.einsum("bthr,hvr->bthv", expected, projection[rows])
@@ -144,17 +144,19 @@ def check(
 
 
 def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
-    one = slice(head, head + 1)
+    head_slice = slice(head, head + 1)
     k, v = (
         side._replace(
-            static_scale=None if side.static_scale is None else side.static_scale[one],
-            center=None if side.center is None else side.center[sequence : sequence + 1, one],
+            static_scale=None if side.static_scale is None else side.static_scale[head_slice],
+            center=None
+            if side.center is None
+            else side.center[sequence : sequence + 1, head_slice],
         )
         for side in (pages.k, pages.v)
     )
     used = pages.table.shape[1]
     rows = read_rows(pages._replace(table=pages.table[sequence : sequence + 1]), 0, used)
-    parts = {name: part[:, one] for name, part in pages.layout.split(rows).items()}
+    parts = {name: part[:, head_slice] for name, part in pages.layout.split(rows).items()}
     table = torch.arange(used, dtype=torch.int32, device=rows.device)[None]
     return pack_pages(k, parts["k"], v, parts["v"], parts.get("token_scales"), table)
 

@@ -27,7 +27,7 @@ class Record:
 
     Attributes:
         rows: All rows so far.
-        skipped: What the current section left out, with the reasons.
+        skipped: Rows that the current section left out, with reasons.
         report: Called with progress messages.
 
     A record with the share `(index, count)` takes every `count`-th row, from `index` on.
@@ -45,7 +45,7 @@ class Record:
         self.skipped: list[str] = []
         self._ends = float("inf")
         self._took: dict[tuple[str, str], float] = {}
-        self._asked = itertools.count()
+        self._rows_requested = itertools.count()
 
     def begin(self, seconds: float) -> list[str]:
         """Start a section with a time limit, and return its list of skipped rows."""
@@ -57,10 +57,10 @@ class Record:
         """Return the rest of the section's time."""
         return self._ends - time.perf_counter()
 
-    def skip(self, what: str) -> None:
-        """Note what is not measured, and why."""
-        self.skipped.append(what)
-        self.report(f"skipped: {what}")
+    def skip(self, row: str) -> None:
+        """Record a row that is not measured, and report it."""
+        self.skipped.append(row)
+        self.report(f"skipped: {row}")
 
     def measure(self, section: str, case: object, name: str, work: Work) -> Row | None:
         """Add a row with the result of `work` or with its error, and return the row.
@@ -73,7 +73,7 @@ class Record:
             DeviceLost: The device refuses further work.
         """
         place, (index, count) = f"{section}, {case}, {name}", self._share
-        if next(self._asked) % count != index:
+        if next(self._rows_requested) % count != index:
             return None
         if self.seconds_left() <= self._took.get((section, name), 0.0):
             self.skip(f"{place}: no time left")

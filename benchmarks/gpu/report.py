@@ -82,13 +82,13 @@ def _pivot(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
     cells = {(row["case"], row["name"]): row for row in rows}
     tables = []
     for first in range(0, len(names), WIDEST):
-        some = names[first : first + WIDEST]
+        group = names[first : first + WIDEST]
         body = [
-            [case, *(_cell(cells.get((case, name)), fields) for name in some)]
+            [case, *(_cell(cells.get((case, name)), fields) for name in group)]
             for case in dict.fromkeys(row["case"] for row in rows)
-            if any((case, name) in cells for name in some)
+            if any((case, name) in cells for name in group)
         ]
-        heads = [name.replace(" ", "\n") for name in some]
+        heads = [name.replace(" ", "\n") for name in group]
         tables.append(_table(f"{title} (more)" if first else title, ["", *heads], body))
     return tables
 

@@ -107,7 +107,7 @@ class Case:
             visible = self.tokens * stored - hidden * len(self.lengths)
         return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * visible
 
-    def moved(self, kind: Kind) -> float:
+    def bytes_read(self, kind: Kind) -> float:
         """Return the bytes of K and V that are read."""
         return self.read * self.heads.bytes_per_token(kind)
 

@@ -156,10 +156,10 @@ def _capture(run: Callable[..., None], steps: int) -> tuple[Step, int]:
         with torch.cuda.graph(graph):
             run(rounds)
         took = _events(graph.replay, 1)[0] / 1e3
-        wanted = min(int(GRAPH / took) + 1, LARGEST_GRAPH // steps)
-        if rounds > 1 or wanted <= 1 or took >= GRAPH / 2:
+        next_rounds = min(int(GRAPH / took) + 1, LARGEST_GRAPH // steps)
+        if rounds > 1 or next_rounds <= 1 or took >= GRAPH / 2:
             return graph.replay, rounds
-        rounds = wanted
+        rounds = next_rounds
 
 
 def _replay(run: Step, calls: int) -> dict[str, Any]:

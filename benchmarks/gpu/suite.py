@@ -103,8 +103,8 @@ def run_suite(
     if processes:
         progress("== compiling")
         limit = min(COMPILING, seconds / 2)
-        settings["compiling"] = found = compile_kernels(device, backend, dry, processes, limit)
-        progress(f"compiled in {found['seconds']} s")
+        settings["compiling"] = compiled = compile_kernels(device, backend, dry, processes, limit)
+        progress(f"compiled in {compiled['seconds']} s")
         keep()
     for index, part in enumerate(parts):
         # A section leaves the time that it does not need to later ones.

@@ -50,8 +50,8 @@ def _measure_case(
         ]
         _check(pools[-1], *pairs[-1], lengths, backend)
         # The values are read, and the codes and scales are written.
-        moved = new * (2.0 + kind.bytes_per_value(heads.dim))
-        return {**stage.time(steps), "moved": moved, "layers": layers}
+        size = new * (2.0 + kind.bytes_per_value(heads.dim))
+        return {**stage.time(steps), "moved": size, "layers": layers}
 
     record.measure("write", case, kind.name, work)
 
@@ -59,14 +59,16 @@ def _measure_case(
 def _check(
     pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
 ) -> None:
-    """Raise RuntimeError unless all stored bytes equal those of the reference."""
+    """Raise RuntimeError unless all stored bytes equal the reference's bytes."""
     written, expected = (pages._replace(block=pages.block.clone()) for _ in range(2))
     ops.write(written, key, value, lengths, backend)
     reference.write(expected, key, value, lengths)
-    for name, ours, theirs in (
+    for name, stored, reference_bytes in (
         ("k", written.k_codes, expected.k_codes),
         ("v", written.v_codes, expected.v_codes),
         ("token_scales", written.token_scales, expected.token_scales),
     ):
-        if ours is not None and not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+        if stored is not None and not torch.equal(
+            stored.view(torch.uint8), reference_bytes.view(torch.uint8)
+        ):
             raise RuntimeError(f"{name}: expected the bytes of the reference")

@@ -1,1 +1,1 @@
-"""Attention: the implementation "fp8_paged", its masks, and switching it on."""
+"""The attention implementation "fp8_paged", its masks, and its installation in models."""

@@ -1,4 +1,4 @@
-"""Model check: which layers of a model run fused, dense or stock, and why."""
+"""Check of a model: whether each layer runs fused, dense or stock, and why."""
 
 import logging
 from collections import Counter
@@ -24,12 +24,12 @@ from .deterministic import (
     install_deterministic,
     remove_deterministic,
 )
-from .latent import find_projections, kept_as_is, passes_latents
+from .latent import find_projections, reads_stored_latents, undoing_installs
 from .switching import eval_mode, paged_attention, watched_attention
 
 logger = logging.getLogger(__name__)
 
-# How far logits may move by another order of sums, and by codes that it decides.
+# Relative tolerance of logits for a different order of sums, and for codes that change with it.
 _NEAR = 0.1
 FUSED, LATENT, DENSE, STOCK, REFUSED = "fused", "fused, latent", "dense", "stock", "refused"
 
@@ -39,12 +39,12 @@ class LayerReport:
     """How one layer of a model uses the cache.
 
     Attributes:
-        index: the layer.
-        kind: the layer's class in the cache.
-        path: "fused": attention reads the stored bytes; "fused, latent": it reads stored latents,
-            which the model would expand; "dense": it gets dense K and V made from them; "stock":
-            transformers' own layer, in the model's dtype; "refused": not at all.
-        why: a sentence, for every path that is not fused.
+        index: Index of the layer.
+        kind: Class of the layer in the cache.
+        path: "fused" if attention reads the stored bytes, "fused, latent" if it reads stored
+            latents that the model would expand, "dense" if it reads decoded K and V, or "stock" for
+            a layer of transformers in the model's dtype.
+        why: Reason for a path that is not fused, as a sentence.
     """
 
     index: int
@@ -58,11 +58,11 @@ class ModelReport:
     """Result of `check_model`.
 
     Attributes:
-        model: the class of the model.
-        layers: one report per layer; empty when the model is refused.
-        refused: why the model cannot use the cache at all; empty when it can.
-        probed: whether the model was run to find out; else only its class and config were read.
-        note: what else matters for this model; empty when nothing does.
+        model: Class of the model.
+        layers: A report for each layer. Empty if the model cannot use the cache.
+        refused: Reason why the model cannot use the cache, or "".
+        probed: Whether the model was run. Otherwise only its class and config were read.
+        note: Additional information about the model, or "".
     """
 
     model: str
@@ -73,19 +73,19 @@ class ModelReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of layers for each path."""
+        """Number of layers by path."""
         return dict(Counter(layer.path for layer in self.layers))
 
     @property
     def path(self) -> str:
-        """The path in one word: the slowest of the paged layers, or "refused"."""
+        """Path of the slowest paged layer, or "refused"."""
         if self.refused:
             return REFUSED
         paths = self.counts
         return next((path for path in (DENSE, FUSED, LATENT, STOCK) if path in paths), STOCK)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as numbers and strings, for JSON."""
+        """Return the report as a dictionary for JSON."""
         layers = [vars(layer) for layer in self.layers]
         return {**vars(self), "path": self.path, "counts": self.counts, "layers": layers}
 
@@ -105,13 +105,13 @@ class ModelReport:
 
 
 def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
-    """Return which layers run fused, dense or not at all, and why.
+    """Report for each layer of a model whether it can read stored pages, and why not.
 
     Args:
-        model: any model of transformers; unchanged afterwards.
-        probe: run the model on three tokens to see what its attention is given. Encoder-decoder
-            models, models with attention code of their own and models that fail are not run: the
-            report then comes from the class and the config.
+        model: A model of transformers. It is not changed.
+        probe: Whether to run the model on three tokens to observe its attention. Encoder-decoder
+            models, models with custom attention code, and models that fail are not run. Their
+            report is based on the class and the config.
 
     Raises:
         ConfigError: `model` is not a PreTrainedModel.
@@ -142,7 +142,7 @@ def _report(
     kind, path, why = type(layer).__name__, DENSE, ""
     is_latent = caches_latents(config.get_text_config(decoder=True))
     if not isinstance(layer, FP8PagedLayer):
-        path, why = STOCK, "not plain attention: transformers' own layer keeps it, unquantised"
+        path, why = STOCK, "not plain attention: a layer of transformers stores it, unquantized"
         if kind == "DummyLayer":
             why = "it stores nothing: no attention, or attention to another layer's keys and values"
     elif not interface:
@@ -161,13 +161,13 @@ def _report(
 
 
 def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | None:
-    """Run two tokens, then one; return for each layer what attention was given."""
+    """Run the model on two tokens, then on one, and return the path of each layer."""
     paged: dict[int, str] = {}
 
     def record(module: Any, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
-        both = isinstance(key, PagedKV) and isinstance(value, PagedKV)
-        path = FUSED if both else DENSE
-        if both and passes_latents(module):
+        is_stored = isinstance(key, PagedKV) and isinstance(value, PagedKV)
+        path = FUSED if is_stored else DENSE
+        if is_stored and reads_stored_latents(module):
             path = DENSE if find_projections(module, key) is None else LATENT
         index = module.layer_idx
         paged[index] = DENSE if paged.get(index) == DENSE else path
@@ -175,7 +175,7 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | Non
     try:
         ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
         watched = watched_attention(model, record)
-        with torch.no_grad(), eval_mode(model), kept_as_is(model), watched:
+        with torch.no_grad(), eval_mode(model), undoing_installs(model), watched:
             model(input_ids=ids, **with_cache(model, cache))
             paged.clear()
             model(input_ids=ids[:, :1], **with_cache(model, cache))
@@ -190,9 +190,8 @@ def probe_deterministic(
 ) -> None:
     """Raise ConfigError for a model or options that are not deterministic.
 
-    The model is run on 64 tokens at once, in chunks and in a batch, which must have the same bits,
-    and before all that as it is, which must be near.
-    `stock`: layers that are not stored in pages.
+    The model is run on 64 tokens at once, in chunks and in a batch. The results must be identical,
+    and close to the result of the unchanged model. `stock` are layers that are not paged.
     """
     options.check_stored("deterministic")
     check_page_size(options.page_size)
@@ -208,18 +207,18 @@ def probe_deterministic(
     name, training = type(model).__name__, [x for x in model.modules() if x.training]
     why = ""
     try:
-        with torch.no_grad(), paged_attention(model.eval()), latent.kept_as_is(model):
+        with torch.no_grad(), paged_attention(model.eval()), latent.undoing_installs(model):
             latent.install_all(model)
             plain = read(1, [tokens])
             install_deterministic(model, __name__)
             with FunctionWatch(model) as watch:
                 once = read(1, [tokens])
             if watch.found:
-                why = f"computes {watch.found} by a function, whose bits depend on their number"
+                why = f"calls {watch.found} outside modules, whose bits depend on the tensor's size"
             elif not all(torch.equal(once, read(*x)) for x in ((1, [7] * 9 + [1]), (3, [1, 63]))):
-                why = "has other logits in another batch or in chunks"
+                why = "has different logits in a larger batch or in chunks"
             elif (once - plain).float().norm() > _NEAR * plain.float().norm():
-                why = "has other results where modules compute tokens in blocks"
+                why = "has different results if modules compute tokens in blocks"
     except FP8KVError:
         raise
     except Exception as error:
@@ -233,11 +232,11 @@ def probe_deterministic(
             module.training = True
     if why:
         raise ConfigError(
-            "deterministic: expected a model whose numbers do not depend on the batch and the "
-            f"chunks, got {name}, which {why}; leave deterministic out"
+            "deterministic: expected a model whose results do not depend on batch and chunks, got "
+            f"{name}, which {why}; leave deterministic out"
         )
 
 
 def stock_indices(cache: FP8PagedCache) -> list[int]:
-    """Return the layers of a cache that are not stored in pages."""
+    """Return the indices of a cache's layers that are not paged."""
     return [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]

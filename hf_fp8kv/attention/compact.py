@@ -1,8 +1,9 @@
-"""Compact masks: a causal mask as the padding that it hides, in the place of the complete mask.
+"""Compact masks: causal masks that only store the padding.
 
-transformers hands one tensor to all layers of a kind, so what is computed once per step travels on
-that. A `CompactMask` looks like the complete mask, and code that uses it as a tensor gets that.
-"fp8_paged" reads the attributes instead, and applies causality and the window itself.
+transformers passes one mask tensor to all layers of a kind, so the mask can carry results that are
+computed once per step. A `CompactMask` looks like the complete mask, and operations on it get the
+complete mask. "fp8_paged" reads its attributes instead, and applies causality and the window
+itself.
 """
 
 from typing import Any
@@ -17,16 +18,17 @@ Tensor = torch.Tensor
 
 
 class CompactMask(StandIn):
-    """A causal mask that looks like `[B, 1, T, N]`, bool; the queries are the last filled columns.
+    """A causal mask that looks like `[B, 1, T, N]`, bool. The queries are the last filled columns.
 
     Attributes:
-        seen: `[B, 1, 1, N]`, uint8, 0 is padding.
-        bounds: `[B, 2]`, int32, the position of the first visible token, and one past that of the
-            last hidden one. (Tokens that are not stored yet are not hidden.)
-        filled: `[B]`, int32, columns that hold tokens.
-        start: position of the first column.
-        window: tokens that a query sees. 0 means all.
-        is_checked: whether no padding comes before a token, as deterministic models need it.
+        seen: Which tokens are not padding, `[B, 1, 1, N]`, uint8.
+        bounds: First visible position, and last hidden position plus one, `[B, 2]`, int32. Tokens
+            that are not stored yet are not hidden.
+        filled: Number of columns with tokens, `[B]`, int32.
+        start: Position of the first column.
+        window: Number of tokens that a query attends to. 0 means all.
+        is_checked: Whether the mask was checked to have no padding before tokens, as deterministic
+            models require.
     """
 
     FIELDS = ("seen", "bounds", "filled", "start", "window")
@@ -38,10 +40,10 @@ class CompactMask(StandIn):
     is_checked = False
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Return `seen` of the tokens at positions `start` to `stop - 1`.
+        """Return the columns of `seen` for positions `start` to `stop - 1`.
 
         Raises:
-            ConfigError: The mask was made for other tokens.
+            ConfigError: The mask does not cover these positions.
         """
         first, last, width = start - self.start, stop - self.start, self.shape[3]
         if first < 0 or last > width:
@@ -53,7 +55,7 @@ class CompactMask(StandIn):
         return self.seen if last - first == width else self.seen[..., first:last]
 
     def complete(self, start: int, stop: int, window: int) -> Tensor:
-        """Return the complete mask of the tokens at positions `start` to `stop - 1`."""
+        """Return the complete mask for positions `start` to `stop - 1`."""
         seen, filled = self.columns(start, stop).bool(), self.filled + (self.start - start)
         return visible(filled, self.shape[2], 0, stop - start, True, window)[:, None] & seen
 
@@ -65,12 +67,15 @@ class CompactMask(StandIn):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        how = dict(kwargs or {})
-        if func is torch.ops.aten._to_copy.default and how.pop("dtype", None) in (None, torch.bool):
-            # Models on several devices send their masks after the states.
+        options = dict(kwargs or {})
+        if func is torch.ops.aten._to_copy.default and options.pop("dtype", None) in (
+            None,
+            torch.bool,
+        ):
+            # A model on several devices moves its masks to the device of a layer.
             (tensors, context), mask = args[0].__tensor_flatten__(), args[0]
-            moved = {name: func(getattr(mask, name), **how, dtype=None) for name in tensors}
-            return cls.__tensor_unflatten__(moved, context, mask.shape, mask.stride())
+            copies = {name: func(getattr(mask, name), **options, dtype=None) for name in tensors}
+            return cls.__tensor_unflatten__(copies, context, mask.shape, mask.stride())
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -80,11 +85,11 @@ def make_compact(
     """Return a compact mask for `tokens` queries.
 
     Args:
-        present: `[B, N]`, bool, False is padding; any value for columns that are not filled.
-        start: as of the mask.
-        filled: columns that hold tokens; a tensor `[]` on the device.
-        window: as of the mask.
-        tokens: T.
+        present: Which columns are not padding, `[B, N]`, bool. Unfilled columns may have any value.
+        start: Position of the first column.
+        filled: Number of columns with tokens, or a tensor `[]` on the device.
+        window: Number of tokens that a query attends to. 0 means all.
+        tokens: Number of queries, T.
     """
     batch, columns = present.shape
     if isinstance(filled, Tensor) or filled < columns:

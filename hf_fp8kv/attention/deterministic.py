@@ -1,9 +1,10 @@
-"""Deterministic models: a token's numbers do not depend on what it is computed with.
+"""Deterministic models: the results of a token do not depend on the other tokens of a call.
 
-A library of matrix products has other code for other numbers of rows, which adds in another order.
-So linear modules compute blocks of `ROWS` rows, whatever the call has: each product has one shape.
-Attention over pages has the same bits in any call (`AttentionSpec.deterministic`), and pages hold
-what was computed before, so a last bit never decides another code.
+Libraries for matrix products use different code, with a different order of sums, for different
+numbers of rows. Linear modules therefore compute blocks of `ROWS` rows in every call, so that each
+product has the same shape. Attention over pages has the same bits in any call
+(`AttentionSpec.deterministic`). Stored keys and values are never recomputed, so a last bit cannot
+change a code.
 """
 
 import re
@@ -22,48 +23,45 @@ from ..errors import ConfigError
 from ..modeling.methods import ModelMethod, remove_methods
 from ..modeling.model_support import CACHE, DETERMINISTIC, EXPAND, moving_rope
 
-# Slots of a page, at least.
+# Minimum number of slots per page.
 LEAST_PAGE = 16
-# Rows of a block. More of them take longer for one token, fewer for a prompt.
+# Rows of a block. More rows make a single token slower, and fewer make a prompt slower.
 ROWS = 16
-# Numbers of a block of an activation: fewer than torch gives to a second thread. Vectors have at
-# most `_LINE` numbers; torch computes the rest of a line by other code.
-_NUMBERS, _LINE = 1 << 14, 64
-# The attribute of a model: who made it deterministic.
+# Values per block of an activation, few enough that torch uses a single thread. A vector register
+# holds at most `_LINE` values, and torch uses different code for the remainder of a line.
+_BLOCK_VALUES, _LINE = 1 << 14, 64
+# Attribute of a model that lists the callers of `install_deterministic`.
 _OWNERS = "_hf_fp8kv_deterministic_for"
 _FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
-# Classes of transformers that choose experts, or hold the matrices of all of them.
+# Classes of transformers that select experts, or hold the matrices of all experts.
 _EXPERTS = re.compile("Router|Gate|Experts")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _NO_ACTIVATIONS = re.compile("Softmax|Softmin|LogSoftmax|Softmax2d|GLU|PReLU|MultiheadAttention")
-# Functions of one number that compute the rest of a vector by other code.
-_BY_NUMBER = frozenset(
+# Elementwise functions with different code for the remainder of a vector.
+_ELEMENTWISE = frozenset(
     ("elu", "erf", "expm1", "gelu", "log1p", "log_sigmoid_forward", "mish", "sigmoid", "silu",
      "softplus")
 )  # fmt: skip
 
 
-def check_deterministic(model: PreTrainedModel, others: Sequence[int] = ()) -> None:
-    """Raise ConfigError unless all that mixes the tokens of a call is known to be deterministic.
-
-    `others`: layers that are not stored in pages.
-    """
+def check_deterministic(model: PreTrainedModel, stock: Sequence[int] = ()) -> None:
+    """Raise ConfigError if a model, or one of its `stock` layers, may not be deterministic."""
     why = ""
     if model.config.is_encoder_decoder:
         why = "is an encoder-decoder"
     elif not model._can_set_attn_implementation():
-        why = "does not look its attention function up"
-    elif others:
-        why = f"has layers that are not stored in pages ({', '.join(map(str, others))})"
+        why = "does not use transformers' attention registry"
+    elif stock:
+        why = f"has layers that are not stored in pages ({', '.join(map(str, stock))})"
     elif model.dtype == torch.float64:
         why = "has weights in float64"
     elif getattr(model.config, "index_topk", None) is not None:
-        why = "chooses keys by products outside of linear modules"
+        why = "selects keys by products outside linear modules"
     elif moving := moving_rope(model.config):
-        why = f"has RoPE of the type {moving!r}, which depends on the longest text"
+        why = f"has RoPE of the type {moving!r}, which depends on the longest sequence"
     for name, module in model.named_modules():
         if not why and _has_matrices(module) and _method_for(module) is None:
-            why = f"has products outside of linear modules ({name}: {type(module).__name__})"
+            why = f"has products outside linear modules ({name}: {type(module).__name__})"
     if why:
         raise ConfigError(
             "deterministic: expected a decoder whose layers are all stored, got "
@@ -72,7 +70,7 @@ def check_deterministic(model: PreTrainedModel, others: Sequence[int] = ()) -> N
 
 
 def check_page_size(page_size: int) -> None:
-    """Raise ConfigError for pages that do not fill a vector of AVX-512: sums have another order."""
+    """Raise ConfigError for pages smaller than an AVX-512 vector, which reorder sums."""
     if page_size < LEAST_PAGE:
         raise ConfigError(
             f"deterministic: expected pages of {LEAST_PAGE} tokens or more, got page_size="
@@ -81,20 +79,21 @@ def check_page_size(page_size: int) -> None:
 
 
 def check_padding(present: Tensor) -> None:
-    """Raise ConfigError if a text of a deterministic model has padding before its last token.
+    """Raise ConfigError if a sequence of a deterministic model has padding before its last token.
 
-    Where a token is stored would depend on it, and so would the order of sums. `present`: `[B, N]`.
+    Padding would change where tokens are stored, and with it the order of sums. `present` is
+    `[B, N]`.
     """
     if (present.int().diff() > 0).any():
         raise ConfigError(
-            "deterministic: expected texts that begin at the first position, got padding "
-            "before or inside of them; use hf_fp8kv.serving and generate_batch, which need no "
-            "padding, or texts of one length"
+            "deterministic: expected sequences that begin at the first position, got padding "
+            "before or inside them; use hf_fp8kv.serving and generate_batch, which need no "
+            "padding, or sequences of equal length"
         )
 
 
 def install_deterministic(model: PreTrainedModel, owner: str) -> None:
-    """Let modules compute in blocks of one size, and attention be deterministic."""
+    """Make modules compute in blocks of a fixed size, and attention deterministic."""
     owners = vars(model).setdefault(_OWNERS, [])
     if not owners:
         for module, method in _methods(model):
@@ -106,7 +105,7 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
 
 
 def remove_deterministic(model: Any, owner: str) -> None:
-    """Undo `install_deterministic`, once no other owner is left."""
+    """Undo `install_deterministic` if no other owner is left."""
     owners = vars(model).get(_OWNERS, [])
     if owner in owners:
         owners.remove(owner)
@@ -125,7 +124,7 @@ def remove_deterministic(model: Any, owner: str) -> None:
 def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Raise ConfigError for a call that is not deterministic, before it changes anything.
 
-    A text without a cache gets the positions of its padding, which a rollout does not have.
+    A padded call without a cache or position ids gets position ids that skip the padding.
     """
     if DETERMINISTIC not in vars(model):  # suspended, see `eval_mode`
         return None
@@ -134,12 +133,12 @@ def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict
     for module in model.modules():
         if DETERMINISTIC not in vars(module) and (_has_matrices(module) or _method_for(module)):
             raise ConfigError(
-                "deterministic: expected the modules that enable() saw, got another "
+                "deterministic: expected the modules that enable() prepared, got a new "
                 f"{type(module).__name__}; call enable() after adapters are added"
             )
     if model.dtype == torch.float64:
         raise ConfigError("deterministic: expected 16 or 32 bits, got a model in float64")
-    # A cache without layers is false.
+    # A cache without layers is falsy, so compare with None.
     caches = [given[x] for x in (CACHE, "past_key_values") if given.get(x) is not None]
     mask: Any = given.get("attention_mask")
     is_padded = isinstance(mask, Tensor) and mask.ndim == 2
@@ -154,8 +153,8 @@ def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict
 
 
 def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[_Forward]"]]:
-    """Yield the modules that compute in blocks, and how."""
-    # Queries and results are multiplied by the weight of this projection, not the history.
+    """Yield the modules that compute in blocks, and the class of their new `forward`."""
+    # The weight of this projection is multiplied by queries and results, without its module.
     absorbed = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
     for module in model.modules():
         if id(module) not in absorbed and (method := _method_for(module)) is not None:
@@ -163,31 +162,33 @@ def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[_F
 
 
 def _method_for(module: torch.nn.Module) -> "type[_Forward] | None":
-    """Return how a module computes in blocks, or None."""
+    """Return the class of a module's new `forward`, or None."""
     kind, leaf = type(module), not any(True for _ in module.children())
     if _EXPERTS.search(kind.__name__) and _has_matrices(module):
         return _TokenByToken
     if kind.forward in _FORWARDS:
         return _InBlocks
-    # Where torch reduces rows of a GPU, their number decides the order of sums.
+    # On a GPU, the order of sums in torch's reductions depends on the number of rows.
     if leaf and "Norm" in kind.__name__ and any(not x.is_cpu for x in module.parameters()):
         return _InBlocks
-    by_number = kind.__module__ in _ACTIVATIONS and not _NO_ACTIVATIONS.fullmatch(kind.__name__)
-    return _Elementwise if leaf and by_number else None
+    is_elementwise = kind.__module__ in _ACTIVATIONS and not _NO_ACTIVATIONS.fullmatch(
+        kind.__name__
+    )
+    return _Elementwise if leaf and is_elementwise else None
 
 
 def _has_matrices(module: torch.nn.Module) -> bool:
-    """Return whether a module may multiply matrices: not an embedding, which looks up rows."""
+    """Return whether a module may multiply matrices. An embedding only looks up rows."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     matrices = isinstance(module, torch.nn.Linear | Conv1D) or any(x.ndim > 1 for x in own)
     return matrices and not isinstance(module, torch.nn.Embedding)
 
 
 class FunctionWatch(TorchDispatchMode):
-    """Finds functions of one number that a model computes for all tokens, outside of modules.
+    """Detects elementwise functions that a model applies to all tokens outside modules.
 
     Attributes:
-        found: the name of the last one, or "".
+        found: Name of the last such function, or "".
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -212,7 +213,7 @@ class FunctionWatch(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = function.overloadpacket.__name__.rstrip("_")
-        if name in _BY_NUMBER and args[0].ndim > 1 and not self._inside:
+        if name in _ELEMENTWISE and args[0].ndim > 1 and not self._inside:
             self.found = name
         return function(*args, **(kwargs or {}))
 
@@ -222,7 +223,7 @@ class _Forward(ModelMethod):
 
 
 class _InBlocks(_Forward):
-    """The forward of a linear module or a norm, block by block."""
+    """The `forward` of a linear module or a norm, block by block."""
 
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
@@ -234,17 +235,17 @@ class _InBlocks(_Forward):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compilation() -> None:
-    """Raise ConfigError at run time: Dynamo would leave a traced `raise` out."""
+    """Raise ConfigError at run time, because Dynamo would drop a traced `raise`."""
     raise ConfigError(
-        "deterministic: expected a model that is not compiled, got torch.compile, whose code "
-        "adds in other orders; leave one of them out"
+        "deterministic: expected a model that is not compiled, got torch.compile, which changes "
+        "the order of sums; leave one of them out"
     )
 
 
 class _TokenByToken(_Forward):
-    """The forward of experts or of their router, token by token.
+    """The `forward` of experts or of their router, token by token.
 
-    How many tokens an expert gets depends on the call.
+    The number of tokens per expert depends on the call.
     """
 
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -252,12 +253,12 @@ class _TokenByToken(_Forward):
 
         def run(i: int) -> Any:
             def pick(x: Any) -> Any:
-                # A bias of experts has one axis, and by chance a number for each token.
+                # A bias of experts has one axis, whose size may equal the number of tokens.
                 each = isinstance(x, Tensor) and x.ndim > 1 and len(x) == count
                 return x[i : i + 1] if each and not isinstance(x, torch.nn.Parameter) else x
 
-            more, named = tree_map(pick, (args, kwargs))
-            return forward(states.reshape(count, -1)[i : i + 1], *more, **named)
+            picked_args, picked_kwargs = tree_map(pick, (args, kwargs))
+            return forward(states.reshape(count, -1)[i : i + 1], *picked_args, **picked_kwargs)
 
         if not count:
             return forward(states, *args, **kwargs)
@@ -265,17 +266,17 @@ class _TokenByToken(_Forward):
 
 
 class _Elementwise(_Forward):
-    """The forward of an activation, whose numbers depend on no other, in lines and blocks."""
+    """The `forward` of an elementwise activation, in lines and blocks."""
 
     def __call__(self, states: Tensor) -> Tensor:
-        forward, numbers = self.stock, states.reshape(-1)
-        padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % _LINE))
-        out = torch.cat([forward(part) for part in padded.split(_NUMBERS)])
-        return out[: len(numbers)].view(states.shape)
+        forward, values = self.stock, states.reshape(-1)
+        padded = torch.nn.functional.pad(values, (0, -len(values) % _LINE))
+        out = torch.cat([forward(part) for part in padded.split(_BLOCK_VALUES)])
+        return out[: len(values)].view(states.shape)
 
 
 def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: int = 0) -> Tensor:
-    """Apply `compute` to blocks of `ROWS` rows, of which the last one is filled up with zeros."""
+    """Apply `compute` to blocks of `ROWS` rows. The last block is padded with zeros."""
     count = rows.shape[axis]
     if missing := -count % ROWS:
         shape = [*rows.shape]

@@ -24,38 +24,38 @@ from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, ke
 
 logger = logging.getLogger(__name__)
 
-# The attribute of an attention module that rounds its K and V as a cache would (training.py).
+# Attribute of an attention module that rounds its K and V like a cache (training.py).
 ROUNDING = "_hf_fp8kv_rounding"
-# The argument that only an engine passes: before transformers 5.24 its cache.
+# An argument that only an engine passes. Before transformers 5.24 it is the engine's cache.
 _ENGINE_ARGUMENT = "write_index" if CACHE == "cache" else "cache"
 Tensor = torch.Tensor
 
 _DENSE_WARNING = (
-    "{} asks for something that attention over pages does not support (attention weights, dropout "
-    "or a sparse choice of keys): it runs on dense copies of K and V, which is correct but slower"
+    "{} uses a feature that attention over pages does not support (attention weights, dropout or "
+    "a sparse choice of keys), so it runs on dense copies of K and V, which is correct but slower"
 )
-_EXPANDS_WARNING = "{} expands all stored latents at each step, which is correct but slower: {}"
-_FOR_GRADIENT = "a gradient is asked for; where none is needed, call the model in torch.no_grad()"
+_EXPANDS_WARNING = "{} expands all stored latents in each step, which is correct but slower: {}"
+_FOR_GRADIENT = "gradients are enabled; call the model in torch.no_grad() if you need none"
 _FOR_CENTER = (
-    "they have a center, and are values as well, which have none; leave plans with centers out"
+    "they have a center, but are also values, which have no center; use a plan without centers"
 )
 _FOR_PRODUCT = (
-    "kv_b_proj is no product with weights in their dtype; hf_fp8kv.check_model tells, unless this "
-    "is training mode, autocast, or another adapter for each text"
+    "kv_b_proj is not a product with weights in their dtype; hf_fp8kv.check_model explains why, "
+    "except for training mode, autocast, and a separate adapter for each sequence"
 )
 _NO_GRADIENT = (
     "expected inference, got a training step through stored pages, which have no gradient; call "
     "model.eval(), or train without the cache (use_cache=False)"
 )
 _NOT_DETERMINISTIC = (
-    "deterministic: expected attention over stored pages, got other keys, or what needs dense ones "
-    "(dropout, attention weights, a gradient through latents); use the cache that generate() "
-    "makes, FP8PagedCache(..., prefill='stored'), or enable(..., training='stored') for calls "
-    "without a cache"
+    "deterministic: expected attention over stored pages, got keys that are not stored, or a "
+    "feature that needs dense keys (dropout, attention weights, a gradient through latents); use "
+    "the cache that generate() makes, FP8PagedCache(..., prefill='stored'), or "
+    "enable(..., training='stored') for calls without a cache"
 )
-# Arguments that change what attention computes, and that only the model's own eager code knows.
+# Arguments that change the result of attention and that only the model's eager code supports.
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
-# What attention over pages does not do.
+# Arguments that attention over pages does not support.
 _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
 
 
@@ -63,7 +63,7 @@ class Call(NamedTuple):
     """The arguments of `fp8_paged_attention`.
 
     Attributes:
-        kwargs: those that are not in `spec`.
+        kwargs: Arguments that are not in `spec`.
     """
 
     module: torch.nn.Module
@@ -76,10 +76,10 @@ class Call(NamedTuple):
 
 
 def register() -> None:
-    """Add "fp8_paged" to transformers' attention and mask registries; override nothing else.
+    """Add "fp8_paged" to transformers' attention and mask registries.
 
-    kvpress wraps all functions that are registered when it is imported: presses on single heads
-    hide tokens there, and without a wrapper would do nothing. If it came first, wrap ours here.
+    kvpress wraps all functions that are registered when it is imported, because presses on single
+    heads hide tokens in the wrapper. If it was imported first, its wrapper is applied here.
     """
     patch = getattr(sys.modules.get("kvpress.attention_patch"), "attention_patch", None)
     AttentionInterface.register(
@@ -103,36 +103,38 @@ def fp8_paged_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend over stored pages if K and V are `PagedKV`, else by ordinary attention.
+    """Compute attention over stored pages if K and V are `PagedKV`, otherwise ordinary attention.
 
-    The first parameters are in the order of transformers' own functions: code that wraps all
+    The first parameters are in the order of transformers' functions, because code that wraps all
     registered functions passes some of them by position.
 
     Args:
-        module: the attention module; asked for `is_causal`.
-        query: `[B, Hq, T, Dk]`.
-        key: a `PagedKV`, or `[B, Hkv, N, Dk]`.
-        value: a `PagedKV`, or `[B, Hkv, N, Dv]`.
-        attention_mask: the result of `fp8_paged_mask`, or a custom mask `[B, 1 | Hq, T, N]`, bool
-            (True is visible) or additive.
-        dropout: of the attention weights; makes K and V dense.
-        scaling: None: `Dk ** -0.5`.
-        is_causal: None: the module's.
-        position_bias: `[1 | B, Hq, T, N]`, added to the logits.
-        sliding_window: tokens that a query sees; None: the window of the cache's layer.
-        softcap: of the logits.
-        s_aux: `[Hq]`, attention sinks.
+        module: The attention module.
+        query: Queries, `[B, Hq, T, Dk]`.
+        key: Keys, a `PagedKV` or `[B, Hkv, N, Dk]`.
+        value: Values, a `PagedKV` or `[B, Hkv, N, Dv]`.
+        attention_mask: Result of `fp8_paged_mask`, or a custom mask `[B, 1 | Hq, T, N]`, bool (True
+            is visible) or additive.
+        dropout: Dropout of the attention weights. If not 0, K and V are made dense.
+        scaling: Factor of the logits. None means `Dk ** -0.5`.
+        is_causal: Whether attention is causal. None means the module's attribute.
+        position_bias: Bias added to the logits, `[1 | B, Hq, T, N]`.
+        sliding_window: Number of tokens that a query attends to. None means the window of the
+            cache's layer.
+        softcap: Softcap of the logits. None means no softcap.
+        s_aux: Attention sinks, `[Hq]`.
         kwargs: Arguments from the model or from a continuous-batching engine.
 
     Returns:
-        `[B, T, Hq, Dv]`, and the attention weights if ordinary attention computed them, else None.
+        The attention output, `[B, T, Hq, Dv]`, and the attention weights if ordinary attention
+        computed them, otherwise None.
 
     Raises:
-        ConfigError: training through stored pages, a mask that is too narrow, or an engine's cache
-            that holds no FP8 pages or cannot serve this model.
+        ConfigError: The call trains through stored pages, the mask is too narrow, or an engine's
+            cache has no FP8 pages or does not support the model.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # By position, which takes half of the time that names do.
+    # Positional arguments take half the time of keyword arguments.
     spec = AttentionSpec(
         float(query.shape[-1] ** -0.5 if scaling is None else scaling), bool(causal),
         int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias, None,
@@ -147,9 +149,11 @@ def fp8_paged_attention(
         if spec.deterministic:
             spec = check_spec(query, key, spec)
             call = call._replace(spec=spec)
-        if latent.passes_latents(module):
+        if latent.reads_stored_latents(module):
             return _latent_attention(call)
-        needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and asks_dense(kwargs))
+        needs_dense = dropout or (
+            not _DENSE_ARGUMENTS.isdisjoint(kwargs) and requires_dense(kwargs)
+        )
         if not needs_dense and _belong_together(key, value):
             if query.requires_grad and module.training:
                 raise ConfigError(_NO_GRADIENT)
@@ -161,34 +165,34 @@ def fp8_paged_attention(
     return dense_attention(call)
 
 
-def asks_dense(kwargs: dict[str, Any]) -> bool:
-    """Return whether arguments of a model's attention code ask for what only dense code does."""
+def requires_dense(kwargs: dict[str, Any]) -> bool:
+    """Return whether arguments of a model's attention need dense keys and values."""
     chosen = any(kwargs.get(name) is not None for name in _MODEL_ARGUMENTS)
     return chosen or bool(kwargs.get("output_attentions"))
 
 
 def _belong_together(key: PagedKV, value: PagedKV) -> bool:
-    """Return whether these are K and V of one layer, and not swapped."""
+    """Return whether these are K and V of the same layer, in this order."""
     sides = key.side == "k" and value.side == "v"
     return sides and key.block is value.block and key.stop == value.stop
 
 
 def _latent_attention(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Attend to stored latents and their positions, or to what they are expanded to."""
+    """Compute attention over stored latents and positional parts, or over expanded latents."""
     module, query, key, _, spec, dropout, kwargs = call
     assert isinstance(key, PagedKV)
     indices = kwargs.get("indices")
-    others = {name: x for name, x in kwargs.items() if name != "indices"}
+    other_kwargs = {name: x for name, x in kwargs.items() if name != "indices"}
     tokens, length = query.shape[2], key.shape[2]
     projections, why = None, ""
-    # What is stored has no gradient, but what is expanded has that of its weights.
+    # Stored latents have no gradient, but expanding them has a gradient for the weights.
     if latent.needs_gradient(module, query):
         if module.training:
             raise ConfigError(_NO_GRADIENT)
         why = _FOR_GRADIENT
     elif key.k_center is not None:
         why = _FOR_CENTER
-    elif not dropout and not asks_dense(others):
+    elif not dropout and not requires_dense(other_kwargs):
         projections, why = latent.find_projections(module, key), _FOR_PRODUCT
     if projections is None:
         warning = _EXPANDS_WARNING if why else _DENSE_WARNING
@@ -205,15 +209,15 @@ def _latent_attention(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
-    """Return a spec of a deterministic model without its mask, which hides what comes later.
+    """Return a spec of a deterministic model without its mask, which only hides later tokens.
 
     Raises:
-        ConfigError: a mask that hides more, or small pages.
+        ConfigError: The mask hides other tokens, or pages are too small.
     """
     check_page_size(pages_of(key).page_size)
     mask = spec.mask
     if isinstance(mask, CompactMask):
-        if not mask.is_checked:  # by another layer of this step
+        if not mask.is_checked:  # otherwise checked by an earlier layer of this step
             check_padding(mask.seen[:, 0, 0])
             mask.is_checked = True
     elif mask is not None:
@@ -221,11 +225,12 @@ def check_spec(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpe
         fits = mask.dtype == torch.bool and mask.shape[-2:] == plain.shape[-2:]
         if not fits or not torch.equal(mask, plain.expand_as(mask)):
             raise ConfigError(
-                "deterministic: expected no mask, or a causal one of bools, got one that may hide "
-                "more, as of packed texts, or of padding and a window; pass each text by itself"
+                "deterministic: expected no mask or a causal bool mask, got a mask that may hide "
+                "more, as for packed sequences, or for padding with a window; pass each sequence "
+                "separately"
             )
     elif not spec.causal:
-        raise ConfigError("deterministic: expected causal attention, got a layer that is not")
+        raise ConfigError("deterministic: expected causal attention, got a layer without it")
     window = spec.window or (mask.window if isinstance(mask, CompactMask) else 0)
     return spec._replace(mask=None, causal=True, window=window)
 
@@ -241,12 +246,11 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
 
 
 def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> AttentionSpec:
-    """Return a spec with the layer's window, and masks and bias as the operations take them."""
+    """Return a spec with the layer's window, and mask and bias in the form that operations need."""
     mask, bounds, window = spec.mask, None, spec.window or key.window
     if mask is not None:
-        # A mask includes the window. But a preallocated sliding layer keeps the tokens behind its
-        # window, which transformers' own layers do not: no mask shows them, and they need not be
-        # read.
+        # A mask includes the window. Unlike transformers' layers, a preallocated sliding layer also
+        # keeps older tokens. No mask shows these, so the window is only set to skip reading them.
         window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
     causal, bias = spec.causal and mask is None, spec.bias
     if isinstance(mask, CompactMask):
@@ -255,7 +259,7 @@ def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> Attention
     elif mask is not None:
         mask = _cut_to_keys(mask, key)
         if mask.dtype == torch.bool and mask.shape[1] > 1:
-            mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
+            mask = additive_mask(mask, query.dtype)  # bool masks apply to all heads
     if bias is not None:
         bias = without_grad(_cut_to_keys(bias, key))
     return spec._replace(
@@ -269,12 +273,12 @@ def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
 
 
 def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
-    """Return a mask or bias cut to the columns of `key`; raise ConfigError if it is too narrow."""
+    """Cut a mask or bias to the columns of `key`. Raise ConfigError if it is too narrow."""
     columns = mask.shape[3] if mask.ndim == 4 else 0
     if columns == key.shape[2]:
         return mask
     if columns == key.stop:
-        return mask[..., key.start :]  # made over the whole text, for a layer with a window
+        return mask[..., key.start :]  # covers the whole sequence, but the layer has a window
     if columns < key.shape[2] or key.start:
         raise ConfigError(
             f"expected a mask [B, 1, T, {key.shape[2]}] that covers every stored token, got "
@@ -284,18 +288,17 @@ def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
 
 
 def _engine_attention(call: Call, cache: Any) -> Tensor:
-    """Attend over the pages of a continuous-batching engine."""
     module, query, key, value, spec, _, kwargs = call
     if not hasattr(cache, "attend_stored"):
         raise ConfigError(
-            "expected an engine with FP8 pages, got transformers' own cache; call "
-            "hf_fp8kv.serving.enable(model) before creating the engine, or use another "
+            "expected an engine with FP8 pages, got transformers' cache; call "
+            "hf_fp8kv.serving.enable(model) before creating the engine, or use a different "
             "attn_implementation"
         )
     unsupported = [name for name in _MODEL_ARGUMENTS if kwargs.get(name) is not None]
     if unsupported or spec.bias is not None:
         raise ConfigError(
-            "expected plain attention, got a model that adds to its logits or chooses its keys "
+            "expected plain attention, got a model that adds to its logits or selects its keys "
             f"({', '.join(unsupported) or 'position_bias'}), which continuous batching does not "
             "support; use generate() with FP8PagedCache"
         )
@@ -311,17 +314,17 @@ def _engine_attention(call: Call, cache: Any) -> Tensor:
 
 
 def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Attend over dense K and V with transformers' own code."""
+    """Compute attention over dense K and V with transformers' code."""
     module, query, key, value, spec, dropout, kwargs = call
     if spec.deterministic:
         raise ConfigError(_NOT_DETERMINISTIC)
     window, start, filled = spec.window, None, None
     if isinstance(key, PagedKV):
         start = key.start
-        if spec.mask is None:  # a mask includes the window
+        if spec.mask is None:  # otherwise the mask includes the window
             window = window or key.window
         filled = key.lengths if key.ragged else None
-    is_latent = isinstance(key, PagedKV) and latent.passes_latents(module)
+    is_latent = isinstance(key, PagedKV) and latent.reads_stored_latents(module)
     key, value = densify(key), densify(value)
     if is_latent:
         key, value = latent.expand(module, key, value)
@@ -351,7 +354,7 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor | None]:
 
 @functools.cache
 def _eager_attention(module_name: str) -> Callable[..., Any]:
-    """Return the eager attention of a model's own module, which knows its extra arguments."""
+    """Return the eager attention of a model's module, which supports its extra arguments."""
     attend: Callable[..., Any] | None = getattr(
         sys.modules[module_name], "eager_attention_forward", None
     )

@@ -1,8 +1,8 @@
 """The mask function "fp8_paged", and the complete masks that dense attention needs.
 
-Masks are made once per step, before any layer runs. For plain causal and sliding-window patterns
-no dense mask is made: None, or a compact mask, which stands for one (compact.py). Every other
-pattern (blocks, chunks, bidirectional, packed) is a complete bool mask. A float mask is additive.
+Masks are made once per step, before any layer runs. For causal and sliding-window patterns the mask
+is None or compact (compact.py). For any other pattern (blocks, chunks, bidirectional, packed) it is
+a complete bool mask. A float mask is additive.
 """
 
 from collections.abc import Callable
@@ -31,26 +31,27 @@ def fp8_paged_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask for one kind of layer: None, compact or complete.
+    """Return the mask for one kind of layers: None, compact or complete.
 
     Args:
-        batch_size: B.
-        q_length: T.
-        kv_length: N, including the tokens of this call.
-        q_offset: position of the first query. In a preallocated cache a tensor `[]`.
-        kv_offset: position of the first key.
-        mask_function: the pattern.
-        attention_mask: `[B, tokens so far]`, bool, False is padding; or None.
-        kwargs: further arguments of transformers' mask functions.
+        batch_size: Number of sequences, B.
+        q_length: Number of queries, T.
+        kv_length: Number of keys, N, including the tokens of this call.
+        q_offset: Position of the first query. A tensor `[]` in a preallocated cache.
+        kv_offset: Position of the first key.
+        mask_function: The pattern.
+        attention_mask: Padding mask of all tokens so far, `[B, tokens]`, bool, False for padding,
+            or None.
+        kwargs: Further arguments of transformers' mask functions.
 
     Returns:
-        None if no token has to be masked besides causality and the window, else `[B, 1, T, N]` of
-        bool, True is visible: a compact mask, or a complete one. An additive float mask for models
-        that add it to their scores themselves.
+        None if only causality and the window hide tokens, otherwise a compact or complete mask
+        `[B, 1, T, N]`, bool, True if visible. For models that add the mask to their scores
+        themselves, an additive float mask.
 
     Raises:
-        ConfigError: `attention_mask` has neither one row nor one for each sequence, or misses the
-            tokens in our cache and the new ones.
+        ConfigError: The number of rows of `attention_mask` is neither 1 nor B, or it does not cover
+            all cached and new tokens.
     """
     if step.engine:
         return None
@@ -62,20 +63,20 @@ def fp8_paged_mask(
     request = step.take_request(q_length, kv_length, kv_offset)
     if request.observer is not None:
         request.observer.take_padding(attention_mask, q_offset, q_length)
-    # transformers declares a number, and passes a tensor all the same.
+    # transformers declares an int, but may pass a tensor.
     offset: Any = q_offset
-    is_ours, config = request.preallocated, kwargs.get("config")
-    # Without a cache positions may be packed.
+    is_preallocated, config = request.preallocated, kwargs.get("config")
+    # Without a cache, positions may be packed.
     chunked = getattr(config, "attention_chunk_size", None) is not None
-    plain = is_ours and not chunked and not kwargs.get("use_vmap", False)
+    plain = is_preallocated and not chunked and not kwargs.get("use_vmap", False)
     window = causal_window(mask_function, plain=plain)
-    # With a compact mask the queries are the last tokens that are stored.
-    ends_together = is_ours or (
+    # A compact mask requires that the queries are the last stored tokens.
+    ends_together = is_preallocated or (
         not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     )
-    # On an empty cache attention gets fresh keys, which do not know the window of their layer. A
-    # window that hides something needs a complete mask there: made once here, not in every layer.
-    fresh = q_length > 1 and q_length == kv_length and not is_ours
+    # On an empty cache attention receives new keys, which do not carry the window of their layer. A
+    # window that hides tokens then needs a complete mask, which is made here once for all layers.
+    fresh = q_length > 1 and q_length == kv_length and not is_preallocated
     adds = adds_mask(config)
     if adds or not ends_together or window is None or (fresh and 0 < window < kv_length):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -84,7 +85,7 @@ def fp8_paged_mask(
             batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip
-    # Some models do not pass their window to the attention function, and some keys have none.
+    # Some models do not pass their window to the attention function, and new keys have no window.
     may_be_none = not needs_mask(config) and not 0 < window < kv_length
     if attention_mask is None and may_be_none:
         return None
@@ -95,18 +96,23 @@ def fp8_paged_mask(
     if missing > 0 and request.growing:
         raise ConfigError(
             f"expected an attention_mask over all {kv_offset + kv_length} tokens (cached and new), "
-            f"got one over {attention_mask.shape[-1]}; pass the mask of the whole text, or a cache "
-            "that does not hold other tokens"
+            f"got one over {attention_mask.shape[-1]}; pass the mask of the whole sequence, or a "
+            "cache without other tokens"
         )
-    if missing > 0:  # under sdpa, transformers hides what the mask does not cover
+    if missing > 0:  # as transformers does under sdpa, hide tokens that the mask does not cover
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     present = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    # Reading the values synchronizes with a GPU: do it once, at the prefill, not at each step. A
-    # preallocated cache has the same kind of mask at each step, since it may be compiled for it.
-    look = (present.is_cpu or q_length > 1) and not is_ours and not torch.compiler.is_compiling()
-    if may_be_none and look and present.all():
+    # Reading the values synchronizes with a GPU, so this is only done in the prefill. A
+    # preallocated cache has the same kind of mask in each step, because code may be compiled for
+    # it.
+    reads_values = (
+        (present.is_cpu or q_length > 1)
+        and not is_preallocated
+        and not torch.compiler.is_compiling()
+    )
+    if may_be_none and reads_values and present.all():
         return None
-    filled = offset + q_length if is_ours else kv_length
+    filled = offset + q_length if is_preallocated else kv_length
     return make_compact(present, kv_offset, filled, window, q_length)
 
 
@@ -119,16 +125,17 @@ def complete_mask(
     start: int | None = None,
     filled: Tensor | None = None,
 ) -> Tensor | None:
-    """Return a mask that includes causality and the window; None where `is_causal` is enough.
+    """Return a mask that includes causality and the window, or None if `is_causal` suffices.
 
     Args:
-        mask: None, compact, or complete (then only cut to the keys).
-        query: `[B, Hq, T, Dk]`, the last T tokens of the filled keys.
-        key: `[B, Hkv, N, Dk]`.
-        window: tokens that a query sees; 0: all, or as a compact mask says.
-        causal: whether a query sees only the tokens up to its own.
-        start: position of the first key. None means that the mask begins there.
-        filled: `[B]`, keys that hold tokens; None: all, or as many as a compact mask says.
+        mask: None, a compact mask, or a complete mask, which is only cut to the keys.
+        query: Queries, `[B, Hq, T, Dk]`, the last T tokens of the filled keys.
+        key: Keys, `[B, Hkv, N, Dk]`.
+        window: Number of tokens that a query attends to. 0 means all, or the window of a compact
+            mask.
+        causal: Whether a query only attends to tokens up to its own.
+        start: Position of the first key. None means the start of the mask.
+        filled: Number of keys with tokens, `[B]`. None means all, or the number in a compact mask.
     """
     tokens, length = query.shape[2], key.shape[2]
     if isinstance(mask, CompactMask):
@@ -145,7 +152,7 @@ def complete_mask(
 def causal_mask(
     query: Tensor, key: Tensor, window: int = 0, causal: bool = True, filled: Tensor | None = None
 ) -> Tensor:
-    """Return `[1 or B, 1, T, N]`, bool; with the arguments of `complete_mask`."""
+    """Return a causal mask, `[1 or B, 1, T, N]`, bool, with the arguments of `complete_mask`."""
     tokens, length = query.shape[2], key.shape[2]
     if filled is None:
         filled = torch.tensor([length], device=query.device)
@@ -153,13 +160,13 @@ def causal_mask(
 
 
 def keep_chosen_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the mask without the keys that a sparse-attention model did not choose.
+    """Hide the keys that a sparse-attention model did not select.
 
     Args:
-        mask: a complete mask, bool or additive; None: causal.
-        indices: `[B, T, n]`, the keys that each query sees; below 0: none.
-        query: `[B, Hq, T, Dk]`.
-        key: `[B, Hkv, N, Dk]`.
+        mask: A complete mask, bool or additive. None means causal.
+        indices: Keys that each query attends to, `[B, T, n]`. Negative entries are ignored.
+        query: Queries, `[B, Hq, T, Dk]`.
+        key: Keys, `[B, Hkv, N, Dk]`.
     """
     batch, tokens = indices.shape[:2]
     chosen = torch.zeros((batch, tokens, key.shape[2] + 1), dtype=torch.bool, device=query.device)
@@ -175,7 +182,7 @@ def keep_chosen_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: T
 
 
 def additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask of any shape as numbers to add to the logits: 0 or the least of `dtype`."""
+    """Convert a mask of any shape to values to add to the logits: 0 or the lowest of `dtype`."""
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask.bool(), torch.finfo(dtype).min)

@@ -1,7 +1,7 @@
-"""Model quirks: what model types do that their config does not say.
+"""Quirks of model types that their configs do not show.
 
-A new model type that does any of this differs from its own attention in the sweep over
-architectures (docs/architectures.md).
+The sweep over architectures (docs/architectures.md) detects new model types with such quirks,
+because "fp8_paged" then differs from their attention.
 """
 
 from typing import Any
@@ -9,23 +9,24 @@ from typing import Any
 from ..modeling.model_support import config_field, uses_interface
 
 # Moshi's mask has no window: only a cache hides tokens, after the first call. The decoder's modules
-# of Pegasus-X say is_causal=False. The others index the mask by query, or join it with another.
+# of Pegasus-X have is_causal=False. All other models index the mask by query, or combine it with a
+# second mask.
 NEEDS_MASK = frozenset(
     {"moshi", "pegasus_x", "qwen4_exp", "qwen4_exp_text", "t5gemma2", "t5gemma2_decoder"}
 )
-# They add the mask to their scores themselves.
+# Models that add the mask to their scores themselves.
 ADDS_MASK = frozenset({"nllb-moe", "deepseek_v4", "git", "bigbird_pegasus"})
-# Config fields of models whose attention does not see the cache's K (MLA), or chooses keys.
+# Config fields of models whose attention does not receive the cache's K (MLA), or selects keys.
 _NEED_MASK = ("kv_lora_rank", "index_topk", "index_n_heads")
 
 
 def adds_mask(config: Any) -> bool:
-    """Return whether a model adds the mask to its scores, whatever attention it is told to use."""
+    """Return whether a model adds the mask to its scores with any attention implementation."""
     config_class: type = type(config)
     return not uses_interface(config_class) or config_field(config, "model_type") in ADDS_MASK
 
 
 def needs_mask(config: Any) -> bool:
-    """Return whether a model needs a mask where causality and a window would be enough."""
+    """Return whether a model needs a mask even if causality and a window would suffice."""
     found = [config_field(config, name) for name in _NEED_MASK]
     return config_field(config, "model_type") in NEEDS_MASK or any(x is not None for x in found)

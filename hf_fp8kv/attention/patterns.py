@@ -1,9 +1,9 @@
-"""Which pattern a mask function of transformers stands for: causal, with a window, or another.
+"""Recognition of the pattern of transformers' mask functions: causal, with a window, or neither.
 
-transformers does not tag its patterns, and combines them from functions of two positions that are
-compared. So the function is called with positions that are no numbers (`_Position`), and what it
-returns says which distances it allows (`_Distances`). This works under torch.compile too, and for
-functions that are made there, which cannot be looked into.
+transformers does not label its patterns. It combines functions that compare two positions. Here
+such a function is called with symbolic positions (`_Position`), and its result contains the allowed
+distances (`_Distances`). This also works under torch.compile, and for functions created there,
+which cannot be inspected.
 """
 
 import math
@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function
 
 
 class _Symbol:
-    """What stands for numbers; an operation that is not followed raises TypeError."""
+    """A symbolic value. Operations that are not supported raise TypeError."""
 
     device = None
     __eq__: Any = None
@@ -25,7 +25,7 @@ class _Symbol:
 
 
 class _Distances(_Symbol):
-    """Pairs of positions of which the query's is at least `low` and at most `high` ahead."""
+    """The set of position pairs in which the query is `low` to `high` positions after the key."""
 
     def __init__(self, low: float = -math.inf, high: float = math.inf) -> None:
         self.low, self.high = low, high
@@ -71,11 +71,11 @@ class _Position(_Symbol):
 
 
 def causal_window(function: Callable[..., Any], *, plain: bool = False) -> int | None:
-    """Return the window of a causal pattern, 0 for a plain one; None for every other pattern.
+    """Return the window of a causal pattern, 0 without a window, or None for any other pattern.
 
-    torch.compile cannot trace a function that looks into a tensor of positions. So there it is
-    called only if it is `plain`: no position is packed, no chunk is named by the config, and no
-    function of a caller takes part (these use vmap). Blocks are joined by another function.
+    torch.compile cannot trace a function that reads a tensor of positions. There the function is
+    only called if it is `plain`: positions are not packed, the config has no chunks, and no
+    function of a caller is involved (these use vmap). Blocks use a different function.
     """
     if function is causal_mask_function:
         return 0
@@ -84,7 +84,7 @@ def causal_window(function: Callable[..., Any], *, plain: bool = False) -> int |
         return _follow(function) if safe else None
     try:
         return _follow(function)
-    except Exception:  # whatever a function does that looks at values
+    except Exception:  # a function that reads values may raise anything
         return None
 
 

@@ -1,4 +1,4 @@
-"""Switching: the attention that a model uses, read, set for a while and put back."""
+"""Reading a model's attention implementation, and replacing it temporarily."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ from .masks import fp8_paged_mask
 def watched_attention(
     model: PreTrainedModel, on_attention: Callable[[Any, Any, Any, Any, dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Run a model with "fp8_paged" and show what each layer's attention is given.
+    """Run a model with "fp8_paged", and observe the arguments of each layer's attention.
 
     Args:
-        model: one that looks its attention up.
-        on_attention: called with each attention module that knows its layer, its query, key, value
-            and keyword arguments.
+        model: A model that uses transformers' attention registry.
+        on_attention: Function that is called with each attention module that has a layer index, and
+            its query, key, value and keyword arguments.
     """
     name = f"{ATTENTION}_watched"
 
@@ -42,7 +42,7 @@ def watched_attention(
 
 
 def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the attention of a model (under the name "") and of each of its parts."""
+    """Return the attention implementations of a model (under the key "") and of its parts."""
     names = {"": model.config._attn_implementation}
     for part in model.config.sub_configs:
         config = getattr(model.config, part, None)
@@ -52,19 +52,19 @@ def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def set_implementations(model: PreTrainedModel, names: dict[str, Any]) -> None:
-    """Set the attention of a model and of each of its parts to what `get_implementations` read."""
+    """Set the attention implementations that `get_implementations` returned."""
     model.set_attn_implementation({part: name for part, name in names.items() if name is not None})
     for part, name in names.items():
-        if name is None:  # set_attn_implementation does not take None
+        if name is None:  # set_attn_implementation does not accept None
             config = getattr(model.config, part) if part else model.config
             config._attn_implementation_internal = None
 
 
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model and all of its modules in eval mode for a while.
+    """Set a model and all of its modules to eval mode within the `with` block.
 
-    In that time K and V stay unrounded, and attention need not be deterministic.
+    Within the block K and V stay unrounded, and attention need not be deterministic.
     """
     training = [module for module in model.modules() if module.training]
     marks = {
@@ -83,7 +83,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def paged_attention(model: PreTrainedModel, name: str = ATTENTION) -> Iterator[None]:
-    """Let a model use "fp8_paged", or another attention, for a while, if it can be set."""
+    """Use attention implementation `name` within the `with` block, if the model supports it."""
     if not model._can_set_attn_implementation():
         yield
         return

@@ -1,7 +1,7 @@
-"""Training through the cache: whole texts whose K and V are rounded as a cache stores them.
+"""Training with rounded K and V: whole sequences are stored in pages like those of a cache.
 
-The pages go with the call. The numbers come from the same operations as a cache's, so every format,
-scale and backend is what it is there.
+The pages only exist during the call. They are written and read by the same operations as a cache's
+pages, so formats, scales and backends behave in the same way.
 """
 
 from collections.abc import Mapping
@@ -25,33 +25,33 @@ from ..utils.tensors import without_grad
 from .check_model import stock_indices
 from .compact import CompactMask
 from .deterministic import check_padding
-from .fp8_paged import ROUNDING, Call, asks_dense, attend_stored, check_spec, dense_attention
+from .fp8_paged import ROUNDING, Call, attend_stored, check_spec, dense_attention, requires_dense
 from .switching import eval_mode, watched_attention
 
 
 class StoredRounding:
-    """How one layer's K and V are rounded: as a cache with these options stores and reads them.
+    """Rounding of one layer's K and V, as in a cache with these options.
 
-    Dynamic scales are of one token, and static ones of the layer, so that it does not matter with
-    which other tokens one is rounded.
+    Dynamic scales belong to one token, and static scales to the layer, so the rounding of a token
+    does not depend on other tokens.
     """
 
     def __init__(self, options: CacheOptions, index: int, key: Tensor, value: Tensor) -> None:
-        """Look up what layer `index` stores with, for keys and values of these shapes.
+        """Prepare the encoding of layer `index` for keys and values of these shapes.
 
         Raises:
-            ScaleError: static scales of other heads.
+            ScaleError: The static scales have other heads or head sizes.
         """
         self._options, self._encoding = options, Encoding(index, options, FirstTokens())
-        self._device: torch.device | None = None  # a model without memory gets some later
+        self._device: torch.device | None = None  # a model on "meta" is moved to a device later
         options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
     def store(self, key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV]:
-        """Write whole texts to pages of their own, and return the handles that a cache would.
+        """Write whole sequences to new pages, and return handles like those of a cache.
 
         Args:
-            key: `[B, Hkv, T, Dk]`, of any floating dtype.
-            value: `[B, Hkv, T, Dv]`.
+            key: Keys, `[B, Hkv, T, Dk]`, any floating dtype.
+            value: Values, `[B, Hkv, T, Dv]`, any floating dtype.
         """
         encoding = self._encoding
         if key.device != self._device:
@@ -74,12 +74,12 @@ class StoredRounding:
     def read(
         self, stored: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return K and V as they are read back; gradients pass as if nothing had been rounded.
+        """Return rounded K and V. Gradients pass through the rounding unchanged.
 
         Args:
-            stored: what `store` returned for them.
-            key: `[B, Hkv, T, Dk]`; its dtype stays.
-            value: `[B, Hkv, T, Dv]`.
+            stored: Handles that `store` returned.
+            key: Keys, `[B, Hkv, T, Dk]`. The result has the same dtype.
+            value: Values, `[B, Hkv, T, Dv]`. The result has the same dtype.
         """
         k, v = (
             x if side.is_auto else straight_through(x, handle.dense())
@@ -88,20 +88,20 @@ class StoredRounding:
         return k, v
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Attend over pages to K and V of a whole text, with the gradient of dense attention.
+        """Compute attention over stored K and V of whole sequences, with a dense gradient.
 
-        The result is what a cache's pages give, to the bit: from dense K and V it would differ in
-        the last one, and so would what the next layer stores, where that decides between two codes.
+        The result has the same bits as with a cache. With dense K and V the last bit would differ,
+        and so could the codes that the next layer stores.
         """
         _, query, key, value, spec, dropout, kwargs = call
         if spec.deterministic and isinstance(spec.mask, CompactMask):
             return self._attend_padded(call, spec.mask), None
         stored = self.store(key, value)
-        if dropout or asks_dense(kwargs):
+        if dropout or requires_dense(kwargs):
             key, value = self.read(stored, key, value)
             return dense_attention(call._replace(key=key, value=value))
-        seen = check_spec(query, stored[0], spec) if spec.deterministic else spec
-        attended = attend_stored(query, stored[0], seen)
+        stored_spec = check_spec(query, stored[0], spec) if spec.deterministic else spec
+        attended = attend_stored(query, stored[0], stored_spec)
         inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
         if not torch.is_grad_enabled() or not any(
             x is not None and x.requires_grad for x in inputs
@@ -113,9 +113,9 @@ class StoredRounding:
         return straight_through(dense, attended.to(dense.dtype)), None
 
     def _attend_padded(self, call: Call, mask: CompactMask) -> Tensor:
-        """Attend to texts moved to the first positions, where a cache without padding stores them.
+        """Move padded sequences to the first positions, as in a cache without padding, and attend.
 
-        What comes after a text is padding, which it does not see.
+        Padding then follows a sequence, so it is not visible.
         """
         tokens = call.key.shape[2]
         column = torch.arange(tokens, device=call.key.device)
@@ -132,16 +132,17 @@ class StoredRounding:
 def prepare_rounding(
     model: PreTrainedModel, training: object, cache_keywords: Mapping[str, Any], *, always: bool
 ) -> dict[torch.nn.Module, StoredRounding]:
-    """Return for each attention module how it rounds K and V.
+    """Return the rounding of K and V for each attention module.
 
     Args:
-        model: is run on three tokens, to see which keys and values reach which attention.
-        training: None or "stored"; with None nothing is rounded.
-        cache_keywords: of `FP8PagedCache`.
-        always: attend over pages also where all layers are stored in the model's dtype.
+        model: The model. It is run on three tokens to find which layer each attention module reads.
+        training: None or "stored". With None nothing is rounded.
+        cache_keywords: Keywords of `FP8PagedCache`.
+        always: Whether to attend over pages even if all layers are stored in the model's dtype.
 
     Raises:
-        ConfigError: the model or a keyword does not fit. ScaleError, BackendError: a keyword.
+        ConfigError: The model or a keyword does not fit.
+        ScaleError, BackendError: A keyword is invalid.
     """
     if training is None:
         return {}
@@ -154,31 +155,31 @@ def prepare_rounding(
     if model.config.is_encoder_decoder:
         why = "is an encoder-decoder"
     elif not model._can_set_attn_implementation():
-        why = "has attention code of its own, and looks up no attention function"
+        why = "has its own attention code and does not use transformers' attention registry"
     elif rounding_note(model) == NOTE:
         why = "already rounds K and V in calls without a cache, by compressed-tensors"
     if why:
         raise ConfigError(
-            "training='stored': expected a decoder that looks its attention up, got "
-            f"{type(model).__name__}, which {why}; train it without"
+            "training='stored': expected a decoder that uses transformers' attention registry, got "
+            f"{type(model).__name__}, which {why}; leave training out"
         )
-    found = _probe(model, stock_indices(cache), cache_keywords)
+    probed = _probe(model, stock_indices(cache), cache_keywords)
     if not always and all(side.is_auto for plan in cache.plan.values() for side in plan):
         return {}
     return {
         module: StoredRounding(options, index, key, value)
-        for module, (index, key, value) in found.items()
+        for module, (index, key, value) in probed.items()
     }
 
 
 def _probe(
     model: PreTrainedModel, stock: list[int], cache_keywords: Mapping[str, Any]
 ) -> dict[torch.nn.Module, tuple[int, Any, Any]]:
-    """Return which stored layer each attention module reads, with its keys and values.
+    """Return the stored layer that each attention module reads, with its keys and values.
 
-    Layers may share the keys of another one, and only the cache knows of which.
+    Layers may share the keys of a different layer, which only the cache can identify.
     """
-    # Nothing to say of scales that the checkpoint declares, and none to fit.
+    # These options need no scales, and cause no warning about scales that the checkpoint declares.
     cache = FP8PagedCache(
         model.config, dtype=AUTO, scales=1.0, prefill="stored", backend="torch",
         skip_layers=stock, tensor_parallel=cache_keywords["tensor_parallel"],
@@ -201,45 +202,45 @@ def _probe(
     except Exception as error:
         raise ConfigError(
             "training='stored': expected a model that can be run on three tokens, got "
-            f"{type(model).__name__}: {type(error).__name__}: {error}; call enable() where its "
-            "weights are loaded, before it is wrapped or sharded"
+            f"{type(model).__name__}: {type(error).__name__}: {error}; call enable() after its "
+            "weights are loaded, and before it is wrapped or sharded"
         ) from error
     stored = {layer.index for layer in cache.paged_layers if layer.get_seq_length()}
     unread = sorted(stored - {index for index, *_ in found.values()})
     if unread:
         raise ConfigError(
             f"training='stored': expected attention to the keys and values that a cache stores, "
-            f"got layers {unread} of {type(model).__name__}, which change them in between, or do "
-            "not look their attention up (see check_model); keep these in the model's dtype "
-            f"(skip_layers={unread})"
+            f"got layers {unread} of {type(model).__name__}, which change them in between or do "
+            "not use transformers' attention registry (see check_model); keep these in the "
+            f"model's dtype (skip_layers={unread})"
         )
     return found
 
 
 def install_rounding(roundings: Mapping[torch.nn.Module, StoredRounding]) -> None:
-    """Let attention modules round their K and V; see `enable`."""
+    """Make attention modules round their K and V; see `enable`."""
     for module, rounding in roundings.items():
         vars(module)[ROUNDING] = rounding
 
 
 def remove_rounding(model: torch.nn.Module) -> None:
-    """Let no module of a model round any more."""
+    """Remove the rounding from all modules of a model."""
     for module in model.modules():
         vars(module).pop(ROUNDING, None)
 
 
-def straight_through(states: Tensor, numbers: Tensor) -> Tensor:
-    """Return `numbers`, with the gradient of `states`, whose shape and dtype they have."""
-    return _StraightThrough.apply(states, numbers)  # type: ignore[no-any-return, no-untyped-call]
+def straight_through(states: Tensor, rounded: Tensor) -> Tensor:
+    """Return `rounded`, with the gradient of `states`, which has the same shape and dtype."""
+    return _StraightThrough.apply(states, rounded)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Returns `numbers`, and passes their gradient on to `states`."""
+    """Returns `rounded`, and passes its gradient to `states`."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, numbers: Tensor) -> Tensor:
-        # Adding the difference to `states` would not give exactly these numbers.
-        return numbers.view_as(numbers)
+    def forward(ctx: Any, states: Tensor, rounded: Tensor) -> Tensor:
+        # `states` plus the difference would not be exactly `rounded`.
+        return rounded.view_as(rounded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -51,7 +51,7 @@ PAGE = 256
 BATCH_TOKENS, REQUESTS = 8192, 256
 
 
-class _Alone:
+class _SingleProcess:
     """An engine's view of one process."""
 
     tp_size = 1
@@ -91,7 +91,7 @@ def planned_tokens(
             config=config,
             continuous_batching_config=batching,
             device=torch.device("meta"),
-            distributed_helper=_Alone(),
+            distributed_helper=_SingleProcess(),
             dtype=torch.bfloat16,
             model_supports_logits_to_keep=True,
         )

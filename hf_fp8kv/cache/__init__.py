@@ -1,1 +1,1 @@
-"""Cache: all that knows transformers' cache classes."""
+"""The cache: everything that depends on transformers' cache classes."""

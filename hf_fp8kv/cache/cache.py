@@ -1,4 +1,4 @@
-"""`FP8PagedCache`: the cache that `generate()` is given."""
+"""`FP8PagedCache`: the cache to pass to `generate()`."""
 
 import copy
 import logging
@@ -39,22 +39,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MemoryFootprint:
-    """What a cache takes.
+    """Memory and contents of a cache.
 
     Attributes:
-        pages_bytes: codes of K and V, room for growth included.
-        scales_bytes: dynamic and static scales, centers.
-        tables_bytes: block tables and lengths.
-        host_bytes: pages and dynamic scales in host memory; the others are on the device.
-        other_bytes: stock layers and indexers.
-        total_bytes: the sum of these.
-        used_bytes: the part of pages and dynamic scales that holds tokens of this cache.
-        fetched_bytes: moved to the device so far.
-        returned_bytes: moved from the device so far.
-        tokens: held, over all sequences.
-        reused_tokens: those that `generate()` found here instead of computing them.
-        restored_tokens: those that it had from a `PrefixStore`.
-        layers_by_plan: how many layers are stored how, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
+        pages_bytes: Codes of K and V, including room for growth.
+        scales_bytes: Dynamic and static scales, and centers.
+        tables_bytes: Block tables and lengths.
+        host_bytes: Pages and dynamic scales in host memory. Everything else is on the device.
+        other_bytes: Layers that transformers implements, and indexers.
+        total_bytes: Sum of the above.
+        used_bytes: Part of pages and dynamic scales that holds tokens of this cache.
+        fetched_bytes: Bytes copied to the device so far.
+        returned_bytes: Bytes copied from the device so far.
+        tokens: Number of stored tokens over all sequences.
+        reused_tokens: Number of tokens that `generate()` found in the cache instead of computing
+            them.
+        restored_tokens: Number of tokens that came from a `PrefixStore`.
+        layers_by_plan: Number of layers by storage plan, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
     """
 
     pages_bytes: int
@@ -73,40 +74,45 @@ class MemoryFootprint:
 
 
 class FP8PagedCache(DynamicCache):
-    """A cache for `generate()` that stores keys and values as pages of 8-bit numbers.
+    """A cache for `generate()` that stores keys and values in pages of 8-bit codes.
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(id, attn_implementation="fp8_paged")
     out = model.generate(**inputs, past_key_values=FP8PagedCache(model.config))
     ```
 
-    Full, sliding, chunked and indexed attention layers are paged; other kinds of layers (linear,
-    convolution, hybrid, dummy, a model's own) are transformers' own, in their dtype.
+    Layers with full, sliding, chunked or indexed attention are paged. All other layers (linear,
+    convolution, hybrid, dummy, or defined by a model) are transformers' layers, in their dtype.
 
     Args:
-        config: the model's config; None: layers are added as the model asks, all full attention.
-        dtype: what K and V are stored in: "fp8_e3m4", "fp8_e4m3" ("fp8", "fp8_e4m3fn"),
-            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "model": the model's own dtype.
-            None: "fp8_e3m4", K minus a center of each sequence's first call (with prefill="stored"
-            or a `key_dtype`: without), or "fp8_e4m3" if `scales` are given.
-        key_dtype: overrides `dtype` for K.
-        value_dtype: overrides `dtype` for V.
-        plan: instead of the three above: a `StoragePlan` (see `choose_plan`) or where one was
-            saved, a `LayerPlan` or one for each layer, or text: "fp8_e3m4 centered", or a pair
-            such as ("int8 rotated centered", "fp8_e2m5 rotated"). Where a plan carries no centers,
-            "centered" K loses one of each sequence's own, from its first call.
-        scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a
-            repository of the Hub: static ones (with a plan of their own, leave out what else says
-            how layers are stored). A number: that constant, in the unit of the stored format
-            (`real = stored * scale`).
-        page_size: slots per page, in tokens; a power of two from 8 to 1024.
-        max_cache_len: given: room for so many tokens is taken at the first call, at addresses that
-            stay, for `torch.compile` and CUDA graphs. None: pages are taken as tokens come.
-        max_pages: the most pages that may be held at once, over all block tables and forks.
-        skip_layers: layers to keep in the model's dtype, in transformers' own layers: numbers
-            and/or layer types such as "sliding_attention".
-        prefill: "exact": a call on an empty cache attends to its own fresh K and V, and only
-            writes 8 bits; "stored": every call attends to what is stored.
+        config: The model's config. None means that layers are added as the model uses them, all
+            with full attention.
+        dtype: Format of K and V: "fp8_e3m4", "fp8_e4m3" (also "fp8" or "fp8_e4m3fn"),
+            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "model" for the model's dtype. None
+            means "fp8_e3m4", or "fp8_e4m3" if `scales` are given. K is then stored minus a center
+            from each sequence's first call, unless `scales`, prefill="stored" or a `key_dtype` is
+            given.
+        key_dtype: Format of K, instead of `dtype`.
+        value_dtype: Format of V, instead of `dtype`.
+        plan: Storage plan, instead of the three arguments above: a `StoragePlan` (see
+            `choose_plan`) or its path, a `LayerPlan` or a mapping from layers to them, or a
+            description such as "fp8_e3m4 centered" or ("int8 rotated centered", "fp8_e2m5
+            rotated"). If a plan has no centers, "centered" K uses a center from each sequence's
+            first call.
+        scales: Static scales: a `KVScales`, a file, a folder, or a repository of the Hub. If they
+            have a plan, leave out the arguments above. A number is a constant scale in the unit of
+            the stored format (`real = stored * scale`). None means dynamic scales, one per token
+            and head.
+        page_size: Slots (tokens) per page, a power of two from 8 to 1024.
+        max_cache_len: Number of tokens per sequence to preallocate at the first call, at constant
+            addresses, for `torch.compile` and CUDA graphs. None means that the cache grows as
+            tokens arrive.
+        max_pages: Maximum number of pages in use, over all block tables and forks. None means no
+            limit.
+        skip_layers: Layers to keep in the model's dtype, as transformers' layers: indices or layer
+            types such as "sliding_attention".
+        prefill: With "exact", a call on an empty cache attends to its unrounded K and V, and only
+            writes codes. With "stored", every call attends to stored K and V.
         backend: "auto", "torch", "cpu" or "triton".
         tensor_parallel: The part of the model's heads in this process, which
             `hf_fp8kv.tensor_parallel(model)` returns. None means one process.
@@ -115,26 +121,25 @@ class FP8PagedCache(DynamicCache):
             has room for that number of pages of every layer, and only the rest is in host memory.
 
     Raises:
-        ConfigError, ScaleError, BackendError: an argument cannot work; the message says which.
+        ConfigError, ScaleError, BackendError: An argument is invalid. The message names it.
     """
 
     config: PreTrainedConfig | None
     layers: list[Any]
     takes_exact_states = True
-    # The first tokens that the cache holds, or all of them after the running step: `UNKNOWN` while
-    # the cache changes, and None in a cache that never got a text.
+    # The first tokens of the cache, or all tokens after the current step. `UNKNOWN` while the cache
+    # changes, and None if the cache never received token ids.
     text: Text | None = None
-    # The known first tokens, if embeddings or images came after them. `text` is then None, or
-    # `UNKNOWN` once the pages change.
+    # The known first tokens if embeddings or images follow them. `text` is then None, or `UNKNOWN`
+    # after the pages change.
     beginning: Text | None = None
-    # Tokens that the last step added to `text`, whether or not it got to its end.
+    # Number of tokens that the last step added to `text`, even if it did not complete.
     last_step = 0
-    # Over all sequences: tokens that `generate` found here instead of computing them, and tokens
-    # whose pages came from a store.
+    # Numbers of tokens that `generate` found in the cache, and in a store, over all sequences.
     reused = restored = 0
-    # Whether a part of the text is what a prompt began with, not what was told.
-    takes_on_trust = False
-    # A digest of the model and the options that computed the text, or "".
+    # Whether part of the text comes from the beginning of a prompt, not from the model's calls.
+    is_assumed = False
+    # Digest of the model and the options that computed the pages, or "".
     identity = ""
 
     def __init__(
@@ -190,18 +195,18 @@ class FP8PagedCache(DynamicCache):
         strict: bool = True,
         **cache_keywords: Any,
     ) -> Self:
-        """Return a cache with the static scales of a checkpoint.
+        """Create a cache with the static scales of a checkpoint.
 
         Args:
-            repo_or_dir: a local folder, or a repository of the Hub.
-            config: the model's config; None: read from the same place.
-            revision, token, cache_dir, local_files_only: as everywhere in transformers.
-            force_download, subfolder, trust_remote_code: the same.
-            strict: whether an incomplete set of scales is an error.
-            cache_keywords: those of the constructor.
+            repo_or_dir: A local folder, or a repository of the Hub.
+            config: The model's config. None means that it is read from `repo_or_dir`.
+            revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
+            force_download, subfolder, trust_remote_code: As in transformers' `from_pretrained`.
+            strict: Whether an incomplete set of scales is an error.
+            cache_keywords: Keywords of the constructor.
 
         Raises:
-            ScaleError: there are no scales, or they cannot be used.
+            ScaleError: The scales are missing or invalid.
         """
         hub: dict[str, Any] = {
             "revision": revision, "token": token, "cache_dir": cache_dir,
@@ -211,7 +216,7 @@ class FP8PagedCache(DynamicCache):
         if "scales" in cache_keywords:
             raise ConfigError(
                 "scales: expected none, since from_pretrained reads them from the checkpoint; use "
-                "FP8PagedCache(config, scales=...) for others"
+                "FP8PagedCache(config, scales=...) for different scales"
             )
         rank, size = TensorParallel.parse(cache_keywords.get("tensor_parallel"))
         scales = KVScales.from_pretrained(
@@ -233,20 +238,20 @@ class FP8PagedCache(DynamicCache):
 
     @property
     def paged_layers(self) -> list[FP8PagedLayer]:
-        """The layers that are stored in pages."""
+        """The paged layers."""
         return self._paged.layers
 
     @property
     def stock_layers(self) -> list[Any]:
-        """The layers that are transformers' own."""
+        """The layers that transformers implements."""
         return [layer for layer in self.layers if not isinstance(layer, FP8PagedLayer)]
 
     @property
     def plan(self) -> dict[int, LayerPlan]:
-        """How each paged layer is stored."""
+        """Storage plan of each paged layer, by index."""
         return {layer.index: layer.store.encoding.plan for layer in self.paged_layers}
 
-    # -- what transformers calls -------------------------------------------------------------
+    # -- the interface of transformers' caches -----------------------------------------------
 
     def update(
         self,
@@ -258,8 +263,9 @@ class FP8PagedCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new tokens of layer `layer_idx`, and return the keys and values to attend to.
 
-        As `update` of the layer does for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`, but
-        dense under flex attention. After an error a growing cache is as it was before the step.
+        Keys are `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`. The result is as in
+        `FP8PagedLayer.update`, but dense under flex attention. After an error a growing cache is as
+        it was before the step.
         """
         if self.open_ended:
             while len(self.layers) <= layer_idx:
@@ -267,8 +273,8 @@ class FP8PagedCache(DynamicCache):
         try:
             if layer_idx >= len(self.layers):
                 raise ConfigError(
-                    f"expected a layer below {len(self.layers)}, which the config names, got layer "
-                    f"{layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
+                    f"expected an index below {len(self.layers)}, the config's number of layers, "
+                    f"got {layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
                 )
             layer = self.layers[layer_idx]
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
@@ -280,43 +286,45 @@ class FP8PagedCache(DynamicCache):
         else:
             under_flex = self._paged.end_layer(layer_idx, key_states.shape[2])
         if under_flex:
-            # Flex attention is an operator of the compiler, which takes no tensor subclasses.
+            # Flex attention is an operator of the compiler and does not accept tensor subclasses.
             return densify(keys), densify(values)
         return keys, values
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the columns of the mask, and the position of the first.
+        """Return the number of columns of the mask, and the position of the first column.
 
         Raises:
-            ConfigError: a call without tokens.
+            ConfigError: The call has no new tokens.
         """
         if isinstance(query_length, int) and query_length == 0:
             raise ConfigError(
-                f"expected a token that the cache does not hold yet, got none (it holds "
-                f"{self.host_length()}); pass a longer text, or call crop, reset or enable(model)"
+                f"The prompt adds no tokens to the cache, which already holds "
+                f"{self.host_length()}. Pass a longer prompt, or call crop, reset or enable(model)"
             )
-        pass_exact_states()  # before the first layer; a model may have come after its cache
+        pass_exact_states()  # again, because the model may have been created after the cache
         columns, start = super().get_mask_sizes(query_length, layer_idx)
         step.request = self._paged.mask_request(query_length, columns, start)
         return columns, start
 
     def host_length(self) -> int:
-        """Return the tokens stored as a number; waits for the device in the preallocated form."""
+        """Return the number of stored tokens. Synchronizes with the device if preallocated."""
         return max(self._paged.host_lengths(), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, and give pages behind the window back.
+        """Remove the last `-tokens_to_remove` tokens, and free pages that are no longer needed.
 
-        Raise ConfigError, and change nothing, for tokens that a window no longer holds.
+        Raises:
+            ConfigError: A sliding window no longer holds tokens that would be visible. Nothing was
+                changed.
         """
         tokens = parse_crop(tokens_to_remove)
         self._paged.check_crop(tokens)
-        # Convolution layers that record the past can be cropped, unlike `can_crop` knows.
-        forgetful = (x for x in self.stock_layers if not getattr(x, "record_past", True))
-        if tokens and not all(can_crop(layer, tokens) for layer in forgetful):
+        # `can_crop` is False for convolution layers that record the past, but these can be cropped.
+        without_past = (x for x in self.stock_layers if not getattr(x, "record_past", True))
+        if tokens and not all(can_crop(layer, tokens) for layer in without_past):
             raise ConfigError(
-                "crop: expected layers of transformers that hold the past, got a sliding window or "
-                "a state without it; call activate_past_recording() before these tokens are written"
+                "crop: expected layers of transformers that record the past, got a sliding window "
+                "or a state; call activate_past_recording() before these tokens are written"
             )
         with self.changing_text(lambda text: text.crop(tokens)):
             self._paged.crop(tokens)
@@ -324,7 +332,7 @@ class FP8PagedCache(DynamicCache):
                 layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Remove all tokens; the layers stay, and so do addresses of the preallocated form."""
+        """Remove all tokens. Layers stay, and a preallocated cache keeps its addresses."""
         with self.changing_text(lambda _: None):
             for layer in self.stock_layers:
                 layer.reset()
@@ -332,16 +340,21 @@ class FP8PagedCache(DynamicCache):
         self.text = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `beam_idx[i]` was; moves page numbers, not bytes.
+        """Replace sequence `i` by sequence `beam_idx[i]`.
 
-        `beam_idx` is `[B]`, integers on any device. Raise ConfigError for others than there are.
+        This moves page numbers, not page contents.
+
+        Args: | beam_idx: Indices of sequences, `[B]`, integers on any device.
+
+        Raises: | ConfigError: An index is out of range. Nothing was changed.
         """
         self._select(beam_idx, "reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence `repeats` times, side by side; no bytes are copied.
+        """Repeat each sequence `repeats` times in a row, without copying pages.
 
-        Raise ConfigError for `repeats` below 1.
+        Raises:
+            ConfigError: `repeats` is below 1.
         """
         if repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
@@ -349,16 +362,20 @@ class FP8PagedCache(DynamicCache):
         self._select(rows, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences `indices`, in that order; no bytes are copied.
+        """Keep only the sequences `indices`, in that order, without copying pages.
 
-        `indices` is `[B]`, integers, or bool, on any device. Raise ConfigError if none is left.
+        Args:
+            indices: Indices of sequences or a bool mask, `[B]`, on any device.
+
+        Raises:
+            ConfigError: An index is out of range, or no sequence is left.
         """
         kept = torch.as_tensor(indices, device="cpu")
         rows = torch.arange(batch, device="cpu")[kept] if (batch := self._paged.batch) else kept
         self._select(rows, "batch_select_indices", indices)
 
     def _select(self, rows: torch.Tensor, method: str, argument: Any) -> None:
-        """Select sequences `rows`; `method` is how transformers' own layers do it, if they can."""
+        """Select sequences `rows`. Layers of transformers use `method` if they have it."""
         with self.changing_text(lambda text: text.select(rows)):
             self._paged.select(rows)
             for layer in self.stock_layers:
@@ -368,7 +385,7 @@ class FP8PagedCache(DynamicCache):
                     layer.reorder_cache(rows)
 
     def _undo_step(self, index: int, tokens: int) -> None:
-        """Remove what layers before `index` stored in a refused step, where that can be."""
+        """Remove the tokens that layers before `index` stored in a failed step, if possible."""
         self._paged.undo_step(index, tokens)
         if not self.options.is_preallocated:
             length = self.host_length() + tokens
@@ -378,9 +395,10 @@ class FP8PagedCache(DynamicCache):
 
     @contextmanager
     def changing_text(self, change: Callable[[Text], Text | None]) -> Iterator[None]:
-        """Change the pages, and then the text; an exception in between leaves `UNKNOWN`.
+        """Update the text after the `with` block has changed the pages.
 
-        A ConfigError is raised before any page changes, so the text stays.
+        An exception in the block leaves `UNKNOWN`, except a ConfigError, which is raised before any
+        page changes.
         """
         before, self.text = self.text, UNKNOWN
         try:
@@ -394,16 +412,16 @@ class FP8PagedCache(DynamicCache):
     # -- forks, files, sizes -----------------------------------------------------------------
 
     def fork(self) -> "FP8PagedCache":
-        """Return an independent cache with the same content.
+        """Return an independent cache with the same contents.
 
-        Pages are shared and counted, and copied when one of the two writes into a page that both
-        hold; so a cache and its forks are for one thread at a time. (The preallocated form and
-        transformers' own layers are copied.)
+        Pages are shared with reference counts, and a shared page is copied when one cache writes to
+        it. A cache and its forks must therefore be used by one thread at a time. Preallocated
+        caches and transformers' layers are copied.
         """
         snapshot = self._snapshot()
         layers = [x if isinstance(x, LayerSnapshot) else copy.deepcopy(x) for x in snapshot.layers]
         twin = self._restore(replace(snapshot, layers=layers))
-        # Attributes of a subclass, too, what a user has set, and the text.
+        # Also copy the text, attributes of subclasses, and attributes that a user has set.
         vars(twin).update({**vars(self), **vars(twin)})
         return twin
 
@@ -421,9 +439,9 @@ class FP8PagedCache(DynamicCache):
         return cache
 
     def adopt(self, snapshot: CacheSnapshot) -> None:
-        """Hold the contents of a snapshot for these options; only for an empty growing cache."""
+        """Take over a snapshot's contents, with this cache's options. Only for an empty cache."""
         twin = self._restore(replace(snapshot, options=self.options, config=self.config))
-        vars(self).update(vars(twin))  # at once: the new layers exist before the old ones go
+        vars(self).update(vars(twin))  # in one call, after the new layers exist
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
         memo[id(self)] = twin = self.fork()
@@ -441,9 +459,10 @@ class FP8PagedCache(DynamicCache):
         return cls._restore(serialization.unpack(*packed))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write what the cache holds, pages in use, to a safetensors file, whole or not at all.
+        """Write the pages in use to a safetensors file, atomically, and return its path.
 
-        Return the path. Raise ConfigError for a layer with a state that is not attention.
+        Raises:
+            ConfigError: A layer has a state that is not attention.
         """
         return serialization.save(self._snapshot(), path)
 
@@ -451,9 +470,9 @@ class FP8PagedCache(DynamicCache):
     def load(
         cls, path: str | os.PathLike[str], *, device: str | torch.device | None = None
     ) -> "FP8PagedCache":
-        """Return the cache that `save` wrote, on `device` (None: the CPU).
+        """Read a cache that `save` wrote, to `device`. None means the CPU.
 
-        Each layer goes to the device of the model's layer with the first tokens that it is given.
+        The first new tokens of a layer move it to the device of the model's layer.
 
         Raises:
             ConfigError: `save` did not write the file, or the file is damaged.
@@ -466,11 +485,11 @@ class FP8PagedCache(DynamicCache):
         return f"{type(self).__name__}({len(self.layers)} layers: {summarize_plan(self.plan)})"
 
     def memory_footprint(self) -> MemoryFootprint:
-        """Return what the cache takes; forks report what they share."""
+        """Return the memory of the cache. Forks include shared pages."""
         sizes, budget = self._paged.memory_footprint(), self.budget
         used = sizes.pop("used")
-        others = tree_leaves([vars(layer) for layer in self.stock_layers])
-        sizes["other"] += sum(x.nbytes for x in others if isinstance(x, torch.Tensor))
+        stock_tensors = tree_leaves([vars(layer) for layer in self.stock_layers])
+        sizes["other"] += sum(x.nbytes for x in stock_tensors if isinstance(x, torch.Tensor))
         return MemoryFootprint(
             **{f"{kind}_bytes": size for kind, size in sizes.items()}, total_bytes=sizes.total(),
             used_bytes=used, fetched_bytes=budget.fetched, returned_bytes=budget.returned,

@@ -1,10 +1,10 @@
-"""Centers of K from a first call: the mean of each sequence's last tokens, without padding.
+"""Centers of K from the first call: the mean of each sequence's last tokens, without padding.
 
-What RoPE turns away within some thousand positions is left out of it, see `Turns.steady`.
+The center leaves out channels that RoPE turns within some thousand positions, see `Turns.steady`.
 
-A cache is not given the padding. If a center depends on it, `FirstTokens` goes with the request for
-the next mask (`modeling/step.py`), and "fp8_paged" passes the mask of the text to it. Other mask
-functions do not. Under these the last tokens are taken as they are, unless `text_mask` is known.
+A cache does not receive the padding. If a center depends on it, the request for the next mask
+(`modeling/step.py`) contains `FirstTokens`, and "fp8_paged" passes the padding mask to it. Other
+mask functions do not. With these, padding counts as tokens unless `text_mask` is known.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,21 @@ import torch
 
 from .turns import Turns
 
-# The mean of few tokens serves as well as that of all (docs/accuracy.md), and costs nothing at a
-# long prompt.
+# The mean of few tokens is as good as the mean of all (docs/accuracy.md), and cheaper.
 _TOKENS = 32
 
 
 @dataclass(frozen=True, eq=False)
-class _Last:
-    """The last tokens of each sequence in a call, on the device of a mask; made for all layers.
+class _LastTokens:
+    """The last tokens of each sequence in a call, shared by all layers, on the device of the mask.
 
     Attributes:
-        tokens: T, of the call.
-        index: `[B, 1, n, 1]`, int64: their columns. A sequence of fewer tokens repeats one.
-        weights: `[B, 1, n, 1]`, float32: their shares of the mean, 0 for repeated ones.
-        frozen: `[B]`, bool, sequences that had tokens before; None: none had, the cache was empty.
+        tokens: Number of tokens of the call, T.
+        index: Columns of the last tokens, `[B, 1, n, 1]`, int64. A sequence with fewer tokens
+            repeats one.
+        weights: Weights in the mean, `[B, 1, n, 1]`, float32, 0 for repeated tokens.
+        frozen: Which sequences had tokens before the call, `[B]`, bool. None if the cache was
+            empty.
     """
 
     tokens: int
@@ -35,8 +36,8 @@ class _Last:
     frozen: torch.Tensor | None
 
     @classmethod
-    def of(cls, tokens: int, columns: torch.Tensor, frozen: torch.Tensor | None) -> "_Last":
-        """Return the largest of columns `[B, N]`, int64, of which those below 0 are padding."""
+    def of(cls, tokens: int, columns: torch.Tensor, frozen: torch.Tensor | None) -> "_LastTokens":
+        """Select the largest columns from `[B, N]`, int64, in which padding is negative."""
         columns = columns.sort(1).values[:, -_TOKENS:]
         present = columns >= 0
         weights = present / present.sum(1, keepdim=True).clamp(min=1)
@@ -44,42 +45,43 @@ class _Last:
         return cls(tokens, index[:, None, :, None], weights[:, None, :, None], frozen)
 
     def mean(self, key: torch.Tensor) -> torch.Tensor:
-        """Return the mean of these tokens of keys `[B, Hkv, T, Dk]`: `[B, Hkv, Dk]`, float32."""
+        """Return the mean of these tokens in keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32."""
         index, weights = (x.to(key.device) for x in (self.index, self.weights))
         picked = key.gather(2, index.expand(-1, key.shape[1], -1, key.shape[3]))
         return (picked * weights).sum(2)
 
 
 class FirstTokens:
-    """What the layers of a cache know of the first tokens of its sequences.
+    """Padding at the start of a cache's sequences, shared by its layers.
 
     Attributes:
-        is_open: whether some sequence may have had nothing but padding. It then has no center yet.
-        told: the last tokens by the mask of this call; None: no mask, or it has no padding.
-        text_mask: `[B, at least T]`, of a first call, as `generate()` was given it; or None.
+        is_open: Whether some sequence may so far have only padding, and thus no center.
+        observed: The last tokens according to the mask of this call, or None without a mask or
+            padding.
+        text_mask: Mask that `generate()` received for a first call, `[B, at least T]`, or None.
     """
 
     def __init__(self) -> None:
         self.is_open = True
-        self.told: _Last | None = None
+        self.observed: _LastTokens | None = None
         self.text_mask: torch.Tensor | None = None
 
     def observes(self, tokens: int, is_empty: bool) -> bool:
-        """Return whether a center depends on which of `tokens` new tokens are padding.
-
-        It does not in steps of one token.
-        """
-        self.told = None
+        """Return whether a center depends on padding among new tokens. One token has none."""
+        self.observed = None
         self.is_open |= is_empty
         return is_empty or (self.is_open and tokens > 1)
 
     def take_padding(
         self, mask: torch.Tensor | None, start: int | torch.Tensor, tokens: int
     ) -> None:
-        """Note the last tokens of each sequence in a call of `tokens` tokens after `start` others.
+        """Record the last tokens of each sequence in a call of `tokens` tokens.
 
-        `mask` is `[B, at least start + tokens]`, where False or 0 is padding, or None without any.
-        In a preallocated cache `start` is a tensor `[]`.
+        Args:
+            mask: Padding mask, `[B, at least start + tokens]`, False or 0 for padding, or None
+                without padding.
+            start: Number of tokens before the call. A tensor `[]` in a preallocated cache.
+            tokens: Number of tokens of the call.
         """
         if mask is None:
             self.is_open = False
@@ -88,17 +90,17 @@ class FirstTokens:
         present = mask.bool() & (column >= start) & (column < start + tokens)
         is_first = isinstance(start, int) and start == 0
         frozen = None if is_first else (mask.bool() & (column < start)).any(1)
-        # Reading values waits for a GPU: after the first call, until all sequences have begun.
+        # Reading values synchronizes with a GPU, but only until all sequences have begun.
         if frozen is not None and not torch.compiler.is_compiling() and frozen.all():
             self.is_open = False
             return
-        self.told = _Last.of(tokens, (column - start).where(present, -1), frozen)
+        self.observed = _LastTokens.of(tokens, (column - start).where(present, -1), frozen)
 
     def find_center(self, key: torch.Tensor, turns: Turns | None) -> torch.Tensor:
-        """Return the center `[B, Hkv, Dk]`, float32, of new keys `[B, Hkv, T, Dk]`.
+        """Return the center of new keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32.
 
-        A channel with a number that is not finite has the center 0. The first call of each
-        generation runs this for each layer: at most 8 operations.
+        The center is 0 in a channel with a value that is not finite. The first call of each
+        generation runs this for each layer, with at most 8 operations.
         """
         last = self._find_last(key)
         if last is None:
@@ -108,21 +110,26 @@ class FirstTokens:
         center = center.nan_to_num(0.0, 0.0, 0.0)
         return center if turns is None else turns.steady(center)
 
-    def _find_last(self, key: torch.Tensor) -> _Last | None:
-        """Return the last tokens of each sequence, or None where there is no padding."""
+    def _find_last(self, key: torch.Tensor) -> _LastTokens | None:
+        """Return the last tokens of each sequence, or None without padding."""
         size, mask = (key.shape[0], key.shape[2]), self.text_mask
-        if self.told is None and mask is not None and mask.ndim == 2 and mask.shape[1] >= size[1]:
+        if (
+            self.observed is None
+            and mask is not None
+            and mask.ndim == 2
+            and mask.shape[1] >= size[1]
+        ):
             self.take_padding(mask[:, : size[1]], 0, size[1])
-        told = self.told
-        return told if told is not None and (len(told.index), told.tokens) == size else None
+        observed = self.observed
+        return observed if observed and (len(observed.index), observed.tokens) == size else None
 
     def complete(
         self, center: torch.Tensor, key: torch.Tensor, turns: Turns | None
     ) -> torch.Tensor:
-        """Return `center` with those of sequences that had only padding until this call.
+        """Return `center`, completed for sequences that only had padding before this call.
 
-        What is stored of them is never looked at, so it does not matter what it now stands for. A
-        mask may hide more than padding: a center of 0 says that there was nothing else.
+        Stored padding is never read, so the new center need not fit it. A mask may hide more than
+        padding, so a sequence also needs a center of 0 to count as padding only.
         """
         last = self._find_last(key)
         if last is None or last.frozen is None:
@@ -131,7 +138,7 @@ class FirstTokens:
         return center.where(frozen, self.find_center(key, turns))
 
     def end_call(self) -> None:
-        """Forget what is of no more use, once all layers so far have their centers."""
+        """Drop data that is no longer needed when all layers have their centers."""
         self.text_mask = None
-        if self.told is not None and self.told.frozen is not None:
-            self.told = None
+        if self.observed is not None and self.observed.frozen is not None:
+            self.observed = None

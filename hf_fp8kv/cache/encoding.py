@@ -1,4 +1,4 @@
-"""How the numbers of one layer are stored: its plan, static scales and center."""
+"""How the keys and values of one layer are stored: its plan, static scales and center."""
 
 import torch
 
@@ -12,24 +12,23 @@ from .centers import FirstTokens
 from .options import CacheOptions
 from .turns import Turns
 
-# How values without channels are stored, whatever a plan says: some layers of latents have no
-# positions.
-_NOTHING = SidePlan(AUTO)
+# Plan of values without channels: some layers with latents have no positional part.
+_NO_CHANNELS = SidePlan(AUTO)
 
 
 class Encoding:
-    """The plan, the static scales and the center of one layer, and the backend that applies them.
+    """Plan, static scales and center of one layer, and the backend that applies them.
 
     Attributes:
-        index: the layer's number in the model; scales are looked up by it.
-        plan: the formats of K and V.
-        k_scale: `[Hkv, Dk]`, float32, static; or None.
-        v_scale: `[Hkv, Dv]`, float32, static; or None.
-        k_center: `[B, Hkv, Dk]`, float32, or None.
-        whole_heads: KV heads of the whole model, of which a process may have a part; or None.
-        turns: how K turns with the position, or None.
-        first_tokens: what the layers of the cache know of padding.
-        device: where the layer computes.
+        index: Index of the layer in the model, and in scales.
+        plan: Storage plan of the layer.
+        k_scale: Static scale of K, `[Hkv, Dk]`, float32, or None.
+        v_scale: Static scale of V, `[Hkv, Dv]`, float32, or None.
+        k_center: Center of K, `[B, Hkv, Dk]`, float32, or None.
+        whole_heads: Number of KV heads of the whole model, which processes may share, or None.
+        turns: How RoPE turns K with the position, or None.
+        first_tokens: Padding of the cache's sequences.
+        device: Device on which the layer computes.
     """
 
     device: torch.device
@@ -49,7 +48,7 @@ class Encoding:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the scales, which `prepare` looks up, and the center."""
+        """Drop the center and the scales, which `prepare` looks up again."""
         self.k_scale: torch.Tensor | None = None
         self.v_scale: torch.Tensor | None = None
         self.k_center: torch.Tensor | None = None
@@ -57,10 +56,11 @@ class Encoding:
         self._is_fixed = False
 
     def prepare(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Look up the static scales, once the shapes are known.
+        """Look up the static scales when the shapes are known.
 
         Raises:
-            ScaleError: scales of other heads. ConfigError: a model that is not split.
+            ScaleError: The scales have other heads or head sizes.
+            ConfigError: The model is not split as `tensor_parallel` says.
         """
         heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
         check_split(self.index, heads, self.whole_heads, self.options.tensor_parallel.size)
@@ -71,15 +71,15 @@ class Encoding:
         self.device = key.device
 
     def fix_center(self, batch: int, heads: int, dim: int) -> None:
-        """Have the center, if there will be one, at an address that stays."""
+        """Allocate the center, if the layer has one, at a constant address."""
         self._is_fixed = True
         if self._given_center is not None or self.plan.k.centered:
             self.k_center = zeros((batch, heads, dim), torch.float32, self.device)
 
     def find_center(self, key: torch.Tensor, *, is_first: bool) -> None:
-        """Freeze the center for a first call, or for sequences that had nothing but padding."""
+        """Set the center in the first call, or complete it for sequences that only had padding."""
         if not is_first:
-            if self.k_center is not None and self.first_tokens.told is not None:
+            if self.k_center is not None and self.first_tokens.observed is not None:
                 self.set_center(self.first_tokens.complete(self.k_center, key, self.turns))
         elif self._given_center is not None:
             self.set_center(self._given_center.expand(key.shape[0], -1, -1).contiguous())
@@ -87,14 +87,14 @@ class Encoding:
             self.set_center(self.first_tokens.find_center(key, self.turns))
 
     def set_center(self, center: torch.Tensor) -> None:
-        """Subtract `[B, Hkv, Dk]`, float32, from K from now on."""
+        """Set the center to subtract from K, `[B, Hkv, Dk]`, float32."""
         if self._is_fixed and self.k_center is not None:
             self.k_center.copy_(center)
         else:
             self.k_center = center
 
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep the centers of sequences `[B']`, in place if the batch size stays."""
+        """Select the centers of sequences `[B']`, in place if the batch size is unchanged."""
         if self.k_center is not None:
             selected = self.k_center[sequences.to(self.k_center.device)]
             if self._is_fixed and len(selected) != len(self.k_center):
@@ -102,9 +102,9 @@ class Encoding:
             self.set_center(selected)
 
     def record(self, pool: PagePool, table: torch.Tensor) -> Pages:
-        """Return the pages of a pool as operations take them.
+        """Return the `Pages` of a pool, with block table `table`.
 
-        It is the same object until one of its tensors is replaced. `table` is the block table.
+        It is the same object until one of its tensors is replaced.
         """
         blocks, plan, is_compiling = pool.blocks, self.plan, torch.compiler.is_compiling()
         if not is_compiling and blocks.record is not None:
@@ -117,7 +117,7 @@ class Encoding:
                 and known.v.static_scale is self.v_scale
             ):
                 return known
-        v_plan = plan.v if pool.v_dim else _NOTHING
+        v_plan = plan.v if pool.v_dim else _NO_CHANNELS
         pages = Pages(
             StoredSide(self.k_scale, self.k_center, plan.k.format, pool.k_dim, plan.k.rotated),
             StoredSide(self.v_scale, None, v_plan.format, pool.v_dim, v_plan.rotated),
@@ -130,5 +130,5 @@ class Encoding:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the static scales and the center."""
-        held = (self.k_scale, self.v_scale, self.k_center)
-        return [tensor for tensor in held if tensor is not None]
+        tensors = (self.k_scale, self.v_scale, self.k_center)
+        return [tensor for tensor in tensors if tensor is not None]

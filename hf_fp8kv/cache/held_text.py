@@ -1,7 +1,7 @@
-"""The text that a cache holds, and what of it another text begins with.
+"""The tokens of a cache, and how many of them a new prompt shares.
 
-A cache is given keys and values, never tokens: `enable` tells it those of a `generate`
-(prefix/generate.py).
+A cache receives keys and values, never token ids. `enable` passes the ids of a `generate` to the
+cache (prefix/generate.py).
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionC
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Tokens as `generate` gives them to a model.
+    """Tokens as `generate` passes them to a model.
 
     Attributes:
-        ids: `[B, N]`, int64.
-        mask: `[B, M]`, M at most N, 0 where a token is padding; later ones are none. None: no
-            token is.
-        positions: `[..., B or 1, M]`; later ones count on from the last. None: the model's own.
+        ids: Token ids, `[B, N]`, int64.
+        mask: Padding mask, `[B, M]` with M at most N, 0 for padding. Tokens from M on are not
+            padding. None means no padding.
+        positions: Position ids, `[..., B or 1, M]`. Positions from M on continue after the last.
+            None means the model's default.
     """
 
     ids: Tensor
@@ -29,11 +30,11 @@ class Text:
 
     @property
     def length(self) -> int:
-        """The tokens of each row."""
+        """Number of tokens per row."""
         return self.ids.shape[1]
 
     def crop(self, tokens: int) -> "Text":
-        """Return the text without its last `tokens`."""
+        """Return the text without its last `tokens` tokens."""
         kept = max(self.length - tokens, 0)
         mask, positions = (
             None if part is None else part[..., :kept] for part in (self.mask, self.positions)
@@ -52,7 +53,7 @@ class Text:
         return Text(self.ids[rows], mask, positions)
 
     def columns(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids and mask, `[B, width]`, and positions, `[X, B, width]`; X may be 0."""
+        """Return ids and mask, `[B, width]`, and positions, `[X, B, width]`, where X may be 0."""
         ids = self.ids[:, :width].to(device)
         mask = torch.ones_like(ids, dtype=torch.bool)
         if self.mask is not None:
@@ -61,15 +62,16 @@ class Text:
         if self.positions is None:
             return ids, mask, ids.new_empty((0, *ids.shape))
         known = self.positions[..., :width].to(device)
-        more = torch.arange(1, width - known.shape[-1] + 1, device=device)
-        positions = torch.cat([known, known[..., -1:] + more], -1)
+        following = torch.arange(1, width - known.shape[-1] + 1, device=device)
+        positions = torch.cat([known, known[..., -1:] + following], -1)
         return ids, mask, positions.reshape(-1, *positions.shape[-2:]).expand(-1, len(ids), -1)
 
     def match(self, other: "Text") -> tuple[list[int], int]:
-        """Return which row each row of `other` goes on best, and how many tokens all share.
+        """Return the best row for each row of `other`, and the number of tokens all pairs share.
 
-        Of equally good ones that is its own, or else the first. Tokens are shared if they have the
-        same id and position; padding, if it is padding in both.
+        The best row shares the most tokens. Among equal rows it is the row with the same index, or
+        else the first. Tokens are shared if they have the same id and position, or are padding in
+        both texts.
         """
         device, width = self.ids.device, min(self.length, other.length)
         columns = [text.columns(width, device) for text in (self, other) if width]
@@ -85,23 +87,23 @@ class Text:
         lengths = torch.stack(shared).tolist()  # [row of `other`][row]
         best = [max(row) for row in lengths]
         rows = [
-            at if at < len(row) and row[at] == best[at] else row.index(best[at])
-            for at, row in enumerate(lengths)
+            index if index < len(row) and row[index] == best[index] else row.index(best[index])
+            for index, row in enumerate(lengths)
         ]
         return rows, min(best)
 
 
-# The text of a cache that is changing, or was when an exception ended the change.
+# The text of a cache while it changes, or after an exception interrupted a change.
 UNKNOWN = Text(torch.empty((0, 0), dtype=torch.int64, device="cpu"))
 
 
 def can_crop(layer: Any, tokens: int) -> bool:
-    """Return whether one of transformers' own layers can remove its last `tokens` tokens."""
+    """Return whether a layer of transformers can remove its last `tokens` tokens."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return False  # its state is that of the last token
+        return False  # its only state belongs to the last token
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         length, window = layer.get_seq_length(), layer.sliding_window
         keys: Any = layer.keys
-        held = keys.shape[-2] - tokens
-        return held >= min(length - tokens, window - 1) and (length < window or layer.record_past)
+        kept = keys.shape[-2] - tokens
+        return kept >= min(length - tokens, window - 1) and (length < window or layer.record_past)
     return bool(getattr(layer, "is_croppable", False))

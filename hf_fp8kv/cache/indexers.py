@@ -1,8 +1,7 @@
-"""The keys of indexers, which choose the keys that each query of sparse attention attends to.
+"""The keys of indexers, which choose the keys that a query of sparse attention attends to.
 
-K and V are in pages. An indexer's keys, one small vector per token, are not: transformers' own
-layer keeps them in the model's dtype, and each paged layer with an indexer has one that holds
-nothing else.
+K and V are in pages, but an indexer's keys, one small vector per token, are not. Each paged layer
+with an indexer has a layer of transformers that only holds these keys, in the model's dtype.
 """
 
 from typing import Any
@@ -11,16 +10,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
 
-# What is replaced by paged layers, unless it holds keys of an indexer only.
+# Layers that paged layers replace, unless they only hold keys of an indexer.
 INDEXED = (DynamicIndexedLayer, StaticIndexedLayer)
 
 
 class GrowingIndexer(DynamicIndexedLayer):
-    """The keys of an indexer, without K and V.
+    """The keys of an indexer in a growing cache, without K and V.
 
     Attributes:
-        is_unused: whether no token was stored since the start or a reset.
-        indexer_position_ids: `[dims, B, N]`; versions of transformers without positions set none.
+        is_unused: Whether no token was stored since the start or a reset.
+        indexer_position_ids: Positions, `[dims, B, N]`, or None in versions of transformers without
+            them.
     """
 
     is_unused = True
@@ -30,14 +30,14 @@ class GrowingIndexer(DynamicIndexedLayer):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def hold(self, tensors: dict[str, Tensor]) -> None:
-        """Hold tensors by the names of `held_by`."""
+        """Set tensors, named as in `held_by`."""
         if "indexer_keys" in tensors:
             self.lazy_initialization_indexer(tensors["indexer_keys"])
             self.is_unused = False
         vars(self).update(tensors)
 
     def move(self, device: torch.device) -> None:
-        """Move what is held to `device`."""
+        """Move all tensors to `device`."""
         vars(self).update({name: x.to(device) for name, x in held_by(self).items()})
         self.indexer_device = device
 
@@ -53,12 +53,12 @@ class GrowingIndexer(DynamicIndexedLayer):
 
 
 class FixedIndexer(StaticIndexedLayer):
-    """The keys of an indexer at fixed addresses, without K and V.
+    """The keys of an indexer in a preallocated cache, without K and V, at constant addresses.
 
-    It can do what transformers' own layer cannot: remove tokens, and select sequences in place.
+    In addition to transformers' layer, it can remove tokens and select sequences in place.
 
     Attributes:
-        is_unused: whether no token was stored since the start or a reset.
+        is_unused: Whether no token was stored since the start or a reset.
     """
 
     is_unused = True
@@ -66,19 +66,19 @@ class FixedIndexer(StaticIndexedLayer):
     indexer_position_ids: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Store keys of new tokens, `[B, T, D]`; return all, with room for more."""
+        """Store keys of new tokens, `[B, T, D]`. Return all keys, including unused room."""
         if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
             self._allocate(indexer_key_states)
         keys: Tensor = super().update_indexer(indexer_key_states)
         return keys
 
     def _allocate(self, like: Tensor) -> None:
-        # Written in place later, in inference mode and outside of it.
+        # These tensors are later written in inference mode and outside it.
         with torch.inference_mode(False), torch.no_grad():
             self.lazy_initialization_indexer(like)
 
     def hold(self, tensors: dict[str, Tensor]) -> None:
-        """Hold copies of tensors by the names of `held_by`, with room for more keys."""
+        """Set copies of tensors, named as in `held_by`, with room for more keys."""
         self.indexer_position_ids = tensors.get("indexer_position_ids")
         if (keys := tensors.get("indexer_keys")) is not None:
             self._allocate(keys)
@@ -88,14 +88,14 @@ class FixedIndexer(StaticIndexedLayer):
             self.is_unused = False
 
     def move(self, device: torch.device) -> None:
-        """Move what is held to `device`, to new addresses."""
+        """Move all tensors to `device`, to new addresses."""
         with torch.inference_mode(False), torch.no_grad():
             vars(self).update({name: x.to(device) for name, x in held_by(self).items()})
         self.indexer_device = device
         self._keep_addresses()
 
     def _keep_addresses(self) -> None:
-        """Put what is written in place on the device of the keys; tell torch.compile it stays."""
+        """Move the length to the device of the keys, and mark both addresses as constant."""
         if self.indexer_keys is not None:
             count = self.indexer_cumulative_length
             self.indexer_cumulative_length = count.to(self.indexer_keys.device)
@@ -117,7 +117,7 @@ class FixedIndexer(StaticIndexedLayer):
             self.trim(max(int(self.indexer_cumulative_length) + tokens_to_remove, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select sequences `[B']`, in place if they are as many."""
+        """Select sequences `[B']`, in place if their number is unchanged."""
         if (keys := self.indexer_keys) is not None:
             with torch.inference_mode(False), torch.no_grad():
                 selected = keys[beam_idx.to(keys.device)]
@@ -134,7 +134,7 @@ Indexer = GrowingIndexer | FixedIndexer
 
 
 def held_by(indexer: Indexer) -> dict[str, Tensor]:
-    """Return keys `[B, N, D]` and positions `[dims, B, N]` by name, as far as there are any."""
+    """Return keys `[B, N, D]` and positions `[dims, B, N]` by name, without missing ones."""
     names = ("indexer_keys", "indexer_position_ids")
     held = {name: getattr(indexer, name) for name in names}
     return {name: tensor for name, tensor in held.items() if tensor is not None}

@@ -1,4 +1,4 @@
-"""`FP8PagedLayer`: a layer stored in pages, as transformers' `Cache` expects it."""
+"""`FP8PagedLayer`: a paged layer with the interface of transformers' cache layers."""
 
 import operator
 from typing import Any
@@ -20,11 +20,11 @@ def _stored(name: str) -> Any:
     """Return the property `keys` or `values` of a layer."""
 
     def read(layer: "FP8PagedLayer") -> PagedKV | None:
-        both = layer.store.stored()
-        return None if both is None else both[name == "values"]
+        handles = layer.store.stored()
+        return None if handles is None else handles[name == "values"]
 
     def assign(layer: "FP8PagedLayer", tokens: torch.Tensor | None) -> None:
-        """Replace what is stored once both were assigned, as code for dense layers does."""
+        """Replace the stored tokens after both were assigned, as code for dense layers does."""
         if tokens is None:
             raise ConfigError(
                 "expected keys or values [B, Hkv, T, D], got None; call cache.reset()"
@@ -38,19 +38,19 @@ def _stored(name: str) -> Any:
 
 
 class FP8PagedLayer(CacheLayerMixin):
-    """A layer stored in pages.
+    """A layer whose keys and values are stored in pages.
 
-    With a `HostLength` pages are taken as tokens come, and those that fall out of a window are
-    freed. With a `DeviceLength` all memory is taken at the first call, at addresses that stay, for
-    torch.compile and CUDA graphs.
+    A growing layer (`HostLength`) allocates pages as tokens arrive, and frees pages that have left
+    the window. A preallocated layer (`DeviceLength`) allocates all memory at the first call, at
+    constant addresses, for torch.compile and CUDA graphs.
 
     Attributes:
-        index: the layer's number in the model.
-        keys: the stored keys, as `update` returns them; None before the first token.
-        values: the stored values, likewise.
-        store: the pages.
-        config: the model's config, which says which attention is used; or None.
-        assigned: what was assigned to `keys` or `values`, until the other one is.
+        index: Index of the layer in the model.
+        keys: Handle on the stored keys as returned by `update`, or None before the first token.
+        values: Handle on the stored values, or None before the first token.
+        store: The pages.
+        config: The model's config, from which the attention implementation is read, or None.
+        assigned: Tensor assigned to `keys` or `values`, until the other is assigned.
     """
 
     is_croppable = True
@@ -60,7 +60,8 @@ class FP8PagedLayer(CacheLayerMixin):
     def __init__(
         self, options: CacheOptions, store: LayerStore, config: PreTrainedConfig | None = None
     ) -> None:
-        # The base class would assign `keys` and `values`, which are properties here.
+        # The base class is not initialized, because it assigns `keys` and `values`, which are
+        # properties here.
         self.index, self.options, self.store = store.encoding.index, options, store
         self.config, self.sliding_window = config, store.group.window
         self.is_sliding = self.sliding_window is not None
@@ -71,9 +72,9 @@ class FP8PagedLayer(CacheLayerMixin):
         window = "" if self.sliding_window is None else f", window={self.sliding_window}"
         return f"{type(self).__name__}({self.store.encoding.plan}{window})"
 
-    # -- what transformers calls -------------------------------------------------------------
+    # -- the interface of transformers' cache layers -----------------------------------------
 
-    # transformers assigns this, `keys` and `values` as attributes; here they follow the pool.
+    # An attribute in transformers. Here it follows the pool.
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether shapes are known and there is a pool; a fork may have freed it."""
@@ -81,7 +82,7 @@ class FP8PagedLayer(CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        """Whether pages behind the window stay until `crop`."""
+        """Whether pages that have left the window stay until `crop`."""
         return self.store.group.record_past
 
     @record_past.setter
@@ -89,7 +90,7 @@ class FP8PagedLayer(CacheLayerMixin):
         self.store.group.record_past = value
 
     def activate_past_recording(self) -> None:
-        """Keep all tokens from now on; a ring becomes room for all, at new addresses."""
+        """Keep all tokens from now on. A ring gets room for all tokens, at new addresses."""
         length = self.store.length
         if isinstance(length, DeviceLength) and self.is_initialized:
             length.fixed.unroll()
@@ -100,8 +101,9 @@ class FP8PagedLayer(CacheLayerMixin):
         """Look up the static scales, and allocate the pool for tokens of these shapes.
 
         Raises:
-            ScaleError: static scales that do not fit. ConfigError: a model that is not split.
-            OutOfPagesError: a preallocated cache would pass its budget.
+            ScaleError: The static scales do not fit.
+            ConfigError: The model is not split as `tensor_parallel` says.
+            OutOfPagesError: A preallocated cache would exceed its budget.
         """
         self.store.encoding.prepare(key_states, value_states)
         self.store.allocate(key_states, value_states)
@@ -112,20 +114,20 @@ class FP8PagedLayer(CacheLayerMixin):
         """Store new tokens, and return the keys and values to attend to.
 
         Args:
-            key_states: `[B, Hkv, T, Dk]`, of the model's dtype.
-            value_states: `[B, Hkv, T, Dv]`.
+            key_states: Keys, `[B, Hkv, T, Dk]`, in the model's dtype.
+            value_states: Values, `[B, Hkv, T, Dv]`, in the model's dtype.
 
         Returns:
-            Handles on stored keys and values; on an empty layer with prefill="exact", the
-            arguments themselves, padded to `max_cache_len` if another attention is used.
+            Handles on the stored keys and values. On an empty layer with prefill="exact" the
+            arguments, padded to `max_cache_len` if the attention is not "fp8_paged".
 
         Raises:
-            ConfigError: tokens of another model or batch.
-            ScaleError: static scales that do not fit.
-            OutOfPagesError: the budget would be passed. The cache is as it was in each case. Tokens
-                past `max_cache_len` raise it on a CPU, also under torch.compile. On other devices
-                they are not stored, and the next step raises whose mask is not made inside of a
-                compiled region (generate() makes it outside).
+            ConfigError: The tokens belong to a different model or batch.
+            ScaleError: The static scales do not fit.
+            OutOfPagesError: The budget would be exceeded. After any error the cache is unchanged.
+                On a CPU, tokens past `max_cache_len` always raise this error, even under
+                torch.compile. On other devices they are not stored, and the next step raises it,
+                unless its mask is made inside a compiled region. (generate() makes masks outside.)
         """
         store = self.store
         length, encoding = store.length, store.encoding
@@ -133,9 +135,9 @@ class FP8PagedLayer(CacheLayerMixin):
         if not is_compiling:
             check_tokens(self, key_states, value_states)
         elif length.room is None:
-            both: tuple[torch.Tensor, torch.Tensor]
-            both = _update_uncompiled(self, key_states, value_states)
-            return both
+            states: tuple[torch.Tensor, torch.Tensor]
+            states = _update_uncompiled(self, key_states, value_states)
+            return states
         else:
             refuse_export()
         key, value = without_grad(key_states), without_grad(value_states)
@@ -159,7 +161,7 @@ class FP8PagedLayer(CacheLayerMixin):
         return self._fresh(key_states), self._fresh(value_states)
 
     def _attends_pages(self) -> bool:
-        """Return whether the model's attention is "fp8_paged", which takes short keys at first."""
+        """Return whether the model uses "fp8_paged", which needs no padding in a first call."""
         return getattr(self.config, "_attn_implementation", None) == ATTENTION
 
     def _fresh(self, states: torch.Tensor) -> torch.Tensor:
@@ -170,11 +172,11 @@ class FP8PagedLayer(CacheLayerMixin):
         return torch.nn.functional.pad(states, (0, 0, 0, room - states.shape[2]))
 
     def get_seq_length(self) -> Any:
-        """Return the tokens seen; in the preallocated form a tensor `[]` once there are any."""
+        """Return the number of stored tokens, as a tensor `[]` if preallocated and not empty."""
         return self.store.length.stored
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the columns of the mask, and the position of the first."""
+        """Return the number of columns of the mask, and the position of the first column."""
         length = self.store.length
         if isinstance(length, HostLength):
             start = length.group.visible_from(length.stored)
@@ -185,24 +187,25 @@ class FP8PagedLayer(CacheLayerMixin):
         return length.room, 0
 
     def get_max_length(self) -> int:
-        """Return the room, or the window of a growing sliding layer, or -1, no maximum."""
+        """Return the room, the window of a growing sliding layer, or -1 without a maximum."""
         return self.store.length.room or self.sliding_window or -1
 
     def reset(self) -> None:
-        """Remove all tokens; addresses of the preallocated form stay.
+        """Remove all tokens. A preallocated layer keeps its addresses.
 
-        Memory of a growing layer is freed once no layer and no fork holds pages.
+        The memory of a growing layer is freed when no layer and no fork holds pages.
         """
         self.store.crop_to(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of this layer.
 
-        After `reorder_cache`, crop the whole cache if it is preallocated, not one layer: pages of
-        sequences that then part ways must be copied for all layers at once.
+        After `reorder_cache`, crop a preallocated cache as a whole, because shared pages must be
+        copied for all layers at once.
 
         Raises:
-            ConfigError: a positive number, or tokens that the window no longer holds.
+            ConfigError: The number is positive, or the window no longer holds tokens that would be
+                visible.
         """
         length = self.store.length
         tokens, stored = parse_crop(tokens_to_remove), length.on_host()
@@ -211,16 +214,16 @@ class FP8PagedLayer(CacheLayerMixin):
             self.store.crop_to(max(stored - tokens, 0))
 
     def _refuse_part(self, *_: Any) -> None:
-        """Raise ConfigError: sequences are chosen for the whole cache at once."""
+        """Raise ConfigError, because sequences can only be selected for the whole cache."""
         raise ConfigError(
             "reorder_cache, batch_repeat_interleave and batch_select_indices expected the whole "
-            "cache, got one layer: layers share one block table; call them of the cache"
+            "cache, got one layer, which shares a block table; call the method of the cache"
         )
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_part  # type: ignore[assignment]
 
     def offload(self) -> None:
-        """Move the bytes to the CPU's memory."""
+        """Move the layer's memory to the CPU."""
         self.store.move_bytes(torch.device("cpu"))
 
     def prefetch(self) -> None:
@@ -228,21 +231,21 @@ class FP8PagedLayer(CacheLayerMixin):
         self.store.prefetch()
 
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store these tokens instead of all that are stored: at most as many, encoded again.
+        """Replace all stored tokens by the given tokens, which must not be more, and encode them.
 
-        If they are the first stored tokens, the others are removed. The plan and the center of the
-        first call stay.
+        If they equal the first stored tokens, later tokens are removed instead. The plan and the
+        center of the first call stay.
 
         Raises:
-            ConfigError: more tokens, or of another kind, a layer with a window, or a preallocated
-                one, whose length is a matter of the whole cache.
-            OutOfPagesError: pages that are shared with forks do not fit the budget a second time.
+            ConfigError: There are more tokens, or their shapes or dtypes differ, or the layer has a
+                window or is preallocated. (Only the whole cache can change a preallocated length.)
+            OutOfPagesError: The budget has no room for copies of pages that forks share.
         """
         store = self.store
         length, group = store.length, store.group
         if isinstance(length, DeviceLength):
             raise ConfigError(
-                "expected a growing cache where layer.keys and layer.values are assigned, got a "
+                "layer.keys, layer.values: expected a growing cache for an assignment, got a "
                 "preallocated one; leave max_cache_len out"
             )
         check_tokens(self, key, value)
@@ -255,14 +258,14 @@ class FP8PagedLayer(CacheLayerMixin):
         old = store.stored()
         assert old is not None
         first = [x.dense()[:, :, :tokens] for x in old]
-        if all(torch.equal(one, new) for one, new in zip(first, (key, value), strict=True)):
+        if all(torch.equal(stored, new) for stored, new in zip(first, (key, value), strict=True)):
             store.crop_to(tokens)
             return
         if store.indexer is not None and tokens < stored and not torch.equal(first[0], key):
             raise ConfigError(
-                f"expected all keys and values of {self}, or the first of them, got {tokens} "
-                "others; its indexer has keys of all tokens: name the layer in skip_layers, or "
-                "use crop"
+                f"expected all keys and values of {self}, or the first ones unchanged, got "
+                f"{tokens} different ones; its indexer has keys of all tokens: name the layer in "
+                "skip_layers, or use crop"
             )
         group.prepare(0, tokens, batch)
         length.set(0)
@@ -273,7 +276,7 @@ class FP8PagedLayer(CacheLayerMixin):
 
 
 def _of_indexer(name: str) -> Any:
-    """Return a property of a layer that is this attribute of its indexer."""
+    """Return a property that reads and sets this attribute of the layer's indexer."""
     return property(
         lambda layer: getattr(layer.store.indexer, name),
         lambda layer, value: setattr(layer.store.indexer, name, value),
@@ -281,12 +284,12 @@ def _of_indexer(name: str) -> Any:
 
 
 class FP8PagedIndexedLayer(FP8PagedLayer):
-    """A paged layer with an indexer, whose keys transformers' own layer holds (indexers.py).
+    """A paged layer with an indexer, whose keys are in a layer of transformers (indexers.py).
 
     Attributes:
-        indexer_keys: the indexer's keys, `[B, N, D]`; None before the first token.
-        is_indexer_initialized: whether the indexer has stored keys.
-        indexer_position_ids: the positions that an indexer stored, `[dims, B, N]`, or None.
+        indexer_keys: Keys of the indexer, `[B, N, D]`, or None before the first token.
+        is_indexer_initialized: Whether the indexer has stored keys.
+        indexer_position_ids: Positions that the indexer stored, `[dims, B, N]`, or None.
     """
 
     indexer_keys = _of_indexer("indexer_keys")
@@ -294,25 +297,25 @@ class FP8PagedIndexedLayer(FP8PagedLayer):
     indexer_position_ids = _of_indexer("indexer_position_ids")
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store an indexer's keys of new tokens, `[B, T, D]`; return one for each mask column."""
+        """Store indexer keys of new tokens, `[B, T, D]`, and return a key for each mask column."""
         indexer: Any = self.store.indexer
         held = None if torch.compiler.is_compiling() else indexer.indexer_keys
         if held is not None and held.device != indexer_key_states.device:
             indexer.move(indexer_key_states.device)
         is_first, indexer.is_unused = indexer.is_unused, False
         keys: torch.Tensor = indexer.update_indexer(indexer_key_states)
-        # As `get_mask_sizes` says, which may be called before or after `update`.
+        # The same width as `get_mask_sizes`, which may be called before or after `update`.
         if is_first and self.options.prefill == "exact" and self._attends_pages():
             return keys[:, : indexer_key_states.shape[1]]
         return keys
 
 
 def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise ConfigError for tokens that a layer cannot take; change nothing."""
+    """Raise ConfigError if a layer cannot store these tokens."""
     if layer.assigned:
         raise ConfigError(
             "expected both layer.keys and layer.values to be assigned, got "
-            f"{next(iter(layer.assigned))} alone; assign the other, too"
+            f"only {next(iter(layer.assigned))}; assign both"
         )
     shape, v_shape = key.shape, value.shape
     size, heads, tokens, k_dim = shape if len(shape) == 4 else (0, 0, 0, 0)
@@ -321,7 +324,7 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             "expected keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv] with T > 0, got "
             f"{tuple(shape)} and {tuple(v_shape)}"
         )
-    # Two dtypes are right: under autocast RoPE leaves K in fp32.
+    # K and V may have different dtypes: under autocast RoPE returns K in fp32.
     known = layer.is_initialized
     floating = known or (key.is_floating_point() and value.is_floating_point())
     if not floating or key.device != value.device:
@@ -335,7 +338,7 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
         raise ConfigError(
             "expected keys and values like the first call's (heads, key size, value size, "
             f"dtypes) = {expected}, got {got}; a cache belongs to one model: make a new "
-            "FP8PagedCache for another one"
+            "FP8PagedCache for a different model"
         )
     batch = layer.store.group.table.batch
     if batch and size != batch:
@@ -346,25 +349,25 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
 
 
 def parse_crop(tokens_to_remove: int) -> int:
-    """Return how many tokens `crop` has to remove; transformers passes a number below 1."""
+    """Return the number of tokens that `crop` removes. transformers passes it as 0 or negative."""
     try:
         tokens_to_remove = operator.index(tokens_to_remove)
     except TypeError:
         raise ConfigError(f"crop: expected a whole number, got {tokens_to_remove!r}") from None
     if tokens_to_remove > 0:
         raise ConfigError(
-            f"crop: expected a number of tokens to remove, as 0 or less, got {tokens_to_remove}; "
+            f"crop: expected 0 or minus the number of tokens to remove, got {tokens_to_remove}; "
             "crop(-n) removes the last n tokens"
         )
     return -tokens_to_remove
 
 
 def refuse_export() -> None:
-    """Raise ConfigError where torch.export runs Python with tensors that have no content."""
+    """Raise ConfigError under torch.export with strict=False, whose tensors have no content."""
     if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
         raise ConfigError(
-            "expected torch.export with strict=True and a preallocated cache, which the module "
-            "holds, got another export of FP8PagedCache; export the model without a cache "
+            "torch.export: expected strict=True and a module with a preallocated cache as its "
+            "attribute, got a different export of FP8PagedCache; export the model without a cache "
             "(use_cache=False), or compile it with torch.compile"
         )
 

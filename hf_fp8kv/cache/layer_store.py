@@ -1,4 +1,4 @@
-"""`LayerStore`: the pages of one layer, and the tokens in them."""
+"""`LayerStore`: the pages of one layer, with its encoding and its length."""
 
 import weakref
 
@@ -22,12 +22,12 @@ class LayerStore:
     """The stored keys and values of one layer.
 
     Attributes:
-        encoding: how K and V are stored.
-        length: how many tokens are stored, and where.
-        pool: the bytes; shared with forks.
-        query_heads: query heads of this process; 0: not known.
-        indexer: the keys of the indexer that chooses what queries attend to, or None.
-        following: the layer that computes next, weak: layers come in a circle.
+        encoding: How K and V are stored.
+        length: Number of stored tokens, and the positions of new tokens.
+        pool: The pages, shared with forks.
+        query_heads: Number of query heads of this process, or 0 if it is not known.
+        indexer: Keys of the layer's indexer, or None.
+        following: Weak reference to the layer that computes next. The first layer follows the last.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class LayerStore:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether shapes are known and there is a pool; a fork may have freed it."""
+        """Whether the pool is allocated. A fork may have freed it."""
         return self._ready and self.pool.is_allocated
 
     def allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocate the pool for tokens of these shapes, after `Encoding.prepare`.
 
         Raises:
-            OutOfPagesError: a preallocated cache would pass its budget.
+            OutOfPagesError: A preallocated cache would exceed its budget.
         """
         batch, is_fixed = key.shape[0], self.length.room is not None
-        pages = self.length.take(batch, self.encoding.device)
+        pages = self.length.allocate(batch, self.encoding.device)
         if not self.pool.is_allocated:
             self.pool.allocate(key, value, pages, in_one=is_fixed)
         if is_fixed:
@@ -64,7 +64,7 @@ class LayerStore:
         self.keep_addresses()
 
     def keep_addresses(self) -> None:
-        """Take the group's plan, and tell torch.compile which addresses stay."""
+        """Use the group's work plan, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):
             return
         rows, backend = self._query_rows(1), self.encoding.backend
@@ -77,7 +77,7 @@ class LayerStore:
     # -- tokens ------------------------------------------------------------------------------
 
     def write(self, key: torch.Tensor, value: torch.Tensor, *, reads: bool) -> tuple[Pages, Call]:
-        """Store new tokens; return the pages that a call reads if it `reads`, and the call."""
+        """Store new tokens. Return the call, and the pages that its queries read if `reads`."""
         encoding, room = self.encoding, self.length.room
         call = self.length.begin(key.shape[2], encoding.device, encoding.backend)
         long, pages = call.long, encoding.record(self.pool, call.table)
@@ -95,9 +95,9 @@ class LayerStore:
     def _write_long(
         self, key: torch.Tensor, value: torch.Tensor, call: Call, long: LongWrite, pages: Pages
     ) -> Pages:
-        """Store a long call in scratch pages, and copy the last window to the layer's own.
+        """Store a long call in scratch pages, and copy the last window to the layer's pages.
 
-        Return the scratch pages, in which the old window comes before the new tokens.
+        Return the scratch pages, which hold the old window followed by the new tokens.
         """
         (batch, old), kept = long.old.shape, long.own.shape[1]
         room = old + -(-call.tokens // pages.page_size)
@@ -106,7 +106,7 @@ class LayerStore:
             rows = self.pool.blocks.take(long.old.reshape(-1))
             block[:, :old] = rows.unflatten(0, (batch, old))
         device = block.device
-        # Other positions have no page here; no query sees them.
+        # Other positions have no scratch page. They are not visible to any query.
         column = torch.arange(call.table.shape[1], device=device) - _as_column(long.first)
         sequence = torch.arange(batch, device=device)[:, None]
         table = (sequence * room + column.clamp(0, room - 1)).int()
@@ -118,7 +118,7 @@ class LayerStore:
         return pages
 
     def handles(self, pages: Pages, call: Call) -> tuple[PagedKV, PagedKV]:
-        """Return handles on what the queries of a call see."""
+        """Return handles on the keys and values of a call."""
         encoding, is_fixed = self.encoding, self.length.room is not None
         rows, backend = self._query_rows(call.tokens), encoding.backend
         plan = self.length.plan(call, self.pool.heads, rows, backend)
@@ -128,14 +128,15 @@ class LayerStore:
         return make_handles(pages, call.lengths, plan, dtypes, *span)
 
     def _query_rows(self, tokens: int) -> int:
-        """Return the query rows of each KV head, as far as is known."""
+        """Return the number of query rows per KV head, a lower bound if heads are not known."""
         return max(1, self.query_heads // self.pool.heads) * tokens
 
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
-        """Return handles on all that is stored and not yet behind the window, or None.
+        """Return handles on all stored tokens that are visible to the next token, or None.
 
-        In the preallocated form on all positions, stored or not, once there was a call. Those of a
-        ring begin with the first token that the next one sees, for which this waits for the device.
+        For a preallocated layer they cover all positions, stored or not, after the first call. For
+        a ring they begin with the first token that is visible to the next one, for which this
+        synchronizes.
         """
         if not self.is_initialized or (self.length.room is None and self.length.is_empty):
             return None
@@ -149,14 +150,14 @@ class LayerStore:
         self.drop_removed(length)
 
     def drop_removed(self, length: int) -> None:
-        """Drop what belongs to tokens that were removed; `length` tokens are left."""
+        """Drop centers and indexer keys of removed tokens. `length` tokens are left."""
         if not length and self.length.room is None:
             self.encoding.k_center = None
         if self.indexer is not None:
             self.indexer.trim(length)
 
     def follow_table(self) -> None:
-        """Follow a change of a preallocated group's block table, in place if it can be."""
+        """Apply a change of a preallocated group's block table, in place if possible."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:
             offsets = self.pool.blocks.offsets
             self.pool.memory.grow(self.group.table.allocator.capacity)
@@ -164,38 +165,38 @@ class LayerStore:
                 self.keep_addresses()
 
     def bring_pages(self) -> None:
-        """Move stored tokens to where the layer computes, and start to move the next layer's."""
+        """Move stored pages to the layer's device, and start to fetch the next layer's pages."""
         memory = self.pool.memory
         if isinstance(memory, Tiers):
             following = self.following() or self
-            its_memory = following.pool.memory
-            assert isinstance(its_memory, Tiers)
-            held, its_held = (x.group.held_pages(x.length.member) for x in (self, following))
-            memory.budget.use(memory, held, its_memory, its_held)
+            next_memory = following.pool.memory
+            assert isinstance(next_memory, Tiers)
+            held, next_held = (x.group.held_pages(x.length.member) for x in (self, following))
+            memory.budget.use(memory, held, next_memory, next_held)
         elif memory.tensors[0].device != self.encoding.device:
             self.prefetch()
 
     def move_bytes(self, device: torch.device) -> None:
-        """Move the bytes to the CPU's memory, or back to the layer's device."""
+        """Move pages and indexer keys to `device`."""
         if self.pool.is_allocated:
             self.pool.memory.move(device)
         if self.indexer is not None:
             self.indexer.move(device)
 
     def prefetch(self) -> None:
-        """Move the bytes back to the layer's device."""
+        """Move pages and indexer keys back to the layer's device."""
         if self.pool.is_allocated:
             self.move_bytes(self.encoding.device)
 
     def move_to(self, device: torch.device) -> None:
-        """Move what the layer holds to `device`, where the model computes this layer.
+        """Move the layer to `device`, on which the model computes it.
 
-        A cache from a file is on one device, and the model's layers may be on several.
+        A cache from a file is on a single device, but the model's layers may be on several.
         """
         self.pool.device, encoding = device, self.encoding
         if isinstance(self.pool.memory, Tiers):
             self.pool.memory.device = device
-        # Written in place later, in inference mode and outside of it.
+        # These tensors are later written in inference mode and outside it.
         with torch.inference_mode(False), torch.no_grad():
             encoding.prepare(*self.pool.empty_tokens(1))
             if encoding.k_center is not None:
@@ -206,17 +207,17 @@ class LayerStore:
                 self.keep_addresses()
 
     def release_memory(self) -> None:
-        """Free the pool's bytes; only for a layer without tokens and forks."""
+        """Free the pool's memory. Only for a layer without tokens and forks."""
         self.pool.memory.free()
         self._ready = False
         self.encoding.clear()
 
     def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
-        """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
+        """Return a snapshot of the layer's `length` tokens. `group` is a fork of its group."""
         encoding, indexer = self.encoding, None
         if self.indexer is not None:
             held = held_by(self.indexer) if length else {}
-            # Not views: a file or a pickle would have all that they are part of.
+            # Cloned, because a file or a pickle would contain the whole tensor of a view.
             indexer = {
                 name: tensor[:, :length].clone() if name == "indexer_keys" else tensor.clone()
                 for name, tensor in held.items()
@@ -227,10 +228,10 @@ class LayerStore:
         return snapshot
 
     def restore(self, snapshot: LayerSnapshot) -> None:
-        """Take what a layer held; only for a new layer.
+        """Restore the contents of a snapshot in a new layer.
 
-        A growing one is over the same pool. A preallocated one copies it: each sequence gets pages
-        of its own.
+        A growing layer shares the snapshot's pool. A preallocated layer copies it, and each
+        sequence gets separate pages.
         """
         length, pool = self.length, snapshot.pool
         if self.indexer is not None and snapshot.indexer:
@@ -248,19 +249,19 @@ class LayerStore:
         self.encoding.prepare(*tokens)
         self.allocate(*tokens)
         table, fixed = snapshot.group.table, length.fixed
-        # A ring has no room for more than the last pages.
+        # A ring only has room for the last pages.
         first = max(table.first, table.count - (fixed.ring or table.count))
         fixed.lost[length.member] = first * table.page_size
-        own = length.table[:, first : table.count].long().reshape(-1)
+        own_pages = length.table[:, first : table.count].long().reshape(-1)
         rows = pool.memory.take(table.rows[:, first : table.count].reshape(-1))
-        self.pool.memory.put(own, rows.to(own.device))
+        self.pool.memory.put(own_pages, rows.to(own_pages.device))
         if snapshot.k_center is not None:
             self.encoding.set_center(snapshot.k_center)
         length.set(snapshot.length)
         length.fill_plan(1)
 
     def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host`, `other`, if not 0."""
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host` and `other`."""
         indexer = {} if self.indexer is None else held_by(self.indexer)
         other = sum(tensor.nbytes for tensor in indexer.values())
         if not self.is_initialized:
@@ -269,7 +270,7 @@ class LayerStore:
         sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.tensors())
         used = len(np.unique(self.group.table.used()))
         if isinstance(self.length, DeviceLength):
-            used = len(self.pool.memory)  # each has its place in a sequence
+            used = len(self.pool.memory)  # every page belongs to a sequence
             sizes["tables"] += self.length.lengths.nbytes
         return {**sizes, "used": used * self.pool.layout.size}
 

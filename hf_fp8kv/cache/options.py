@@ -1,4 +1,4 @@
-"""Options: what a user chose, checked once, and shared by all layers of a cache."""
+"""The checked options of a cache, shared by all of its layers."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -29,21 +29,22 @@ from ..scales.layer_scales import KEEP_OUT, check_ranks
 from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
-# Formats without the range that outliers need.
+# Formats whose range is too narrow for outliers.
 NARROW = ("fp8_e2m5", "int8")
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The arguments of `FP8PagedCache` that concern every layer; immutable.
+    """The arguments of `FP8PagedCache` that apply to every layer. Immutable.
 
     Attributes:
-        plan: how all layers are stored, or each layer.
-        scales: static scales (or centers alone), a constant, a `StoragePlan` with its centers, or
+        plan: Storage plan of all layers, or of each layer.
+        scales: Static scales (or only centers), a constant, a `StoragePlan` with its centers, or
             None for dynamic scales.
-        page_size: slots per page, in tokens; a power of two from 8 to 1024.
-        max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
-        max_pages: the most pages that may be held at once; None: no limit.
+        page_size: Slots (tokens) per page, a power of two from 8 to 1024.
+        max_cache_len: Number of tokens per sequence of a preallocated cache. None means a growing
+            cache.
+        max_pages: Maximum number of pages in use. None means no limit.
         offloading: Whether pages are in host memory while their layer does not compute, or the
             number of pages of every layer for which the device has room.
         tensor_parallel: The rank of this process, and the number of processes.
@@ -71,14 +72,15 @@ class CacheOptions:
         latent: bool = False,
         **fields: Any,
     ) -> "CacheOptions":
-        """Return the checked options; `fields` are the others, as the user said them.
+        """Check the arguments of a user. `fields` are the remaining fields of the class.
 
-        `latent`: whether K are latents, and V their positions (MLA). These are a ninth of the
-        numbers, and tell keys apart: they keep 16 bits unless a format is asked for. All heads read
-        the latents, as keys and as values: they have no center.
+        `latent` says whether K holds latents and V their positional parts (MLA). Positional parts
+        are a ninth of the values and distinguish keys, so they keep 16 bits unless a format is
+        given. Latents have no center, because all heads read them as keys and as values.
 
         Raises:
-            ConfigError: an argument cannot work. BackendError: the backend cannot run here.
+            ConfigError: An argument is invalid.
+            BackendError: The backend cannot run here.
         """
         ranks = fields["tensor_parallel"] = TensorParallel.parse(fields["tensor_parallel"])
         scales = resolve(scales, tp_rank=ranks.rank, tp_size=ranks.size)
@@ -93,41 +95,42 @@ class CacheOptions:
                 f"plan=hf_fp8kv.choose_plan(model), or call enable(model, dtype={ADAPTIVE!r})"
             )
         chosen = parse_plan(plan)
-        said = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        given = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
         if isinstance(scales, KVScales) and scales.plan is not None:
-            _refuse(said | {"plan": plan}, f"the scales ({scales.origin}) say")
+            _refuse(given | {"plan": plan}, f"the scales ({scales.origin}) say")
             chosen = scales.plan
         elif chosen is not None:
             if isinstance(chosen, StoragePlan) or isinstance(scales, KVScales):
-                said["scales"] = scales
-            _refuse(said, "the plan says")
+                given["scales"] = scales
+            _refuse(given, "the plan says")
             if isinstance(chosen, StoragePlan):
                 scales, chosen = chosen, chosen.plan
                 assert chosen is not None
         else:
-            both = None if dtype is None else parse_dtype(dtype)
-            # A center of each sequence halves the error of K. Nothing says so of other formats, and
-            # prefill="stored" promises that the way a text is cut into calls changes nothing.
-            centered = both is key_dtype is scales is None and fields["prefill"] == "exact"
-            default = both or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
+            common = None if dtype is None else parse_dtype(dtype)
+            # A center of each sequence halves the error of K in the default format. This is not
+            # measured for other formats. With prefill="stored", results must not depend on how a
+            # sequence is split into calls.
+            centered = common is key_dtype is scales is None and fields["prefill"] == "exact"
+            default = common or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
             k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
             v = AUTO if latent else default
             v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
-            # Rotation makes up for a narrow range. Static scales are for numbers as they are.
-            turned = NARROW if scales is None else ()
+            # Rotation compensates for a narrow range. Static scales are for unrotated values.
+            rotated = NARROW if scales is None else ()
             chosen = LayerPlan(
-                SidePlan(k, k in turned, centered and not latent), SidePlan(v, v in turned)
+                SidePlan(k, k in rotated, centered and not latent), SidePlan(v, v in rotated)
             )
         options = cls(plan=chosen, scales=scales, **fields)
         options.check()
         return options
 
     def check(self) -> None:
-        """Raise ConfigError or BackendError unless the values are possible."""
+        """Raise ConfigError or BackendError if an option is invalid."""
         if self.prefill not in ("exact", "stored"):
             raise ConfigError(
                 f"prefill: expected 'exact' or 'stored', got {self.prefill!r}; leave it out, "
-                "unless a first call, too, is to read what is stored"
+                "unless a first call must also read stored keys and values"
             )
         size = self.page_size
         _check_positive(size, "page_size")
@@ -157,45 +160,46 @@ class CacheOptions:
 
     @property
     def is_preallocated(self) -> bool:
-        """Whether all memory is taken at the first call (`max_cache_len`)."""
+        """Whether all memory is allocated at the first call (`max_cache_len`)."""
         return self.max_cache_len is not None
 
     @property
     def dynamic_scales(self) -> bool:
-        """Whether each token and head gets a scale of its own."""
+        """Whether each token and head has its own scale."""
         return self.scales is None or (isinstance(self.scales, KVScales) and self.scales.is_dynamic)
 
     @property
     def first_call_centers(self) -> bool:
-        """Whether the first call gives layers their centers."""
+        """Whether centers are computed from the first call."""
         if isinstance(self.scales, KVScales) and self.scales.centered:
             return False
         plans = [self.plan] if isinstance(self.plan, LayerPlan) else self.plan.values()
         return any(plan.k.centered for plan in plans)
 
     def check_stored(self, why: str) -> None:
-        """Raise ConfigError if bytes depend on how a text is cut into calls.
+        """Raise ConfigError if stored bytes depend on how a sequence is split into calls.
 
-        `why`: the argument that needs bytes which do not.
+        `why` is the argument that requires bytes which do not.
         """
         if self.prefill != "stored":
             raise ConfigError(
-                f"{why}: expected prefill='stored', got {self.prefill!r}, with which a "
-                "prompt is read unrounded; leave prefill out"
+                f"{why}: expected prefill='stored', got {self.prefill!r}, which reads prompts "
+                "unrounded; leave prefill out"
             )
         if self.first_call_centers:
             raise ConfigError(
                 f"{why}: expected a plan that carries the centers of K, got one without: the "
-                "center would be the mean of the first call, and so depend on where a text is cut "
-                "into calls. Make the plan with hf_fp8kv.choose_plan(model), or store K without "
-                "centers"
+                "center would be the mean of the first call, and so depend on how a sequence is "
+                "split into calls. Make the plan with hf_fp8kv.choose_plan(model), or store K "
+                "without centers"
             )
 
     def layer_plan(self, index: int) -> LayerPlan:
-        """Return how a layer is stored.
+        """Return the storage plan of a layer.
 
         Raises:
-            ConfigError: a plan by hand that does not have this layer. ScaleError: scales' plan.
+            ConfigError: The given plan does not have this layer.
+            ScaleError: The plan of the scales does not have this layer.
         """
         if isinstance(self.plan, LayerPlan):
             k, v = self.plan
@@ -207,36 +211,34 @@ class CacheOptions:
             return self.plan[index]
         raise self._misfit(f"a plan for every paged layer, got none for layer {index}", "add it")
 
-    def _misfit(self, what: str, advice: str = "") -> FP8KVError:
-        """Return the error that scales, or a plan by hand, are another model's.
-
-        `advice`: what to do with a plan.
-        """
+    def _misfit(self, expected: str, advice: str = "") -> FP8KVError:
+        """Return the error for scales, or a plan with `advice`, of a different model."""
         if isinstance(self.scales, KVScales):
             name = "plan" if isinstance(self.scales, StoragePlan) else "scales"
             return ScaleError(
-                f"{name} ({self.scales.origin}): expected {what}; use the {name} of this model, or "
-                f"{KEEP_OUT}"
+                f"{name} ({self.scales.origin}): expected {expected}; use the {name} of this "
+                f"model, or {KEEP_OUT}"
             )
-        return ConfigError(f"plan: expected {what}; {advice}, or {KEEP_OUT}")
+        return ConfigError(f"plan: expected {expected}; {advice}, or {KEEP_OUT}")
 
     def check_layers(self, paged: Collection[int], count: int) -> None:
-        """Raise unless scales have all `paged` layers, and a plan none past the model's `count`.
+        """Check that scales have all `paged` layers, and a plan none past the model's `count`.
 
         Raises:
-            ScaleError: scales of another model. ConfigError: a plan by hand of another model.
+            ScaleError: The scales belong to a different model.
+            ConfigError: The plan belongs to a different model.
         """
         layers = () if isinstance(self.plan, LayerPlan) else self.plan
-        more = sorted(index for index in layers if index >= count)
+        extra = sorted(index for index in layers if index >= count)
         have = self.scales.layers if isinstance(self.scales, KVScales) else paged
         if missing := sorted(set(paged).difference(have)):
             raise self._misfit(f"scales for every paged layer, got none for layers {missing}")
-        if more:
-            what = f"layers from 0 to {count - 1}, which the model has, got {more}, too"
-            raise self._misfit(what, "leave these out")
+        if extra:
+            expected = f"layers from 0 to {count - 1}, which the model has, got {extra}, too"
+            raise self._misfit(expected, "leave these out")
 
     def new_budget(self) -> PageBudget:
-        """Return what a cache and its forks may hold."""
+        """Return a new page budget for a cache and its forks."""
         if self.offloading:
             room = None if self.offloading is True else self.offloading
             return OffloadBudget(self.page_size, self.max_pages, room)
@@ -245,9 +247,9 @@ class CacheOptions:
     def new_pool(
         self, plan: LayerPlan, budget: PageBudget | None = None, index: int = 0
     ) -> PagePool:
-        """Return a pool without pages for layer `index`, which is stored so.
+        """Return a pool without pages for layer `index` with this storage plan.
 
-        `budget`: that of its cache; None: scratch, which is in one place.
+        `budget` is the budget of the cache, or None for scratch pages, which are never offloaded.
         """
         tiers = Tiers(budget, index) if isinstance(budget, OffloadBudget) else None
         return PagePool(self.page_size, plan, self.dynamic_scales, tiers)
@@ -255,9 +257,9 @@ class CacheOptions:
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return K's scale `[Hkv, Dk]`, V's `[Hkv, Dv]`, K's center `[Hkv, Dk]` of one layer.
+        """Return scale of K `[Hkv, Dk]`, scale of V `[Hkv, Dv]`, and center `[Hkv, Dk]` of a layer.
 
-        float32 on the CPU, already in the unit of the stored formats; None where there is none.
+        They are float32 on the CPU, in the unit of the stored formats, or None.
         """
         if self.scales is None:
             return None, None, None
@@ -280,22 +282,22 @@ class CacheOptions:
         return k, v, None
 
 
-def _refuse(others: Mapping[str, Any], who: str) -> None:
-    """Raise ConfigError for arguments that say the same as a plan."""
-    for name, value in others.items():
+def _refuse(arguments: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError for arguments that conflict with a plan."""
+    for name, value in arguments.items():
         if value is not None:
             raise ConfigError(
-                f"{name}: expected None, since {who} how each layer is stored, got {value!r}; "
+                f"{name}: expected None, since {source} how each layer is stored, got {value!r}; "
                 "leave it out"
             )
 
 
-# The device is not known yet: a backend is asked whether it runs on one that it is made for.
+# The device is not known yet, so the check assumes a device of the backend's kind.
 _DEVICE_OF_BACKEND = {"triton": torch.device("cuda")}
 
 
-def _check_positive(value: object, argument: str, what: str = "a whole number") -> None:
+def _check_positive(value: object, argument: str, expected: str = "a whole number") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"{argument}: expected {what} above 0, got {value!r}; leave it out for the default"
+            f"{argument}: expected {expected} above 0, got {value!r}; leave it out for the default"
         )

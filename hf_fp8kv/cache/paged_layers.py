@@ -1,4 +1,4 @@
-"""The paged layers of a cache: how they are made, and what is done to all of them at once."""
+"""The paged layers of a cache: their creation, and operations on all of them."""
 
 import weakref
 from collections import Counter
@@ -34,20 +34,20 @@ from .options import CacheOptions
 from .snapshot import CacheSnapshot, LayerSnapshot
 from .turns import Turns
 
-# Exactly these kinds are replaced by paged layers: another subclass keeps more than K and V.
+# Only these exact classes are replaced by paged layers. Other subclasses store more than K and V.
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 _REPLACED = (*_PLAIN, *INDEXED)
 
 
 class PagedLayers:
-    """The paged layers of one cache, and the groups that share a block table.
+    """The paged layers of one cache, in groups that share a block table.
 
     Attributes:
-        groups: one group of layers, with one block table, for each window; None: no window.
-        fixed: the pages of each group of the preallocated form.
-        layers: the paged layers, in the order of the model.
-        stores: their pages.
-        first_tokens: what is known of padding at the start of each sequence.
+        groups: Layer groups by window. The key None is the group without a window.
+        fixed: Pages of the groups of a preallocated cache, by window.
+        layers: The paged layers, in the order of the model.
+        stores: The stores of these layers.
+        first_tokens: Padding at the start of the cache's sequences.
     """
 
     def __init__(
@@ -60,20 +60,25 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.first_tokens = FirstTokens()
-        # The layers that the running step has written, and the tokens of each.
+        # Layers that the current step has written, with their number of tokens.
         self._step: list[tuple[int, int]] = []
-        self._under_flex = False  # in the running step
+        self._under_flex = False  # in the current step
         pass_exact_states()
 
-    # -- making layers -----------------------------------------------------------------------
+    # -- creation of layers ------------------------------------------------------------------
 
     def new_layer(
         self, index: int, window: int | None, pool: PagePool | None = None,
         turns: Turns | None = None, *, indexed: bool = False,
     ) -> FP8PagedLayer:  # fmt: skip
-        """Add a paged layer to the group of its window, and return it.
+        """Create a paged layer, add it to the group of its window, and return it.
 
-        `pool` holds the pages of a fork; None: the layer has its own. `turns` are None if unknown.
+        Args:
+            index: Index of the layer in the model.
+            window: Size of the sliding window, or None.
+            pool: Pages that a fork shares, or None for new pages.
+            turns: How RoPE turns the keys, or None if it is not known.
+            indexed: Whether the layer has an indexer.
         """
         group = self._group(window)
         heads, of_queries, size = None, 0, self.options.tensor_parallel.size
@@ -97,7 +102,6 @@ class PagedLayers:
         return layer
 
     def _group(self, window: int | None) -> LayerGroup:
-        """Return the group of a window, which may be a new one."""
         if window not in self.groups:
             self.groups[window] = group = LayerGroup(self.budget, window)
             if self.options.max_cache_len is not None:
@@ -107,20 +111,24 @@ class PagedLayers:
         return self.groups[window]
 
     def layers_for(self, skip_layers: Collection[int | str]) -> list[Any]:
-        """Return the layers that the config describes: paged ones, and transformers' own.
+        """Return a layer for each layer of the config: paged if possible, otherwise transformers'.
 
-        Without a config there are none yet.
+        Without a config the list is empty.
+
+        Raises:
+            ConfigError: An option needs a config, or does not fit it.
+            ScaleError: The scales belong to a different model.
         """
         config = self.config
         if config is None:
             if skip_layers:
                 raise ConfigError(
-                    "skip_layers expected a config to look the layers up in, got None; pass one"
+                    "skip_layers: expected a config, which lists the layers, got None; pass one"
                 )
             if self.options.is_preallocated:
                 raise ConfigError(
-                    "max_cache_len expected a config, got None: preallocated layers are made "
-                    "before the model asks for layers"
+                    "max_cache_len: expected a config, which lists the layers to preallocate, got "
+                    "None; pass one"
                 )
             return []
         if self.options.tensor_parallel.size > 1:
@@ -136,7 +144,7 @@ class PagedLayers:
             elif shares and room is not None:
                 layers[index] = FixedIndexer(room)
             elif type(layer) is StaticSlidingWindowLayer and room is not None:
-                # Masks are made once for all layers with a window: in the paged ones' width.
+                # All layers with a window share a mask, in the width of the paged layers.
                 layers[index] = StaticLayer(room)
         if self.options.is_preallocated:
             _match_widths(layers)
@@ -144,7 +152,7 @@ class PagedLayers:
         return layers
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
-        """Return what the layers of the cache hold, transformers' own among them."""
+        """Return the contents of all layers, including those of transformers."""
         paged, forked = iter(self.host_lengths()), self.fixed or self.groups
         groups = {window: pages.fork() for window, pages in forked.items()}
         states = [
@@ -158,9 +166,9 @@ class PagedLayers:
         )
 
     def restore_layers(self, snapshot: CacheSnapshot) -> list[Any]:
-        """Return layers that hold what `snapshot` does.
+        """Return new layers with the contents of a snapshot.
 
-        Pages are shared; the preallocated form has copies of its own.
+        Growing caches share the snapshot's pages. Preallocated caches copy them.
         """
         copies = self.options.is_preallocated
         shares = not copies and any(group.table.count for group in snapshot.groups)
@@ -179,8 +187,8 @@ class PagedLayers:
         ]  # fmt: skip
         states = [x for x in snapshot.layers if isinstance(x, LayerSnapshot)]
         if shares or copies:
-            # Not before all exist: a preallocated layer takes pages in every group, and the layers
-            # of a group say that it takes no more than it needs.
+            # Only after all layers exist, because a preallocated layer allocates pages in every
+            # group, and the layers of a group determine how many it needs.
             for store, state in zip(self.stores, states, strict=True):
                 store.restore(state)
         if copies:
@@ -192,25 +200,25 @@ class PagedLayers:
         for group in self.groups.values():
             group.siblings = siblings
 
-    # -- all layers at once ------------------------------------------------------------------
+    # -- operations on all layers ------------------------------------------------------------
 
     @property
     def batch(self) -> int:
-        """Sequences; 0 before the first token."""
+        """Number of sequences, 0 before the first token."""
         return max((group.table.batch for group in self.groups.values()), default=0)
 
     def host_lengths(self) -> list[int]:
-        """Return the tokens stored in each layer; waits for the device in the preallocated form."""
+        """Return the number of tokens in each layer. Synchronizes if the cache is preallocated."""
         if not self.fixed:
             return [store.length.on_host() for store in self.stores]
         stored = {window: fixed.stored() for window, fixed in self.fixed.items()}
         return [stored[x.group.window].get(x.length.member, 0) for x in self.stores]
 
     def mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
-        """Return what the mask function needs from this cache besides these sizes."""
+        """Return the request of this cache for a mask of these sizes."""
         options, is_empty = self.options, not self.stores or self.stores[0].length.is_empty
         observes = options.first_call_centers and self.first_tokens.observes(tokens, is_empty)
-        # Transformers' own layers with a window keep fewer columns, and shift them.
+        # Transformers' layers with a window have fewer columns, which they shift.
         is_stored = not is_empty or options.prefill == "stored"
         preallocated = is_stored and columns == options.max_cache_len
         observer = self.first_tokens if observes else None
@@ -218,39 +226,39 @@ class PagedLayers:
         return MaskRequest((tokens, columns, start), preallocated, growing, observer)
 
     def check_crop(self, tokens: int) -> None:
-        """Raise ConfigError if a window no longer holds what `crop` would go back to."""
-        # Reading lengths of the preallocated form waits for the device.
+        """Raise ConfigError if `crop` would need tokens that have left a window."""
+        # Reading the lengths of a preallocated cache synchronizes with the device.
         if not self.fixed or any(fixed.ring or fixed.lost for fixed in self.fixed.values()):
             for store, length in zip(self.stores, self.host_lengths(), strict=True):
                 store.length.check_crop(tokens, length)
 
     def crop(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, and free pages behind the window.
+        """Remove the last `tokens` tokens, and free pages that are no longer needed.
 
         Raises:
-            OutOfPagesError: a preallocated cache would pass its budget. Nothing was changed.
+            OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
         """
-        self.first_tokens.told = None
+        self.first_tokens.observed = None
         if not self.fixed:
             for group in self.groups.values():
                 group.crop(tokens)
             self._free_empty()
         elif tokens:
             kept = [max(length - tokens, 0) for length in self.host_lengths()]
-            most, fixed = max(kept, default=0), self.fixed.values()
-            self.budget.require(sum(x.count_copies(x.group.table.rows, most) for x in fixed))
+            longest, fixed = max(kept, default=0), self.fixed.values()
+            self.budget.require(sum(x.count_copies(x.group.table.rows, longest) for x in fixed))
             for store, length in zip(self.stores, kept, strict=True):
                 store.crop_to(length)
-            self._unshare(most)
+            self._unshare(longest)
 
     def end_layer(self, index: int, tokens: int) -> bool:
-        """Note that layer `index` has stored `tokens`; return `is_under_flex()`.
+        """Record that layer `index` has stored `tokens` tokens, and return `is_under_flex()`.
 
-        After the last one give back what others kept in case that the step is refused.
+        After the last layer, free the pages that were kept in case that a layer rejects the step.
         """
         if not self._step or index <= self._step[-1][0]:
             self._step.clear()
-            self._under_flex = self.is_under_flex()  # once per step, since it takes 2 us
+            self._under_flex = self.is_under_flex()  # once per step, because it takes 2 us
         self._step.append((index, tokens))
         if self.layers and index == self.layers[-1].index:
             self.first_tokens.end_call()
@@ -263,7 +271,7 @@ class PagedLayers:
         return getattr(self.config, "_attn_implementation", None) == "flex_attention"
 
     def undo_step(self, index: int, tokens: int) -> None:
-        """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
+        """Remove what layers before `index` stored in a failed step, if the cache is growing."""
         if self.options.is_preallocated:
             return
         written = self._step if self._step and self._step[-1][0] < index else []
@@ -276,8 +284,8 @@ class PagedLayers:
         self._free_empty()
 
     def reset(self) -> None:
-        """Remove all tokens; the addresses of the preallocated form stay."""
-        self.first_tokens.told = None
+        """Remove all tokens. A preallocated cache keeps its addresses."""
+        self.first_tokens.observed = None
         for layer in self.layers:
             layer.assigned.clear()
         if not self.fixed:
@@ -290,25 +298,25 @@ class PagedLayers:
         needed, most = sum(x.count for x in self.fixed.values()) * self.batch, self.budget.max_pages
         is_over = most is not None and needed > most
         if is_over or len({group.table.batch for group in self.groups.values()}) > 1:
-            # Sequences share pages, and have no room for their own, or an interrupted call has
-            # changed some groups: all memory is taken anew.
+            # Sequences share pages and the budget has no room for separate pages, or an interrupted
+            # call changed some of the groups. All memory is allocated again.
             for store in self.stores:
                 store.release_memory()
             for fixed in self.fixed.values():
                 fixed.group.clear()
-                fixed.taken = 0
+                fixed.allocated = 0
             return
-        # Sequences that came from one beam: each gets pages of its own again.
+        # Sequences that were copied from one beam get separate pages again.
         for group in self.groups.values():
             group.table.truncate(0)
         self._unshare(0)
 
     def select(self, sequences: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `sequences[i]` was; moves page numbers, not bytes.
+        """Replace sequence `i` by sequence `sequences[i]`. This moves page numbers, not contents.
 
         Raises:
-            ConfigError: numbers of sequences that do not exist.
-            OutOfPagesError: a preallocated cache would pass its budget. Nothing was changed.
+            ConfigError: An index is out of range. Nothing was changed.
+            OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
         """
         batch = self.batch
         if not batch:
@@ -316,20 +324,20 @@ class PagedLayers:
         rows = sequences.cpu().numpy().astype(np.int64)
         if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= batch:
             raise ConfigError(
-                f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
+                f"expected indices of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
         length = max(self.host_lengths(), default=0) if self.fixed else 0
         if self.fixed:
-            more = [fixed.count_for(rows, length) for fixed in self.fixed.values()]
-            self.budget.require(max(sum(more), 0))
+            additional = [fixed.count_for(rows, length) for fixed in self.fixed.values()]
+            self.budget.require(max(sum(additional), 0))
         for group in self.groups.values():
             group.settle()
             table = group.table
             if self.fixed:
-                # Pages that hold nothing yet are not shared: each sequence gets its own again.
+                # Empty pages are not shared: each sequence gets new ones.
                 table.truncate(length)
             if table.batch:
-                table.list_instead(table.rows[rows], table.first)
+                table.replace_rows(table.rows[rows], table.first)
         for store in self.stores:
             store.encoding.select(sequences)
             if store.indexer is not None:
@@ -350,7 +358,7 @@ class PagedLayers:
         return sizes
 
     def _unshare(self, length: int) -> None:
-        """Give sequences of the preallocated form own pages from `length` on; tell the layers."""
+        """Give each sequence of a preallocated cache separate pages from `length` on."""
         if self.batch:
             for fixed in self.fixed.values():
                 fixed.unshare(length)
@@ -369,9 +377,9 @@ class PagedLayers:
 
 
 def _match_widths(layers: list[Any]) -> None:
-    """Make the prefill of preallocated layers as wide as that of transformers' static layers.
+    """Make prefill masks of preallocated layers as wide as transformers' static layers need.
 
-    Those are as wide at the prefill as later, and all layers share their masks.
+    Static layers use the same width in every call, and all layers share their masks.
     """
     if any(isinstance(layer, StaticLayer) for layer in layers):
         for layer in layers:

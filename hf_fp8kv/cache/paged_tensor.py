@@ -1,11 +1,11 @@
-"""`PagedKV`: what `Cache.update` returns. It looks like dense K or V and carries the pages.
+"""`PagedKV`: the result of `Cache.update`, which looks like dense K or V and carries the pages.
 
-The attention function never receives the cache, so the pages have to travel on K and V themselves.
-A `PagedKV` is a wrapper subclass: it has the shape, dtype and device of the dense tensor, and the
-pages as inner tensors, so that `torch.compile` traces through it. `fp8_paged` takes the pages; any
-other code that touches a handle gets the dense tensor, made on the spot by `ops.gather`.
+The attention function does not receive the cache, so K and V must carry the pages. A `PagedKV` is a
+wrapper subclass with the shape, dtype and device of the dense tensor. Its inner tensors are the
+pages, so `torch.compile` can trace it. `fp8_paged` reads the pages. Any other operation on a handle
+gets the dense tensor from `ops.gather`.
 
-A handle is a view of the pages as they are when it is read, not a snapshot.
+A handle reads the current contents of the pages. It is not a snapshot.
 """
 
 import logging
@@ -24,27 +24,27 @@ logger = logging.getLogger(__name__)
 
 
 class StandIn(torch.Tensor):
-    """A tensor that is made when code uses it as a tensor.
+    """A tensor that is computed when an operation uses it.
 
-    Until then it carries its `FIELDS`. They are plain attributes, tensors and constants, because
-    that is what `torch.compile` can read from a subclass.
+    Until then it only has its `FIELDS`. These are plain attributes (tensors and constants), because
+    `torch.compile` can only read such attributes of a subclass.
     """
 
     FIELDS: ClassVar[tuple[str, ...]]
 
-    # `.shape` and `.dtype` then cost what they cost on any tensor. (torch declares these methods
-    # without types, so mypy sees overrides that differ.)
+    # Reading `.shape` and `.dtype` is then as cheap as on any tensor. (torch declares these methods
+    # without types, so mypy reports different overrides.)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def wrap(cls, attributes: dict[str, Any], size: Any, dtype: Any, device: Any) -> Any:
-        """Return a wrapper with these attributes; the dictionary becomes its own."""
+        """Return a wrapper with these attributes. It keeps the dictionary itself."""
         wrapper = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         wrapper.__dict__ = attributes
         return wrapper
 
     def dense(self) -> torch.Tensor:
-        """Return the tensor that this one looks like."""
+        """Compute the dense tensor."""
         raise NotImplementedError
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -78,7 +78,7 @@ class StandIn(torch.Tensor):
         return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.fill_(0)  # refused, where a write into a view would be lost
+        self.fill_(0)  # raises ConfigError, because a write to a view would be lost
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -91,10 +91,10 @@ class StandIn(torch.Tensor):
 
 
 class PagedKV(StandIn):
-    """Stored keys or values that look like a dense `[B, Hkv, stop - start, D]` tensor.
+    """Stored keys or values that look like a dense tensor `[B, Hkv, stop - start, D]`.
 
-    Made by `make_handles`, which says what each attribute is; those of the pages are called as in
-    `PAGE_FIELDS`.
+    `make_handles` creates them and documents the attributes. Attributes of the pages have the names
+    in `PAGE_FIELDS`.
     """
 
     FIELDS = (
@@ -110,10 +110,10 @@ class PagedKV(StandIn):
     window: int
     ragged: bool
     backend: str
-    pages: Pages | None = None  # as a whole, where no compiler took the handle apart
+    pages: Pages | None = None  # set unless a compiler has flattened the handle
 
     def dense(self) -> torch.Tensor:
-        """Return the numbers that the stored bytes stand for, contiguous."""
+        """Decode the stored bytes to a contiguous tensor."""
         return ops.gather(
             pages_of(self), self.lengths, self.side, self.start, self.stop, self.dtype,
             self.ragged, self.backend,
@@ -128,21 +128,21 @@ class PagedKV(StandIn):
 
 
 def pages_of(handle: PagedKV) -> Pages:
-    """Return the pages behind a handle; both handles of a layer have the same."""
+    """Return the pages of a handle. Both handles of a layer have the same pages."""
     if not torch.compiler.is_compiling() and handle.pages is not None:
         return handle.pages
     return unflatten([getattr(handle, name) for name in PAGE_FIELDS])
 
 
 _MADE_DENSE = (
-    "dense keys and values are made from the pages at each step, since a model or its attention "
-    "asks for them; attn_implementation='fp8_paged' reads the pages where the model can "
-    "(hf_fp8kv.check_model tells)"
+    "the model or its attention uses dense keys and values, which are decoded from the pages in "
+    "each step; attn_implementation='fp8_paged' reads the pages if the model supports it "
+    "(check with hf_fp8kv.check_model)"
 )
 
 
 def densify(x: Any) -> Any:
-    """Return the tensor that `x` stands for, and anything else as it is."""
+    """Return the dense tensor of a `StandIn`, and any other object unchanged."""
     return x.dense() if isinstance(x, StandIn) else x
 
 
@@ -157,17 +157,19 @@ def make_handles(
     ragged: bool,
     backend: str,
 ) -> tuple[PagedKV, PagedKV]:
-    """Return handles that look like K and like V.
+    """Return handles on K and V.
 
     Args:
-        lengths: `[B]`, int32, tokens stored.
-        plan: what `ops.make_plan` wrote for these lengths, or None.
-        dtypes: what dense K and V are made in.
-        start: position of the first token that they stand for.
-        stop: one past the position of their last column.
-        window: the sliding window of the layer in tokens; 0: none.
-        ragged: columns past the last stored token exist (`max_cache_len`); they read as zero.
-        backend: one of `ops.BACKENDS`.
+        pages: The stored keys and values.
+        lengths: Number of stored tokens, `[B]`, int32.
+        plan: Work plan that `ops.make_plan` wrote for these lengths, or None.
+        dtypes: Dtypes of dense K and V.
+        start: Position of the first column.
+        stop: Position of the last column plus one.
+        window: Size of the layer's sliding window, in tokens. 0 means no window.
+        ragged: Whether there are columns past the last stored token (`max_cache_len`). They are
+            zero.
+        backend: One of `ops.BACKENDS`.
     """
     if pages.attributes is None:
         pages.attributes = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
@@ -183,5 +185,5 @@ def make_handles(
     )
 
 
-# Dynamo cannot trace `_make_wrapper_subclass`; AOTAutograd takes the subclass apart.
+# Dynamo cannot trace `_make_wrapper_subclass`. AOTAutograd flattens the subclass.
 torch._dynamo.allow_in_graph(make_handles)

@@ -1,4 +1,4 @@
-"""The argument `plan` of a cache: how layers are stored, from a plan, from text, or from a file."""
+"""Parsing of the argument `plan` of a cache: a plan, its description, or a file."""
 
 import os
 from collections.abc import Mapping
@@ -14,15 +14,17 @@ _HOW = "plan='fp8_e3m4 centered' or plan=('int8 rotated centered', 'fp8_e2m5 rot
 
 
 def parse_plan(plan: object) -> Plan | None:
-    """Return the plan of all layers, or of each layer, that the argument `plan` names.
+    """Return the storage plan of all layers, or of each layer, for the argument `plan`.
 
     Args:
-        plan: None, a `StoragePlan`, a `LayerPlan`, one `LayerPlan` for each layer, the text of both
-            sides (of which only K has a center) or a pair of texts. Any other text that names a
-            folder, a file or a repository, and a path, is where a `StoragePlan` is read.
+        plan: None, a `StoragePlan`, a `LayerPlan`, a mapping from layers to `LayerPlan`, a
+            description of both sides (only K then has a center), or a pair of descriptions. A path,
+            or a string that names a folder, a file or a repository, is read as a saved
+            `StoragePlan`.
 
     Raises:
-        ConfigError: anything else. ScaleError: a file without a plan.
+        ConfigError: The argument is anything else.
+        ScaleError: The file has no plan.
     """
     if plan is None or isinstance(plan, StoragePlan):
         return plan
@@ -33,7 +35,7 @@ def parse_plan(plan: object) -> Plan | None:
     if isinstance(plan, str):
         if (plan.split() or [""])[0] not in (known := (AUTO, *ALIASES, *FORMATS)):
             raise ConfigError(
-                f"plan: expected the place of a saved plan, or text that begins with one of "
+                f"plan: expected the path of a saved plan, or text that begins with one of "
                 f"{', '.join(known)}, got {plan!r}. Check the path. Plans are made by "
                 "hf_fp8kv.choose_plan(model), and by enable(model, dtype='adaptive')"
             )
@@ -53,8 +55,8 @@ def parse_plan(plan: object) -> Plan | None:
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ConfigError(
-                f"plan: expected layers' numbers from 0, got {index!r}; name layers as `plan` of a "
-                "cache does"
+                f"plan: expected indices of layers from 0 on, got {index!r}; use the keys of a "
+                "cache's `plan`"
             )
         if LayerPlan.check(layer, f"plan of layer {index}").v.centered:
             raise ConfigError(

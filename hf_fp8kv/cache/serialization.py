@@ -1,4 +1,4 @@
-"""Cache files and pickles: snapshots as numbers and tensors, and back."""
+"""Conversion of snapshots to JSON facts and tensors, for cache files and pickles."""
 
 import json
 import os
@@ -33,7 +33,8 @@ from .turns import Turns
 VERSION = 3
 _STOCK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-# Positions are int32. A block table may have this number of places, or one for each byte of a file.
+# Positions are int32. A block table may have this number of entries, or one for each byte of a
+# file.
 _MOST_TOKENS, _PLACES = 2**31 - 1, 1 << 21
 # Tensors of an indexer: the batch is axis 0 of the keys, and axis 1 of the positions.
 _INDEXER = ("indexer_keys", "indexer_position_ids")
@@ -42,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 Facts = dict[str, Any]
 
 
-# -- snapshots as numbers and tensors ------------------------------------------------------------
+# -- snapshots as facts and tensors --------------------------------------------------------------
 
 
 def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
@@ -54,14 +55,14 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
     groups = []
     states = {i: x for i, x in enumerate(snapshot.layers) if isinstance(x, LayerSnapshot)}
     for g, group in enumerate(snapshot.groups):
-        own = [(i, x) for i, x in states.items() if x.group is group]
-        # The preallocated form lists pages that hold nothing yet.
-        stop = -(-max((layer.length for _, layer in own), default=0) // group.table.page_size)
+        members = [(i, x) for i, x in states.items() if x.group is group]
+        # A preallocated cache also lists empty pages.
+        stop = -(-max((layer.length for _, layer in members), default=0) // group.table.page_size)
         listed = group.table.rows[:, min(group.table.first, stop) : stop]
         pages, rows = np.unique(listed, return_inverse=True)
         tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(listed.shape).astype(np.int32))
         layers: list[Facts] = []
-        for i, layer in own:
+        for i, layer in members:
             facts: Facts = {"index": i}
             layers.append(facts)
             if layer.turns is not None:
@@ -71,7 +72,7 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
                 tensors |= {f"layers.{i}.{name}": held for name, held in layer.indexer.items()}
             if (pool := layer.pool) is not None:
                 facts |= {"length": layer.length, **describe(pool)}
-                # A layer of fewer tokens may not have grown yet, with pages that only others use.
+                # The pool of a layer with fewer tokens may not have grown to all pages yet.
                 pool.memory.grow(group.table.allocator.capacity)
                 tensors[f"layers.{i}.pages"] = pool.memory.take(pages)
                 if layer.k_center is not None:
@@ -82,7 +83,7 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
 
 
 def describe(pool: PagePool) -> Facts:
-    """Return everything that a page's layout depends on besides the options, for JSON."""
+    """Return everything that a page's layout depends on, except the options, for JSON."""
     return {
         "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
         "shape": [pool.heads, pool.k_dim, pool.v_dim],
@@ -93,7 +94,7 @@ def make_pool(
     facts: Facts, options: CacheOptions, index: int, device: torch.device,
     budget: PageBudget | None = None,
 ) -> PagePool:  # fmt: skip
-    """Return a pool without pages for layer `index`, which `describe` returned `facts` of.
+    """Return a pool without pages for layer `index` from the facts that `describe` returned.
 
     Raises:
         ConfigError: The sizes are impossible. Facts of other types raise other errors.
@@ -123,9 +124,9 @@ def unpack(
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
     budget, size, room = options.new_budget(), options.page_size, options.max_cache_len or 0
-    most = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
+    limit = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
 
-    def take(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def pop_tensor(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         tensor = tensors.pop(name)
         _check_same(name, (dtype, *shape), (tensor.dtype, *tensor.shape))
         return tensor
@@ -134,28 +135,28 @@ def unpack(
     batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
     groups, states = dict[int | None, LayerGroup](), dict[int, LayerSnapshot]()
     pages: list[tuple[PagePool, torch.Tensor]] = []
-    for g, told in enumerate(facts["groups"]):
-        name, window = f"groups.{g}.table", told["window"]
+    for g, group_facts in enumerate(facts["groups"]):
+        name, window = f"groups.{g}.table", group_facts["window"]
         _check_same(f"window {window} is another group's", False, window in groups)
-        _check_same("record_past", bool, type(told["record_past"]))
+        _check_same("record_past", bool, type(group_facts["record_past"]))
         _check_count("window", 1 if window is None else window, 1)
-        counted = [x.get("length", 0) for x in told["layers"]]
+        counted = [x.get("length", 0) for x in group_facts["layers"]]
         stored = [x for x in counted if _check_count("length", x, 0, room or _MOST_TOKENS)]
-        # Layers of the preallocated form may be saved within a step.
+        # Layers of a preallocated cache may be saved within a step.
         length = (max if room else min)(stored, default=0)
         seen = LayerGroup(budget, window).visible_from(length)
         (batch, columns), last = tensors[name].shape, -(-max(stored, default=0) // size)
         first = _check_count(f"{name}: first page", last - columns, 0, seen // size)
-        most -= _check_count(f"{name}: places", batch * max(last, room // size), 0, most)
-        rows = take(name, torch.int32, batch, columns).cpu().numpy()
+        limit -= _check_count(f"{name}: places", batch * max(last, room // size), 0, limit)
+        rows = pop_tensor(name, torch.int32, batch, columns).cpu().numpy()
         found = int(rows.min(initial=0)), len(np.unique(rows))
         count = int(rows.max(initial=-1)) + 1
         _check_same(f"{name}: pages", (0, count), found)
         group = groups[window] = LayerGroup(budget, window, _make_table(budget, rows, first))
-        group.record_past = told["record_past"]
+        group.record_past = group_facts["record_past"]
         if stored:
             batches.add(_check_count("sequences", batch, 1))
-        for layer, length in zip(told["layers"], counted, strict=True):
+        for layer, length in zip(group_facts["layers"], counted, strict=True):
             i = _check_count("index", layer["index"])
             _check_same(f"layer {i} is in another group", False, i in states)
             state = states[i] = LayerSnapshot(group, length, turns=_read_turns(layer))
@@ -171,44 +172,46 @@ def unpack(
                 continue
             name, center = f"layers.{i}.pages", f"layers.{i}.k_center"
             pool = make_pool(layer, options, i, tensors[name].device, budget)
-            held = take(name, torch.uint8, count, pool.layout.size)
+            rows_of_layer = pop_tensor(name, torch.uint8, count, pool.layout.size)
             if options.layer_plan(i).k.centered and (length or center in tensors):
-                state.k_center = take(center, torch.float32, batch, pool.heads, pool.k_dim)
-            if count:  # only pages bound the sizes
+                state.k_center = pop_tensor(center, torch.float32, batch, pool.heads, pool.k_dim)
+            if count:  # without pages, sizes are not bounded by the file
                 state.pool = pool
-                pages.append((pool, held))
+                pages.append((pool, rows_of_layer))
     _check_count("numbers of sequences", len(batches), 0, 1)
     stock = iter(stock_layers)
     count = len(states) + len(stock_layers)
     layers = [states.pop(i) if i in states else next(stock, None) for i in range(count)]
     _check_same("layers and tensors that are too many", [], [*states, *tensors])
     while pages:
-        pool, held = pages.pop()
-        pool.memory.grow(len(held))
-        pool.memory.put(np.arange(len(held)), held)
+        pool, rows_of_layer = pages.pop()
+        pool.memory.grow(len(rows_of_layer))
+        pool.memory.put(np.arange(len(rows_of_layer)), rows_of_layer)
     open_ended = facts["open_ended"]
     return CacheSnapshot(options, [*groups.values()], layers, open_ended, budget)
 
 
 def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
-    """Return a table with a new allocator, which holds exactly the pages of `rows`, `[B, n]`.
+    """Return a table with a new allocator that holds exactly the pages of `rows`, `[B, n]`.
 
-    These are logical pages `first` to `first + n - 1`, numbered from 0 without gaps. Raise
-    OutOfPagesError if the budget would be passed.
+    These are logical pages `first` to `first + n - 1`. Their numbers start at 0 without gaps.
+
+    Raises:
+        OutOfPagesError: The budget would be exceeded.
     """
     table = BlockTable(PageAllocator(budget))
     table.allocator.exact = True
-    pages = table.allocator.take(int(rows.max(initial=-1)) + 1)
+    pages = table.allocator.allocate(int(rows.max(initial=-1)) + 1)
     table.allocator.exact = False
     blank = np.full((len(rows), first), NO_PAGE, np.int32)
-    table.list_instead(np.concatenate([blank, rows], axis=1), first)
-    # `take` counted each page once, the rows may list it more often.
-    table.allocator.drop(pages)
+    table.replace_rows(np.concatenate([blank, rows], axis=1), first)
+    # `allocate` counted each page once, but the rows may list it more often.
+    table.allocator.free(pages)
     return table
 
 
 def _read_turns(layer: Facts) -> Turns | None:
-    """Return how a layer's keys turn, or None if its facts do not include that."""
+    """Return how a layer's keys turn, or None if the facts do not include it."""
     if "turns" not in layer:
         return None
     facts = dict(layer["turns"])
@@ -222,15 +225,17 @@ def _read_turns(layer: Facts) -> Turns | None:
     return turns
 
 
-def _check_same(what: str, expected: object, got: object) -> None:
+def _check_same(subject: str, expected: object, got: object) -> None:
     if expected != got:
-        raise ConfigError(f"{what}: expected {expected}, got {got}")
+        raise ConfigError(f"{subject}: expected {expected}, got {got}")
 
 
-def _check_count(what: str, value: Any, least: int = 0, most: int = _MOST_TOKENS) -> int:
-    """Return a whole number from `least` to `most`; raise ConfigError, which names `what`."""
+def _check_count(subject: str, value: Any, least: int = 0, most: int = _MOST_TOKENS) -> int:
+    """Return `value` if it is an integer from `least` to `most`, otherwise raise ConfigError."""
     if type(value) is not int or not least <= value <= most:
-        raise ConfigError(f"{what}: expected a whole number from {least} to {most}, got {value!r}")
+        raise ConfigError(
+            f"{subject}: expected a whole number from {least} to {most}, got {value!r}"
+        )
     return value
 
 
@@ -238,7 +243,7 @@ def _check_count(what: str, value: Any, least: int = 0, most: int = _MOST_TOKENS
 
 
 def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> Path:
-    """Write a snapshot to a safetensors file, whole or not at all; return the path.
+    """Write a snapshot to a safetensors file, atomically, and return the path.
 
     Raises:
         ConfigError: A layer that is not attention holds a state.
@@ -265,8 +270,8 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
             tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
     elif kind != "DummyLayer":
         raise ConfigError(
-            f"save expected layers that are attention, got a {kind}, whose state has no file "
-            "format; use torch.save, which pickles it"
+            f"save: expected only attention layers, got a {kind}, whose state has no file format; "
+            "use torch.save, which pickles it"
         )
     return facts
 
@@ -284,7 +289,7 @@ def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
 
 
 def load(path: str | os.PathLike[str], device: str | torch.device | None) -> CacheSnapshot:
-    """Return the snapshot in a file, on `device`. None means the CPU. Bad data raise any error."""
+    """Read a snapshot from a file to `device`. None means the CPU. Bad data raise any error."""
     with safe_open(Path(path), framework="pt", device="cpu") as file:
         header = file.metadata() or {}
         form = header.get("format"), header.get("version")
@@ -323,7 +328,7 @@ def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
         layers = {}
         for i in scales["layers"]:
             k, v, center = (tensors.pop(f"scales.{i}.{x}", None) for x in ("k", "v", "k_center"))
-            # A plan next to scales is theirs. Only a plan allows dynamic scales, and centers alone.
+            # Scales are saved with their plan. Dynamic scales, or only centers, need a plan.
             layers[i] = LayerScales(k, v, center, plan=by_layer.get(i))
         scales = wrap_scales(ScaleData(layers, scales["format"]))
     elif scales is not None:

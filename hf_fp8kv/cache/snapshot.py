@@ -1,6 +1,6 @@
-"""Snapshots: what a cache holds, as forks, pickles and files take it and give it back.
+"""Snapshots: the contents of a cache, for forks, pickles and files.
 
-A snapshot shares the pages of its cache, which are copied on write, and is restored at most once.
+A snapshot shares the pages of its cache, which are copied on write. It is restored at most once.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from .turns import Turns
 
 @dataclass(slots=True, eq=False)
 class LayerSnapshot:
-    """What one paged layer holds.
+    """The contents of one paged layer.
 
     Attributes:
-        group: which page of the pool holds which token: a fork of the layer's group.
-        length: tokens stored.
-        pool: the bytes; None before the first token.
-        k_center: `[B, Hkv, Dk]`, float32, or None.
-        turns: how its keys turn, which is read from the config; None: not known.
-        indexer: the tensors of its indexer, by name; None: it has none.
+        group: A fork of the layer's group, with the block table.
+        length: Number of stored tokens.
+        pool: The pages, or None before the first token.
+        k_center: Center of K, `[B, Hkv, Dk]`, float32, or None.
+        turns: How RoPE turns the keys, or None if it is not known.
+        indexer: Tensors of the layer's indexer by name, or None without an indexer.
     """
 
     group: LayerGroup
@@ -39,13 +39,13 @@ class LayerSnapshot:
 
 @dataclass(frozen=True, eq=False)
 class CacheSnapshot:
-    """What a cache holds.
+    """The contents of a cache.
 
     Attributes:
-        groups: forks without layers, one for each block table.
-        layers: what paged layers hold, and transformers' own layers as they are.
-        open_ended: whether layers are added as the model asks.
-        config: the decoder's config; None in pickles and files.
+        groups: Forks of the groups, without layers.
+        layers: Snapshots of paged layers, and the layers of transformers themselves.
+        open_ended: Whether layers are added as the model uses them.
+        config: The decoder's config, or None in pickles and files.
     """
 
     options: CacheOptions

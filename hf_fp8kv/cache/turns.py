@@ -1,4 +1,4 @@
-"""Turns: how RoPE turns keys with their position, as far as a model's config says."""
+"""How RoPE turns keys with their position, according to a model's config."""
 
 import functools
 import inspect
@@ -15,11 +15,11 @@ from torch.nn.functional import pad
 
 from ..modeling.model_support import config_field
 
-# How many positions before and after those of a first call its center is meant for, where the
-# model goes as far.
+# A center serves this number of positions before and after the first call, or half of the model's
+# positions if they are fewer.
 _REACH = 2048
 _MOST_POSITIONS = 1 << 20
-# Models whose layers have RoPE only if they have a window, which no field of their configs says.
+# Models that only use RoPE in layers with a window. No field of their configs says so.
 _ROPE_WITH_WINDOW = frozenset(
     ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1")
 )
@@ -27,18 +27,19 @@ _ROPE_WITH_WINDOW = frozenset(
 
 @dataclass(frozen=True)
 class Turns:
-    """How a layer's keys turn: pair i of n channels by `base ** (-i / n)` radians a position.
+    """How a layer's keys turn: pair i of n turns by `base ** (-i / n)` radians per position.
 
-    Scaled RoPE is taken for the plain one: it has the same fast pairs, and slower slow ones.
+    Scaled RoPE is treated as plain RoPE. It has the same fast pairs, and its slow pairs are slower.
 
     Attributes:
         base: RoPE's theta.
-        share: of a head's channels, the part that is in pairs: the first ones.
-        moving: of the pairs, the part that turns: the first ones, at the same speeds.
-        mla: of MLA's keys the channels that stay and the last ones, which turn; its latents, which
-            may be stored in their place, stay. None: see `share`.
-        neighbors: whether channels 2i and 2i + 1 are a pair; otherwise i and i + n are.
-        positions: that the model has.
+        share: Share of a head's channels that are in pairs. These are the first channels.
+        moving: Share of the pairs that turn. These are the first pairs, with unchanged speeds.
+        mla: Numbers of channels of MLA's keys that do not turn and that turn. The latter are the
+            last channels. Latents, which may be stored instead, do not turn. None means that
+            `share` applies.
+        neighbors: Whether channels 2i and 2i + 1 are a pair. Otherwise i and i + n are.
+        positions: Maximum number of positions of the model.
     """
 
     base: float
@@ -50,9 +51,10 @@ class Turns:
 
     @classmethod
     def of(cls, config: Any) -> "Callable[[int], Turns | None]":
-        """Return a function that returns the turns of a layer, or None without a config.
+        """Return a function from the index of a layer to its turns, or to None without a config.
 
-        The config is read once, which takes 10 to 20 times as long as an attribute elsewhere.
+        The config is only read once, because reading its attributes is 10 to 20 times slower than
+        usual.
         """
         if config is None:
             return lambda _index: None
@@ -65,7 +67,7 @@ class Turns:
         mla = None if None in sizes else (sizes[0], sizes[1])
         neighbors = _turns_neighbors(config)
         needs_window = config.model_type in _ROPE_WITH_WINDOW
-        # Granite 4 has fields of RoPE, and uses it only if this field says so.
+        # Granite 4 has RoPE's fields, but uses RoPE only if this field says so.
         never = getattr(config, "position_embedding_type", "rope") != "rope"
 
         def turns_of(index: int) -> Turns:
@@ -85,13 +87,13 @@ class Turns:
         return turns_of
 
     def steady(self, center: Tensor) -> Tensor:
-        """Return of a mean of keys, `[..., D]`, what is left of it in the positions around.
+        """Average a mean of keys, `[..., D]`, over the rotations at surrounding positions.
 
-        What turns by `f` a position has the mean `sin(f * n) / (f * n)` of itself over the `n`
-        positions before and after. So slow pairs stay, and fast ones, which a center would only
-        make larger elsewhere, become 0.
+        A pair that turns by `f` radians per position is scaled by `sin(f * n) / (f * n)`, its mean
+        over `n` positions before and after. Slow pairs therefore stay. Fast pairs, whose center
+        would only increase errors at other positions, become 0.
         """
-        # The compiler does without memory between calls.
+        # Dynamo ignores caches, and warns about them.
         compiles = torch.compiler.is_compiling()
         find: Any = _steadiness.__wrapped__ if compiles else _steadiness
         factors: Tensor = find(self, center.shape[-1], center.device)
@@ -101,7 +103,7 @@ class Turns:
 @functools.cache
 def _steadiness(turns: Turns, dim: int, device: torch.device) -> Tensor:
     """Return the factors of `Turns.steady`: `[dim]`, float32, on `device`."""
-    # Channels before those that turn, and pairs that do.
+    # Number of channels before the pairs, and number of pairs.
     before, pairs = 0, int(dim * turns.share) // 2
     if turns.mla is not None:
         before, pairs = turns.mla[0], turns.mla[1] // 2
@@ -109,12 +111,12 @@ def _steadiness(turns: Turns, dim: int, device: torch.device) -> Tensor:
             before, pairs = dim, 0
     with torch.inference_mode(False), torch.no_grad():
         pair = torch.arange(pairs, dtype=torch.float32, device="cpu")
-        radians = turns.base ** -(pair / max(pairs, 1))  # in a position
+        radians = turns.base ** -(pair / max(pairs, 1))  # per position
         radians = radians.where(pair < int(pairs * turns.moving), 0.0)
         reach = min(_REACH, turns.positions // 2)
-        left = torch.sinc(radians * (reach / math.pi))
-        both = left.repeat_interleave(2) if turns.neighbors else left.repeat(2)
-        return pad(both, (before, dim - before - 2 * pairs), value=1.0).to(device)
+        factors = torch.sinc(radians * (reach / math.pi))
+        channels = factors.repeat_interleave(2) if turns.neighbors else factors.repeat(2)
+        return pad(channels, (before, dim - before - 2 * pairs), value=1.0).to(device)
 
 
 # Keys of a layer without RoPE.
@@ -122,7 +124,7 @@ STILL = Turns(1.0, share=0.0, positions=0)
 
 
 def _turns_neighbors(config: Any) -> bool:
-    """Return whether a model's code turns channels 2i and 2i + 1 together, as far as it says."""
+    """Return whether a model's code pairs channels 2i and 2i + 1, False if it is unknown."""
     name = type(config).__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(name)
     return module is not None and _code_turns_neighbors(module)
@@ -135,6 +137,6 @@ def _code_turns_neighbors(module: ModuleType) -> bool:
         # Llama 4 and DeepSeek V2 turn complex numbers.
         turn: Any = getattr(module, "apply_rotary_emb", None)
         return turn is not None and "freqs_cis" in inspect.signature(turn).parameters
-    # Not where new tensors go by default, which may be no device.
+    # Explicitly on the CPU, because the default device may be "meta".
     turned: list[float] = rotate_half(torch.arange(4.0, device="cpu")).tolist()
     return turned == [-1.0, 0.0, -3.0, 2.0]

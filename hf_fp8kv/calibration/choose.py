@@ -267,8 +267,8 @@ def make_scales(
     sums = fold_layers(job, "scales", sample_near(windows), cost)
     return {
         index: {
-            side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(of_side)]
-            for side, of_side in sides.items()
+            side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(options)]
+            for side, options in sides.items()
         }
         for index, sides in candidates.items()
     }

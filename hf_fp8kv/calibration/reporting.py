@@ -121,8 +121,8 @@ def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format])
     numbers, saturated, not_zero, vanished, energy, *squares = row
     names = [start + fmt.name for start in ("", DYNAMIC) for fmt in formats][-len(squares) :]
     errors = [(x / energy) ** 0.5 if energy else 0.0 for x in squares]
-    shares = saturated / max(numbers, 1.0), vanished / max(not_zero, 1.0)
-    return SideStatistics(amax, *shares, dict(zip(names, errors, strict=True)))
+    fractions = saturated / max(numbers, 1.0), vanished / max(not_zero, 1.0)
+    return SideStatistics(amax, *fractions, dict(zip(names, errors, strict=True)))
 
 
 def _score_quality(

@@ -171,12 +171,12 @@ def match_channels(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     before, after = (x.flatten(0, 1).square() for x in (here, there))
     change = after - before
     energy = change.square().sum(0)
-    moved = energy > _MOVED**2 * (before.square().sum(0) + after.square().sum(0))
+    turns = energy > _MOVED**2 * (before.square().sum(0) + after.square().sum(0))
     size = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     correlation = (change / size).T @ (change / size)
     best = correlation.argmin(0)
     alone = torch.arange(len(best), device=best.device)
-    sure = moved & moved[best] & (correlation[best, alone] < _CANCELLED) & (best[best] == alone)
+    sure = turns & turns[best] & (correlation[best, alone] < _CANCELLED) & (best[best] == alone)
     partner = torch.where(sure, best, alone)
     return _complete_pattern(partner)
 

@@ -62,8 +62,8 @@ def check_plans(
     trial = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
     if not trial:
         return safe, f"{kept} the texts are too short to try others.{note}"
-    both = {"without": safe, "with": chosen}
-    caches = {name: cache_factory(job, scales, layers) for name, scales in both.items()}
+    scales_by_cache = {"without": safe, "with": chosen}
+    caches = {name: cache_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
     stages = {
         f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
         f"at others up to {beyond.reach}": beyond.spread(trial),

@@ -95,14 +95,14 @@ def collect_ranges(
                 f"layer {index}: expected keys and values, got latents without positions, which "
                 "hold no V. Leave scales out: dynamic ones are right for every layer"
             )
-        of_layer = measure_range(k, v, partners[index].k, partners[index].v)
+        statistics = measure_range(k, v, partners[index].k, partners[index].v)
         for side in "kv":
-            if not torch.isfinite(of_layer[f"{side}_pair"]).all():
+            if not torch.isfinite(statistics[f"{side}_pair"]).all():
                 raise not_finite(index, side.upper())
         if job.options.plan is not None:
             rotated = measure_range(rotate(k), rotate(v), None, None)
-            of_layer |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
-        return of_layer | (weigh_keys(k, *queries) if queries else {})
+            statistics |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
+        return statistics | (weigh_keys(k, *queries) if queries else {})
 
     return fold_layers(job, name, batches, measure, see)
 

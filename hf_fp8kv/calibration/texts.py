@@ -275,10 +275,10 @@ def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str
     parts = _cut_lines(_read_lines(path, _CHARACTERS), longest)
     held: list[tuple[str, int]] = []
     size = 0
-    while some := list(islice(parts, _LINES)):
-        full = [part for part in some if not part.isspace()]
+    while batch := list(islice(parts, _LINES)):
+        full = [part for part in batch if not part.isspace()]
         ids = iter(encoder.tokenize(str(path), full, special=False) if full else ())
-        for part in some:
+        for part in batch:
             # A blank line counts as one token, so any number of them is cut.
             tokens = 1 if part.isspace() else max(len(next(ids)), 1)
             while held and size + tokens > room:
@@ -294,8 +294,8 @@ def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str
 def _cut_lines(lines: Iterable[str], longest: int) -> Iterator[str]:
     """Yield parts of at most `longest` characters of each line, cut after a space if possible."""
     rest = ""
-    for more in lines:
-        line, start = rest + more, 0
+    for line_part in lines:
+        line, start = rest + line_part, 0
         while len(line) - start > longest:
             end = line.rfind(" ", start, start + longest) + 1 or start + longest
             yield line[start:end]

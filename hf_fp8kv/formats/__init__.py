@@ -1,15 +1,16 @@
-"""Formats: what one stored byte means, and plans: how K and V of a layer are stored.
+"""Formats (the value of a stored byte) and storage plans (how K and V of a layer are stored).
 
-Constants such as 448 are defined here and nowhere else.
+Constants such as 448 are only defined here.
 
-A code is a byte: a sign bit, `7 - mantissa_bits` exponent bits, and the mantissa. Sources: E4M3 and
-E5M2 are those of "FP8 Formats for Deep Learning" (arXiv 2209.05433); the FNUZ variant is that of
-arXiv 2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). The others are ours, without
-infinity, and with 0x80 as NaN as in FNUZ, so that a NaN stays visible under static scales too. E3M4
-has the bias 3 (largest value 31, smallest step 2^-6), E2M5 the bias 1 (7.875, 2^-5).
+A code is a byte with a sign bit, `7 - mantissa_bits` exponent bits, and the mantissa. E4M3 and E5M2
+are defined in "FP8 Formats for Deep Learning" (arXiv 2209.05433), and the FNUZ variant in arXiv
+2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). The remaining formats are our own.
+They have no infinity, and 0x80 is NaN as in FNUZ, so that NaN also survives static scales. E3M4 has
+a bias of 3 (largest value 31, smallest step 2^-6), and E2M5 a bias of 1 (7.875, 2^-5).
 
-Int8 is sign and magnitude, with no exponent bits and the bias that makes the step 1 (largest value
-127): a float format of which all numbers are subnormal. docs/architecture.md says why.
+Int8 is sign and magnitude without exponent bits, with the bias that gives a step of 1 (largest
+value 127). It is a float format in which all values are subnormal. docs/architecture.md explains
+why.
 """
 
 import math
@@ -23,20 +24,20 @@ import torch
 from ..errors import ConfigError
 
 AUTO = "auto"
-# For `enable`: a plan that is measured on the model, see `choose_plan`.
+# A dtype of `enable`: the plan that `choose_plan` measures on the model.
 ADAPTIVE = "adaptive"
 
-# The smallest dynamic scale: a token of zeros (or of subnormal numbers) still gets a scale whose
-# reciprocal is finite in fp32.
+# The smallest dynamic scale. The scale of a token of zeros, or of subnormal values, then still has
+# a finite reciprocal in fp32.
 MIN_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit format: floating point, or integers as one without exponent bits.
+    """An 8-bit floating-point format. Integers are a format without exponent bits.
 
-    `max` is the largest finite value. `scale_from_e4m3` times a scale made for E4M3FN gives the
-    scale for the same numbers in this format. `unsigned_zero`: 0x80 is NaN and there is no -0.
+    `max` is the largest finite value. A scale for E4M3FN times `scale_from_e4m3` is the scale for
+    the same values in this format. `unsigned_zero` means that 0x80 is NaN and there is no -0.
     """
 
     name: str
@@ -52,18 +53,18 @@ class Format:
 
     @property
     def min_subnormal(self) -> float:
-        """The step between subnormal numbers, which is also the smallest positive value."""
+        """The step between subnormal values, which is also the smallest positive value."""
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
 
     @property
     def max_step(self) -> float:
-        """The step between the largest numbers."""
+        """The step between the largest values."""
         step = math.ldexp(0.5, math.frexp(self.max)[1] - self.mantissa_bits)
         return max(step, self.min_subnormal)
 
     @property
     def error_unit(self) -> float:
-        """512 over the largest rounding error, which is half of `max_step`: a power of two."""
+        """512 divided by the largest rounding error, half of `max_step`. It is a power of two."""
         return 1024.0 / self.max_step
 
 
@@ -71,7 +72,7 @@ FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         Format("fp8_e4m3", 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
-        # The same bits are worth half: a scale is doubled, and 448 / 2 = 224 stays below 240.
+        # The same bits have half the value, so a scale is doubled, and 448 / 2 = 224 is below 240.
         Format(
             "fp8_e4m3fnuz", 3, 8, 0x7F, 0x80, 240.0, 2.0, True, torch_dtype=torch.float8_e4m3fnuz
         ),
@@ -85,11 +86,10 @@ FORMATS: dict[str, Format] = {
     )
 }  # fmt: skip
 
-# The first format of each precision: FNUZ has the errors of E4M3.
+# One format of each precision. FNUZ has the same errors as E4M3.
 DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.values())[::-1]
 
-# What a cache stores in unless it is told: with scales of its own, and with static ones, which
-# checkpoints have for E4M3.
+# Default formats with dynamic scales, and with static scales, which checkpoints have for E4M3.
 DEFAULT_DTYPE, STATIC_DTYPE = "fp8_e3m4", "fp8_e4m3"
 
 _ROTATED, _CENTERED = "rotated", "centered"
@@ -99,14 +99,17 @@ ALIASES = {"model": AUTO, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 def parse_dtype(name: object, argument: str = "dtype") -> str:
     """Return the canonical name of a storage dtype: a key of `FORMATS`, or "auto".
 
-    `name` is a name, an alias, or a torch dtype. Raise ConfigError, which calls it `argument`, for
-    anything else.
+    `name` is a name, an alias, or a torch dtype.
+
+    Raises:
+        ConfigError: Anything else. The message calls it `argument`.
     """
     if isinstance(name, str):
         name = ALIASES.get(name, name)
         if name == AUTO or name in FORMATS:
             return name
-    # Not the `torch_dtype` of a format: the bytes are not those of torch's int8.
+    # Int8 is listed separately, because it has no `torch_dtype`: its bytes differ from torch's
+    # int8.
     of_torch = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
     if isinstance(name, torch.dtype) and name in of_torch:
         return of_torch[name]
@@ -116,12 +119,12 @@ def parse_dtype(name: object, argument: str = "dtype") -> str:
 
 @dataclass(frozen=True)
 class SidePlan:
-    """How the keys of a layer are stored, or its values.
+    """How the keys, or the values, of a layer are stored.
 
     Attributes:
-        format: a key of `FORMATS`, or "auto".
-        rotated: whether a Hadamard transform over the head comes before scaling.
-        centered: whether a center is subtracted first; of keys only.
+        format: A key of `FORMATS`, or "auto".
+        rotated: Whether a Hadamard transform over the head is applied before scaling.
+        centered: Whether a center is subtracted first. Only for keys.
     """
 
     format: str
@@ -144,7 +147,7 @@ class SidePlan:
 
     @property
     def is_auto(self) -> bool:
-        """Whether numbers are stored as they are, in the model's dtype."""
+        """Whether values are stored unchanged, in the model's dtype."""
         return self.format == AUTO
 
     def __str__(self) -> str:
@@ -152,10 +155,10 @@ class SidePlan:
 
     @classmethod
     def parse(cls, text: str) -> "SidePlan":
-        """Return the plan of which `text` is the `str`, such as "fp8_e2m5 rotated centered".
+        """Parse the `str` of a plan, such as "fp8_e2m5 rotated centered".
 
         Raises:
-            ConfigError: an unknown format or word.
+            ConfigError: The text has an unknown format or word.
         """
         name, *marks = (isinstance(text, str) and text.split()) or [""]
         if not name or set(marks) - {_ROTATED, _CENTERED}:
@@ -174,12 +177,12 @@ class LayerPlan(NamedTuple):
 
     @classmethod
     def parse(cls, k: str, v: str) -> "LayerPlan":
-        """Return the plan from both sides' `str`; raise ConfigError for others."""
+        """Parse the `str` of both sides. Raise ConfigError if one is invalid."""
         return cls(SidePlan.parse(k), SidePlan.parse(v))
 
     @classmethod
     def check(cls, plan: object, what: str) -> "LayerPlan":
-        """Return a plan; raise ConfigError unless it is a `LayerPlan` of two `SidePlan`."""
+        """Return `plan` if it is a `LayerPlan` of two `SidePlan`, otherwise raise ConfigError."""
         if isinstance(plan, cls) and all(isinstance(side, SidePlan) for side in plan):
             return plan
         raise ConfigError(
@@ -192,10 +195,10 @@ class LayerPlan(NamedTuple):
 
 
 def count_plans(layers: Mapping[int, LayerPlan]) -> dict[str, int]:
-    """Return how many layers have each plan, by its `str`, the most frequent first."""
+    """Return the number of layers with each plan, by its `str`, the most frequent first."""
     return dict(Counter(str(layers[index]) for index in sorted(layers)).most_common())
 
 
 def summarize_plan(layers: Mapping[int, LayerPlan]) -> str:
-    """Return the plans of layers in a line, such as "28 x K int8, V int8; 2 x K auto, V auto"."""
+    """Return the plans of layers on one line, such as "28 x K int8, V int8; 2 x K auto, V auto"."""
     return "; ".join(f"{count} x {plan}" for plan, count in count_plans(layers).items())

@@ -1,12 +1,12 @@
-"""Codec: encode and decode, the specification of a byte, in integer arithmetic.
+"""Encoding and decoding in integer arithmetic: the specification of a stored byte.
 
-`encode` rounds to nearest, ties to even, saturates, and keeps NaN. It gives the same bits on every
-device and with every torch, which torch's casts do not (past 448 torch 2.11 gives NaN where 2.13
-saturates, and an E5M2 cast gives infinity).
+`encode` rounds to nearest, ties to even, saturates, and keeps NaN. Unlike torch's casts, it gives
+the same bits on every device and in every version of torch. (Past 448, torch 2.11 gives NaN but
+2.13 saturates, and an E5M2 cast gives infinity.)
 
-A dynamic scale is `max |x| / format.max`, rounded up to bfloat16, so that the largest number never
-saturates; numbers are multiplied by its fp32 reciprocal before `encode`. A token with NaN or
-infinity gets the scale NaN: it reads back as NaN in every format.
+A dynamic scale is `max |x| / format.max`, rounded up to bfloat16 so that the largest value never
+saturates. Values are multiplied by its fp32 reciprocal before `encode`. The scale of a token with
+NaN or infinity is NaN, so the token reads back as NaN in every format.
 """
 
 import functools
@@ -16,29 +16,32 @@ import torch
 
 from . import MIN_SCALE, Format
 
-# Scales that `search_scale` tries: one octave, from the smallest that saturates nothing. 32 would
-# gain little more.
+# Number of scales that `search_scale` tries within an octave, from the smallest scale without
+# saturation. 32 would gain little.
 SEARCH_STEPS = 16
 BFLOAT16_NAN = 0x7FC0
-# Vectors that `search_scale` handles at a time: it needs 16 times their size as temporary memory.
+# Number of vectors that `search_scale` handles at a time. It needs 16 times their memory.
 SEARCH_CHUNK = 64
 
 
 def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the uint8 codes of `x`, in its shape.
 
+    Finite values past `fmt.max`, and infinities, become plus or minus `fmt.max`. NaN becomes the
+    format's NaN, and keeps its sign if the format's NaN has one.
+
     Args:
-        x: any shape, float32 (16-bit floats are widened first, which is exact).
-        fmt: the format. Finite numbers past `fmt.max`, and infinities, become plus or minus
-            `fmt.max`; NaN becomes the format's NaN, and keeps its sign where the format has one.
+        x: Values of any shape, float32. 16-bit floats are widened first, which is exact.
+        fmt: The format.
     """
     bits = x.float().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     drop = 23 - fmt.mantissa_bits
 
-    # Normal numbers keep their bits, from fp32's bias to the format's: a carry moves into the
-    # exponent, as it should. Subnormal numbers shift the full mantissa (with its hidden one) down
-    # to the fixed step. From 25 bits on every fp32 number rounds to zero.
+    # Normal values keep their bits, with the bias changed from fp32's to the format's. A carry
+    # correctly moves into the exponent. For subnormal values, the full mantissa (with its hidden
+    # bit) is shifted to the fixed step. From a shift of 25 bits on, every fp32 value rounds to
+    # zero.
     exponent = magnitude >> 23
     mantissa = (magnitude & 0x7FFFFF) | (exponent > 0).int() << 23
     normal = magnitude - ((127 - fmt.bias) << 23)
@@ -52,14 +55,14 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the numbers that `codes` (uint8, any shape) encode, float32, exact."""
+    """Return the exact float32 values of `codes`, uint8 of any shape."""
     table = code_table(fmt, codes.device)
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @functools.cache
 def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
-    """Return the number that each of the 256 codes encodes: `[256]`, float32, on `device`."""
+    """Return the values of the 256 codes, `[256]`, float32, on `device`."""
     values = []
     for code in range(256):
         exponent, fraction = divmod(code & 0x7F, 1 << fmt.mantissa_bits)
@@ -69,23 +72,23 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
         no_number = code & 0x7F > fmt.max_code and value != math.inf
         is_nan = no_number or (fmt.unsigned_zero and code == fmt.nan_code)
         values.append(math.nan if is_nan else -value if code >= 0x80 else value)
-    # A table made in inference mode could not be used outside of it.
+    # A table that is created in inference mode could not be used outside it.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the scale of each vector along the last axis of `x`: `x.shape[:-1]`, bfloat16."""
+    """Return the dynamic scale of each vector along the last axis, `x.shape[:-1]`, bfloat16."""
     amax = x.float().abs().amax(-1)
-    # By a tensor. CUDA would multiply by the reciprocal of a number, which rounds twice.
+    # Divide by a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds twice.
     scale = (amax / amax.new_full((), fmt.max)).clamp(min=MIN_SCALE)
     return _round_up(scale, amax.isfinite())
 
 
 def _round_up(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Return float32 scales rounded up to bfloat16, NaN unless `valid`."""
-    # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up. torch's own cast
-    # of NaN gives one of several NaNs.
+    # bfloat16 is the upper half of fp32, so adding 0xFFFF before truncation rounds up. A cast of
+    # NaN by torch could give any of several NaNs.
     raised = torch.where(valid, (scale.view(torch.int32) + 0xFFFF) >> 16, BFLOAT16_NAN)
     return raised.to(torch.int16).view(torch.bfloat16)
 
@@ -93,20 +96,21 @@ def _round_up(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale of each vector with the least rounding error.
 
-    Of `SEARCH_STEPS` scales `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each rounded up to
-    bfloat16, this is the one with the smallest sum of squared errors (the first if several are
-    equal). It is used for K; V's errors hardly matter. docs/architecture.md says what it gains.
+    The candidates are the `SEARCH_STEPS` scales `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each
+    rounded up to bfloat16. The scale with the smallest sum of squared errors is chosen, or the
+    first of several. It is only used for K, because V's errors hardly matter. docs/architecture.md
+    has the gain.
 
     Errors are summed as integers, in units of `1 / fmt.error_unit` and rounded half up, so that
-    every backend chooses the same scale. A backend must not fuse the product with the sum and the
-    differences that follow it.
+    every backend chooses the same scale. A backend must not fuse the product with the following sum
+    and differences.
 
     Args:
-        x: `[..., D]`, float32; D is at most 4096.
-        fmt: the format.
+        x: Vectors, `[..., D]`, float32, D at most 4096.
+        fmt: The format.
 
     Returns:
-        `x.shape[:-1]`, bfloat16; NaN for a vector that contains NaN or infinity.
+        The scales, `x.shape[:-1]`, bfloat16. NaN for a vector with NaN or infinity.
     """
     vectors = x.float().reshape(-1, x.shape[-1])
     parts = [_search(part, fmt) for part in vectors.split(SEARCH_CHUNK)]
@@ -115,27 +119,27 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, much faster."""
-    # Clamp first: a number that is far too large would not round to a finite one.
+    # Clamp first, because a value far beyond the maximum would not round to a finite value.
     return _round_to_step(x.clamp(-fmt.max, fmt.max), fmt)
 
 
 def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return what finite float32 `x` changes by where it is stored with `scale`, of its format."""
+    """Return the error of finite float32 `x` if it is stored with `scale`."""
     return round_to_format(x / scale, fmt) * scale - x
 
 
 def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
-    """Return what finite numbers change by where they are stored with `dynamic_scale`.
+    """Return the errors of finite values if they are stored with `dynamic_scale`.
 
     Args:
-        x: `[len(formats), ..., D]`, float32, with the format on the first axis.
-        formats: any formats. All are computed together, in few operations.
+        x: Values, `[len(formats), ..., D]`, float32, with the format on the first axis.
+        formats: The formats, which are computed together in few operations.
     """
     shape = (-1,) + (1,) * (x.ndim - 1)
     most, binade, drop = (fact.view(shape) for fact in _facts(formats, x.device))
     scale = (x.abs().amax(-1, keepdim=True) / most).clamp(min=MIN_SCALE)
     scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    # A scale is rounded up, so that no number exceeds the largest one.
+    # A scale is rounded up, so that no value exceeds the format's maximum.
     scaled = x / scale
     large = (scaled.view(torch.int32) & 0x7F800000).maximum(binade).add(drop).view(torch.float32)
     return ((scaled + large) - large) * scale - x
@@ -143,7 +147,7 @@ def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor
 
 @functools.cache
 def _facts(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the largest numbers, and of `_round_to_step` the least binades and the steps up."""
+    """Return maximum values, smallest binades, and offsets for `_round_to_step`, by format."""
     with torch.inference_mode(False), torch.no_grad():
         most = torch.tensor([f.max for f in formats], device=device)
         binades = torch.tensor([(128 - f.bias) << 23 for f in formats], device=device)
@@ -152,9 +156,9 @@ def _facts(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
 
 
 def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `x`, float32, with each number rounded to the format's step in its binade."""
+    """Round each value of `x`, float32, to the format's step in its binade."""
     drop = 23 - fmt.mantissa_bits
-    # Adding 1.5 times a power of two whose last bit is one step rounds a number to that step.
+    # Adding 1.5 times a power of two, whose last bit is worth one step, rounds to that step.
     binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
     large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
     return (x + large) - large
@@ -167,10 +171,10 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     scales = rounded.float()
     scaled = x[:, None] * scales.reciprocal()[..., None]
     error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
-    # Relative to the first, since the square of a tiny scale would be zero.
+    # Relative to the first scale, because the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
-    # A NaN scale has only NaN costs; it does not matter which of them is chosen.
+    # If a scale is NaN, all costs are NaN, and any choice is fine.
     best = cost.argmin(-1, keepdim=True)
-    # As integers, since torch gathers another NaN.
+    # As integers, because torch's gather may change the bits of NaN.
     return rounded.view(torch.int16).gather(-1, best)[:, 0].view(torch.bfloat16)

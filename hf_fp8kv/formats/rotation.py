@@ -1,28 +1,28 @@
-"""Rotation: an orthonormal Hadamard transform over a head, the specification of its numbers.
+"""Rotation, an orthonormal Hadamard transform over a head: the specification of its values.
 
-It spreads each number of a vector over all of them, so that what is stored is close to Gaussian,
-and it is its own inverse. Products of rotated vectors are those of the vectors.
+It spreads each value of a vector over all channels, so that stored values are nearly Gaussian. It
+is its own inverse, and leaves dot products of vectors unchanged.
 
 The transform is a butterfly (Fino and Algazi, "Unified Matrix Treatment of the Fast Walsh-Hadamard
-Transform", 1976): sums and differences in a fixed order, and one product at the end. So every
-backend gets the same bits, and with them stores the same bytes.
+Transform", 1976): sums and differences in a fixed order, and one factor at the end. Every backend
+therefore computes the same bits and stores the same bytes.
 """
 
 import torch
 
 
 def rotation_block(dim: int) -> int:
-    """Return the largest power of two that divides a head's size: 96 is rotated as 3 x 32."""
+    """Return the largest power of two that divides a head size. 96 is rotated as 3 x 32."""
     return dim & -dim
 
 
 def rotation_factor(block: int) -> float:
-    """Return what the sums of a butterfly over `block` numbers are multiplied by."""
+    """Return the factor at the end of a butterfly over `block` channels."""
     return float(block**-0.5)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`, `[..., D]`, rotated: float32, in blocks of `rotation_block(D)` numbers."""
+    """Rotate `x`, `[..., D]`, in float32, in blocks of `rotation_block(D)` channels."""
     shape, block = x.shape, rotation_block(x.shape[-1])
     x = x.float()
     for level in range(block.bit_length() - 1):

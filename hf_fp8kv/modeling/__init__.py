@@ -1,1 +1,1 @@
-"""Modeling: what transformers' configs and models are like."""
+"""Properties of transformers' configs and models."""

@@ -1,10 +1,10 @@
-"""Exact K and V from models whose attention would round them before any cache sees them.
+"""Exact K and V from models that would round them before they reach a cache.
 
-With compressed-tensors, each attention module of a checkpoint that declares a KV cache hands its K
-and V to a `QuantizedKVCache`, which rounds them and passes them on to the cache of the call. The
-`forward` of that wrapper, the only function that this package ever replaces, gets a condition in
-front: K and V pass unrounded to a cache that says `takes_exact_states`, and within
-`exact_states()`. With any other cache everything is as before, for each call anew.
+With compressed-tensors, each attention module of a checkpoint that declares a KV cache passes its K
+and V to a `QuantizedKVCache`, which rounds them and passes them to the cache of the call. The
+`forward` of that wrapper gets a condition in front, and is the only function that this package
+replaces: K and V stay unrounded if the cache has `takes_exact_states`, and within `exact_states()`.
+The condition is checked in each call, and nothing changes for other caches.
 """
 
 import functools
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 NOTE = (
     "this checkpoint declares a KV cache, for which compressed-tensors rounds K and V to 8 bits "
-    "before they reach a cache; with an FP8 cache they stay unrounded, since it quantises them "
+    "before they reach a cache; with an FP8 cache they stay unrounded, since it quantizes them "
     "itself"
 )
 _PROJECTIONS_NOTE = (
@@ -34,13 +34,13 @@ _PROJECTIONS_NOTE = (
 
 
 def _wrapper_class() -> Any:
-    """Return the class of the modules that round K and V; None while its package is not loaded."""
+    """Return the class of the modules that round K and V, or None if its package is not loaded."""
     module = sys.modules.get("compressed_tensors.modeling.kvcache")
     return getattr(module, "QuantizedKVCache", None)
 
 
 def pass_exact_states() -> None:
-    """Put the condition in front of the wrapper's `forward`, if its package is loaded by now."""
+    """Put the condition in front of the wrapper's `forward`, if its package is loaded."""
     wrapper = _wrapper_class()
     if wrapper is None or wrapper.forward.__module__ == __name__:
         return
@@ -62,11 +62,11 @@ def pass_exact_states() -> None:
 
 @contextmanager
 def exact_states(*, engine: bool = False) -> Iterator[None]:
-    """Keep K and V unrounded in this thread for a while, whatever cache a call has, also none.
+    """Keep K and V unrounded in this thread within the `with` block, with any cache or none.
 
-    `engine`: The model runs a step of a continuous-batching engine. It packs requests into one row,
-    and its cache has the place where each begins. So no masks are made, which would cover all
-    tokens of the step and never be used.
+    `engine` means that a continuous-batching engine runs a step. It packs requests into one row,
+    and its cache knows where each request begins. Masks, which would cover all tokens of the step,
+    are not needed and not made.
     """
     pass_exact_states()
     before = step.exact, step.engine
@@ -78,10 +78,10 @@ def exact_states(*, engine: bool = False) -> Iterator[None]:
 
 
 def rounding_note(model: torch.nn.Module) -> str:
-    """Return what to know of a model whose K and V are rounded outside of caches; empty for most.
+    """Return a note about a model whose K and V are rounded outside caches, or "".
 
-    Checkpoints of before the KV cache had a scheme of its own declare the outputs of projections:
-    these are rounded by the layers themselves, which nothing here can prevent.
+    Old checkpoints declare outputs of projections instead of a KV cache. The layers themselves
+    round these outputs, which this package cannot prevent.
     """
     projections = {
         name.rpartition(".")[2]
@@ -97,6 +97,6 @@ def rounding_note(model: torch.nn.Module) -> str:
 
 
 def warn_of_rounding(model: torch.nn.Module) -> None:
-    """Say once what `rounding_note` says, before the model is used with an FP8 cache."""
+    """Log the `rounding_note` of a model once, before it is used with an FP8 cache."""
     if note := rounding_note(model):
         warn_once(logger, note)

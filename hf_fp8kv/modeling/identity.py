@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..utils.digests import digest_of, digest_weights
 from .model_support import DETERMINISTIC
 
-# Hooks and replaced methods of these libraries do only what the digest covers.
+# The digest covers all effects of hooks and replaced methods of these libraries.
 _COVERED = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
             "torch.nn.utils")  # fmt: skip
 # Methods, and the libraries that may replace them. PEFT replaces the last two to add tokens.
@@ -18,9 +18,9 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "forward": _COVERED, "_old_forward": _COVERED,
     "_prefill": ("hf_fp8kv",), "prepare_inputs_for_generation": ("hf_fp8kv",),
 }  # fmt: skip
-# What adapters of PEFT say about themselves outside of their weights.
+# Attributes of PEFT's adapters that are not weights.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "lora_variant")
-# Fields of a config that change no number.
+# Fields of a config that do not change any value.
 _NAMES = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
 
 
@@ -38,7 +38,7 @@ def describe_model(model: Any) -> dict[str, object]:
     """Return everything that `identify_model` covers, except the weights."""
     device = model.device.type
     autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    # "arguments": PEFT passes on which adapter is for which text (`adapter_names`) in such hooks.
+    # "arguments": PEFT passes the adapter of each sequence (`adapter_names`) in such hooks.
     return {
         "config": {name: x for name, x in model.config.to_dict().items() if name not in _NAMES},
         "class": type(model).__qualname__,
@@ -96,7 +96,7 @@ def _is_of(function: Any, packages: tuple[str, ...]) -> bool:
 
 
 def _unwrap(function: Any) -> Any:
-    """Return the function inside torch.compile, torch.no_grad, torch.inference_mode and reuse."""
+    """Return the function inside torch.compile, torch.no_grad, torch.inference_mode or ours."""
     if _is_of(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
         for name in ("_torchdynamo_orig_callable", "__wrapped__", "before"):
             if (inner := getattr(function, name, None)) is not None:

@@ -1,4 +1,4 @@
-"""Layer specs: the layers that a config describes, and how users name them."""
+"""The layers that a config describes, and their names in `skip_layers`."""
 
 import os
 from collections.abc import Collection
@@ -13,9 +13,9 @@ from ..errors import ConfigError
 def build_stock_layers(
     config: PreTrainedConfig, max_cache_len: int | None
 ) -> tuple[list[Any], list[int | None]]:
-    """Return the layers that transformers itself would make, and the window of each."""
+    """Return the layers that transformers would create, and the window of each."""
     dynamic = list(DynamicCache(config=config).layers)
-    # Asked of the dynamic ones: a static layer cuts its window down to the cache's length.
+    # Read from dynamic layers, because a static layer reduces its window to the cache's length.
     windows = [getattr(layer, "sliding_window", None) for layer in dynamic]
     if max_cache_len is None:
         return dynamic, windows
@@ -23,7 +23,7 @@ def build_stock_layers(
 
 
 def shares_keys(config: PreTrainedConfig, index: int) -> bool:
-    """Return whether a layer attends to another's K and V, and stores keys of an indexer only."""
+    """Return whether a layer reads K and V of a different layer, and only stores indexer keys."""
     modes = getattr(config, "kv_sharing_modes", None)
     return modes is not None and modes[index] == "reuse_but_indexer"
 
@@ -31,7 +31,7 @@ def shares_keys(config: PreTrainedConfig, index: int) -> bool:
 def find_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:
-    """Return the numbers of the layers that `skip_layers` names."""
+    """Return the indices of the layers in `skip_layers`."""
     types = getattr(config, "layer_types", None) or [
         "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
         for layer in layers
@@ -51,7 +51,7 @@ def find_layers(
 
 
 def read_config(repo_or_dir: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
-    """Return the config of a checkpoint, as `AutoConfig` does, or raise ConfigError."""
+    """Read the config of a checkpoint with `AutoConfig`. Raise ConfigError if it fails."""
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""Methods of one model, in place of the methods of its class."""
+"""Methods of a single model that replace the methods of its class."""
 
 import inspect
 import weakref
@@ -8,12 +8,11 @@ from typing import Any
 
 
 class ModelMethod:
-    """A method of one model, with arguments that it was made with. A copied model gets a copy.
+    """A method of one model, with fixed arguments. A copied model gets a copy.
 
     Attributes:
-        name: The name that the model has for it.
-        before: The attribute of the model that it replaced. None means that the class has the only
-            such method.
+        name: Name of the method.
+        before: The model's attribute that it replaced, or None if only the class has this method.
     """
 
     name: str
@@ -21,7 +20,7 @@ class ModelMethod:
     def __init__(
         self, model: Any, *arguments: Any, before: Callable[..., Any] | None = None
     ) -> None:
-        self._model = weakref.ref(model)  # weak, since the model holds this
+        self._model = weakref.ref(model)  # weak, because the model refers to this object
         self.arguments, self.before = arguments, before
 
     def install(self) -> None:
@@ -32,7 +31,7 @@ class ModelMethod:
 
     @property
     def model(self) -> Any:
-        """The model, which is alive while it is called."""
+        """The model. It exists during a call."""
         return self._model()
 
     @property
@@ -42,7 +41,7 @@ class ModelMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The signature of the replaced method, which transformers looks at."""
+        """The signature of the replaced method, which transformers inspects."""
         return inspect.signature(self.stock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelMethod":
@@ -54,7 +53,7 @@ class ModelMethod:
 
 
 def remove_methods(model: Any) -> None:
-    """Undo `ModelMethod.install`; a method that something else has replaced since then stays."""
+    """Undo `ModelMethod.install`, except for methods that other code has replaced since."""
     for name, method in list(vars(model).items()):
         if isinstance(method, ModelMethod):
             del vars(model)[name]

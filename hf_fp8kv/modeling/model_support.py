@@ -1,4 +1,4 @@
-"""Model support: what transformers' model classes can do, asked of the classes themselves."""
+"""Capabilities of transformers' model classes, determined from the classes themselves."""
 
 import functools
 import inspect
@@ -10,23 +10,23 @@ from transformers import GenerationMixin, PreTrainedConfig
 
 from ..errors import ConfigError
 
-# The attention function that reads stored pages, as models name it.
+# Name of the attention function that reads stored pages.
 ATTENTION = "fp8_paged"
-# The method of an attention module that expands cached latents to K and V of each head.
+# Method of an attention module that expands cached latents to K and V of each head.
 EXPAND = "expand_kv"
-# The attribute of modules, the model among them, that compute deterministically; see `enable`.
+# Attribute of a deterministic model and of its modules; see `enable`.
 DETERMINISTIC = "_hf_fp8kv_deterministic"
-# The attribute of new keys that holds the cache of a continuous-batching engine.
+# Attribute of new keys with the cache of a continuous-batching engine.
 ENGINE = "_hf_fp8kv_engine"
-# The name of a cache in `generate()` and in the models of transformers: "cache" since 5.24.
+# Name of a cache in `generate()` and in transformers' models: "cache" since 5.24.
 _PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
 
 
 def moving_rope(config: Any) -> str | None:
-    """Return the type of RoPE whose frequencies depend on how long a text has become, or None.
+    """Return the type of RoPE if its frequencies depend on the sequence's length, otherwise None.
 
-    It is looked for however deep in a config or in its text part.
+    It is searched at any depth in the config and in its text part.
     """
     configs = (config, config.get_text_config(decoder=True))
     fields = ("rope_parameters", "rope_scaling")
@@ -35,17 +35,17 @@ def moving_rope(config: Any) -> str | None:
 
 
 def config_field(config: Any, name: str) -> Any:
-    """Return a field of a config, or None; any one value of a field that differs by layer."""
+    """Return a field of a config, or None. If it differs by layer, return one of its values."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers refuses to name one value where layers have several
+    except RuntimeError:  # raised by transformers if layers have different values
         values = (getattr(layer, name, None) for layer in config.per_layer_config)
         return next((value for value in values if value is not None), None)
 
 
 @functools.cache
 def model_class(config_class: type) -> type[Any] | None:
-    """Return the model class that a config belongs to, or None if transformers lists none."""
+    """Return the model class of a config, or None if transformers lists none."""
     import transformers
 
     for mapping in (
@@ -58,19 +58,20 @@ def model_class(config_class: type) -> type[Any] | None:
     return None
 
 
-# torch.compile and torch.export call it instead of tracing it: the answer comes from source code.
+# torch.compile and torch.export call this function without tracing it, because it reads source
+# code.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def uses_interface(config_class: type) -> bool:
-    """Whether models of this config look their attention up in transformers' registry."""
+    """Return whether models with this config use transformers' attention registry."""
     model = model_class(config_class)
     return model is None or bool(model._can_set_attn_implementation())
 
 
 def caches_latents(config: Any) -> bool:
-    """Whether models of this config cache latents, which their attention expands (MLA).
+    """Return whether models with this config cache latents, which their attention expands (MLA).
 
-    Their attention then has a method for it. A config with a latent does not show whether a model
-    of another repository caches the latent, or what it is expanded to.
+    Attention classes of such models have a method that expands latents. The config alone does not
+    show whether a model with custom code caches latents, or how it expands them.
     """
     if config is None or config_field(config, "kv_lora_rank") is None:
         return False
@@ -83,22 +84,22 @@ def caches_latents(config: Any) -> bool:
 
 
 def accepts(kind: type[Any], argument: str) -> bool:
-    """Return whether `forward` of a model class names this argument."""
+    """Return whether `forward` of a model class has this argument."""
     return argument in inspect.signature(kind.forward).parameters
 
 
 def cache_argument(kind: type[Any]) -> str:
-    """Return the name of a cache in `forward`. Code from the Hub may keep the old name."""
+    """Return the name of the cache in `forward`. Code from the Hub may use the old name."""
     return next((name for name in ("past_key_values", CACHE) if accepts(kind, name)), "")
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the keywords that pass a cache to a call of the model."""
+    """Return keywords that pass a cache to a call of the model."""
     return {cache_argument(type(model)) or CACHE: cache, "use_cache": True}
 
 
 def refusal(kind: type[Any]) -> str:
-    """Return why models of this class cannot use the cache; empty when they can."""
+    """Return the reason why models of this class cannot use the cache, or ""."""
     if not getattr(kind, "_supports_default_dynamic_cache", lambda: True)():
         return "it needs a cache class of its own"
     if not cache_argument(kind):
@@ -107,7 +108,7 @@ def refusal(kind: type[Any]) -> str:
 
 
 def refuse_config(config: Any) -> None:
-    """Raise ConfigError for what is no config, or that of a model that cannot use the cache."""
+    """Raise ConfigError unless this is the config of a model that can use the cache."""
     config_class: type = type(config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(

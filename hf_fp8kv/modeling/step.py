@@ -1,10 +1,11 @@
-"""What a thread runs: facts of a forward pass that no argument of transformers carries.
+"""State of a forward pass that transformers does not pass as an argument.
 
-They are attributes of one thread-local object. (Dynamo of torch 2.13 traces these in one graph, and
-cannot trace `ContextVar.set`.)
+The state is in one thread-local object. (Dynamo of torch 2.13 can trace its attributes in one
+graph, but not `ContextVar.set`.)
 
-A cache that is asked for the sizes of a mask leaves a `MaskRequest`, and "fp8_paged" takes it.
-Under another attention it stays until the next request, and a mask of other sizes ignores it.
+When transformers reads the sizes of a mask, the cache sets a `MaskRequest`, which "fp8_paged"
+takes. With a different attention the request stays until the next one, and masks of other sizes
+ignore it.
 """
 
 import threading
@@ -15,10 +16,11 @@ class MaskRequest(NamedTuple):
     """A mask that a cache needs.
 
     Attributes:
-        sizes: New tokens, columns of the mask, and the position of the first column.
-        preallocated: Whether columns after the new tokens are room that is not filled.
-        growing: Whether the cache grows. The mask of the text must then cover all columns.
-        observer: The `FirstTokens` of the cache. None means that nothing depends on padding.
+        sizes: Number of new tokens, number of columns of the mask, and position of the first
+            column.
+        preallocated: Whether columns after the new tokens are unfilled room.
+        growing: Whether the cache is growing. The padding mask must then cover all columns.
+        observer: The `FirstTokens` of the cache, or None if nothing depends on padding.
     """
 
     sizes: tuple[int, int, int] | None = None
@@ -28,12 +30,12 @@ class MaskRequest(NamedTuple):
 
 
 class _Step(threading.local):
-    """What this thread runs.
+    """State of the forward pass in this thread.
 
     Attributes:
-        exact: Whether K and V stay unrounded, whatever cache a call has.
-        engine: Whether an engine of continuous batching runs, which needs no masks.
-        request: The mask that the last cache asked for, until it is made.
+        exact: Whether K and V stay unrounded with any cache.
+        engine: Whether a continuous-batching engine runs, which needs no masks.
+        request: The last cache's request for a mask, until the mask is made.
     """
 
     exact: bool = False
@@ -41,7 +43,7 @@ class _Step(threading.local):
     request: MaskRequest = MaskRequest()
 
     def take_request(self, *sizes: int) -> MaskRequest:
-        """Return the request for a mask of these sizes, once, or an empty one."""
+        """Return and clear the request for a mask of these sizes, or return an empty request."""
         request, self.request = self.request, MaskRequest()
         return request if request.sizes == sizes else self.request
 

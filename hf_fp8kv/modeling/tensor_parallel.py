@@ -1,7 +1,7 @@
-"""Tensor parallelism as transformers does it: which heads of a model are in this process.
+"""Tensor parallelism of transformers: the heads of a model that are in this process.
 
-It is asked of the model, never of torch.distributed: the processes there may as well be replicas of
-the whole model, stages of a pipeline, or all of these.
+They are determined from the model instead of torch.distributed, whose processes may also be
+replicas of the whole model or stages of a pipeline.
 """
 
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from .model_support import config_field
 
-# The projections that keys come from, fused with others or not, and the style of a plan that leaves
-# each process its own heads. Other styles gather them: each process then caches all heads.
+# Projections that compute keys, possibly fused with others, and the style of a plan with which each
+# process keeps some of the heads. Other styles gather the heads, so each process caches all heads.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 _SPLIT = "colwise"
 
@@ -25,7 +25,7 @@ class TensorParallel(NamedTuple):
 
     @classmethod
     def parse(cls, given: object) -> "TensorParallel":
-        """Return the argument `tensor_parallel` of a cache. None means one process."""
+        """Check the argument `tensor_parallel` of a cache. None means one process."""
         if not isinstance(given, TensorParallel | None):
             raise ConfigError(
                 "tensor_parallel: expected the result of hf_fp8kv.tensor_parallel(model), got "
@@ -35,18 +35,18 @@ class TensorParallel(NamedTuple):
 
 
 def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
-    """Return which part of the model's KV heads is in this process.
+    """Return the rank of this process among those that share the model's KV heads.
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(id, tp_plan="auto")
     cache = FP8PagedCache(model.config, scales=scales, tensor_parallel=tensor_parallel(model))
     ```
 
-    Rank 0 of 1 for a model that is whole in this process, and for one whose plan leaves all KV
-    heads in every process. `enable` and `serving.enable` ask by themselves.
+    The result is rank 0 of 1 if this process has the whole model, or if the plan keeps all KV heads
+    in every process. `enable` and `serving.enable` call this function themselves.
 
     Raises:
-        ConfigError: not a model of transformers, or one with a number of KV heads that cannot be
+        ConfigError: The model is not a model of transformers, or its number of KV heads cannot be
             split over its processes.
     """
     if not isinstance(model, PreTrainedModel):
@@ -65,7 +65,7 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
 
 
 def _splits_heads(model: Any) -> bool:
-    """Return whether the decoder's plan (not that of an image encoder) splits KV heads."""
+    """Return whether the plan of the decoder (not of an image encoder) splits KV heads."""
     decoder = model.get_decoder()
     path = next((f"{name}." for name, part in model.named_modules() if part is decoder), ".")
     return any(
@@ -76,12 +76,12 @@ def _splits_heads(model: Any) -> bool:
 
 
 def kv_heads(config: Any, layer: int) -> int | None:
-    """Return the KV heads of a layer of the whole model; None: the config does not say."""
+    """Return the number of KV heads of a layer of the whole model, or None if it is not known."""
     return count_heads(config, layer, "num_key_value_heads") or count_heads(config, layer)
 
 
 def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> int | None:
-    """Return the query heads, or heads of a field, of a layer of the whole model, as `kv_heads`."""
+    """Return the number of query heads of a layer, or of the heads in `field`, as `kv_heads`."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     heads = config_field(config, field)
@@ -104,9 +104,9 @@ def check_divides(config: Any, size: int) -> None:
 
 
 def check_split(layer: int, here: int, whole: int | None, size: int) -> None:
-    """Raise ConfigError when all heads arrive where only a part of them was announced.
+    """Raise ConfigError if a layer has all KV heads although the model should be split.
 
-    `here` are the KV heads handed over in this process, `whole` those of the whole model's layer.
+    `here` is the number of KV heads in this process, and `whole` their number in the whole model.
     """
     if size > 1 and here == whole:
         raise ConfigError(

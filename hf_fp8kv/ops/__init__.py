@@ -1,23 +1,24 @@
-"""The three operations on stored pages, and which backend runs them.
+"""The three operations on stored pages, and the choice of their backend.
 
-Axes, the same letters everywhere: `B` sequences, `T` new tokens, `N` tokens that attention may see,
-`Hq` query heads, `Hkv` key/value heads, `Dk` and `Dv` head sizes, `P` pages, `S` slots of a page,
-`M` pages of one sequence.
+Letters of axes, in all of this package: `B` sequences, `T` new tokens, `N` tokens that attention
+may read, `Hq` query heads, `Hkv` key/value heads, `Dk` and `Dv` head sizes, `P` pages, `S` slots of
+a page, `M` pages of one sequence.
 
     write(pages, key, value, lengths)               center, scale, encode, scatter
     attend(query, pages, lengths, ..., spec)        softmax attention that reads the stored bytes
-    gather(pages, lengths, side, start, stop, ...)  the dense K or V that the bytes stand for
+    gather(pages, lengths, side, start, stop, ...)  the dense K or V, decoded from the bytes
 
-What a stored code stands for (reference.py is the specification):
+The value of a stored code (reference.py is the specification):
 
     dynamic scales   K[b, h, n, d] = code * token_scales[page, h, slot, 0] + k.center[b, h, d]
     static scales    K[b, h, n, d] = code * k.static_scale[h, d]           + k.center[b, h, d]
-    "auto"           K[b, h, n, d] = the stored number
-    where page = table[b, n // S] and slot = n % S; V the same, with token_scales[..., 1] and no
-    center.
+    "auto"           K[b, h, n, d] = the stored value
+
+with page = table[b, n // S] and slot = n % S. V is stored alike, with token_scales[..., 1] and no
+center.
 """
 
-# Only names in here: the folders `torch`, `cpu` and `triton` become attributes of this package.
+# This file only imports names: the folders `torch`, `cpu` and `triton` become attributes.
 from .api import advance, attend, gather, make_plan, plan_rows, write
 from .backends import BACKENDS, CHOICES, available_backends, choose_backend, load_backend
 from .pages import AttentionSpec, Pages, StoredSide

@@ -1,8 +1,8 @@
-"""The operations on stored pages, for callers and for torch's dispatcher.
+"""The operations on stored pages, for direct calls and for torch's dispatcher.
 
-The dispatcher takes longer than all that a decode step needs besides. It is used only where
-something observes operations: compilers, modes, transforms and profilers of torch, tensors without
-values, subclasses, and gradients.
+Dispatch takes longer than the rest of a decode step on the host. Operations only go through the
+dispatcher if something observes them: compilers, modes, transforms and profilers of torch, tensors
+without values, subclasses, and gradients.
 """
 
 import inspect
@@ -28,19 +28,19 @@ def write(
     backend: str,
     limit: int | None = None,
 ) -> None:
-    """Store new tokens: token `t` of sequence `b` at position `lengths[b] - T + t`.
+    """Store new tokens. Token `t` of sequence `b` is stored at position `lengths[b] - T + t`.
 
     Args:
-        pages: Where to. Codes and dynamic scales are overwritten.
-        key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
-        value: `[B, Hkv, T, Dv]`, the same.
-        lengths: `[B]`, int32, tokens stored, this call's included.
-        backend: One of `BACKENDS`, as `choose_backend` returns it.
-        limit: Most tokens of a sequence, by default as many as its pages hold.
+        pages: Pages to write. Codes and dynamic scales are overwritten.
+        key: Keys, `[B, Hkv, T, Dk]`, any floating dtype, any strides.
+        value: Values, `[B, Hkv, T, Dv]`, any floating dtype, any strides.
+        lengths: Number of stored tokens, including the new tokens, `[B]`, int32.
+        backend: One of `BACKENDS`, as returned by `choose_backend`.
+        limit: Maximum number of tokens in a sequence. None means the capacity of its pages.
 
     Raises:
-        OutOfPagesError: A token has no page or would pass the limit. Nothing is stored. "triton"
-            raises nothing, and does not store such tokens.
+        OutOfPagesError: A token has no page or exceeds the limit. Nothing is stored. "triton" never
+            raises: it skips such tokens.
     """
     run = _write if is_unobserved(key) else _observed("write", backend)
     run(key, value, lengths, limit, backend, pages)
@@ -59,17 +59,18 @@ def gather(
     """Return the dense keys or values of positions `start` to `stop - 1`.
 
     Args:
-        pages: Where from.
-        lengths: `[B]`, int32, tokens stored.
+        pages: Pages to read.
+        lengths: Number of stored tokens, `[B]`, int32.
         side: "k" or "v".
         start: First position.
-        stop: One past the last position.
+        stop: Last position plus one.
         dtype: Dtype of the result.
-        ragged: Whether positions from `lengths[b]` on occur. They are zero in the result.
+        ragged: Whether some positions may be at or after `lengths[b]`. They are zero in the result.
         backend: One of `BACKENDS`.
 
     Returns:
-        `[B, Hkv, stop - start, D]`, contiguous. Positions of released pages hold anything.
+        The dense tensor, `[B, Hkv, stop - start, D]`, contiguous. Positions in freed pages have
+        arbitrary values.
     """
     run = _gather if is_unobserved(lengths) else _observed("gather", backend)
     dense: Tensor = run(lengths, side, start, stop, dtype, ragged, backend, pages)
@@ -87,23 +88,23 @@ def attend(
     plan: Tensor | None = None,
     backend: str,
 ) -> Tensor:
-    """Return softmax attention over stored positions `start` to `stop - 1`.
+    """Compute softmax attention over stored positions `start` to `stop - 1`.
 
     Args:
-        query: `[B, Hq, T, Dk]`, floating. `Hq` is a multiple of `Hkv`. Query `t` is the token at
+        query: Queries, `[B, Hq, T, Dk]`, floating. `Hq` is a multiple of `Hkv`. Query `t` is at
             position `lengths[b] - T + t`.
         pages: The stored keys and values.
-        lengths: `[B]`, int32, tokens stored, this call's included.
+        lengths: Number of stored tokens, including the query tokens, `[B]`, int32.
         start: Position of the first column of `spec.mask` and `spec.bias`.
-        stop: One past the last position.
+        stop: Last position plus one.
         spec: Scaling, causality, window, softcap, sinks, mask and bias.
-        plan: What `make_plan` wrote for these lengths, number of query tokens, window and start.
-            Without one, a backend that needs it makes it.
+        plan: Work plan that `make_plan` wrote for these lengths, number of query tokens, window and
+            start. None means that a backend makes a plan if it needs one.
         backend: One of `BACKENDS`.
 
     Returns:
-        `[B, T, Hq, Dv]`, of the query's dtype. `AttentionSpec` describes the result for latents.
-        A query that sees nothing gives zero.
+        The attention output, `[B, T, Hq, Dv]`, in the query's dtype; for latents see
+        `AttentionSpec`. The output of a query without visible tokens is zero.
     """
     run = _attend if is_unobserved(query) else _observed("attend", backend)
     attended: Tensor = run(query, lengths, start, stop, plan, backend, spec, pages)
@@ -111,10 +112,9 @@ def attend(
 
 
 def advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
-    """Return `lengths + tokens`, the lengths of a `write` of `tokens`.
+    """Return `lengths + tokens`, the lengths for a `write` of `tokens` tokens.
 
-    Compiled code raises here what `write` raises, because it may compute from the result before
-    the write.
+    Compiled code raises the errors of `write` here, because it may use the result before the write.
     """
     if backend == "triton" or not torch.compiler.is_compiling():
         return lengths + tokens
@@ -130,20 +130,18 @@ def plan_rows(
     length: int | None = None,
     rows: int = 1,
 ) -> int | None:
-    """Return the rows of a plan for `batch` sequences and `heads` KV heads.
+    """Return the number of rows of a work plan, or None for a backend without plans.
 
     Args:
         backend: One of `BACKENDS`.
         device: Device of the pages.
         batch: Number of sequences.
-        heads: KV heads.
-        length: Tokens that each sequence has to read, if all read the same. Where splitting would
-            not pay, the plan has no room for it, and no kernel merges parts.
-        rows: Query heads per KV head, times query tokens. With more rows a GPU holds fewer
-            programs at once, and `attend` does not use a plan with too many parts.
-
-    Returns:
-        None for a backend without plans.
+        heads: Number of KV heads.
+        length: Number of tokens to read per sequence, if it is the same for all. If splitting would
+            not pay, the plan then has no room for splits, and no kernel merges parts. None means
+            that lengths differ.
+        rows: Query heads per KV head times query tokens. With more rows a GPU runs fewer programs
+            at once, and `attend` does not use a plan with too many parts.
     """
     if backend != "triton":
         return None
@@ -154,23 +152,23 @@ def plan_rows(
 def make_plan(
     plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str
 ) -> None:
-    """Decide on the device which program reads which tokens, for all layers of a step.
+    """Assign tokens to programs for all layers of a step, on the device.
 
     Args:
-        plan: int32, `[plan_rows(...), 4]`, overwritten.
-        lengths: `[B]`, int32, tokens stored, this step's included.
-        tokens: Query tokens of this step, T.
+        plan: Work plan to overwrite, `[plan_rows(...), 4]`, int32.
+        lengths: Number of stored tokens, including this step's tokens, `[B]`, int32.
+        tokens: Number of query tokens of this step, T.
         window: As in `AttentionSpec`.
         start: As in `attend`.
-        heads: KV heads, as in `plan_rows`.
-        backend: "triton", the only one with plans.
+        heads: Number of KV heads, as in `plan_rows`.
+        backend: "triton", the only backend with plans.
     """
     run = _plan if is_unobserved(lengths) else _observed("plan", backend)
     run(plan, lengths, tokens, window, start, heads, backend)
 
 
 def is_unobserved(x: Tensor) -> bool:
-    """Return whether an operation on `x` may call its backend without the dispatcher."""
+    """Return whether an operation on `x` can call its backend without the dispatcher."""
     return not (
         torch.compiler.is_dynamo_compiling()
         or torch.is_grad_enabled()
@@ -183,12 +181,12 @@ def is_unobserved(x: Tensor) -> bool:
     )
 
 
-# Sequences of a launch, at most, where query tokens are sequences: a plan is made for all at once.
+# Maximum number of query tokens per launch in `_attend_apart`, which makes a plan for each launch.
 _MOST_APART = 256
 
-# -- operations: the backend and then records come last -------------------------------------------
+# -- operations: the backend and the records are the last parameters ------------------------------
 
-# Stands for a backend where tensors have no values: sizes are compared, and results are empty.
+# Backend for tensors without values: sizes are checked, and results are empty.
 _FAKE = "fake"
 
 
@@ -199,7 +197,7 @@ def _write(
     if backend == _FAKE:
         return
     _check_limit(lengths, key.shape[2], limit)
-    # Only "triton" does not know whether lengths pass the limit.
+    # "triton" checks the limit on the device, because the host does not have the lengths.
     of_device = (limit,) if backend == "triton" else ()
     load_backend(backend).write(pages, key, value, lengths, *of_device)
 
@@ -243,40 +241,41 @@ def _attend_apart(
     query: Tensor, lengths: Tensor, start: int, stop: int, backend: str, spec: AttentionSpec,
     pages: Pages,
 ) -> Tensor:  # fmt: skip
-    """Attend with each query token as a sequence: a result then depends on what the token sees.
+    """Compute attention with each query token as a separate sequence.
 
-    A program of "triton" knows of one sequence, which no plan splits. "torch" has products whose
-    shapes are those of a call, so it gets one sequence at a time, without what comes after it.
+    The result of a token then only depends on the tokens it attends to. A "triton" program reads a
+    single sequence, and the plan does not split it. The shapes of "torch"'s products depend on the
+    call, so it gets one sequence at a time, without later tokens.
     """
     batch, heads, tokens, dim = query.shape
     rows = query.transpose(1, 2).reshape(-1, heads, 1, dim)
     steps = torch.arange(1 - tokens, 1, dtype=lengths.dtype, device=lengths.device)
     seen = (lengths[:, None] + steps).flatten()
 
-    def apart(x: Tensor | None, place: slice, end: int) -> Tensor | None:
+    def apart(x: Tensor | None, part: slice, end: int) -> Tensor | None:
         if x is None:
             return None
         each = x.expand(batch, -1, tokens, -1).transpose(1, 2).flatten(0, 1)
-        return each[place, :, None, : end - start]
+        return each[part, :, None, : end - start]
 
     results, ends = [], None if backend == "triton" else seen.tolist()
-    most = 1 if ends is not None else _MOST_APART
-    for first in range(0, len(rows), most):
-        place, end = slice(first, first + most), stop
+    step = 1 if ends is not None else _MOST_APART
+    for first in range(0, len(rows), step):
+        part, end = slice(first, first + step), stop
         if ends is not None:
             end = min(stop, max(start + 1, ends[first]))
-        sequences = torch.arange(first, min(first + most, len(rows)), device=lengths.device)
+        sequences = torch.arange(first, min(first + step, len(rows)), device=lengths.device)
         sequences //= tokens
         center, columns = pages.k.center, -(-end // pages.page_size)
-        own = pages._replace(
+        part_pages = pages._replace(
             k=pages.k._replace(center=None if center is None else center[sequences]),
             table=pages.table[sequences, :columns],
         )
         each = spec._replace(
-            mask=apart(spec.mask, place, end), bias=apart(spec.bias, place, end), bounds=None
+            mask=apart(spec.mask, part, end), bias=apart(spec.bias, part, end), bounds=None
         )
         results.append(
-            load_backend(backend).attend(rows[place], own, seen[place], start, end, each)
+            load_backend(backend).attend(rows[part], part_pages, seen[part], start, end, each)
         )
     return torch.cat(results).view(batch, tokens, heads, -1)
 
@@ -297,26 +296,26 @@ def _advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
 
 
 def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
-    """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
-    if limit is not None and lengths.is_cpu and (most := int(lengths.max())) > limit:
-        raise OutOfPagesError.of_tokens(limit, most - tokens, tokens)
+    """Raise OutOfPagesError if new tokens exceed the limit. Lengths on a GPU are not checked."""
+    if limit is not None and lengths.is_cpu and (longest := int(lengths.max())) > limit:
+        raise OutOfPagesError.of_tokens(limit, longest - tokens, tokens)
 
 
 # -- registration --------------------------------------------------------------------------------
 
-# A library rather than `torch.library.custom_op`, whose dispatch takes six times as long.
+# Dispatch of a `torch.library.custom_op` would take six times as long.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _BY_HOST = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-# By the name in the dispatcher, the function of each operation, and a call of it by the dispatcher.
+# The function of each operation, and its call through the dispatcher, by the dispatcher's name.
 RUN: dict[str, Callable[..., Any]] = {}
 _CALLS: dict[str, Callable[..., Any]] = {}
 
 
 def _observed(name: str, backend: str) -> Callable[..., Any]:
-    """Return a call by the dispatcher.
+    """Return a call of an operation through the dispatcher.
 
-    All backends but "triton" read values on the host. A CUDA graph cannot hold that, and torch
-    wants such an operation to have a tag.
+    All backends except "triton" read values on the host, which a CUDA graph cannot capture. torch
+    requires a tag for such an operation, so it is registered twice.
     """
     return _CALLS[name if backend == "triton" else f"{name}_by_host"]
 
@@ -353,14 +352,14 @@ def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ..
 
 
 def _join(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the records that end the arguments: none, pages, or a spec and pages."""
+    """Rebuild the records at the end of the arguments: none, pages, or a spec and pages."""
     count = len(leaves) - len(PAGE_FIELDS)
     spec = [AttentionSpec(*leaves[:count])] if count > 0 else []
     return (*spec, unflatten(leaves[count:])) if leaves else ()
 
 
 def _leaves(name: str, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and type of each argument of a schema: `k_format` for `format` of `k`."""
+    """Yield name and type of each argument of a schema, such as `k_format` for `format` of `k`."""
     if not hasattr(kind, "_fields"):
         yield prefix + name, kind
         return

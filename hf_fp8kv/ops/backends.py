@@ -1,4 +1,4 @@
-"""Backends: which ones there are, which run here, and which one a device gets."""
+"""The available backends, and the choice of a backend for a device."""
 
 import functools
 import importlib.util
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 CHOICES = ("auto", "torch", "cpu", "triton")
-# "reference" is for tests. A user chooses among the others.
+# "reference" is for tests. Users choose from `CHOICES`.
 BACKENDS = (*CHOICES[1:], "reference")
 
 
 def available_backends() -> dict[str, str | None]:
-    """Return for each backend None if it runs here, otherwise why it does not."""
+    """Return None for each backend that runs here, or the reason why it does not run."""
     return {name: _why_not(name) for name in CHOICES if name != AUTO}
 
 
@@ -36,7 +36,7 @@ def _why_not(name: str) -> str | None:
     return None
 
 
-# Not `functools.cache`, which Dynamo warns of.
+# A dict, because Dynamo warns about `functools.cache`.
 _installed: dict[str, bool] = {}
 
 
@@ -49,20 +49,20 @@ def _is_installed(package: str) -> bool:
 def _why_not_triton() -> str | None:
     if not _is_installed("triton"):
         return "triton is not installed: pip install triton"
-    # Triton's interpreter runs kernels on a CPU: many times slower than anything else, for tests.
+    # Triton's interpreter runs kernels on a CPU, only for tests. Other backends are far faster.
     if torch.cuda.is_available() or is_interpreted():
         return None
     return "torch finds no CUDA or ROCm device"
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Return the backend to use for pages on `device`: one of `BACKENDS`.
+    """Return the backend to use for pages on `device`, one of `BACKENDS`.
 
-    `name` is "auto", or the backend that a user insists on. A device other than a CPU that "auto"
-    cannot give "triton" gets "torch", with a warning.
+    `name` is "auto" or a specific backend. If "auto" cannot use "triton" on a device other than a
+    CPU, it falls back to "torch" with a warning.
 
     Raises:
-        BackendError: The name is unknown, or that backend cannot run on `device`.
+        BackendError: The name is unknown, or the backend cannot run on `device`.
     """
     if name == "reference":
         return name
@@ -79,7 +79,6 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 
 def _why_not_on(name: str, device: torch.device) -> str | None:
-    """Return why a backend cannot run on this device, or None."""
     if name == "cpu" and device.type != "cpu":
         return f"it expected pages on the CPU, got {device.type}"
     if name != "triton" or (device.type == "cpu" and is_interpreted()):
@@ -93,9 +92,9 @@ def _why_not_on(name: str, device: torch.device) -> str | None:
 
 @functools.cache
 def load_backend(name: str) -> ModuleType:
-    """Return the module of the backend `name`, one of `BACKENDS`. Imports what it needs.
+    """Import and return the module of a backend, one of `BACKENDS`.
 
-    It has the operations of api.py, with the same arguments and errors.
+    The module has the operations of api.py, with the same arguments and errors.
     """
     if name == "triton":
         from .triton import backend as triton

@@ -1,8 +1,8 @@
-"""Pages in blocks of memory: a page is known by its distance from the first block.
+"""Pages in blocks of memory. A page is identified by its distance from the first block.
 
-A block is `[n, bytes]`, uint8: whole pages one after the other, as `page_layout` lays them out. No
-block is ever moved or made larger. Kernels add an offset to the first block's address, other code
-takes rows of blocks.
+A block is `[n, bytes]`, uint8: consecutive pages in the layout of `page_layout`. A block never
+moves or grows. Kernels add an offset to the first block's address. Other code indexes rows of
+blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ Ints = np.ndarray[Any, np.dtype[np.integer]]
 
 
 def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
-    """Return how many bytes after the first block's beginning each page is, `[P]`, int64.
+    """Return the distance of each page from the start of the first block, in bytes, `[P]`, int64.
 
-    The offsets of pages in several blocks keep these alive.
+    If there are several blocks, the result keeps them alive.
     """
     first = blocks[0]
     if len(blocks) == 1:
-        # The offsets hold for a copy of the block, which compiled code may put in its place.
+        # These offsets contain no addresses, so they also hold if compiled code copies the block.
         size = first.stride(0)
         return torch.arange(0, size * len(first), size, dtype=torch.int64, device=first.device)
     numbers = [
@@ -38,17 +38,17 @@ def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def upload(numbers: Ints, device: torch.device) -> Tensor:
-    """Return the numbers on `device`, without waiting for what runs there.
+    """Copy integers to `device` without waiting for work that runs there.
 
-    They must not change afterwards where `device` is the CPU.
+    On the CPU the result shares memory with `numbers`, which must not change afterwards.
     """
-    # Tensors that may be written in inference mode and outside of it alike.
+    # The tensor can then be written in inference mode and outside it.
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.from_numpy(numbers)
         if device.type != "cuda" or not tensor.numel():
             return tensor.to(device)
-        # From other memory torch copies after everything that was started before. The allocator of
-        # pinned memory does not give it to anybody else before the copy is done.
+        # A copy from pageable memory would wait for all earlier work. The allocator of pinned
+        # memory reuses this memory only after the copy has finished.
         return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -56,24 +56,30 @@ def upload(numbers: Ints, device: torch.device) -> Tensor:
 
 
 def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
-    """Return copies of the pages `numbers`, `[n, bytes]`; a tensor only if there is one block."""
+    """Return copies of the pages `numbers`, `[n, bytes]`.
+
+    `numbers` may be a tensor only if there is a single block.
+    """
     if isinstance(numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
         return block.index_select(0, _as_index(numbers, block.device))
     rows = blocks[0].new_empty((len(numbers), blocks[0].shape[1]))
-    for block, places, there in _locate(blocks, numbers):
-        rows[places] = block[there]
+    for block, indices, local in _locate(blocks, numbers):
+        rows[indices] = block[local]
     return rows
 
 
 def put_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor, rows: Tensor) -> None:
-    """Write `rows`, `[n, bytes]`, to the pages `numbers`; a tensor only if there is one block."""
+    """Write `rows`, `[n, bytes]`, to the pages `numbers`.
+
+    `numbers` may be a tensor only if there is a single block.
+    """
     if isinstance(numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
         block.index_copy_(0, _as_index(numbers, block.device), rows)
         return
-    for block, places, there in _locate(blocks, numbers):
-        block[there] = rows[places]
+    for block, indices, local in _locate(blocks, numbers):
+        block[local] = rows[indices]
 
 
 def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
@@ -81,14 +87,14 @@ def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
 
 
 def _locate(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield each block with some of the pages, and their places in `numbers` and in the block."""
+    """Yield the blocks that hold the pages, and indices of pages in `numbers` and in the block."""
     ends = np.cumsum([len(block) for block in blocks])
-    which = np.searchsorted(ends, numbers, side="right")
-    for i in np.unique(which):
-        places = np.flatnonzero(which == i)
-        there = numbers[places] - (ends[i] - len(blocks[i]))
+    block_index = np.searchsorted(ends, numbers, side="right")
+    for i in np.unique(block_index):
+        indices = np.flatnonzero(block_index == i)
+        local = numbers[indices] - (ends[i] - len(blocks[i]))
         device = blocks[i].device
-        yield blocks[i], upload(places, device), upload(there.astype(np.int64), device)
+        yield blocks[i], upload(indices, device), upload(local.astype(np.int64), device)
 
 
 # -- pages of a table ----------------------------------------------------------------------------
@@ -97,7 +103,7 @@ def _locate(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, T
 def read_rows(pages: Pages, first: int, last: int) -> Tensor:
     """Return copies of the logical pages `first` to `last - 1` of each sequence, `[B * n, bytes]`.
 
-    A missing page is read as page 0. Several blocks make this wait for the device.
+    A missing page is read as page 0. With several blocks, this synchronizes with the device.
     """
     number = pages.table[:, first:last].clamp(min=0).flatten()
     blocks = blocks_of(pages)
@@ -109,13 +115,18 @@ def read_rows(pages: Pages, first: int, last: int) -> Tensor:
 def split_places(
     pages: Pages, number: Tensor, exists: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
-    """Yield each block that has some of the pages, their numbers there, and which they are.
+    """Yield the blocks that hold the pages, and the pages' indices in the block and in `[B, T]`.
 
-    `number`, `exists`: `[B, T]`. This waits for a GPU.
+    Args:
+        pages: The pages.
+        number: Page numbers, `[B, T]`.
+        exists: Which of them exist, `[B, T]`, bool. The other numbers are ignored.
+
+    This synchronizes with the device.
     """
     chosen = exists.nonzero(as_tuple=True)
-    for block, places, there in _locate(blocks_of(pages), number[chosen].cpu().numpy()):
-        yield block, there, tuple(axis[places] for axis in chosen)
+    for block, indices, local in _locate(blocks_of(pages), number[chosen].cpu().numpy()):
+        yield block, local, tuple(axis[indices] for axis in chosen)
 
 
 def blocks_of(pages: Pages) -> tuple[Tensor, ...]:
@@ -128,7 +139,7 @@ def pack_pages(
     k: StoredSide, k_codes: Tensor, v: StoredSide, v_codes: Tensor, token_scales: Tensor | None,
     table: Tensor,
 ) -> Pages:  # fmt: skip
-    """Return pages with copies of codes `[P, Hkv, S, Dk]`, `[P, Hkv, Dv, S]` and dynamic scales."""
+    """Copy codes `[P, Hkv, S, Dk]` and `[P, Hkv, Dv, S]`, and dynamic scales, into new pages."""
     count, heads, slots, _ = map(int, k_codes.shape)
     has_scales = token_scales is not None
     layout = page_layout(

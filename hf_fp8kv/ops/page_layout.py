@@ -1,6 +1,6 @@
-"""The layout of a page: where the bytes of its K, its V and its dynamic scales are.
+"""The layout of a page: the positions of its K, its V and its dynamic scales.
 
-Pools, engines' memory and vLLM's blocks lay their pages out so.
+Pools, the memory of engines, and vLLM's blocks all use this layout.
 """
 
 import functools
@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Parts begin at multiples of this: the bytes that a GPU's thread loads at once.
+# Alignment of the parts, in bytes: a GPU thread loads this number of bytes at once.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where in a page's bytes its parts are.
+    """Positions of the parts within the bytes of a page.
 
     Attributes:
-        parts: of each part its name, shape and dtype: "k" `[Hkv, S, Dk]`, "v" `[Hkv, Dv, S]`, and
-            "token_scales" `[Hkv, S, 2]`, if there are any. V is transposed, since no GPU loads
-            8-bit data transposed.
-        first: the first byte of each part.
-        size: bytes of a page.
+        parts: Name, shape and dtype of each part: "k" `[Hkv, S, Dk]`, "v" `[Hkv, Dv, S]`, and
+            "token_scales" `[Hkv, S, 2]` if there are dynamic scales. V is transposed because no GPU
+            loads 8-bit data transposed.
+        first: Offset of each part, in bytes.
+        size: Size of a page, in bytes.
     """
 
     parts: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -33,7 +33,7 @@ class PageLayout:
     size: int
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
-        """Return the parts of all pages of a block `[n, bytes]`, each `[n, ...]`: views."""
+        """Return views of the parts of all pages of a block `[n, bytes]`, each `[n, ...]`."""
         return {
             name: block[:, self.first[name] : self.first[name] + prod(shape) * dtype.itemsize]
             .view(dtype)
@@ -46,8 +46,8 @@ def page_layout(
     heads: int, slots: int, k_dim: int, v_dim: int, k_dtype: torch.dtype, v_dtype: torch.dtype,
     has_scales: bool,
 ) -> PageLayout:  # fmt: skip
-    """Return the layout of a page of these sizes, with codes of these dtypes."""
-    # The compiler does without memory between calls.
+    """Return the layout of a page with these sizes and dtypes of codes."""
+    # Dynamo ignores caches, and warns about them.
     compiles = torch.compiler.is_compiling()
     make: Any = _page_layout.__wrapped__ if compiles else _page_layout
     layout: PageLayout = make(heads, slots, k_dim, v_dim, k_dtype, v_dtype, has_scales)

@@ -1,4 +1,4 @@
-"""Arguments of the operations: one layer's stored keys and values, and how to attend to them."""
+"""Arguments of the operations: the stored keys and values of a layer, and the kind of attention."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,16 +12,16 @@ from .page_layout import PageLayout, page_layout
 
 
 class StoredSide(NamedTuple):
-    """How the keys of one layer are stored, or its values.
+    """How the keys, or the values, of one layer are stored.
 
     Attributes:
-        static_scale: `[Hkv, D]`, float32, or None.
-        center: `[B, Hkv, Dk]`, float32: what was subtracted before storing, or None. Only keys
-            have one.
-        format: a name of `formats.FORMATS`, or "auto".
-        head_dim: D, the size of a head.
-        rotated: whether what is stored was rotated, after centering and before scaling, as
-            `formats.rotation` says. Not in "auto".
+        static_scale: Static scale, `[Hkv, D]`, float32, or None.
+        center: Center that was subtracted before storing, `[B, Hkv, Dk]`, float32, or None. Only
+            keys have a center.
+        format: Name in `formats.FORMATS`, or "auto".
+        head_dim: Head size, D.
+        rotated: Whether vectors are rotated (`formats.rotation`) after centering and before
+            scaling. Always False for "auto".
     """
 
     static_scale: Tensor | None
@@ -32,7 +32,7 @@ class StoredSide(NamedTuple):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether each token and head has a scale of its own, in `Pages.token_scales`."""
+        """Whether each token and head has its own scale, in `Pages.token_scales`."""
         return self.format != AUTO and self.static_scale is None
 
 
@@ -50,39 +50,39 @@ class _PageFields(NamedTuple):
 
 
 class Pages(_PageFields):
-    """One layer's stored tokens, and the block table of its sequences.
+    """The stored tokens of one layer, and the block table of its sequences.
 
     Attributes:
-        k: the keys.
-        v: the values.
-        block: `[n, bytes]`, uint8: the first block of pages, laid out as `layout` says. Between
-            pages there may be other bytes.
-        table: `[B, M]`, int32: the pages of each sequence, in order. A page that fell out of the
-            window, or that is not needed yet, is a number below 0 and is never read.
-        offsets: `[P]`, int64, how many bytes after the beginning of `block` each page is, see
+        k: How keys are stored.
+        v: How values are stored.
+        block: First block of pages, `[n, bytes]`, uint8, in the layout of `layout`. There may be
+            other bytes between pages.
+        table: Page numbers of each sequence, in order, `[B, M]`, int32. A page that has left the
+            window, or is not needed yet, has a negative number and is never read.
+        offsets: Distance of each page from the start of `block`, in bytes, `[P]`, int64. See
             `blocks.locate_pages`.
-        heads: KV heads.
-        page_size: slots per page, in tokens.
-        k_dtype: dtype of a stored number of K: uint8, or floating for "auto".
-        v_dtype: dtype of a stored number of V.
-        has_scales: whether pages have room for dynamic scales.
-        sizes: what `check_sizes` compares with; None: not known yet. Like the next ones, it is not
-            a part of the record, and `_replace` makes a record without.
-        attributes: the fields by the names that a handle has for them.
-        described: what recordings of launches have to know of the record.
+        heads: Number of KV heads.
+        page_size: Slots (tokens) per page.
+        k_dtype: Dtype of a stored value of K: uint8, or a floating dtype for "auto".
+        v_dtype: Dtype of a stored value of V.
+        has_scales: Whether pages have room for dynamic scales.
+        sizes: Cached sizes for `check_sizes`, or None. This and the next two attributes are not
+            fields of the tuple, and `_replace` drops them.
+        attributes: Cached fields under the names of `PagedKV`, or None.
+        launch_facts: Cached facts for recorded launches (`triton.replay`), or None.
     """
 
     sizes: tuple[int, int, int, int, int, torch.device] | None = None
     attributes: dict[str, Any] | None = None
-    described: Any = None
+    launch_facts: Any = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Nothing was found out about a copy's tensors. A pool finds the blocks of a copy anew.
+        # A copy does not keep the cached attributes. A pool locates the blocks of a copy again.
         return type(self), tuple(self)
 
     @cached_property
     def layout(self) -> PageLayout:
-        """Where the bytes of a page are."""
+        """The layout of a page."""
         return page_layout(
             self.heads, self.page_size, self.k.head_dim, self.v.head_dim, self.k_dtype,
             self.v_dtype, self.has_scales,
@@ -94,45 +94,50 @@ class Pages(_PageFields):
 
     @property
     def k_codes(self) -> Tensor:
-        """Codes of K in the first block, `[n, Hkv, S, Dk]`, a view."""
+        """Codes of K in the first block, a view, `[n, Hkv, S, Dk]`."""
         return self._parts["k"]
 
     @property
     def v_codes(self) -> Tensor:
-        """Codes of V in the first block, `[n, Hkv, Dv, S]`, a view."""
+        """Codes of V in the first block, a view, `[n, Hkv, Dv, S]`."""
         return self._parts["v"]
 
     @property
     def token_scales(self) -> Tensor | None:
-        """Dynamic scales in the first block, `[n, Hkv, S, 2]`, bfloat16, a view, or None.
+        """Dynamic scales in the first block, a view, `[n, Hkv, S, 2]`, bfloat16, or None.
 
-        Those of K and V of a token and head are side by side: one 32-bit word, which a kernel loads
-        at once. The half of a side without dynamic scales is unused.
+        The scales of K and V of a token and head form one 32-bit word, which a kernel loads at
+        once. If only one side has dynamic scales, the half of the other side is unused.
         """
         return self._parts.get("token_scales")
 
 
 class AttentionSpec(NamedTuple):
-    """Which attention is asked for; the columns of `mask` and `bias` are `start` to `stop - 1`.
+    """The attention to compute. Columns of `mask` and `bias` are positions `start` to `stop - 1`.
 
     Attributes:
-        scaling: what `q k` is multiplied by.
-        causal: whether a query sees only positions up to its own.
-        window: a query at position p sees `p - window + 1` to `p`; 0: no window.
-        softcap: logits become `softcap * tanh(logits / softcap)`; 0: no softcap.
-        sinks: `[Hq]`, one more logit per head that takes part in the sum and carries no value.
-        mask: `[1 | B, 1, 1 | T, stop - start]` uint8 or bool, nonzero means visible; or None. A
-            floating one of a bias's shapes is added to the logits. Backends get it as the bias.
-        bias: `[1 | B, 1 | Hq, 1 | T, stop - start]`, floating, added to the logits; or None.
-        bounds: `[1 | B, 2]`, int32: of a mask that is the same for all query tokens, the position
-            of the first visible token and one past that of the last hidden one, as `mask_bounds`
-            gives them; None: a backend that needs them finds them. Wrong ones give wrong results.
-        latent: K holds latents and V the positions (RoPE) of the same tokens, of one KV head. Both
-            are keys: a query is `[latent, positions]`, `[B, Hq, T, Dk + Dv]`. The values are the
-            latents, and so is the result: `[B, T, Hq, Dk]`. K has no center then.
-        deterministic: a query's result depends on what it sees, and on nothing else: not on other
-            queries and sequences, and with the backend "cpu" not on the number of threads. The call
-            is causal, and a mask shows no later token.
+        scaling: Factor of the products of queries and keys.
+        causal: Whether a query only attends to positions up to its own.
+        window: Size of the sliding window: a query at position p attends to `p - window + 1` to
+            `p`. 0 means no window.
+        softcap: Logits become `softcap * tanh(logits / softcap)`. 0 means no softcap.
+        sinks: One extra logit per head that adds to the softmax's sum but has no value, `[Hq]`, or
+            None.
+        mask: Mask, `[1 | B, 1, 1 | T, stop - start]`, uint8 or bool, nonzero if visible, or None. A
+            floating mask may have any shape of a bias and is added to the logits. Backends receive
+            it as the bias.
+        bias: Bias added to the logits, `[1 | B, 1 | Hq, 1 | T, stop - start]`, floating, or None.
+        bounds: Result of `mask_bounds` for a mask that is the same for all query tokens,
+            `[1 | B, 2]`, int32: the first visible position, and the last hidden position plus one.
+            None means that a backend computes the bounds if it needs them. Wrong bounds give wrong
+            results.
+        latent: Whether K holds latents and V the positional parts (RoPE) of the same tokens, with
+            one KV head. The keys are `[latent, positions]`, and so are the queries,
+            `[B, Hq, T, Dk + Dv]`. The values are the latents, so the result is `[B, T, Hq, Dk]`. K
+            then has no center.
+        deterministic: Whether the result of a query must depend only on the tokens it attends to,
+            not on other queries or sequences, nor (backend "cpu") on the number of threads. The
+            call must be causal, and the mask must hide later tokens.
     """
 
     scaling: float
@@ -147,7 +152,7 @@ class AttentionSpec(NamedTuple):
     deterministic: bool = False
 
 
-# Names of the fields that `flatten` returns.
+# Names of the values that `flatten` returns.
 PAGE_FIELDS = (
     *[f"{side}_{name}" for side in "kv" for name in StoredSide._fields], *Pages._fields[2:],
 )  # fmt: skip
@@ -155,12 +160,12 @@ _SIDE = len(StoredSide._fields)
 
 
 def flatten(pages: Pages) -> tuple[Any, ...]:
-    """Return the fields of `pages.k`, of `pages.v`, and then the others."""
-    others: tuple[Any, ...] = pages[2:]
-    return (*pages.k, *pages.v, *others)
+    """Return the fields of `pages.k`, the fields of `pages.v`, and the remaining fields."""
+    remaining: tuple[Any, ...] = pages[2:]
+    return (*pages.k, *pages.v, *remaining)
 
 
 def unflatten(leaves: Sequence[Any]) -> Pages:
-    """Return the pages that `flatten` took apart."""
+    """Rebuild pages from the values of `flatten`."""
     k, v = leaves[:_SIDE], leaves[_SIDE : 2 * _SIDE]
     return Pages(StoredSide(*k), StoredSide(*v), *leaves[2 * _SIDE :])

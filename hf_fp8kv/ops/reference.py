@@ -1,6 +1,6 @@
-"""The specification of the three operations: plain torch in float32, on any device.
+"""The specification of the three operations, in plain torch and float32, on any device.
 
-Every other backend is compared with this file, on the same bytes.
+Tests compare every other backend with this file, on the same bytes.
 """
 
 import torch
@@ -14,44 +14,44 @@ from .blocks import read_rows, split_places
 from .pages import AttentionSpec, Pages, StoredSide
 from .visibility import visible
 
-# Tokens that are decoded at a time when a dense copy is asked for.
+# Tokens decoded at a time by `gather`.
 CHUNK = 512
-# Tokens that are encoded at a time: what that needs besides is many times their size.
+# Tokens encoded at a time: encoding needs temporary memory of many times their size.
 WRITTEN_AT_A_TIME = 512
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
-    """Store new tokens; arguments and errors are those of `ops.write`."""
+    """Store new tokens, with the arguments and errors of `ops.write`."""
     tokens = key.shape[2]
     number, slot, exists = locate(pages, lengths, tokens)
     if pages.table.is_cpu and not bool(exists.all()):
         raise_overrun(pages, lengths, tokens)
     for start in range(0, tokens, WRITTEN_AT_A_TIME):
-        part = slice(start, start + WRITTEN_AT_A_TIME)
-        k, k_scales = quantize(key[:, :, part], pages.k, search=True)
-        v, v_scales = quantize(value[:, :, part], pages.v, search=False)
-        for block, there, chosen in split_places(pages, number[:, part], exists[:, part]):
-            parts, at = pages.layout.split(block), slot[:, part][chosen]
-            parts["k"][there, :, at] = k.transpose(1, 2)[chosen].to(pages.k_dtype)
-            parts["v"][there, :, :, at] = v.transpose(1, 2)[chosen].to(pages.v_dtype)
+        chunk = slice(start, start + WRITTEN_AT_A_TIME)
+        k, k_scales = quantize(key[:, :, chunk], pages.k, search=True)
+        v, v_scales = quantize(value[:, :, chunk], pages.v, search=False)
+        for block, local, chosen in split_places(pages, number[:, chunk], exists[:, chunk]):
+            parts, slots = pages.layout.split(block), slot[:, chunk][chosen]
+            parts["k"][local, :, slots] = k.transpose(1, 2)[chosen].to(pages.k_dtype)
+            parts["v"][local, :, :, slots] = v.transpose(1, 2)[chosen].to(pages.v_dtype)
             for i, scales in enumerate((k_scales, v_scales)):
                 if scales is not None:
-                    parts["token_scales"][there, :, at, i] = scales.transpose(1, 2)[chosen]
+                    parts["token_scales"][local, :, slots, i] = scales.transpose(1, 2)[chosen]
 
 
 def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
-    """Raise OutOfPagesError for a write to positions that have no page."""
-    most = int(lengths.max()) - tokens
+    """Raise OutOfPagesError for a write to positions without a page."""
+    start = int(lengths.max()) - tokens
     raise OutOfPagesError(
-        f"expected a page for each of {tokens} new tokens at position {most}, got a block table of "
-        f"{pages.table.shape[1]} pages of {pages.page_size} tokens; reserve pages first",
-        needed=most + tokens,
+        f"expected a page for each of {tokens} new tokens at position {start}, got a block table "
+        f"of {pages.table.shape[1]} pages of {pages.page_size} tokens; reserve pages first",
+        needed=start + tokens,
         available=pages.table.shape[1] * pages.page_size,
     )
 
 
 def locate(pages: Pages, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return page number, slot, and whether there is a page, of `tokens` new tokens: `[B, T]`."""
+    """Return page number, slot, and whether the page exists, of the new tokens, each `[B, T]`."""
     position = lengths[:, None].long() - tokens + torch.arange(tokens, device=lengths.device)
     column = position // pages.page_size
     inside = column < pages.table.shape[1]
@@ -60,9 +60,10 @@ def locate(pages: Pages, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor, 
 
 
 def quantize(x: Tensor, stored: StoredSide, *, search: bool) -> tuple[Tensor, Tensor | None]:
-    """Return what is stored for `x`, `[B, Hkv, T, D]`, and its dynamic scales if it has any.
+    """Return the stored form of `x`, `[B, Hkv, T, D]`, and its dynamic scales or None.
 
-    `search`: whether a dynamic scale is the best of an octave (K) or the smallest (V).
+    `search` selects the best dynamic scale within an octave (for K) instead of the smallest (for
+    V).
     """
     if stored.format == AUTO:
         return x, None
@@ -87,7 +88,7 @@ def gather(
     dtype: torch.dtype,
     ragged: bool,
 ) -> Tensor:
-    """Return dense keys or values; arguments and result are those of `ops.gather`."""
+    """Return dense keys or values, with the arguments and result of `ops.gather`."""
     dim = (pages.k if side == "k" else pages.v).head_dim
     shape = (len(pages.table), pages.heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
@@ -105,10 +106,10 @@ def gather(
 
 
 def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
-    """Return K or V, `[B, Hkv, stop - start, D]`, float32, or as stored in "auto"."""
+    """Return K or V, `[B, Hkv, stop - start, D]`, in float32, or in the stored dtype for "auto"."""
     size = pages.page_size
     first, last = start // size, -(-stop // size)
-    # A released page is behind the window. It is read as page 0, and the caller masks it.
+    # A freed page is outside the window. It is read as page 0, and the caller masks it.
     parts = pages.layout.split(read_rows(pages, first, last))
     shape = len(pages.table), last - first
     stored = pages.k if side == "k" else pages.v
@@ -137,7 +138,7 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
 def attend(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> Tensor:
-    """Return softmax attention; arguments and result are those of `ops.attend`."""
+    """Compute softmax attention, with the arguments and result of `ops.attend`."""
     batch, q_heads, tokens, _ = query.shape
     k = gather(pages, lengths, "k", start, stop, torch.float32, ragged=True)
     v = gather(pages, lengths, "v", start, stop, torch.float32, ragged=True)
@@ -160,6 +161,6 @@ def attend(
     else:
         weights = logits.softmax(-1)
     weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0)
-    # 0 * NaN is NaN: a token that no query sees must not count even if it holds NaN.
+    # 0 * NaN is NaN, so values of hidden tokens are replaced: they may hold NaN.
     v = v.masked_fill(~seen.any(2)[..., None], 0)
     return (weights @ v).transpose(1, 2).to(query.dtype)

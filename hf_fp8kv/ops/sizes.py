@@ -1,4 +1,4 @@
-"""The sizes of a call's arguments, compared with each other before any backend reads them."""
+"""Checks that the sizes of a call's arguments fit each other, before a backend reads them."""
 
 from typing import Any, NoReturn
 
@@ -15,15 +15,15 @@ def check_sizes(
     pages: Pages, lengths: Tensor, start: int = 0, stop: int = 0, query: Tensor | None = None,
     spec: AttentionSpec | None = None, new: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Raise ConfigError unless the arguments of an operation fit each other; change nothing.
+    """Raise ConfigError unless the arguments of an operation fit each other.
 
-    Kernels take each size from one tensor and read all others by it. `new` are keys and values to
-    store. The other arguments are those of `ops.attend`.
+    Kernels take each size from one tensor and rely on it for all others. `new` holds keys and
+    values to store. All other arguments are as in `ops.attend`.
     """
     batch, heads, k_dim, v_dim, room, device = pages.sizes or _measure(pages)
     if lengths.shape != (batch,) or lengths.dtype is not _INT:
         _refuse("lengths", f"[{batch}], int32", device, lengths)
-    # A trace may have a symbol for the room, and a guard on it fails. The traced call compares it.
+    # In a trace `room` may be a symbol, on which a guard would fail. The traced call checks it.
     if not 0 <= start <= stop or (type(room) is int and stop > room):
         _refuse("positions", f"a span of the {room} of the block table", device, (start, stop))
     tokens = None
@@ -55,15 +55,17 @@ def check_sizes(
         sizes = (1, batch), (1, 1 if flags else q_heads), (1, count), (stop - start,)
         if name in ("sinks", "bounds"):
             sizes = ((q_heads,),) if name == "sinks" else ((1, batch), (2,))
-        fits = x.ndim == len(sizes) and all(n in of for n, of in zip(x.shape, sizes, strict=True))
+        fits = x.ndim == len(sizes) and all(
+            n in allowed for n, allowed in zip(x.shape, sizes, strict=True)
+        )
         known = flags or x.is_floating_point() or (name == "bounds" and x.dtype is _INT)
         if not fits or not known or x.device != device:
-            expected = ", ".join(" | ".join(map(str, of)) for of in sizes)
+            expected = ", ".join(" | ".join(map(str, allowed)) for allowed in sizes)
             _refuse(name, f"[{expected}]", device, x)
 
 
 def _measure(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:
-    """Return the sizes that all calls with these pages share, and keep them with the pages."""
+    """Return the sizes that all calls with these pages share, and cache them in the pages."""
     table, center, heads, k_dim = pages.table, pages.k.center, pages.heads, pages.k.head_dim
     if table.ndim != 2 or not table.numel() or table.dtype is not _INT:
         _refuse("block table", "[B, M], int32", table.device, table)
@@ -81,6 +83,6 @@ def _refuse(name: str, expected: str, device: torch.device, got: Any) -> NoRetur
     if isinstance(got, Tensor):
         got = f"{list(got.shape)}, {str(got.dtype)[6:]} on {got.device}"
     raise ConfigError(
-        f"{name}: expected {expected} on {device}, got {got}. Pass what belongs to the sequences, "
-        "tokens and heads of this call."
+        f"{name}: expected {expected} on {device}, got {got}. Pass arguments that match the "
+        "sequences, tokens and heads of this call."
     )

@@ -1,4 +1,4 @@
-"""Visibility: the stored positions that a query sees, and what a window is."""
+"""The stored positions that are visible to a query, and the definition of a window."""
 
 from typing import TypeVar
 
@@ -9,9 +9,9 @@ _Position = TypeVar("_Position", int, Tensor)
 
 
 def first_visible(query_position: _Position, window: int) -> _Position:
-    """Return the first position in the window of a query; below 0 where nothing is hidden.
+    """Return the first position in the window of a query. It is negative if nothing is hidden.
 
-    This is the only place that says what a window is: a query at p sees `p - window + 1` to p.
+    This defines a window: a query at position p attends to `p - window + 1` to p.
     """
     return query_position - window + 1
 
@@ -19,9 +19,9 @@ def first_visible(query_position: _Position, window: int) -> _Position:
 def visible(
     lengths: Tensor, tokens: int, start: int, stop: int, causal: bool, window: int
 ) -> Tensor:
-    """Return which stored position each query may see: `[B, T, stop - start]`, bool.
+    """Return which stored positions are visible to each query, `[B, T, stop - start]`, bool.
 
-    The queries are the last `tokens` of what is stored: query `t` is at `lengths[b] - T + t`.
+    The queries are the last `tokens` stored tokens: query `t` is at position `lengths[b] - T + t`.
     """
     position = torch.arange(start, stop, device=lengths.device)
     query = (lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device))[..., None]
@@ -34,14 +34,14 @@ def visible(
 
 
 def mask_bounds(seen: Tensor, start: int) -> Tensor:
-    """Return the first visible position and one past the last hidden one, `[B, 2]`, int32.
+    """Return the first visible position, and the last hidden position plus one, `[B, 2]`, int32.
 
     Args:
-        seen: `[B, N]`, bool, which positions from `start` on a mask shows.
-        start: the position of the first column.
+        seen: Which positions from `start` on are visible in a mask, `[B, N]`, bool.
+        start: Position of the first column.
 
-    Where nothing is visible the first is `start + N`; where nothing is hidden the second is
-    `start`. No value is read on the host.
+    If nothing is visible, the first result is `start + N`. If nothing is hidden, the second result
+    is `start`. No value is read on the host.
     """
     stop = start + seen.shape[1]
     position = torch.arange(start, stop, dtype=torch.int32, device=seen.device)

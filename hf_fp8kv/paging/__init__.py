@@ -1,1 +1,1 @@
-"""Paging: which page holds which token, and the bytes. Integers and bytes, no transformers."""
+"""Paging: the pages of each token, and their bytes. Independent of transformers."""

@@ -1,4 +1,4 @@
-"""Pages of the preallocated form: all are taken at once, and the pages of a window are a ring."""
+"""Pages of preallocated caches: all are allocated at once, and the pages of a window are a ring."""
 
 import weakref
 
@@ -16,87 +16,89 @@ from .page_allocator import NO_PAGE
 class FixedPages:
     """The pages of a preallocated group.
 
-    The block table on the host lists the pages of a ring. Logical page `i` of a sequence is in its
+    The block table on the host lists the pages of a ring: logical page `i` of a sequence is in
     column `i % ring`. On a device the table has a column for each logical page.
 
     Attributes:
-        group: the group.
-        room: tokens of a sequence that there is room for.
-        columns: logical pages of a sequence.
-        taken: pages of a sequence; 0: none are taken yet.
-        siblings: weak references to the fixed pages of all groups of the cache.
-        lengths: `[B]`, int32, of each member that was called, at addresses that stay.
-        lost: for each member, tokens before this one may be overwritten.
+        group: The layer group.
+        room: Maximum number of tokens in a sequence.
+        columns: Number of logical pages per sequence.
+        allocated: Number of allocated pages per sequence, 0 before allocation.
+        siblings: Weak references to the fixed pages of all groups of the cache.
+        lengths: Number of stored tokens of each member that was called, `[B]`, int32, at constant
+            addresses.
+        lost: First token of each member that is certainly not overwritten.
     """
 
     def __init__(
         self, group: LayerGroup, room: int, siblings: "list[weakref.ref[FixedPages]]"
     ) -> None:
         self.group, self.room, self.siblings = group, room, siblings
-        self.columns, self.taken = -(-room // group.page_size), 0
+        self.columns, self.allocated = -(-room // group.page_size), 0
         siblings.append(weakref.ref(self))
         self.lengths: dict[int, torch.Tensor] = {}
         self.lost: dict[int, int] = {}
-        # Plans, and the member that fills each.
+        # Work plans, each with the member that fills it.
         self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
         group.table.allocator.exact = True
 
     @property
     def count(self) -> int:
-        """Pages of a sequence: for all tokens, or for a window."""
-        if self.taken or self.group.window is None or self.group.record_past:
-            return self.taken or self.columns
+        """Number of pages per sequence, for all tokens or for a window."""
+        if self.allocated or self.group.window is None or self.group.record_past:
+            return self.allocated or self.columns
         return min(self.columns, self.group.window_pages)
 
     @property
     def ring(self) -> int:
-        """Pages of a sequence, if they are fewer than logical pages; 0: all tokens are kept."""
+        """Number of pages per sequence if they form a ring, or 0 if all tokens are kept."""
         return self.count if self.count < self.columns else 0
 
     @torch.compiler.disable(
         reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or "
-        "make the first call, or early_initialization(), outside of compiled code"
+        "make the first call, or early_initialization(), outside compiled code"
     )  # type: ignore[untyped-decorator]
-    def take(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Take all pages; return the table `[B, columns]` on `device`, and the number of pages.
+    def allocate(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        """Allocate all pages of every group of the cache.
 
-        The pages of every other group are taken with them.
+        Returns:
+            The table `[B, columns]` on `device`, and the number of pages of this group.
 
         Raises:
-            OutOfPagesError: the budget would be passed; nothing was changed.
+            OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         rooms = [(x, x.count * x.group.page_size) for ref in self.siblings if (x := ref())]
         needed = sum(x.group.table.pages_needed(0, room, batch) for x, room in rooms)
         self.group.budget.require(needed)
         for x, room in rooms:
             x.group.table.reserve(0, room, batch, x.group.copy_pages)
-            x.taken = x.count
+            x.allocated = x.count
         return self.table_on(device), self.group.table.allocator.capacity
 
     def defer(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return what `take` does, and take the pages when the block table is used on the host.
+        """Return the result of `allocate`, and allocate when the block table is used on the host.
 
-        For a compiled region: there pages cannot be counted, and nothing but tensors stays.
+        For compiled regions, which cannot count pages and only return tensors.
         """
-        count = self.taken = self.count
+        count = self.allocated = self.count
         self.group.deferred = count * self.group.page_size, batch
         first = torch.arange(0, batch * count, count, dtype=torch.int32, device=device)
         column = torch.arange(self.columns, dtype=torch.int32, device=device) % count
         return first[:, None] + column, batch * count
 
     def table_on(self, device: torch.device) -> torch.Tensor:
-        """Return the page of each logical page, `[B, columns]`, int32, on `device`."""
+        """Return the page number of each logical page, `[B, columns]`, int32, on `device`."""
         columns = np.arange(self.columns, dtype=np.int32)
         return self.group.table.on_device(device, columns % (self.ring or len(columns)))
 
     def plan(
         self, member: int, lengths: torch.Tensor, heads: int, rows: int, backend: str
     ) -> tuple[torch.Tensor | None, int]:
-        """Return a plan for `rows` query rows per KV head, and the member that fills it.
+        """Return a work plan for `rows` query rows per KV head, and the member that fills it.
 
-        It stays at its address. None: the backend has no plans. The first member that calls this
-        fills the plan at each step. A plan is a partition of all positions, whichever lengths it
-        was made for: one that was not filled again is balanced less well, and as right.
+        The plan has a constant address, and is None for a backend without plans. The first member
+        that calls this fills the plan in each step. A plan assigns all positions for any lengths,
+        so an outdated plan is less balanced but still correct.
         """
         key = device, batch, *_ = lengths.device, len(lengths), heads, rows
         if key not in self._plans:
@@ -108,23 +110,23 @@ class FixedPages:
         return self._plans[key]
 
     def unshare(self, length: int) -> None:
-        """Give each sequence pages of its own for what is written from `length` on."""
+        """Give each sequence separate pages for tokens from `length` on."""
         table, start = self.group.table, 0 if self.ring else length
-        if table.batch:  # an interrupt may have left the group without pages
+        if table.batch:  # after an interrupt the group may have no pages
             slots = self.count * self.group.page_size
             table.reserve(start, slots, table.batch, self.group.copy_pages)
 
     def count_for(self, rows: Numbers, length: int) -> int:
-        """Return how many more pages are held after `select` of these rows and `unshare`."""
+        """Return the number of additional pages after `select` of these rows and `unshare`."""
         table, columns = self.group.table, self.count
         filled = columns if self.ring else -(-length // table.page_size)
         pages = table.rows[:, :filled]
         copies = self.count_copies(pages[rows], length)
-        held = len(np.unique(pages[rows])) - len(np.unique(table.used()))
-        return copies + held + len(rows) * (columns - filled)
+        added = len(np.unique(pages[rows])) - len(np.unique(table.used()))
+        return copies + added + len(rows) * (columns - filled)
 
     def count_copies(self, pages: Numbers, length: int) -> int:
-        """Return how many pages of these, `[B, n]`, `unshare` would copy."""
+        """Return the number of pages among `pages`, `[B, n]`, that `unshare` would copy."""
         written = pages[:, 0 if self.ring else length // self.group.page_size :]
         return sum(len(pages) - len(np.unique(column)) for column in written.T)
 
@@ -132,8 +134,8 @@ class FixedPages:
         """Keep all tokens from now on.
 
         Raises:
-            ConfigError: layers of different lengths, some of which are past the ring.
-            OutOfPagesError: the budget would be passed; nothing was changed.
+            ConfigError: Layers have different lengths, and some exceed the ring.
+            OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         ring, table, size = self.ring, self.group.table, self.group.page_size
         if not ring:
@@ -153,16 +155,16 @@ class FixedPages:
         for column in range(max(last - ring, ring), last):
             swapped = [column, column % ring]
             table.rows[:, swapped] = table.rows[:, swapped[::-1]]
-        self.taken = self.columns
+        self.allocated = self.columns
 
     def stored(self) -> dict[int, int]:
-        """Return the tokens of each member that was called; waits for the device."""
+        """Return the number of tokens of each member that was called. Synchronizes."""
         lengths = [x[:1] for x in self.lengths.values()]
         ends = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
         return dict(zip(self.lengths, ends, strict=True))
 
     def note_stored(self, member: int, length: int) -> int:
-        """Return the first token that a ring has not lost when a member has stored `length`."""
+        """Return the first token that the ring still holds when a member has `length` tokens."""
         lost = self.lost.get(member, 0)
         if ring := self.ring:
             size = self.group.page_size
@@ -171,7 +173,7 @@ class FixedPages:
         return lost
 
     def fork(self) -> LayerGroup:
-        """Return a growing group with a table of the logical pages of all tokens."""
+        """Return a growing group whose table lists the logical pages of all tokens."""
         fork, size, stored = self.group.fork(), self.group.page_size, self.stored()
         lost = max((self.note_stored(member, n) for member, n in stored.items()), default=0)
         length = max(stored.values(), default=0)
@@ -179,7 +181,7 @@ class FixedPages:
             table, first, count = fork.table, lost // size, -(-length // size)
             rows = np.full((table.batch, count), NO_PAGE, np.int32)
             rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
-            table.list_instead(rows, first)
+            table.replace_rows(rows, first)
         else:
             fork.table.truncate(length)
             fork.table.release(lost)

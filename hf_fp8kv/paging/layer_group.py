@@ -1,9 +1,9 @@
 """Layer groups: layers that share one block table, and the window rule.
 
-A page is freed when its last token has left the window. During a call of more tokens than the
-pages of a window have room for, the pages from before the call stay until every layer has stored
-its tokens, so that the call can be undone. Each layer stores such a call in scratch pages, which
-its queries read, and copies the last window from there to its own pages.
+A page is freed when its last token has left the window. A call is *long* if it has more tokens than
+the pages of a window have room for. During a long call, the previous pages stay until every layer
+has stored its tokens, so that the call can be undone. Each layer stores such a call in scratch
+pages, which its queries read, and copies the last window from there to its own pages.
 """
 
 import weakref
@@ -19,16 +19,17 @@ from .page_pool import PagePool
 
 
 class Step:
-    """A call of the layers of a group, each of which gets the same number of tokens.
+    """A call of the layers of a group, which all get the same number of tokens.
 
-    The first layer of a step makes it. Lengths and plans are made once per device and kind.
+    The first layer of a step creates it. Lengths and work plans are computed once per device and
+    shared.
 
     Attributes:
-        start: tokens that each sequence held before.
-        stop: tokens that each sequence holds after it.
-        batch: the number of sequences.
-        version: the version of the block table, once it has the pages of the call.
-        kept: the logical page from which on a long call has pages; None: it is not long.
+        start: Number of tokens in each sequence before the step.
+        stop: Number of tokens in each sequence after the step.
+        batch: Number of sequences.
+        version: Version of the block table after the pages of the call were reserved.
+        kept: First logical page of a long call, or None if the call is not long.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class Step:
     def plan(
         self, first: int, heads: int, rows: int, device: torch.device, backend: str
     ) -> torch.Tensor | None:
-        """Return the plan for positions `first` to `stop - 1`; None: the backend has no plans.
+        """Return the work plan for positions `first` to `stop - 1`, or None without plans.
 
-        `heads`: KV heads. `rows`: query rows of each. A plan never changes. It holds for any number
-        of query tokens, and for any window that leaves nothing before `first` visible.
+        `heads` is the number of KV heads, and `rows` the number of query rows per KV head. A plan
+        never changes. It is valid for any number of query tokens, and for any window in which
+        nothing before `first` is visible.
         """
         key = (first, heads, rows, device, backend)
         if key not in self._plans:
@@ -66,23 +68,24 @@ class Step:
 
 
 class LayerGroup:
-    """One block table for all layers that keep the same tokens.
+    """Layers that keep the same tokens and share one block table.
 
-    The pages that the table names exist in every layer's pool, under the same numbers.
+    The pages in the table exist in the pool of every layer, under the same numbers.
 
     Attributes:
-        table: the block table.
-        budget: how many pages may be held.
-        window: tokens that a query sees, its own among them; None: all.
-        window_pages: the most pages of a sequence that hold a window and the next token.
-        page_size: slots per page, in tokens.
-        pools: the pool of each member layer; shared with forks.
-        lengths: tokens written, for each member layer (they advance one after the other).
-        record_past: pages that fell out of the window stay until the next crop.
-        siblings: all groups of the cache; weak, so that a dropped fork goes at once, and its pages.
-        step: the step that `prepare` was called for last, or None.
-        deferred: the slots, and the number of sequences, for which pages are taken when the table
-            is used, or None; see `FixedPages.defer`.
+        table: The block table.
+        budget: The budget of pages.
+        window: Number of tokens that a query attends to, including its own. None means all.
+        window_pages: Maximum number of pages of a sequence that a window and the next token span.
+        page_size: Slots (tokens) per page.
+        pools: The pool of each member layer, shared with forks.
+        lengths: Number of tokens written by each member layer. Layers advance one after another.
+        record_past: Whether pages that have left the window stay until the next crop.
+        siblings: Weak references to all groups of the cache, so that a dropped fork frees its pages
+            at once.
+        step: The step of the last call of `prepare`, or None.
+        deferred: Number of slots and sequences to allocate when the table is used, or None. See
+            `FixedPages.defer`.
     """
 
     def __init__(
@@ -101,14 +104,14 @@ class LayerGroup:
         self.siblings: list[weakref.ref[LayerGroup]] = []
 
     def add(self, pool: PagePool) -> int:
-        """Add a layer, and return its place in `lengths`."""
+        """Add a layer, and return its index in `lengths`."""
         self.pools.append(pool)
         self.lengths.append(0)
         return len(self.lengths) - 1
 
     @property
     def table(self) -> BlockTable:
-        """The block table, with the pages that compiled code has already used."""
+        """The block table. Pages that compiled code already uses are allocated first."""
         if self.deferred is not None:
             (slots, batch), self.deferred = self.deferred, None
             self._table.reserve(0, slots, batch)
@@ -116,46 +119,46 @@ class LayerGroup:
 
     @property
     def length(self) -> int:
-        """Tokens of the layer that is furthest."""
+        """Number of tokens in the longest layer."""
         return max(self.lengths, default=0)
 
     def visible_from(self, length: int) -> int:
-        """Return the first position that a query at position `length` sees."""
+        """Return the first position that is visible to a query at position `length`."""
         return 0 if self.window is None else max(first_visible(length, self.window), 0)
 
     def first_kept(self, length: int) -> int:
-        """Return the first token of the pages that hold the last window of `length` tokens."""
-        # With a window of 1 the next token sees none of them; a page is kept all the same.
+        """Return the first token in the pages of the last window of `length` tokens."""
+        # With a window of 1 the next token attends to none of them, but a page is still kept.
         return min(self.visible_from(length), length - 1) // self.page_size * self.page_size
 
     # -- a step ------------------------------------------------------------------------------
 
     def prepare(self, start: int, stop: int, batch: int) -> None:
-        """Reserve pages for positions `start` to `stop - 1`, in this and in every other group.
+        """Reserve pages for positions `start` to `stop - 1` in all groups whose length is `start`.
 
-        All or nothing, and for all groups that stand at `start`: the first layer of a step asks
-        on behalf of the others, so that a step either fits or changes nothing.
+        The first layer of a step reserves pages for all layers, so a step either fits or changes
+        nothing.
 
         Raises:
-            OutOfPagesError: the budget would be passed; nothing was changed.
-            ConfigError: what a token at `start` sees was given back.
+            OutOfPagesError: The budget would be exceeded. Nothing was changed.
+            ConfigError: A token that is visible from `start` was already freed.
         """
         step, version = self.step, self.table.version
         if step and (step.start, step.stop, step.version) == (start, stop, version):
             return
-        others = [group for ref in self.siblings if (group := ref()) and group is not self]
-        groups = [self, *(group for group in others if group.length == start)]
+        other_groups = [group for ref in self.siblings if (group := ref()) and group is not self]
+        groups = [self, *(group for group in other_groups if group.length == start)]
         for group in groups:
             group.settle()
             if not group.length:
-                # Pages of a first call that was interrupted before a layer stored its tokens.
+                # Frees pages of a first call that was interrupted before a layer stored its tokens.
                 group.table.clear()
             elif (first := group.table.first * group.page_size) > group.visible_from(start):
                 raise ConfigError(
-                    f"expected the layers with a window of {group.window} to get each call one "
-                    f"after the other, got one at {start} tokens with another at {group.length}, "
-                    f"whose window begins at token {first}; give a call to all layers before the "
-                    "next one"
+                    f"expected all layers with a window of {group.window} to store a call before "
+                    f"the next call, got a layer at {start} tokens while another is at "
+                    f"{group.length}, whose window begins at token {first}; pass each call to all "
+                    "layers"
                 )
         calls = [(group, *group._span(start, stop)) for group in groups]
         if needed := sum(x.table.pages_needed(first, stop, batch) for x, first, *_ in calls):
@@ -165,32 +168,29 @@ class LayerGroup:
             if not is_long:
                 group.table.release(kept)
                 group.shrink()
-            # Before it has pages, so that an interrupted long call is undone.
+            # Set before pages are reserved, so that an interrupted long call is undone.
             step = Step(start, stop, batch, kept=first // self.page_size if is_long else None)
             group.step = step
             group.table.reserve(first, stop, batch, group.copy_pages, granted=True)
             step.version = group.table.version
 
     def _span(self, start: int, stop: int) -> tuple[int, int, bool]:
-        """Return which token of a call has the first page, and which token is kept after it.
-
-        Also return whether the call is long, so that the table frees pages when it ends.
-        """
+        """Return the first token of a call's pages, the first token to keep, and if it is long."""
         if self.window is not None and not self.record_past:
             pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
-            # Layers that advance apart need pages for the slowest: then everything is kept.
+            # If layers advance separately, the slowest layer needs its pages, so all are kept.
             if pages > self.window_pages and all(n in (0, start) for n in self.lengths):
                 kept = self.first_kept(stop)
                 return max(start, kept), kept, True
         return start, self._first_needed(keep_recorded=True), False
 
     def _long_step(self) -> Step | None:
-        """Return the running long call, for which the pages from before it stay, or None."""
+        """Return the step of a running long call, whose previous pages are still kept, or None."""
         step = self.step
         return step if step and step.start and step.kept is not None else None
 
     def finish(self) -> None:
-        """Free the pages from before a long call that every layer has stored."""
+        """Free the previous pages after every layer has stored a long call."""
         step = self._long_step()
         if step and all(n in (0, step.stop) for n in self.lengths):
             self.table.release(self.first_kept(step.stop))
@@ -198,10 +198,10 @@ class LayerGroup:
             self.shrink(at_once=True)
 
     def settle(self) -> None:
-        """Do what `finish` does, or undo a long call that no layer has stored.
+        """Finish a long call that all layers have stored, or undo one that no layer has stored.
 
         Raises:
-            ConfigError: some layers have stored it, and others have not.
+            ConfigError: Only some of the layers have stored it.
         """
         self.finish()
         if (step := self._long_step()) is None:
@@ -209,13 +209,13 @@ class LayerGroup:
         if step.stop in self.lengths:
             raise ConfigError(
                 f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
-                f"some layers at {step.stop} and others at {step.start} tokens, and a window of "
-                f"{self.window} that a call as long moves on; reset the cache"
+                f"some layers at {step.stop} and others at {step.start} tokens, under a window of "
+                f"{self.window} that has moved on; reset the cache"
             )
         self.drop_unused()
 
     def drop_unused(self) -> None:
-        """Drop the pages of a step that no layer has stored, or that was undone for all."""
+        """Free the pages of a step that no layer has stored, or that was undone for all layers."""
         step, length = self._long_step(), self.length
         self.table.truncate(length)
         if not length:
@@ -225,36 +225,36 @@ class LayerGroup:
             self.shrink(at_once=True)
 
     def held_pages(self, member: int) -> Ints:
-        """Return the pages of the member's pool that the next call reads, ascending, each once."""
+        """Return the member's pages that the next call reads, ascending and without duplicates."""
         length = self.lengths[member]
         return self.table.pages_of(self.first_kept(length), length)
 
     def shrink(self, *, at_once: bool = False) -> None:
-        """Renumber the pages, unless forks hold some: if few are held, or `at_once` if any is free.
+        """Renumber the pages if few are held, unless forks hold some.
 
-        After an error no group holds any token.
+        With `at_once`, any free page suffices. After an error all groups are empty.
         """
         allocator = self.table.allocator
-        if not (allocator.is_sparse or (at_once and allocator.held and allocator.free)):
+        if not (allocator.is_sparse or (at_once and allocator.held and allocator.num_free)):
             return
         try:
             if (pages := self.table.compact()) is not None:
                 for pool in filter(lambda pool: pool.is_allocated, self.pools):
                     pool.memory.keep(pages)
-        except BaseException:  # out of memory, Ctrl-C: some layers have the old numbers
+        except BaseException:  # out of memory or Ctrl-C: some layers still use the old numbers
             for group in filter(None, (ref() for ref in self.siblings)):
                 group.clear()
             raise
 
     def copy_pages(self, copies: Copies) -> None:
-        """Copy pages in every pool, and give each pool room for every page that exists."""
+        """Copy pages in every pool, after growing it to hold all pages."""
         for pool in self.pools:
             if pool.is_allocated and len(copies[0]):
                 pool.memory.grow(self.table.allocator.capacity)
                 pool.memory.copy(*copies)
 
     def _first_needed(self, *, keep_recorded: bool = False) -> int:
-        """Return the first token of the pages that are kept, or 0 if all are."""
+        """Return the first token in the pages to keep, or 0 to keep all."""
         if self.window is None:
             return 0
         if not (written := [n for n in self.lengths if n]) or (keep_recorded and self.record_past):
@@ -275,15 +275,15 @@ class LayerGroup:
         self.shrink()
 
     def clear(self) -> None:
-        """Drop all tokens; the batch size is free again."""
+        """Remove all tokens. The batch size may then change."""
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
         self.step = None
 
     def fork(self) -> "LayerGroup":
-        """Return a group without layers over the same pages: O(pages), no bytes are copied."""
+        """Return a group without layers that shares the pages, in O(pages), without copies."""
         self.settle()
-        # Whoever writes next must look again at which pages are shared.
+        # The next step must check again which pages are shared.
         self.step = None
         fork = LayerGroup(self.budget, self.window, self.table.fork())
         fork.record_past = self.record_past

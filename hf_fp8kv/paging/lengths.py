@@ -1,7 +1,7 @@
-"""How many tokens a layer holds, and where new tokens go: counted on the host, or on a device.
+"""The length of a layer, counted on the host or on a device, and the positions of new tokens.
 
-`HostLength` is for layers that take pages as tokens come. `DeviceLength` is for layers of the
-preallocated form, whose steps only write into tensors that exist.
+`HostLength` is for growing layers, which allocate pages as tokens arrive. `DeviceLength` is for
+preallocated layers, whose steps only write into existing tensors.
 """
 
 from typing import NamedTuple
@@ -17,14 +17,15 @@ from .page_allocator import Ints
 
 
 class LongWrite(NamedTuple):
-    """Pages of a call that is longer than the pages of its window have room for.
+    """Pages of a long call, which has more tokens than the pages of its window have room for.
 
     Attributes:
-        first: the logical page with the first token that the call sees: a number, or `[B]`, int64.
-        old: `[B, n]`, the pages from `first` on, before the call.
-        kept: the logical page from which on tokens are stored for good; like `first`.
-        own: `[B, m]`, the pages from `kept` on, after the call.
-        skipped: on an empty layer, tokens before `kept`.
+        first: Logical page of the first token that is visible to the call: an integer, or `[B]`,
+            int64.
+        old: Pages from `first` on before the call, `[B, n]`.
+        kept: First logical page that is kept after the call, of the same type as `first`.
+        own: Pages from `kept` on after the call, `[B, m]`.
+        skipped: Number of tokens before `kept` if the layer is empty.
     """
 
     first: int | torch.Tensor
@@ -35,16 +36,17 @@ class LongWrite(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Where the new tokens of a layer go.
+    """The positions and pages of the new tokens of a layer.
 
     Attributes:
-        tokens: their number.
-        table: `[B, M]`, int32, the page of each logical page.
-        lengths: `[B]`, int32, tokens stored after the call.
-        start: position of the first stored token that the call sees, or one before it.
-        stop: one past the last position that has a column.
-        step: the step of a growing layer.
-        long: not None if the window's pages have no room for the call.
+        tokens: Number of new tokens.
+        table: Page number of each logical page, `[B, M]`, int32.
+        lengths: Number of stored tokens after the call, `[B]`, int32.
+        start: Position of the first stored token that is visible to the call, or an earlier
+            position.
+        stop: Last position with a column plus one.
+        step: The step of a growing layer, or None.
+        long: The pages of a long call, or None.
     """
 
     tokens: int
@@ -57,11 +59,11 @@ class Call(NamedTuple):
 
 
 class HostLength:
-    """The tokens of a growing layer.
+    """The length of a growing layer.
 
     Attributes:
-        group: the group of the layer.
-        member: its place there.
+        group: The group of the layer.
+        member: Index of the layer in its group.
     """
 
     room = None
@@ -71,29 +73,29 @@ class HostLength:
 
     @property
     def stored(self) -> int:
-        """Tokens stored, those behind the window among them."""
+        """Number of stored tokens, including those that have left the window."""
         return self.group.lengths[self.member]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token was stored."""
+        """Whether no token is stored."""
         return not self.group.lengths[self.member]
 
     def on_host(self) -> int:
         """Return `stored`."""
         return self.stored
 
-    def take(self, batch: int, device: torch.device) -> int:
-        """Return how many pages a pool needs now."""
+    def allocate(self, batch: int, device: torch.device) -> int:
+        """Return the number of pages that a pool needs now."""
         return self.group.table.allocator.capacity
 
     def reserve(self, tokens: int, batch: int) -> None:
-        """Take the pages of a call; see `LayerGroup.prepare`."""
+        """Reserve the pages of a call, see `LayerGroup.prepare`."""
         start = self.stored
         self.group.prepare(start, start + tokens, batch)
 
     def begin(self, tokens: int, device: torch.device, backend: str) -> Call:
-        """Return where the tokens of a call go, after `reserve`."""
+        """Return the positions and pages of a call, after `reserve`."""
         group, start = self.group, self.stored
         table, stop = group.table, start + tokens
         step = group.step
@@ -108,40 +110,40 @@ class HostLength:
         return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)
 
     def end(self, call: Call) -> None:
-        """Note that the tokens of a call are stored."""
+        """Record that the tokens of a call are stored."""
         self.group.lengths[self.member] += call.tokens
 
     def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
-        """Return the plan of a call with `rows` query rows of each of `heads` KV heads, or None."""
+        """Return the work plan for `heads` KV heads with `rows` query rows each, or None."""
         assert call.step is not None
         return call.step.plan(call.start, heads, rows, call.table.device, backend)
 
     def check_crop(self, tokens: int, stored: int) -> None:
-        """Raise ConfigError if `tokens` cannot be removed; change nothing."""
+        """Raise ConfigError if the last `tokens` tokens cannot be removed."""
         self.group.settle()
         _check_crop(self.group, tokens, stored, self.group.table.first * self.group.page_size)
 
     def set(self, length: int) -> None:
-        """Hold the first `length` tokens, and free pages behind the window."""
+        """Keep the first `length` tokens, and free pages that have left the window."""
         self.group.crop(self.stored - length, [self.member])
 
     def written(self, device: torch.device) -> Call:
-        """Return where all tokens are that are not behind the window of the next one."""
+        """Return the positions and pages of all tokens that are visible to the next token."""
         group, stop, table = self.group, self.stored, self.group.table
         step, first = Step(stop, stop, table.batch, table.version), group.visible_from(stop)
         return Call(1, table.on_device(device), step.lengths(device), first, stop, step)
 
 
 class DeviceLength:
-    """The tokens of a preallocated layer.
+    """The length of a preallocated layer.
 
     Attributes:
-        fixed: the pages of the layer's group.
-        group: the group of the layer.
-        member: its place there.
-        is_empty: whether no token was stored since the start or a reset. It changes once per
+        fixed: The pages of the layer's group.
+        group: The group of the layer.
+        member: Index of the layer in its group.
+        is_empty: Whether no token was stored since the start or a reset. It changes once per
             generation, at the prefill, which is not compiled.
-        table: `[B, columns]`, int32, at an address that stays.
+        table: Page number of each logical page, `[B, columns]`, int32, at a constant address.
     """
 
     table: torch.Tensor
@@ -150,15 +152,15 @@ class DeviceLength:
         self.fixed, self.group, self.member = fixed, fixed.group, member
         self.room = fixed.room
         self.is_empty = True
-        # An upper bound of the tokens stored, on the host; see `check_room`.
-        self._most = 0
+        # An upper bound of the number of stored tokens, kept on the host for `check_room`.
+        self._upper_bound = 0
         self._plan: torch.Tensor | None = None
-        # The KV heads and the backend of the plan, if this layer fills it.
+        # Number of KV heads and backend of the plan, if this layer fills it.
         self._fills: tuple[int, str] | None = None
 
     @property
     def lengths(self) -> torch.Tensor:
-        """`[B]`, int32, at an address that stays."""
+        """Number of stored tokens, `[B]`, int32, at a constant address."""
         return self.fixed.lengths[self.member]
 
     @lengths.setter
@@ -167,128 +169,129 @@ class DeviceLength:
 
     @property
     def stored(self) -> int | torch.Tensor:
-        """Tokens stored: a tensor `[]` once there are any, as in transformers' static layers."""
+        """Number of stored tokens: 0, or a tensor `[]` as in transformers' static layers."""
         return 0 if self.is_empty else self.lengths[0]
 
     def on_host(self) -> int:
-        """Return the tokens stored as a number; waits for the device."""
+        """Return the number of stored tokens as an integer. Synchronizes with the device."""
         return 0 if self.is_empty else int(self.lengths[0])
 
-    def take(self, batch: int, device: torch.device) -> int:
-        """Take the pages of `batch` sequences, the table and the lengths; return the pages.
+    def allocate(self, batch: int, device: torch.device) -> int:
+        """Allocate pages, table and lengths for `batch` sequences. Return the number of pages.
 
         Raises:
-            OutOfPagesError: the budget would be passed; nothing was changed.
+            OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         if torch.compiler.is_compiling() and self.group.budget.max_pages is None:
             self.table, pages = self.fixed.defer(batch, device)
         else:
-            self.table, pages = self.fixed.take(batch, device)
+            self.table, pages = self.fixed.allocate(batch, device)
         self.lengths = zeros((batch,), torch.int32, device)
         return pages
 
     def share_plan(self, heads: int, rows: int, backend: str) -> list[torch.Tensor]:
-        """Take the plan of the group; return what stays at its address."""
+        """Use the work plan of the group. Return the tensors with constant addresses."""
         self._plan, leader = self.fixed.plan(self.member, self.lengths, heads, rows, backend)
         self._fills = (heads, backend) if leader == self.member else None
         tensors = (self.table, self.lengths, self._plan)
         return [tensor for tensor in tensors if tensor is not None]
 
     def reserve(self, tokens: int, batch: int) -> None:
-        """Raise OutOfPagesError for the first call of a layer if it has no room for it."""
+        """Raise OutOfPagesError if the first call of a layer exceeds its room."""
         if self.is_empty and tokens > self.room:
             raise OutOfPagesError.of_tokens(self.room, 0, tokens)
 
     def begin(self, tokens: int, device: torch.device, backend: str) -> Call:
-        """Return where the tokens of a call go."""
+        """Return the positions and pages of a call."""
         after = ops.advance(self.lengths, tokens, self.room, backend)
         ring, size = self.fixed.ring, self.group.page_size
         long = None
-        # The most tokens that leave all that the first of them sees in the ring.
-        most = (ring - 1) * size - (self.group.window or 0) + 2
-        if ring and tokens > most:
+        # Maximum number of new tokens for which the ring keeps everything visible to the first.
+        max_tokens = (ring - 1) * size - (self.group.window or 0) + 2
+        if ring and tokens > max_tokens:
             first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))
-            # On an empty layer only the last pages of these tokens will ever be read.
+            # On an empty layer, only the last pages of these tokens will ever be read.
             skipped = max((tokens - 1) // size - ring + 1, 0) * size
             long = LongWrite(first, self._in_ring(first), kept, self._in_ring(kept), skipped)
         return Call(tokens, self.table, after, 0, self.room, long=long)
 
     def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the first logical page in the ring after `lengths` tokens: `[B]`, int64."""
+        """Return the first logical page in the ring after `lengths` tokens, `[B]`, int64."""
         last = torch.div(lengths.long() - 1, self.group.page_size, rounding_mode="floor")
         return (last - self.fixed.ring + 1).clamp(min=0)
 
     def _in_ring(self, first: torch.Tensor) -> torch.Tensor:
         """Return the pages of the ring from logical page `first` on, `[B, ring]`, int64."""
         logical = first[:, None] + torch.arange(self.fixed.ring, device=first.device)
-        # Past the end there is nothing to be written on a GPU, where nothing raises.
+        # Clamp, because a GPU neither raises nor writes past the end.
         return self.table.long().gather(1, logical.clamp(max=self.table.shape[1] - 1))
 
     def end(self, call: Call) -> None:
-        """Note that the tokens of a call are stored, and fill the group's plan for it."""
+        """Record that the tokens of a call are stored, and fill the group's work plan."""
         if self.is_empty:
             self.is_empty = False
             if not torch.compiler.is_compiling():
-                self._most = max(self._most, call.tokens)
+                self._upper_bound = max(self._upper_bound, call.tokens)
         self.lengths.copy_(call.lengths)
         self.fill_plan(call.tokens)
 
     def fill_plan(self, tokens: int) -> None:
-        """Fill the group's plan for `tokens` that were stored, if this layer does that."""
+        """Fill the group's work plan for `tokens` stored tokens, if this layer is responsible."""
         if self._fills is not None and self._plan is not None:
             window = self.group.window or 0
             ops.make_plan(self._plan, self.lengths, tokens, window, 0, *self._fills)
 
     def plan(self, call: Call, heads: int, rows: int, backend: str) -> torch.Tensor | None:
-        """Return the group's plan, or None if the backend has none."""
+        """Return the group's work plan, or None if the backend has no plans."""
         return self._plan
 
     def written(self, device: torch.device) -> Call:
-        """Return where all positions are, stored or not; a ring begins with the next token's.
+        """Return the pages of all positions, stored or not.
 
-        For a ring this waits for the device.
+        A ring begins with the window of the next token, for which this synchronizes.
         """
         first = self.group.visible_from(self.on_host()) if self.fixed.ring else 0
         return Call(1, self.table, self.lengths, first, self.room)
 
     def check_room(self, tokens: int) -> None:
-        """Raise OutOfPagesError before a step that cannot be stored.
+        """Raise OutOfPagesError before a step that exceeds the room.
 
-        On a CPU the write itself raises. Elsewhere it cannot, and reading the length waits for the
-        device, so it is read only when an upper bound kept on the host says that it may matter.
+        On a CPU the write itself raises. On other devices it cannot, and reading the length
+        synchronizes. The length is therefore only read if an upper bound on the host exceeds the
+        room.
         """
         if torch.compiler.is_compiling():
             return
         if self.is_empty:
-            self._most = tokens  # the first call may be compiled
+            self._upper_bound = tokens  # the first call may be compiled
             return
         if self.lengths.is_cpu:
             return
-        self._most += tokens
-        if self._most > self.room:
+        self._upper_bound += tokens
+        if self._upper_bound > self.room:
             length = self.on_host()
             if length + tokens > self.room:
                 raise OutOfPagesError.of_tokens(self.room, length, tokens)
-            self._most = length + tokens
+            self._upper_bound = length + tokens
 
     def check_crop(self, tokens: int, stored: int) -> None:
-        """Raise ConfigError if `tokens` cannot be removed from `stored`; change nothing."""
+        """Raise ConfigError if the last `tokens` of `stored` tokens cannot be removed."""
         lost = self.fixed.note_stored(self.member, stored)
         _check_crop(self.group, tokens, stored, lost)
 
     def set(self, length: int) -> None:
-        """Hold the first `length` tokens."""
+        """Keep the first `length` tokens."""
         if not length:
             self.fixed.lost.pop(self.member, None)
-        self.is_empty, self._most = not length, length
+        self.is_empty, self._upper_bound = not length, length
         if self.member in self.fixed.lengths:
             self.lengths.fill_(length)
 
     def follow_table(self) -> bool:
-        """Follow a change of the block table; return whether addresses have changed."""
+        """Apply a change of the block table, and return whether addresses have changed."""
         table, device = self.fixed.table_on(self.lengths.device), self.lengths.device
         if table.shape == self.table.shape:
-            # Layers of a group share the tensor: the first one brings the new content.
+            # Layers of a group share the tensor, so the first layer updates it for all.
             self.table.copy_(table)
             return False
         self.table = table
@@ -303,11 +306,14 @@ class DeviceLength:
 
 
 def _check_crop(group: LayerGroup, tokens: int, stored: int, lost: int) -> None:
-    """Raise ConfigError if `tokens` of `stored` cannot be removed; `lost`: the first one left."""
-    left = max(stored - tokens, 0)
-    if tokens and left and group.first_kept(left) < lost:
+    """Raise ConfigError if the last `tokens` of `stored` tokens cannot be removed.
+
+    `lost` is the first token that is still held.
+    """
+    remaining = max(stored - tokens, 0)
+    if tokens and remaining and group.first_kept(remaining) < lost:
         raise ConfigError(
-            f"crop: expected to go back at most to what the window still holds (token {lost} on), "
-            f"got {tokens} tokens to remove from {stored} under a window of {group.window}; call "
+            f"crop: expected to keep a window that is still stored (from token {lost} on), got "
+            f"{tokens} tokens to remove from {stored} under a window of {group.window}; call "
             "activate_past_recording() before these tokens are written"
         )

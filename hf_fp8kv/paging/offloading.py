@@ -1,8 +1,8 @@
-"""Offloading: pages of layers that are not computing lie in host memory.
+"""Offloading: pages of layers that are not computing are in host memory.
 
-A layer's pages have their home there. They are brought to the device for the layer's call, the next
-layer's while this one computes, and only those that a call has written go back. On a CPU both are
-ordinary memory, and the copies are the same.
+Host memory has a copy of each page. A layer's pages are fetched to the device for its call, and the
+next layer's pages are fetched while this layer computes. Only pages that a call has written are
+copied back. On a CPU both tiers are ordinary memory, with the same copies.
 """
 
 import weakref
@@ -18,13 +18,13 @@ _HOST = torch.device("cpu")
 
 
 class OffloadBudget(PageBudget):
-    """A budget of pages of which only some lie on the device; shared by a cache and its forks.
+    """A budget for offloaded pages, shared by a cache and its forks.
 
     Attributes:
-        max_device_pages: how many pages of every layer the device has room for; None: those of
-            two layers, the one that computes and the next one.
-        layers: the pages of each layer, of a cache and its forks.
-        streams: of the copies, for each device.
+        max_device_pages: Number of pages per layer that the device has room for. None means room
+            for two layers: the one that computes and the next one.
+        layers: The pages of each layer, of a cache and its forks.
+        streams: Stream for the copies, by device.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class OffloadBudget(PageBudget):
         self._uses = 0
 
     def use(self, layer: "Tiers", pages: Numbers, following: "Tiers", its_pages: Numbers) -> None:
-        """Bring `pages` of a layer to the device, and start to bring those of the following one.
+        """Fetch `pages` of a layer to the device, and start to fetch pages of the following layer.
 
-        Layers compute in a circle, so what leaves first is what is needed last, which is the layer
-        that has just computed. (The least recently used one is that which comes next: with room
-        for all layers but one, every layer would move at every step.)
+        Layers compute in a fixed cyclic order, so the layer that has just computed is needed last
+        and is evicted first. (The least recently used layer is needed next. If the device had room
+        for all layers except one, evicting that layer would move every layer in every step.)
         """
         self._uses += 1
         layer.used_at = self._uses
@@ -49,25 +49,24 @@ class OffloadBudget(PageBudget):
         if self.max_device_pages is None:
             for other in self._here():
                 if other is not layer:
-                    other.store()  # it leaves soon, and the copies pass while this one computes
+                    other.store()  # it is evicted soon, so copy while this layer computes
         layer.fetch(pages)
         layer.wait()
-        # Whoever computes is on the device in any case, what comes next only where both fit.
+        # The computing layer is always on the device, the following layer only if both fit.
         if len(following.missing(its_pages)) and self._fits({layer, following}):
             self._make_room(layer, following)
             following.fetch(its_pages)
 
     def _here(self) -> "set[Tiers]":
-        """Return the layers that have memory on the device."""
         return {layer for layer in self.layers if layer.here.is_allocated}
 
-    def _make_room(self, current: "Tiers", wanted: "Tiers") -> None:
-        """Send pages of other layers to the host until those of `wanted` fit."""
+    def _make_room(self, current: "Tiers", incoming: "Tiers") -> None:
+        """Evict other layers until the pages of `incoming` fit."""
         size = max(layer.index for layer in self.layers) + 1
-        others = list(self._here() - {current, wanted})
-        others.sort(key=lambda x: ((x.index - current.index) % size or size, -x.used_at))
-        while others and not self._fits(self._here() | {wanted}):
-            others.pop().evict()
+        candidates = list(self._here() - {current, incoming})
+        candidates.sort(key=lambda x: ((x.index - current.index) % size or size, -x.used_at))
+        while candidates and not self._fits(self._here() | {incoming}):
+            candidates.pop().evict()
 
     def _fits(self, layers: "set[Tiers]") -> bool:
         if self.max_device_pages is None:
@@ -77,16 +76,16 @@ class OffloadBudget(PageBudget):
 
 
 class Tiers:
-    """One layer's pages in host memory, and those of them that are on the device.
+    """The pages of one layer in host memory, and their copies on the device.
 
-    They stand in the place of the `Blocks` of a pool, and do the same, wherever the pages are.
+    The class has the interface of `Blocks`, which it replaces in a pool.
 
     Attributes:
-        index: the layer's number in the model.
-        here: the pages on the device; not allocated while the layer is away.
-        home: the pages in host memory; not allocated before any is stored there.
-        is_allocated: whether there are pages, which may be 0.
-        used_at: when the layer last computed, in calls of `OffloadBudget.use`.
+        index: Index of the layer in the model.
+        here: Pages on the device, only allocated while some are there.
+        home: Pages in host memory, allocated when the first page is stored there.
+        is_allocated: Whether `allocate` was called, possibly with 0 pages.
+        used_at: Number of the call of `OffloadBudget.use` in which the layer last computed.
     """
 
     size: int
@@ -95,7 +94,7 @@ class Tiers:
     def __init__(self, budget: OffloadBudget, index: int) -> None:
         self.budget, self.index, self.used_at = budget, index, 0
         self.here, self.home = Blocks(), Blocks()
-        # The last copy of these pages, in either direction, if it may still be under way.
+        # The last copy of these pages, in either direction, if it may not have finished.
         self._copied: torch.cuda.Event | None = None
         self.free()
         budget.layers.add(self)
@@ -106,39 +105,39 @@ class Tiers:
     def allocate(
         self, size: int, pages: int, device: torch.device, *, in_one: bool = False
     ) -> None:
-        """Have `pages` pages of `size` bytes; memory for them is taken when they are used."""
+        """Create `pages` pages of `size` bytes. Memory is allocated when they are used."""
         self.size, self.device, self.is_allocated = size, device, True
         self.grow(pages)
 
     def free(self) -> None:
-        """Free the bytes; `allocate` brings new ones."""
+        """Free the memory. `allocate` may be called again."""
         self._finish_copies()
         self.is_allocated = False
         self.here.free()
         self.home.free()
-        # Whether the copy of each page there holds the last write.
+        # Whether the copy of each page in that memory is up to date.
         self._on_device = self._on_host = np.zeros(0, bool)
 
     def grow(self, pages: int) -> None:
-        """Make room for `pages` pages; the content stays."""
+        """Make room for `pages` pages."""
         if pages <= len(self):
             return
         if self.here.is_allocated:
             self.wait()
             self.here.grow(pages)
-        # Last, since the lines above may fail, and at once.
-        flags, more = (self._on_device, self._on_host), np.zeros(pages - len(self), bool)
-        self._on_device, self._on_host = (np.concatenate([old, more]) for old in flags)
+        # Last, because the lines above may fail, and in one assignment.
+        flags, added = (self._on_device, self._on_host), np.zeros(pages - len(self), bool)
+        self._on_device, self._on_host = (np.concatenate([old, added]) for old in flags)
 
     # -- between the tiers -------------------------------------------------------------------
 
     def missing(self, pages: Numbers) -> Numbers:
-        """Return those of `pages` that are in host memory alone."""
+        """Return those of `pages` that are only in host memory."""
         missing: Numbers = pages[self._on_host[pages] & ~self._on_device[pages]]
         return missing
 
     def fetch(self, pages: Numbers) -> None:
-        """Start to bring those of `pages` (ascending) to the device that are not there."""
+        """Start to copy missing pages among `pages`, ascending, to the device."""
         if not self.here.is_allocated:
             self.here.allocate(self.size, len(self), self.device)
         missing = self.missing(pages)
@@ -148,7 +147,7 @@ class Tiers:
         self._on_device[pages] = True
 
     def store(self) -> None:
-        """Start to bring home what was written on the device."""
+        """Start to copy pages that were written on the device to host memory."""
         if not self.home.is_allocated:
             self.home.allocate(self.size, len(self), _HOST, pinned=self.device.type == "cuda")
         self.home.grow(len(self))
@@ -159,7 +158,7 @@ class Tiers:
             self._on_host[written] = True
 
     def evict(self) -> None:
-        """Bring home what was written, and free the memory on the device."""
+        """Copy written pages to host memory, and free the memory on the device."""
         if self.here.is_allocated:
             self.store()
             self.wait()
@@ -167,25 +166,25 @@ class Tiers:
             self.here.free()
 
     def written(self, pages: Numbers) -> None:
-        """Note that these pages are written on the device, where they are."""
+        """Record that these pages are written on the device."""
         self._on_device[pages] = True
         self._on_host[pages] = False
 
     def wait(self) -> None:
-        """Have what is started on the device from now on wait for the copies."""
+        """Make work that is started on the device from now on wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream(self._copied.device).wait_event(self._copied)
 
     def _copy_over(self, source: Blocks, target: Blocks, pages: Numbers) -> None:
         device, streams = self.here.tensors[0].device, self.budget.streams
         if device.type != "cuda":
-            target.receive(source, pages, waits=True)
+            target.receive(source, pages, blocking=True)
             return
-        # After all that was started on the device, next to what will be.
+        # The copies run after earlier work on the device, and concurrently with later work.
         stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            target.receive(source, pages, waits=False)
+            target.receive(source, pages, blocking=False)
             self._copied = stream.record_event()
 
     def _finish_copies(self) -> None:
@@ -194,19 +193,19 @@ class Tiers:
             self._copied = None
 
     def _at_home(self) -> Blocks:
-        """Return the pages in host memory, with what was written, once they may be touched."""
+        """Return the pages in host memory after all copies to it have finished."""
         self.store()
         self._finish_copies()
         return self.home
 
-    # -- what blocks do ----------------------------------------------------------------------
+    # -- the interface of `Blocks` -----------------------------------------------------------
 
     def take(self, pages: Numbers | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""
         return self._at_home().take(pages)
 
     def put(self, pages: Numbers | torch.Tensor, rows: torch.Tensor) -> None:
-        """Write rows to pages where they are."""
+        """Write rows to pages on the device if the layer is there, otherwise in host memory."""
         assert not isinstance(pages, torch.Tensor)
         if self.here.is_allocated:
             self.here.put(pages, rows)
@@ -216,7 +215,7 @@ class Tiers:
             self._on_host[pages] = True
 
     def copy(self, sources: Numbers, destinations: Numbers) -> None:
-        """Copy pages where they are; none is both a source and a destination."""
+        """Copy pages. No page may be both a source and a destination."""
         if self.here.is_allocated:
             self.fetch(np.unique(sources))
             self.wait()
@@ -227,13 +226,13 @@ class Tiers:
             self._on_host[destinations] = self._on_host[sources]
 
     def keep(self, pages: Numbers) -> None:
-        """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
+        """Keep only `pages`, ascending, and renumber them from 0, as `Blocks.keep`."""
         self.evict()
         self._at_home().keep(pages)
         self._on_host, self._on_device = np.ones(len(pages), bool), np.zeros(len(pages), bool)
 
     def move(self, device: torch.device) -> None:
-        """Bring all pages home, whatever `device`: they come back when the layer computes."""
+        """Copy all pages to host memory, for any `device`. They return when the layer computes."""
         self.evict()
         home = self._at_home()
         if self.device.type == "cuda":

@@ -1,6 +1,6 @@
-"""Page allocator: which page numbers exist, and how many places of block tables hold each.
+"""Allocation and reference counts of page numbers. No bytes are involved.
 
-All allocators of a cache share a `PageBudget`. Integers only, no bytes.
+All allocators of a cache share a `PageBudget`.
 """
 
 import weakref
@@ -13,24 +13,24 @@ import numpy as np
 from ..errors import OutOfPagesError
 
 NO_PAGE = -1
-# The pool grows by at least this many tokens, and by at least 1/32 of what is held: waste stays
-# under 4 %, or 64 tokens.
+# A pool grows by at least this number of tokens and by at least 1/32 of its size, so that at most 4
+# % or 64 tokens are unused.
 GROWTH_TOKENS = 64
 GROWTH_SHARE = 32
-# Pages are renumbered and bytes given back when at most this share of the pages is held.
+# Pages are renumbered and memory is freed when at most one page in this number is held.
 SHRINK_SHARE = 4
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class PageBudget:
-    """How many pages all allocators that share it may hold at once.
+    """The maximum number of pages in use, over all allocators that share this budget.
 
     Attributes:
-        page_size: slots per page, in tokens.
-        max_pages: the most pages held at once; None: no limit.
-        fetched: bytes that were brought to the device, where pages lie in host memory, too.
-        returned: bytes that were brought back.
+        page_size: Slots (tokens) per page.
+        max_pages: Maximum number of pages in use. None means no limit.
+        fetched: Bytes copied to the device so far, with offloading.
+        returned: Bytes copied back to host memory so far.
     """
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
@@ -41,11 +41,11 @@ class PageBudget:
 
     @property
     def held(self) -> int:
-        """Pages held now."""
+        """Number of pages in use."""
         return sum(allocator.held for allocator in self.allocators)
 
     def require(self, pages: int) -> None:
-        """Raise OutOfPagesError if `pages` more would pass the budget; change nothing."""
+        """Raise OutOfPagesError if `pages` additional pages would exceed the budget."""
         if self.max_pages is not None and self.held + pages > self.max_pages:
             raise OutOfPagesError(
                 f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
@@ -57,7 +57,7 @@ class PageBudget:
 
 
 class PageAllocator:
-    """The page numbers that exist, and how many places of block tables hold each."""
+    """The existing page numbers, and how many entries of block tables refer to each."""
 
     def __init__(self, budget: PageBudget) -> None:
         self.budget, self.page_size = budget, budget.page_size
@@ -66,68 +66,69 @@ class PageAllocator:
         self._free: list[int] = []
         self._orphans: list[Ints] = []
         self._counting = False
-        # Whether pages are made as needed and no more: for a table that does not grow for long.
+        # Whether only the required number of pages is created, for tables that stop growing early.
         self.exact = False
 
     @property
     def capacity(self) -> int:
-        """Pages that exist, held or free: a pool must have at least this many."""
+        """Number of existing pages, in use or free. A pool has at least this number."""
         return len(self.references)
 
     @property
-    def free(self) -> int:
-        """Pages that exist and are held by nobody."""
+    def num_free(self) -> int:
+        """Number of existing pages that no block table holds."""
         return len(self._free)
 
     @property
     def held(self) -> int:
-        """Pages held by at least one block table."""
-        # Not by the free ones: an interrupt may lose the number of a free page.
+        """Number of pages that at least one block table holds."""
+        # Counted from references, because an interrupt may lose the number of a free page.
         return int(np.count_nonzero(self.references))
 
     @property
     def is_sparse(self) -> bool:
-        """Whether so few pages are held that it is worth renumbering them."""
-        if self.exact:  # a long call of a window leaves half of its pages free
+        """Whether few enough pages are in use that renumbering pays."""
+        if self.exact:  # a long call with a window leaves half of its pages free
             return 0 < self.held * 2 <= self.capacity
-        few = 0 < self.held * SHRINK_SHARE <= self.capacity
-        return few and self.free * self.page_size > GROWTH_TOKENS
+        is_low = 0 < self.held * SHRINK_SHARE <= self.capacity
+        return is_low and self.num_free * self.page_size > GROWTH_TOKENS
 
-    def take(self, pages: int, *, granted: bool = False) -> Ints:
-        """Return `pages` page numbers, each held once; make new ones in steps if needed.
+    def allocate(self, pages: int, *, granted: bool = False) -> Ints:
+        """Return `pages` page numbers, each with one reference.
 
-        `granted`: the budget was asked before, and what makes room for these is still held.
+        New pages are created in steps if needed. With `granted` the budget is not checked: the
+        caller did so, and will free other pages.
         """
         if not granted:
             self.budget.require(pages)
-        missing = pages - self.free
+        missing = pages - self.num_free
         if missing > 0:
             step = max(GROWTH_TOKENS // self.page_size, self.capacity // GROWTH_SHARE)
-            more = missing if self.exact else max(missing + missing // GROWTH_SHARE, step)
+            added = missing if self.exact else max(missing + missing // GROWTH_SHARE, step)
             if self.budget.max_pages is not None:
-                more = min(more, self.budget.max_pages - self.capacity)
-            self._extend(max(more, missing))
+                added = min(added, self.budget.max_pages - self.capacity)
+            self._extend(max(added, missing))
         numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
         self.references[numbers] = 1
         return numbers
 
     def renumber(self, pages: Ints) -> None:
-        """Make `pages`, all that are held, pages 0, 1, ...; the free ones are gone."""
+        """Renumber `pages`, which are all pages in use, from 0. Free pages cease to exist."""
         assert len(pages) == self.held, f"{self.held} pages are held, {len(pages)} are kept"
         self._free, self.references = [], self.references[pages]
 
     def _extend(self, pages: int) -> None:
         first = self.capacity
         self.references = np.concatenate([self.references, np.zeros(pages, np.int32)])
-        # Lowest numbers first: the pages of one sequence stay close together.
+        # Lowest numbers are allocated first, so that pages of a sequence stay close together.
         self._free[:0] = range(first + pages - 1, first - 1, -1)
 
     def share(self, pages: Ints) -> None:
-        """Count one more holder for each entry of `pages` (NO_PAGE entries are skipped)."""
+        """Add a reference for each entry of `pages`, except NO_PAGE."""
         np.add.at(self.references, pages[pages != NO_PAGE], 1)
 
-    def drop(self, pages: Ints) -> None:
-        """Count one holder less for each entry; a page without a holder is free again."""
+    def free(self, pages: Ints) -> None:
+        """Remove a reference for each entry. Pages without references become free."""
         with self.counting():
             held = pages[pages != NO_PAGE]
             np.subtract.at(self.references, held, 1)
@@ -135,9 +136,9 @@ class PageAllocator:
             self._free.extend(sorted(freed, reverse=True))
 
     def abandon(self, pages: Ints) -> None:
-        """Drop the pages of a table that is gone: now, or after what is being counted.
+        """Free the pages of a table that was collected, now or at the end of `counting`.
 
-        The garbage collector may find a table in the middle of another one's work.
+        The garbage collector may run while another table changes counts.
         """
         self._orphans.append(pages)
         if not self._counting:
@@ -145,7 +146,7 @@ class PageAllocator:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Keep tables that go away from changing a count within."""
+        """Delay `abandon` until the end of the `with` block."""
         outer, self._counting = self._counting, True
         try:
             yield
@@ -156,4 +157,4 @@ class PageAllocator:
 
     def _drop_orphans(self) -> None:
         while self._orphans:
-            self.drop(self._orphans.pop())
+            self.free(self._orphans.pop())

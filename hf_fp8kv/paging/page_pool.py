@@ -1,4 +1,4 @@
-"""Page pool: the bytes of one layer's pages. It does not know who holds which page."""
+"""The bytes of one layer's pages, independent of the block tables that refer to them."""
 
 import torch
 
@@ -9,19 +9,19 @@ from .offloading import Tiers
 
 
 class PagePool:
-    """One layer's stored keys and values.
+    """The stored keys and values of one layer.
 
-    Made before the first token is known; `allocate` gives it shapes. Forks of a cache share it, and
-    may have other plans for their pages: a byte is a byte.
+    A pool is created before the first token, and `allocate` sets its shapes. Forks of a cache share
+    the pool, and may interpret the same bytes under different plans.
 
     Attributes:
-        has_scales: whether pages have room for dynamic scales, after `allocate`: numbers that are
-            not in the model's dtype have them, if scales are dynamic.
-        key_dtype: dtype of a stored number of K, after `allocate`; `value_dtype`: of V.
-        layout: where the bytes of a page are.
-        device: where the layer computes, after `allocate`.
-        memory: the pages.
-        blocks: the pages that operations read: all pages, or the device's pages of `Tiers`.
+        has_scales: Whether pages have room for dynamic scales, which values in 8-bit formats have
+            unless scales are static. Set by `allocate`.
+        key_dtype, value_dtype: Dtype of a stored value of K and V. Set by `allocate`.
+        layout: Layout of a page. Set by `allocate`.
+        device: Device on which the layer computes. Set by `allocate`.
+        memory: The pages.
+        blocks: The pages that operations read: all pages, or the pages of `Tiers` on the device.
     """
 
     layout: PageLayout
@@ -36,15 +36,15 @@ class PagePool:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether shapes are known, and there are pages, which may be 0."""
+        """Whether `allocate` was called, possibly with 0 pages."""
         return self.memory.is_allocated
 
     def allocate(
         self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_one: bool = False
     ) -> None:
-        """Make `pages` zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
+        """Allocate `pages` zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
 
-        Only shapes, dtypes and the device are read. `in_one`: in one block, see `Blocks`.
+        Only shapes, dtypes and the device of the tensors are read. `in_one` is as in `Blocks`.
         """
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
@@ -60,12 +60,12 @@ class PagePool:
         self.memory.allocate(self.layout.size, pages, self.device, in_one=in_one)
 
     def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` like those of `allocate`."""
+        """Return empty keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as for `allocate`."""
         key = torch.empty(batch, self.heads, 0, self.k_dim, dtype=self.dtype, device=self.device)
         return key, key.new_empty((batch, self.heads, 0, self.v_dim), dtype=self.v_dtype)
 
     def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind, room for growth included: `pages`, `scales`, `tables`, `host`."""
+        """Return bytes by kind, including room for growth: `pages`, `scales`, `tables`, `host`."""
         scales, blocks, memory = 0, self.blocks, self.memory
         if self.has_scales:
             parts = (self.layout.split(block)["token_scales"] for block in blocks.tensors)

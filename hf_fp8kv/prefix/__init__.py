@@ -1,1 +1,1 @@
-"""Prefixes that are not computed again: held by a cache, or stored in a folder."""
+"""Reuse of prefixes from a cache, or from a store in a folder."""

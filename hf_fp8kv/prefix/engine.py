@@ -1,7 +1,7 @@
-"""Full blocks of an engine's pages in a `PrefixStore`: found before a prompt is computed, and left.
+"""Exchange of full blocks between an engine and a `PrefixStore`.
 
-The engine keeps full blocks that nobody uses, under a hash of their tokens, until it needs the
-room. What a store has of a prompt is put among them, where the engine then finds it.
+The engine keeps full blocks without users, under a hash of their tokens, until it needs the memory.
+Blocks of a prompt that are in the store are added to these, so that the engine finds them.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from .store import PrefixStore
 
 
 class StoredBlocks:
-    """The blocks of one allocator, and a store; `identity` says what else their bytes depend on.
+    """The blocks of one allocator, and a store. Only the engine's thread uses it.
 
-    The engine's thread alone uses it.
+    `identity` is everything that the bytes depend on, except the tokens.
     """
 
     def __init__(self, store: PrefixStore, identity: str, allocator: Any) -> None:
@@ -26,50 +26,48 @@ class StoredBlocks:
         self._slots, self._rows = int(allocator.tokens_per_page), allocator._copy_view
         self._pool, self._index = allocator.pool, allocator.index
         self._identity = f"{identity}.blocks.{self._rows.shape[1]}"
-        # Of each block that was full once: the engine's hash of it and the key in the store, which
-        # hold for as long as the engine has that hash for the block.
+        # The engine's hash and the key in the store of each block that was full. An entry is valid
+        # while the engine has the same hash for the block.
         self._keys: dict[int, tuple[int, str]] = {}
-        self._missed: set[str] = set()  # requests; a waiting one asks at each step
+        self._missed: set[str] = set()  # requests, which call `fetch` in each step while they wait
 
     def fetch(self, request_id: str, tokens: list[int]) -> None:
-        """Put the beginning of a prompt that the store has among the blocks kept for reuse.
+        """Load the beginning of a prompt from the store to blocks that the engine keeps for reuse.
 
-        As many blocks as are free are taken; at least one token is left to be computed.
+        Stops when no block is free. At least one token is left to compute.
         """
         allocator, slots = self._allocator, self._slots
-        most, known = (len(tokens) - 1) // slots, len(allocator.match_prefix_blocks(tokens))
+        max_blocks, known = (len(tokens) - 1) // slots, len(allocator.match_prefix_blocks(tokens))
         blocks: list[int] = []
-        asked: list[tuple[int, str]] = []
+        requested: list[tuple[int, str]] = []
 
-        def wanted() -> Iterator[str]:
+        def missing_keys() -> Iterator[str]:
             key, name = "", None
-            for place in range(most if known < most else 0):
-                part = tokens[place * slots : (place + 1) * slots]
+            for index in range(max_blocks if known < max_blocks else 0):
+                part = tokens[index * slots : (index + 1) * slots]
                 (key,) = chain_keys(self._identity, part, slots, key)
                 name = cache_allocator.compute_block_hash(name, part)
                 if name not in allocator.ledger.hash_to_block:
-                    asked.append((name, key))
+                    requested.append((name, key))
                     yield key
-                # else still cached, although a block before it was evicted
+                # otherwise still cached, although an earlier block was evicted
 
         if self._has_room():
-            for page in self._store.read(wanted(), self._check):
+            for page in self._store.read(missing_keys(), self._check):
                 if not blocks:
-                    synchronize(
-                        self._rows.device
-                    )  # a step that runs may still write to what is free
-                name, key = asked[len(blocks)]
+                    synchronize(self._rows.device)  # a running step may still write to free blocks
+                name, key = requested[len(blocks)]
                 blocks.append(self._put(page))
                 allocator.ledger.register_new_hash(blocks[-1], name)
                 self._keys[blocks[-1]] = name, key
                 if not self._has_room():
                     break
-        if asked and not known and not blocks and request_id not in self._missed:
+        if requested and not known and not blocks and request_id not in self._missed:
             self._missed.add(request_id)
             self._store.count(misses=1)
         if blocks:
-            synchronize(self._rows.device)  # the engine computes on another stream
-            # A block with a hash is kept for reuse, the last one to be given up first.
+            synchronize(self._rows.device)  # the engine computes on a different stream
+            # A released block with a hash is kept. A prompt's last block is evicted first.
             for block in reversed(blocks):
                 allocator.ledger.release(block)
             self._store.count(hits=1, tokens_found=len(blocks) * slots)
@@ -82,7 +80,7 @@ class StoredBlocks:
         return bool(self._pool.count_free_blocks(self._index) or self._pool.num_free_sectors)
 
     def _put(self, page: Page) -> int:
-        """Copy a page to a free block, which is not free any more, and return that."""
+        """Copy a page to a free block, take the block, and return its number."""
         if not self._pool.count_free_blocks(self._index):
             self._pool.allocate_sector(self._index)
         (block,) = self._pool.get_free_blocks(self._index, 1)
@@ -90,10 +88,10 @@ class StoredBlocks:
         return int(block)
 
     def keep(self, request_id: str, tokens: list[int], *, is_over: bool = False) -> None:
-        """Store the blocks of a request that are full since the last time.
+        """Store the blocks of a request that were filled since the last call.
 
-        At its end, before the engine gives the blocks up: also note that they were used, and store
-        those that are gone from there.
+        With `is_over`, before the engine frees the blocks, also mark all of them as used, and store
+        blocks again that are no longer in the store.
         """
         slots, names = self._slots, self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
@@ -109,16 +107,18 @@ class StoredBlocks:
             self._missed.discard(request_id)
             first = 0
         if first < len(keys):
-            self._store.write(keys, lambda places: self._copy([blocks[at] for at in places]), first)
+            self._store.write(
+                keys, lambda indices: self._copy([blocks[at] for at in indices]), first
+            )
         if is_over:
             self._store.touch(keys)
 
     def _copy(self, blocks: list[int]) -> Iterator[Page]:
-        # One after the other: the engine's memory plan has no room for a copy of many blocks.
+        # One at a time, because the engine's memory plan leaves no room for copies of many blocks.
         return (Page([self._rows[block].to("cpu", copy=True)], None) for block in blocks)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that runs on a device."""
+    """Wait until a device is idle."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

@@ -1,4 +1,4 @@
-"""The content of a file with one page of a prefix, and its name."""
+"""The contents and the name of a file with one page of a prefix."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from safetensors import torch as safetensors
 
 from ..utils.digests import digest_of
 
-# Changes with what the bytes in a file mean.
+# Version of the file format. It changes with the meaning of the bytes.
 _FORMAT = "hf_fp8kv.prefix.3"
 
 
@@ -18,9 +18,9 @@ class Page(NamedTuple):
     """The bytes of one page of tokens.
 
     Attributes:
-        rows: the page of each layer as its pool has it, or one block of an engine. Each is
-            `[bytes]`, uint8, on the CPU.
-        facts: everything else that a reader needs, for JSON.
+        rows: The page of each layer as in its pool, or one block of an engine. Each is `[bytes]`,
+            uint8, on the CPU.
+        facts: Everything else that a reader needs, for JSON.
     """
 
     rows: list[torch.Tensor]
@@ -28,10 +28,13 @@ class Page(NamedTuple):
 
 
 def chain_keys(identity: str, ids: Any, page_size: int, after: str = "") -> list[str]:
-    """Return the key of each full page of one text: a hash of it and of all that is before it.
+    """Return the key of each full page of a sequence: a hash of its tokens and all earlier tokens.
 
-    `ids` are whole numbers, `[N]`, on the CPU, with -1 for padding; `identity` says what else the
-    numbers depend on; `after` is the key of the page before them, if they are not the beginning.
+    Args:
+        identity: Everything that the pages depend on, except the tokens.
+        ids: Token ids, integers `[N]` on the CPU, -1 for padding.
+        page_size: Tokens per page.
+        after: Key of the page before `ids`, or "" at the beginning.
     """
     data = np.asarray(ids, "<i8")
     keys, last = [], bytes.fromhex(after) or f"{_FORMAT}.{identity}".encode()
@@ -43,7 +46,7 @@ def chain_keys(identity: str, ids: Any, page_size: int, after: str = "") -> list
 
 
 def pack(key: str, page: Page) -> bytes:
-    """Return the content of a file."""
+    """Return the contents of a page's file."""
     rows = {str(layer): row for layer, row in enumerate(page.rows)}
     header = {"format": _FORMAT, "key": key, "facts": json.dumps(page.facts)}
     header["digest"] = digest_of(header, rows)
@@ -51,13 +54,13 @@ def pack(key: str, page: Page) -> bytes:
 
 
 def unpack(key: str, data: bytes) -> Page:
-    """Return the page in the content of a file; raises one of many errors if it is not one."""
+    """Return the page in the contents of a file. Invalid contents raise any error."""
     rows = safetensors.load(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     if header.pop("digest") != digest_of(header, rows):
-        raise ValueError("its bytes are not those that were written")
+        raise ValueError("its bytes have changed since they were written")
     if header["format"] != _FORMAT or header["key"] != key:
-        raise ValueError("another format, or another page than its name says")
+        raise ValueError("a different format, or a different page than its name says")
     if any((row.dtype, row.ndim) != (torch.uint8, 1) for row in rows.values()):
         raise ValueError("not rows of bytes")
     return Page([rows[str(layer)] for layer in range(len(rows))], json.loads(header["facts"]))

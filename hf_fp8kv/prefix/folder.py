@@ -1,10 +1,9 @@
-"""A folder of files that take a bounded number of bytes, shared by processes.
+"""A folder of files with a limit on their total size, shared by processes.
 
-One process at a time writes, the one that holds the lock. The lock file holds an upper bound of the
-bytes: it is raised before a file is written and lowered after files were removed, so a process that
-is killed leaves it too high, and never too low. A look at the whole folder corrects it: a process
-takes one when it begins, and while it removes files, once all that it saw the last time have been
-removed or used since.
+Only the process that holds the lock writes. The lock file contains an upper bound of the total
+size. The bound is raised before a file is written and lowered after files are removed, so a killed
+process can only leave it too high. A scan of the folder corrects it. A process scans the folder
+when it begins, and during eviction when all files of its last scan have been removed or used since.
 """
 
 import heapq
@@ -18,14 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LOCK, _PARTIAL = ".prefix_store.lock", ".part"
-# A link leads out of the folder, and a pipe would never answer. (Windows has none of these.)
+# Links could lead out of the folder, and reading a pipe could block. (Windows lacks these flags.)
 _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
-# Nanoseconds that the time of a file may be behind the clock: a tick of the kernel, and a margin.
+# Nanoseconds by which the time of a file may lag behind the clock: a kernel tick plus a margin.
 _TICK = 20_000_000
 
 
 class StoredFile(NamedTuple):
-    """A file of the folder: when it was last used (ns since 1970), its bytes, its name."""
+    """A file of the folder: time of its last use (ns since 1970), size in bytes, and name."""
 
     used: int
     bytes: int
@@ -33,60 +32,62 @@ class StoredFile(NamedTuple):
 
 
 class PrefixFolder:
-    """The files of a folder whose names match a pattern; together at most `max_bytes`.
+    """The files of a folder whose names match a pattern, with at most `max_bytes` in total.
 
-    `names`: matches the whole name of a file. Other files are left alone.
+    `names` must match the whole name of a file. All other files are ignored.
     """
 
     def __init__(self, path: Path, names: re.Pattern[str], max_bytes: int) -> None:
         self.path, self._names, self._max_bytes = path, names, max_bytes
         self._unfinished = re.compile(rf"\.{names.pattern}{re.escape(_PARTIAL)}")
-        # A heap of the files at the last look, and the time of it: what is not in it was used
-        # later. Each file is looked up again before it is removed.
+        # A heap of the files at the last scan, and the time of the scan. Other files were used
+        # later. Each file is checked again before it is removed.
         self._oldest: list[StoredFile] = []
         self._looked = 0
 
     def files(self) -> list[StoredFile]:
-        """Return all files; none if the folder cannot be read."""
-        found = []
+        """Return all files, or an empty list if the folder cannot be read."""
+        files = []
         with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
                 if self._names.fullmatch(entry.name) and (file := self._look_up(entry.name)):
-                    found.append(file)
-        return found
+                    files.append(file)
+        return files
 
     def _look_up(self, name: str) -> StoredFile | None:
-        with suppress(OSError):  # another process was faster
-            found = (self.path / name).lstat()
-            if not stat.S_ISDIR(found.st_mode):
-                return StoredFile(found.st_mtime_ns, found.st_size, name)
+        with suppress(OSError):  # another process removed it
+            info = (self.path / name).lstat()
+            if not stat.S_ISDIR(info.st_mode):
+                return StoredFile(info.st_mtime_ns, info.st_size, name)
         return None
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a regular file. Raises OSError, for a link ELOOP, or ValueError."""
+        """Return the contents of a regular file. Raises ValueError or OSError (ELOOP: a link)."""
         path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
         with open(path, "rb", opener=opener) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_size > self._max_bytes:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_size > self._max_bytes:
                 raise ValueError("not a file, or larger than the whole store may be")
-            return file.read(found.st_size)
+            return file.read(info.st_size)
 
     def touch(self, name: str, used: int) -> None:
-        """Note when a file was used, in ns since 1970, if it is there and ours."""
-        with suppress(OSError, NotImplementedError):  # the latter on Windows
+        """Set the time of a file's last use, in ns since 1970, if it exists and we own it."""
+        with suppress(OSError, NotImplementedError):  # NotImplementedError on Windows
             os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
 
     def hold_bound(self) -> None:
-        """Remove what is over the bound, which may have been larger; nothing while others write."""
+        """Evict files beyond `max_bytes`, which may have changed, unless others write."""
         with self.lock(0.0) as lock:
             if lock is not None:
                 _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))
 
     def put(self, lock: int, name: str, data: bytes, own: Collection[str]) -> bool:
-        """Write a file that is not there yet, whole or not at all; return whether there is room.
+        """Write a new file atomically, and return whether there was room.
 
-        The least recently used files make room, except for `own`, names of files that are used now.
-        Raises OSError: a full disk, or one that cannot be written.
+        The least recently used files are evicted, except `own`, the names of files in use.
+
+        Raises:
+            OSError: The disk is full or cannot be written.
         """
         if (size := len(data)) > self._max_bytes:
             return False
@@ -99,9 +100,9 @@ class PrefixFolder:
             return False
         unfinished = self.path / f".{name}{_PARTIAL}"
         with suppress(OSError):
-            unfinished.unlink()  # of a process that is gone: the lock is ours
+            unfinished.unlink()  # from a process that ended, because we hold the lock
         try:
-            with unfinished.open("xb") as file:  # not through a link
+            with unfinished.open("xb") as file:  # fails for a link
                 file.write(data)
             os.replace(unfinished, self.path / name)
         except FileExistsError:
@@ -111,13 +112,13 @@ class PrefixFolder:
             raise
         return True
 
-    def _evict(self, lock: int, total: int, most: int, own: Collection[str]) -> int:
-        """Remove the least recently used files, except `own`, until `most` bytes are left.
+    def _evict(self, lock: int, total: int, limit: int, own: Collection[str]) -> int:
+        """Remove the least recently used files, except `own`, until at most `limit` bytes are left.
 
-        `total` bytes are there before. Return how many are left.
+        `total` is the number of bytes before. Return the number of bytes after.
         """
         is_new = False
-        while total > most:
+        while total > limit:
             if not is_new and (not self._oldest or self._oldest[0].used >= self._looked):
                 total, is_new = self._count(lock), True
                 continue
@@ -125,7 +126,7 @@ class PrefixFolder:
                 break
             file = heapq.heappop(self._oldest)
             if file.name in own:
-                continue  # used now, so it is as good as written later
+                continue  # in use, so treat it as if it were written later
             if (now := self._look_up(file.name)) != file:
                 if now is not None:
                     heapq.heappush(self._oldest, now)
@@ -135,27 +136,32 @@ class PrefixFolder:
         return total
 
     def _count(self, lock: int) -> int:
-        """Look at all files, remove what killed processes left unfinished, and return the bytes."""
+        """Scan all files, remove unfinished files of killed processes, and return the total."""
         for name in os.listdir(self.path):
             if self._unfinished.fullmatch(name):
-                with suppress(OSError):  # somebody's folder, or not ours to remove
+                with suppress(OSError):  # a folder, or not removable
                     (self.path / name).unlink()
         self._looked = time.time_ns() - _TICK
         self._oldest = self.files()
         now = time.time_ns()
         for file in self._oldest:
-            if file.used > now:  # a clock was set back: new files would go before these
+            if file.used > now:  # a clock was set back, so new files would be evicted first
                 self.touch(file.name, self._looked)
         heapq.heapify(self._oldest)
-        # Not known until the caller writes it: a full disk may have no room before files are gone.
+        # Invalid until the caller writes the total, for which a full disk may have no room yet.
         os.ftruncate(lock, 0)
         return sum(file.bytes for file in self._oldest)
 
     @contextmanager
     def lock(self, patience: float) -> Iterator[int | None]:
-        """Hold the folder's lock, which a killed process gives back; None: others are writing.
+        """Hold the folder's lock, or yield None if other processes are writing.
 
-        `patience`: seconds to wait for them. Raises OSError, or ImportError on Windows.
+        `patience` is the time to wait for them, in seconds. The system releases the lock of a
+        killed process.
+
+        Raises:
+            OSError: The lock file cannot be opened.
+            ImportError: The system is Windows.
         """
         import fcntl  # not on Windows
 
@@ -173,13 +179,13 @@ class PrefixFolder:
             yield handle if is_ours else None
         finally:
             if is_ours:
-                # A process that was forked meanwhile has the handle, too.
+                # Unlock explicitly: a process that was forked in between also has the handle.
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 
 def _read_total(lock: int) -> int | None:
-    """Return the number in the lock file, of 20 digits; None if there is something else in it."""
+    """Return the number in the lock file, or None unless it has exactly 20 digits."""
     data = os.pread(lock, 21, 0)
     return int(data) if len(data) == 20 and data.isdigit() else None
 

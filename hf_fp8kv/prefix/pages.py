@@ -1,4 +1,4 @@
-"""The pages of a cache that a `PrefixStore` keeps: which, under which keys, and back again."""
+"""Exchange of pages between a cache and a `PrefixStore`, and the keys of pages."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ Facts = dict[str, Any]
 def check_store(store: object, options: CacheOptions, config: Any, cache: Any = None) -> None:
     """Raise ConfigError unless pages of a model with this config can be stored.
 
-    `cache`: the cache that has these pages. None means an engine.
+    `cache` is the cache with these pages, or None for an engine.
     """
     layers = [] if cache is None else cache.layers
     is_indexed = (isinstance(layer, FP8PagedIndexedLayer) for layer in layers)
@@ -37,31 +37,31 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     elif options.tensor_parallel.size > 1:
         why = "a model in one process, got one that is split; leave it out"
     elif cache is not None and cache.open_ended:
-        why = "a cache with a config, which names the layers, got one without; pass the model's"
+        why = "a cache with a config, got one without; pass the model's config"
     elif options.is_preallocated:
         why = "a growing cache, got max_cache_len; leave one of the two out"
     elif options.prefill != "stored":
         why = (
-            "prefill='stored', got 'exact', whose first call reads its own K and V unrounded, so "
-            "pages depend on the cut into calls; make the cache with prefill='stored'"
+            "prefill='stored', got 'exact', whose first call reads unrounded K and V, so pages "
+            "depend on how a sequence is split into calls; make the cache with prefill='stored'"
         )
     elif options.first_call_centers:
         why = (
-            "no centers but those of a plan, got a center of each text's own first call; pass "
-            "plan=hf_fp8kv.choose_plan(model), or store K without centers"
+            "no centers except those of a plan, got centers from the first call of each sequence; "
+            "pass plan=hf_fp8kv.choose_plan(model), or store K without centers"
         )
     elif config.is_encoder_decoder:
-        why = "a decoder alone, got an encoder-decoder, whose pages depend on what it encodes"
+        why = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
     elif any(is_indexed) or (layers and cache.stock_layers):
-        why = "layers that are only pages, got some of another kind (recurrent, indexed, skipped)"
+        why = "only paged layers, got some of a different kind (recurrent, indexed, skipped)"
     elif moving := moving_rope(config):
-        why = f"frequencies of RoPE that stay, got {moving!r}: they change with the length"
+        why = f"constant frequencies of RoPE, got {moving!r}, which depends on the length"
     if why:
         raise ConfigError(f"prefix_store: expected {why}")
 
 
 def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, LayerPlan]]) -> str:
-    """Return a digest of how values are stored, in layers with an index, window and plan each."""
+    """Return a digest of how values are stored. Layers are (index, window, storage plan)."""
     scales = options.scales
     return digest_of(
         options.page_size, options.backend, options.dynamic_scales,
@@ -71,9 +71,9 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
 
 
 class StoredPrompt:
-    """The full pages of a prompt: which a store has, and which a cache has for it.
+    """The full pages of a prompt, to restore from a store and to write to it.
 
-    `restored` is how many pages of each row came from the store.
+    `restored` is the number of pages of each row that came from the store.
     """
 
     def __init__(self, store: PrefixStore | None, cache: Any) -> None:
@@ -81,38 +81,40 @@ class StoredPrompt:
         self._cache, self._keys, self._length, self.restored = cache, list[list[str]](), 0, 0
 
     def find(self, identity: str, text: Text) -> None:
-        """Find the keys of the pages: there are none if tokens are at other positions.
+        """Compute the keys of the pages. There are none if tokens have unusual positions.
 
-        `identity` is everything that pages depend on, except the text. Padding is a part of it,
-        since it decides in which slot of which page a token is.
+        `identity` is everything that pages depend on, except the text. Padding belongs to the text,
+        because it determines the page and slot of each token.
         """
         ids, mask, positions = text.columns(text.length, torch.device("cpu"))
-        counted, size = (mask.cumsum(1) - 1).clamp(min=0), self._cache.options.page_size
-        if not bool(((positions != counted) & mask).any()):
+        expected, size = (mask.cumsum(1) - 1).clamp(min=0), self._cache.options.page_size
+        if not bool(((positions != expected) & mask).any()):
             rows = ids.masked_fill(~mask, -1)
             self._keys = [chain_keys(identity, row, size) for row in rows]
         self._length = text.length
 
     def restore(self) -> None:
-        """Give an empty cache the pages that the store has of every row, except its last token.
+        """Restore the pages that the store has for every row in an empty cache.
 
-        Sizes and dtypes come from the files. The model's are not known before its first layer has
-        computed.
+        At least the last token is left to compute. Sizes and dtypes are read from the files,
+        because those of the model are not known before its first layer has run.
         """
         store, cache, keys = self._store, self._cache, self._keys
         size = cache.options.page_size
-        most = (self._length - 1) // size
-        if not keys or not most or cache.host_length():
+        max_pages = (self._length - 1) // size
+        if not keys or not max_pages or cache.host_length():
             return
-        pages = self._read(most)
-        missing = (at for at in range(most) if any(row[at] not in pages for row in keys))
-        if not (count := next(missing, most)):
+        pages = self._read(max_pages)
+        missing = (
+            index for index in range(max_pages) if any(row[index] not in pages for row in keys)
+        )
+        if not (count := next(missing, max_pages)):
             store.count(misses=len(keys))
             return
         try:
             cache.adopt(self._unpack(count, pages))
         except OutOfPagesError:
-            return  # the computation of these tokens raises this error with a better message
+            return  # computing these tokens raises this error with a better message
         self.restored, tokens = count, len(keys) * count * size
         cache.restored += tokens
         store.count(hits=len(keys), tokens_found=tokens)
@@ -120,7 +122,7 @@ class StoredPrompt:
             store.touch(row[:count])
 
     def forget(self, error: Exception) -> None:
-        """Take back what `restore` did: the model cannot use these pages."""
+        """Undo `restore`, because the model cannot use these pages."""
         self._cache.reset()
         self._cache.restored -= len(self._keys) * self.restored * self._cache.options.page_size
         for key in dict.fromkeys(key for row in self._keys for key in row[: self.restored]):
@@ -128,38 +130,38 @@ class StoredPrompt:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the pages that windows leave behind during the prefill, and then store all pages.
+        """Keep pages that leave a window during the prefill, and then store all pages.
 
-        A text that diverges later needs the window before that place. Nothing is stored unless
-        every layer holds exactly the prompt: wrappers of a model may add tokens to it.
+        A text that diverges later needs the window before that position. Nothing is stored unless
+        every layer holds exactly the prompt, because wrappers of a model may add tokens to it.
         """
         store, cache = self._store, self._cache
         if all(store.has(key) for row in self._keys for key in row):
             yield
             return
-        # Within a limit a prompt has to fit as it does without a store.
+        # With a page limit, a prompt must fit as it does without a store.
         groups = () if cache.options.max_pages is not None else cache.groups.values()
-        passing = [x for x in groups if x.window is not None and not x.record_past]
+        windowed = [x for x in groups if x.window is not None and not x.record_past]
         try:
-            for group in passing:
+            for group in windowed:
                 group.record_past = True
             yield
         finally:
-            for group in passing:
+            for group in windowed:
                 group.record_past = False
         if {*cache._paged.host_lengths()} == {self._length}:
             first = max(group.table.first for group in cache.groups.values())
             for number, row in enumerate(self._keys):
-                store.write(row, partial(_take_pages, cache.paged_layers, number), first)
+                store.write(row, partial(_read_pages, cache.paged_layers, number), first)
                 store.touch(row)
-        for group in passing:
+        for group in windowed:
             group.crop(0)
 
-    def _read(self, most: int) -> dict[str, Page]:
-        """Return the first `most` pages of each row, up to one that is not there, by key.
+    def _read(self, max_pages: int) -> dict[str, Page]:
+        """Return the first `max_pages` pages of each row by key, up to the first missing page.
 
-        Each page has the facts and the sizes that this cache would write, for the sizes of heads
-        that the first page names.
+        Each page is checked to have the facts and sizes that this cache would write, with the head
+        sizes of the first page.
         """
         pages: dict[str, Page] = {}
         facts: list[Facts] = []
@@ -168,24 +170,24 @@ class StoredPrompt:
 
         def check(page: Page) -> None:
             if not facts:
-                for layer, told in zip(paged, page.facts, strict=True):
-                    pool = serialization.make_pool(told, options, layer.index, cpu)
+                for layer, layer_facts in zip(paged, page.facts, strict=True):
+                    pool = serialization.make_pool(layer_facts, options, layer.index, cpu)
                     facts.append(serialization.describe(pool))
                     sizes.append(pool.layout.size)
-                    options.layer_scales(layer.index, *told["shape"])  # ScaleError: other heads
+                    options.layer_scales(layer.index, *layer_facts["shape"])  # or raise ScaleError
             if page.facts != facts or [*map(len, page.rows)] != sizes:
-                raise ValueError("not what this model's cache would write")
+                raise ValueError("a page that this model's cache would not write")
 
-        wanted = dict.fromkeys(row[at] for at in range(most) for row in self._keys)
-        pages.update(zip(wanted, self._store.read(wanted, check), strict=False))
+        keys_to_read = dict.fromkeys(row[index] for index in range(max_pages) for row in self._keys)
+        pages.update(zip(keys_to_read, self._store.read(keys_to_read, check), strict=False))
         return pages
 
     def _unpack(self, count: int, pages: dict[str, Page]) -> CacheSnapshot:
-        """Return a snapshot of a cache that holds the first `count` pages of each row."""
+        """Return a cache snapshot with the first `count` pages of each row."""
         cache, keys, options = self._cache, self._keys, self._cache.options
         length, facts = count * options.page_size, next(iter(pages.values())).facts
-        places = {key: place for place, key in enumerate(pages)}
-        rows = [*zip(*(page.rows for page in pages.values()), strict=True)]  # of each layer
+        order = {key: index for index, key in enumerate(pages)}
+        rows = [*zip(*(page.rows for page in pages.values()), strict=True)]  # by layer
         pages.clear()
         tensors: dict[str, torch.Tensor] = {}
         groups: list[Facts] = []
@@ -198,8 +200,8 @@ class StoredPrompt:
             layers = []
             for i in (layer.index for layer in cache.paged_layers if layer.store.group is group):
                 layers.append({"index": i, "length": length, **facts[i]})
-                held, rows[i] = rows[i], ()
-                tensors[f"layers.{i}.pages"] = torch.stack([held[places[key]] for key in used])
+                layer_rows, rows[i] = rows[i], ()
+                tensors[f"layers.{i}.pages"] = torch.stack([layer_rows[order[key]] for key in used])
                 center = options.layer_scales(i, *facts[i]["shape"])[2]
                 if center is not None:
                     tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)
@@ -207,11 +209,11 @@ class StoredPrompt:
         return serialization.unpack({"groups": groups, "open_ended": False}, tensors, options, [])
 
 
-def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:
-    """Return the pages of one row of a cache, by their places in it."""
+def _read_pages(layers: list[Any], row: int, indices: list[int]) -> list[Page]:
+    """Return the pages of one row of a cache at these indices."""
     rows = []
     for layer in layers:
-        numbers = layer.store.group.table.rows[row, np.array(places)]
+        numbers = layer.store.group.table.rows[row, np.array(indices)]
         rows.append(layer.store.pool.memory.take(numbers).cpu())
     facts = [serialization.describe(layer.store.pool) for layer in layers]
-    return [Page([*of_layers], facts) for of_layers in zip(*rows, strict=True)]
+    return [Page([*layer_rows], facts) for layer_rows in zip(*rows, strict=True)]

@@ -1,12 +1,12 @@
-"""`PrefixStore`: pages of prefixes in a folder, for this process and others, now and later.
+"""`PrefixStore`: pages of prefixes in a folder, shared between processes and kept across runs.
 
-A file holds one page of tokens, of all layers. Its name is a hash of these tokens, of all tokens
-before them, and of everything else that its numbers depend on: whoever looks for a name finds the
-right numbers, or nothing. The folder is the index: a file is in it from the moment when it is
-renamed to its name, whole, until it is removed.
+A file holds one page of tokens, of all layers. Its name is a hash of these tokens, all tokens
+before them, and everything else that the page depends on. A lookup therefore finds the right page
+or nothing. The folder is the index: a file becomes visible, complete, when it is renamed, and stays
+until it is removed.
 
-Files are read in one go, and not mapped: what is used is then what was checked, and a file that
-somebody cuts off meanwhile is an error, where a map would end the process.
+Files are read completely instead of mapped, so that the checked bytes are the bytes that are used.
+If a file is truncated in between, reading raises an error, but a mapping would end the process.
 """
 
 import errno
@@ -37,26 +37,26 @@ logger = logging.getLogger(__name__)
 _NAMES = re.compile(r"[0-9a-f]{64}\.safetensors")
 _NO_MEMORY = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_BYTES = 16 << 30
-# Seconds to wait for other processes that are writing, and for those that have written for so long.
+# Seconds to wait for other processes that write, first and after a wait has timed out.
 _PATIENCE, _LITTLE_PATIENCE = 2.0, 0.1
-# Files that are read at a time, and bytes that may wait to be written beside those of one text.
+# Number of files to read at a time, and bytes that may be queued for writing before the next text.
 READERS, _MOST_QUEUED = min(os.cpu_count() or 1, 8), 1 << 30
 
 _T = TypeVar("_T")
 
 
 class StoreUsage(NamedTuple):
-    """What a store holds, and what this process had of it.
+    """Contents of a store, and statistics of this process.
 
     Attributes:
-        files: pages in the folder now, of all models and processes.
-        bytes: their size.
-        hits: texts that found a beginning here.
-        misses: texts that did not.
-        tokens_found: tokens of hits, over all sequences.
-        bytes_read: of files.
-        bytes_written: of files.
-        files_refused: damaged or foreign files that were met.
+        files: Number of pages in the folder, from all models and processes.
+        bytes: Their total size, in bytes.
+        hits: Number of prompts whose beginning was found.
+        misses: Number of prompts whose beginning was not found.
+        tokens_found: Number of tokens that were found, over all sequences.
+        bytes_read: Bytes read from files.
+        bytes_written: Bytes written to files.
+        files_refused: Number of damaged or foreign files that were rejected.
     """
 
     files: int
@@ -70,23 +70,24 @@ class StoreUsage(NamedTuple):
 
 
 class PrefixStore:
-    """A folder with pages of prefixes, which outlive the process.
+    """A folder of prefix pages that outlives the process.
 
     ```python
     store = PrefixStore("~/.cache/prefixes", max_bytes=8 << 30)
     enable(model, prefix_store=store)
     ```
 
-    Several processes may share the folder. A file that is damaged, or not what its name says, is
-    ignored with a warning and removed. Where nothing can be written any more (a full disk, no
-    permission), nothing is stored from then on, which is logged once; reading goes on.
+    Several processes may share the folder. A file that is damaged, or does not match its name, is
+    ignored with a warning and removed. If a write fails (full disk, no permission), nothing is
+    stored from then on, which is logged once. Reading continues.
 
     Args:
-        path: the folder; made if it is not there. "~" is the home folder.
-        max_bytes: the most that the files may take; the least recently used go first.
+        path: The folder. It is created if it does not exist. "~" is the home folder.
+        max_bytes: Maximum total size of the files, in bytes. The least recently used are evicted
+            first.
 
     Raises:
-        ConfigError: the folder cannot be made, or a number below 1.
+        ConfigError: The folder cannot be created, or `max_bytes` is below 1.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -101,8 +102,8 @@ class PrefixStore:
             self.path.mkdir(parents=True, exist_ok=True)
         except (OSError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"path: expected a folder, or a place for one, got {str(path)!r}: {error}; name "
-                "another one"
+                f"path: expected a folder that exists or can be created, got {str(path)!r}: "
+                f"{error}; choose a different path"
             ) from error
         self._folder = PrefixFolder(self.path, _NAMES, max_bytes)
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
@@ -112,9 +113,9 @@ class PrefixStore:
         self._writes, self._is_bounded, self._patience = True, False, _PATIENCE
 
     def _begin(self) -> None:
-        """Begin without a thread and without anything to write."""
+        """Initialize the state without a thread and without queued pages."""
         self._mutex = threading.Lock()
-        # A thread, which a process that ends waits for, its jobs, and the pages that these write.
+        # The writer thread, which the interpreter joins at exit, its jobs, and the pages to write.
         self._writer = ThreadPoolExecutor(1, "hf_fp8kv prefix store")
         self._jobs: set[Future[None]] = set()
         self._queued: dict[str, Page] = {}
@@ -126,18 +127,18 @@ class PrefixStore:
         return partial(type(self), max_bytes=self.max_bytes), (str(self.path),)
 
     def usage(self) -> StoreUsage:
-        """Return what the folder holds now, and what this process had of it; see `flush`."""
+        """Return the contents of the folder, and statistics of this process, after `flush`."""
         self.flush()
         files = self._folder.files()
         return StoreUsage(len(files), sum(file.bytes for file in files), **self.counts())
 
     def counts(self) -> dict[str, int]:
-        """Return what this process had of the folder, without a look at it: a part of `usage`."""
+        """Return the statistics of this process, as in `usage`, without reading the folder."""
         with self._mutex:
             return dict(self._counts)
 
     def count(self, **numbers: int) -> None:
-        """Add to the numbers of `usage`."""
+        """Add to the statistics of `usage`."""
         with self._mutex:
             for name, number in numbers.items():
                 self._counts[name] += number
@@ -145,17 +146,15 @@ class PrefixStore:
     # -- reading -----------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Return whether there is something under a key; it may turn out to be damaged."""
+        """Return whether there is a page for a key. Its file may still be damaged."""
         is_there = key in self._queued or os.path.lexists(self._file(key))
         return is_there and key not in self._refused
 
     def read(self, keys: Iterable[str], check: Callable[[Page], None]) -> Iterator[Page]:
-        """Yield the pages under keys, up to the first that is not there, or not whole.
+        """Yield the pages for keys, up to the first page that is missing or damaged.
 
-        Several are read at a time, by threads, and at most `READERS` ahead of what is taken.
-        Raises nothing of its own.
-
-        `check`: raises ValueError, or what bad data makes it raise, for a page that cannot be used.
+        Threads read at most `READERS` pages ahead. Errors of files are not raised. `check` must
+        raise ValueError, or any error that bad data cause, for a page that cannot be used.
         """
         if not self._is_bounded:
             self._is_bounded = True
@@ -164,10 +163,12 @@ class PrefixStore:
         keys = iter(keys)
         with ThreadPoolExecutor(READERS) as pool:
 
-            def start(most: int) -> list[tuple[str, Future[Page]]]:
-                return [(key, _start(pool, partial(self._load, key))) for key in islice(keys, most)]
+            def start(count: int) -> list[tuple[str, Future[Page]]]:
+                return [
+                    (key, _start(pool, partial(self._load, key))) for key in islice(keys, count)
+                ]
 
-            ahead = deque(start(1))  # alone: a store often has none
+            ahead = deque(start(1))  # one first, because often there is none
             while ahead:
                 key, loaded = ahead.popleft()
                 try:
@@ -181,7 +182,7 @@ class PrefixStore:
                 yield page
 
     def _load(self, key: str) -> Page:
-        """Return a page. Raises OSError or ValueError."""
+        """Read a page. Raises OSError or ValueError."""
         if key in self._refused:
             raise FileNotFoundError(key)
         if (queued := self._queued.get(key)) is not None:
@@ -194,12 +195,12 @@ class PrefixStore:
         return self.path / f"{key}.safetensors"
 
     def refuse(self, key: str, error: Exception) -> None:
-        """Ignore a file from now on, with a warning, and remove it if it is bad and can be."""
+        """Ignore a file from now on, with a warning. Remove it if it is bad, if possible."""
         self._refused.add(key)
         self.count(files_refused=1)
         number = getattr(error, "errno", None)
         if isinstance(error, OSError | MemoryError) and number != errno.ELOOP:  # not a link
-            # The file may be good: too many files are open, or another user owns it.
+            # The file may be intact: too many files may be open, or another user owns it.
             why = type(error).__name__ if number is None else os.strerror(number)
             warn_once(logger, f"{self}: pages that cannot be read ({why}) are ignored")
             return
@@ -208,7 +209,7 @@ class PrefixStore:
             "removed if possible",
             self._file(key), type(error).__name__, error,
         )  # fmt: skip
-        with suppress(OSError):  # a folder, or not ours to remove
+        with suppress(OSError):  # a folder, or not removable
             self._file(key).unlink(missing_ok=True)  # another process may be faster
             self._refused.discard(key)
 
@@ -217,31 +218,31 @@ class PrefixStore:
     def write(
         self, keys: Sequence[str], make: Callable[[list[int]], Iterable[Page]], first: int = 0
     ) -> None:
-        """Have the pages of a text stored that are not there yet, by a thread.
+        """Store the missing pages of a text in a background thread.
 
-        Raises nothing that a disk causes, or memory that has no room for a copy of them.
+        Errors of the disk, or lack of memory for copies, are not raised.
 
         Args:
-            keys: of all its pages, from the first token on.
-            make: returns the pages at these places, of which nobody changes the tensors.
-            first: the first place that `make` can be asked for. If the page before it is not there
-                the others are of no use, and are not stored.
+            keys: Keys of all pages of the text, from the first token on.
+            make: Function that returns the pages at these indices. Their tensors must not change.
+            first: First index that `make` supports. If the page before it is not stored, later
+                pages are useless and are not stored.
         """
         missing = []
-        for at in range(max(first - 1, 0), len(keys)):
-            if self.has(keys[at]):
+        for index in range(max(first - 1, 0), len(keys)):
+            if self.has(keys[index]):
                 continue
-            if at < first or keys[at] in self._refused:
-                keys = keys[:at]
+            if index < first or keys[index] in self._refused:
+                keys = keys[:index]
                 break
-            missing.append(at)
+            missing.append(index)
         if not missing or not self._writes:
             return
         queued = (row for page in list(self._queued.values()) for row in page.rows)
         if sum(map(len, queued)) > _MOST_QUEUED:
             self.flush()
         try:
-            pages = dict(zip((keys[at] for at in missing), make(missing), strict=True))
+            pages = dict(zip((keys[index] for index in missing), make(missing), strict=True))
         except (MemoryError, torch.OutOfMemoryError):
             warn_once(logger, _NO_MEMORY.format(self))
             return
@@ -249,20 +250,20 @@ class PrefixStore:
         self._submit(partial(self._write_text, keys, pages))
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Note that the pages of a text were used: the first ones the most recently."""
+        """Mark the pages of a text as used, the first pages as the most recent."""
 
         def date(now: int = time.time_ns()) -> None:
-            for at, key in enumerate(keys):
-                self._folder.touch(self._file(key).name, now - at)
+            for index, key in enumerate(keys):
+                self._folder.touch(self._file(key).name, now - index)
 
-        # After what is being written, which may be these very pages.
+        # After pending writes, which may include these pages.
         if self._jobs:
             self._submit(date)
         else:
             date()
 
     def flush(self) -> None:
-        """Wait until what was to be stored is in the folder."""
+        """Wait until all pending pages are in the folder."""
         wait(self._jobs.copy())
 
     def _submit(self, job: Callable[[], None]) -> None:
@@ -271,10 +272,10 @@ class PrefixStore:
         future.add_done_callback(self._jobs.discard)
 
     def _write_text(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
-        own = {self._file(key).name for key in keys}
+        names = {self._file(key).name for key in keys}
         try:
             with self._folder.lock(self._patience) as lock:
-                # Who writes for so long may have been stopped: not to be waited for each time.
+                # A process that holds the lock this long may be suspended: wait less from now on.
                 self._patience = _PATIENCE if lock is not None else _LITTLE_PATIENCE
                 for key, page in pages.items():
                     if lock is None or not self._writes:
@@ -283,8 +284,8 @@ class PrefixStore:
                     if os.path.lexists(file):
                         continue  # another process was faster
                     data = pack(key, page)
-                    if not self._folder.put(lock, file.name, data, own):
-                        break  # the text alone takes all there is: its beginning is stored
+                    if not self._folder.put(lock, file.name, data, names):
+                        break  # the text fills the whole store, but its beginning is stored
                     self.count(bytes_written=len(data))
         except MemoryError:
             warn_once(logger, _NO_MEMORY.format(self))
@@ -292,21 +293,21 @@ class PrefixStore:
             self._writes = False
             warn_once(
                 logger,
-                f"{self} stores nothing from now on ({type(error).__name__}: {error}); what it "
-                "holds is still read",
+                f"{self} stores nothing from now on ({type(error).__name__}: {error}); existing "
+                "pages are still read",
             )
         except Exception:
             logger.exception("%s: the pages of a text are not stored", self)
         finally:
-            # All at once: pages of a text may share memory, which is free when none is left.
+            # Together, because pages of a text may share memory, which the last page frees.
             for key in pages:
                 self._queued.pop(key, None)
-            pages.clear()  # a job that no thread could be started for stays in the queue
+            pages.clear()  # a job without a thread would stay in the queue
 
 
 def _start(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
-    """Have a job done by a thread, or at once if there can be none."""
-    with suppress(RuntimeError):  # no more threads, or the main thread has ended
+    """Run a job in the pool, or immediately if it cannot start a thread."""
+    with suppress(RuntimeError):  # no more threads are possible, or the main thread has ended
         return pool.submit(job)
     done = Future[_T]()
     try:
@@ -318,5 +319,5 @@ def _start(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
 
 _STORES: WeakSet[PrefixStore] = WeakSet()
 if hasattr(os, "register_at_fork"):  # not on Windows
-    # A forked process has no thread, and leaves what was being written to the one that has it.
+    # A forked process does not inherit the thread. Pending writes stay with the parent.
     os.register_at_fork(after_in_child=lambda: list(map(PrefixStore._begin, _STORES)))

@@ -75,8 +75,8 @@ class Answers:
             _join(written[choice.index], self._write(choice, part))
         answer = {**self._base, "choices": written, "usage": count_usage(self._choices)}
         if self._request.prompt_logprobs is not None:
-            places = [answer] if self._chat else written
-            for scores, place in zip(self._scores, places, strict=False):
+            targets = [answer] if self._chat else written
+            for scores, place in zip(self._scores, targets, strict=False):
                 place["prompt_logprobs"] = scores.prompt()
         return answer
 
@@ -104,8 +104,8 @@ class Answers:
             for choice, part in parts
         )
 
-    def _event(self, *written: dict[str, Any], **more: Any) -> str:
-        return format_event({**self._base, "choices": written, **more})
+    def _event(self, *written: dict[str, Any], **fields: Any) -> str:
+        return format_event({**self._base, "choices": written, **fields})
 
     def _begin(self, choice: Choice) -> dict[str, Any]:
         empty: Any = {self._message: {"role": "assistant", "content": ""}}

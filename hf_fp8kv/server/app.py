@@ -271,12 +271,12 @@ class Application:
         return self._check(kind, content)
 
     def _check(self, kind: type[schemas.Body], content: bytearray) -> tuple[Any, str]:
-        asked = schemas.validate(kind, schemas.parse_body(content))
-        name = self.served.check_name(asked.model)
-        if isinstance(asked, schemas.Request):
-            self.served.check(asked)
-            self._maker.check_length(asked)
-        return asked, name
+        body = schemas.validate(kind, schemas.parse_body(content))
+        name = self.served.check_name(body.model)
+        if isinstance(body, schemas.Request):
+            self.served.check(body)
+            self._maker.check_length(body)
+        return body, name
 
     # -- paths -----------------------------------------------------------------------------------
 
@@ -337,42 +337,42 @@ class Application:
         return {"status": "ok", "requests_active": active, "requests_waiting": waiting}
 
     async def _tokenize(self, request: Request) -> Response:
-        asked, _ = await self._read(request, schemas.TokenizeRequest)
-        (found,) = await _run(self._prompts, self.served.make_prompts, asked)
+        body, _ = await self._read(request, schemas.TokenizeRequest)
+        (found,) = await _run(self._prompts, self.served.make_prompts, body)
         most = self._started().max_tokens
         return JSONResponse({"tokens": found, "count": len(found), "max_model_len": most})
 
     async def _detokenize(self, request: Request) -> Response:
-        asked, _ = await self._read(request, schemas.DetokenizeRequest)
+        body, _ = await self._read(request, schemas.DetokenizeRequest)
         most, vocabulary = self._started().max_tokens, self._started().vocabulary
-        if len(asked.tokens) > most or max(asked.tokens, default=0) >= vocabulary:
+        if len(body.tokens) > most or max(body.tokens, default=0) >= vocabulary:
             expected = f"a list of at most {most} integers from 0 to {vocabulary - 1}"
-            raise schemas.invalid("tokens", expected, asked.tokens)
-        return JSONResponse({"prompt": self.served.tokenizer.decode(asked.tokens)})
+            raise schemas.invalid("tokens", expected, body.tokens)
+        return JSONResponse({"prompt": self.served.tokenizer.decode(body.tokens)})
 
     # -- answers ---------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
         self._check_capacity()
-        asked, name = await self._read(request, _KINDS[_path_of(request.scope)])
+        body, name = await self._read(request, _KINDS[_path_of(request.scope)])
         visit = Visit(self._check_capacity(), self.metrics)
         self.metrics.unfinished[visit] = 1
         request.scope[_ENDING].callback(self.metrics.unfinished.pop, visit, None)
-        choices = await _unless_gone(request, self._prepare(asked))
+        choices = await _unless_gone(request, self._prepare(body))
         answer: Answers | ResponseAnswer
-        if isinstance(asked, schemas.ResponseRequest):
-            answer = ResponseAnswer(asked, name, choices[0])
+        if isinstance(body, schemas.ResponseRequest):
+            answer = ResponseAnswer(body, name, choices[0])
         else:
-            answer = Answers(asked, name, choices, self._texts)
-        found = visit.run(choices, streaming=asked.stream)
-        if not asked.stream:
+            answer = Answers(body, name, choices, self._texts)
+        found = visit.run(choices, streaming=body.stream)
+        if not body.stream:
             return JSONResponse(await _unless_gone(request, _collect(found, answer), choices))
         return _Stream(request, _events(found, answer), choices)
 
-    async def _prepare(self, asked: schemas.Request) -> list[Choice]:
-        guide = await self._maker.grammars.compile(asked)
-        pool = self._prompts if sum(asked.lengths) > _LONG else None
-        choices: list[Choice] = await _run(pool, self._maker.make, asked, guide)
+    async def _prepare(self, body: schemas.Request) -> list[Choice]:
+        guide = await self._maker.grammars.compile(body)
+        pool = self._prompts if sum(body.lengths) > _LONG else None
+        choices: list[Choice] = await _run(pool, self._maker.make, body, guide)
         return choices
 
 
@@ -381,7 +381,7 @@ _Found = AsyncGenerator[list[tuple[Choice, Part | None]], None]
 
 async def _collect(found: _Found, answer: Answers | ResponseAnswer) -> dict[str, Any]:
     async with contextlib.aclosing(found):
-        parts = [part async for some in found for part in some]
+        parts = [part async for group in found for part in group]
     # Log probabilities are megabytes, and other clients would wait for them.
     return await asyncio.to_thread(answer.whole, parts)
 

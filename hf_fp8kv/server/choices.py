@@ -144,8 +144,8 @@ class Maker:
         engine = self._engine
         if not prompt:
             raise APIError(400, "expected a prompt of at least one token, got none")
-        field, asked = request.limit
-        scores_only = asked == 0  # an engine makes one token at least
+        field, requested = request.limit
+        scores_only = requested == 0  # an engine makes one token at least
         # The last token is part of the answer, and never stored.
         room, holder = engine.page_tokens + 1 - len(prompt), f"the pages hold {engine.page_tokens}"
         if engine.model_tokens is not None:
@@ -153,9 +153,9 @@ class Maker:
             left = engine.model_tokens - len(prompt) + scores_only
             if left < room:
                 room, holder = left, f"the model holds {engine.model_tokens}"
-        if asked is None and request.generation_config is not None:
-            asked = request.generation_config.max_new_tokens
-        wanted = min(_NEW_TOKENS, room) if asked is None else max(asked, 1)
+        if requested is None and request.generation_config is not None:
+            requested = request.generation_config.max_new_tokens
+        wanted = min(_NEW_TOKENS, room) if requested is None else max(requested, 1)
         if room < 1 or wanted > room:
             raise APIError(
                 400,

@@ -78,20 +78,20 @@ class ServedModel:
         # A generous bound on the characters that one token may stand for.
         self.longest_token = max([_LONG_TOKEN, *map(len, self.tokenizer.get_vocab())])
 
-    def check_name(self, asked: str | None) -> str:
+    def check_name(self, name: str | None) -> str:
         """Return the model's name in an answer: as it was asked for, or short.
 
         Raises:
             APIError: The request names another model.
         """
-        if asked is not None and asked not in self.names:
+        if name is not None and name not in self.names:
             raise APIError(
                 404,
-                f"model: expected {self.names[-1]!r}, the only one here, got {asked!r:.100}",
+                f"model: expected {self.names[-1]!r}, the only one here, got {name!r:.100}",
                 param="model",
                 code="model_not_found",
             )
-        return asked or self.names[-1]
+        return name or self.names[-1]
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
         """Return the model in the form of OpenAI's list of models."""

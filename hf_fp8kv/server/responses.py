@@ -40,13 +40,13 @@ class ResponseAnswer:
         """Yield the events of the answer."""
         for name, status in (("created", "queued"), ("in_progress", "in_progress")):
             self._event(name, response=self._response(status, []))
-        yield self._take()
+        yield self._take_events()
         async for parts in found:
             self._add(parts)
-            yield self._take()
+            yield self._take_events()
         last = self._finish()
         self._event(last["status"], response=last)
-        yield self._take()
+        yield self._take_events()
 
     def failed(self, error: APIError) -> str:
         """Return the events of an error in a stream."""
@@ -55,15 +55,15 @@ class ResponseAnswer:
             {"type": "error", "message": error.message, "code": error.code, "param": error.param}
         ]
         self._event("failed", response=self._response("failed", [], error=inner))
-        return self._take()
+        return self._take_events()
 
-    def _response(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
-        return {**self._base, "status": status, "output": output, **more}
+    def _response(self, status: str, output: list[Any], **extra: Any) -> dict[str, Any]:
+        return {**self._base, "status": status, "output": output, **extra}
 
     def _event(self, kind: str, **fields: Any) -> None:
         self._events.append({"type": f"response.{kind}", **fields})
 
-    def _take(self) -> str:
+    def _take_events(self) -> str:
         """Return the events since the last call."""
         first, self._sequence = self._sequence, self._sequence + len(self._events)
         events, self._events = self._events, []

@@ -517,8 +517,8 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
     given = dict[str, Any]()
     for name, value in sorted(body.items()):
         field = where + name
-        more = itertools.islice(walk(value), _MAX_VALUES + 1, None)  # the first is `value`
-        if name not in ("prompt", "tokens") and any(True for _ in more):
+        rest_of_path = itertools.islice(walk(value), _MAX_VALUES + 1, None)  # the first is `value`
+        if name not in ("prompt", "tokens") and any(True for _ in rest_of_path):
             raise invalid(field, f"at most {_MAX_VALUES} values in all", value)
         if name in kind.only:
             if not any(_is_same(value, one) for one in kind.only[name]):
@@ -554,10 +554,10 @@ def _expected(error: Mapping[str, Any]) -> str:
 
 def _name_of(error: Mapping[str, Any]) -> str:
     """Return the field of an error of pydantic, within the message or item that has it."""
-    name, *more = error["loc"]
-    if name not in ("messages", "input", "tools") or not more:
+    name, *rest_of_path = error["loc"]
+    if name not in ("messages", "input", "tools") or not rest_of_path:
         return str(name)
-    place, *fields = more
+    place, *fields = rest_of_path
     fields = [] if name == "tools" else [field for field in fields if isinstance(field, str)]
     if name == "input":  # the kind of an item comes before its fields
         fields = ["type"] if error["type"] == "kind" else fields[1:]

@@ -59,11 +59,11 @@ def read_grammar(request: Any) -> _Asked | None:
     tools = _read_tools(request)
     if tools is not None and given[STRUCTURED] is None:
         return tools  # OpenAI's own fields are about the text, and such an answer has none
-    asked = [one for one in [tools, *found] if one is not None]
-    if len(asked) > 1:
-        (field, _), (other, _) = asked[:2]
+    requested = [one for one in [tools, *found] if one is not None]
+    if len(requested) > 1:
+        (field, _), (other, _) = requested[:2]
         raise _wrong(other, f"nothing beside {field}, since an answer has one form")
-    return asked[0] if asked else None
+    return requested[0] if requested else None
 
 
 def _read_text(given: Any) -> _Asked | None:
@@ -85,17 +85,17 @@ def _read_format(where: str, given: Any, inner: str) -> _Asked | None:
     if inner:
         _check_names(where, given, ("type", inner))
         where, given = f"{where}.{inner}", given.get(inner)
-    more = () if inner else ("type",)
-    _check_names(where, given, ("name", "description", "schema", "strict", *more))
+    extra = () if inner else ("type",)
+    _check_names(where, given, ("name", "description", "schema", "strict", *extra))
     return _json(f"{where}.schema", given.get("schema"))
 
 
 def _read_structured_outputs(given: Any) -> _Asked | None:
     _check_names(STRUCTURED, given, ("json", "regex", "choice", "json_object"))
-    asked = {name: value for name, value in given.items() if value not in (None, False)}
-    if len(asked) != 1:
+    requested = {name: value for name, value in given.items() if value not in (None, False)}
+    if len(requested) != 1:
         raise _wrong(STRUCTURED, "one of json, regex, choice, json_object")
-    ((name, value),) = asked.items()
+    ((name, value),) = requested.items()
     where = f"{STRUCTURED}.{name}"
     if name == "json_object":
         if value is not True:
@@ -146,8 +146,8 @@ def _read_tools(request: Any) -> _Asked | None:
         options = {"x-guidance": _OPTIONS}
         rules.append(f'call_{index}: {begin} %json {json.dumps(schema | options)} "}}"')
     any_call = " | ".join(f"call_{index}" for index in range(len(schemas)))
-    more = "" if request.parallel_tool_calls is False else ' (", " call)*'
-    lark = "\n".join([f'start: "[" call{more} "]"', f"call: {any_call}", *rules])
+    extra = "" if request.parallel_tool_calls is False else ' (", " call)*'
+    lark = "\n".join([f'start: "[" call{extra} "]"', f"call: {any_call}", *rules])
     _check_limits(CHOICE, lark, *schemas.values())
     return CHOICE, lark
 
@@ -298,10 +298,10 @@ class Grammars:
         Raises:
             APIError: The request's fields or its grammar are wrong, or too complex.
         """
-        asked = read_grammar(request)
-        if asked is None:
+        requested = read_grammar(request)
+        if requested is None:
             return None
-        field, grammar = asked
+        field, grammar = requested
         if self._unavailable is not None:
             raise _refused(field, f"this server has none, since {self._unavailable}; leave it out")
         loop = asyncio.get_running_loop()

@@ -155,8 +155,8 @@ class _Planner:
     def plan(self, entries: Sequence[_Entry], count: int) -> LayerWork:
         chunks = [entry for entry in entries if self.wraps(entry)]
         plain = [entry for entry in entries if not self.wraps(entry)]
-        places = [self.locate(entry, entry.past, entry.past + entry.tokens) for entry in plain]
-        page, slot = (np.concatenate(parts) for parts in zip((_NONE, _NONE), *places, strict=True))
+        slots = [self.locate(entry, entry.past, entry.past + entry.tokens) for entry in plain]
+        page, slot = (np.concatenate(parts) for parts in zip((_NONE, _NONE), *slots, strict=True))
         written = None
         if chunks:
             spans = [np.arange(entry.first, entry.first + entry.tokens) for entry in plain]
@@ -228,11 +228,11 @@ def make_batch(
         offset = np.arange(count) - count
         after = np.array([entry.first + entry.tokens for entry in group])[:, None]
         padding = np.array([entry.tokens for entry in group])[:, None] + offset < 0
-        places = np.where(padding, after - 1, after + offset).reshape(-1).astype(np.int64)
-        tokens = targets = upload(places, lengths.device)
+        slots = np.where(padding, after - 1, after + offset).reshape(-1).astype(np.int64)
+        tokens = targets = upload(slots, lengths.device)
         if padding.any():
             real = np.flatnonzero(~padding).astype(np.int64)
-            used, targets = upload(real, lengths.device), upload(places[real], lengths.device)
+            used, targets = upload(real, lengths.device), upload(slots[real], lengths.device)
     return AttendBatch(tokens, used, targets, count, table, lengths, stop, causal=count > 1)
 
 

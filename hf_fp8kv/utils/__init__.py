@@ -1,1 +1,1 @@
-"""Utilities: helpers that are independent of the cache."""
+"""Helpers that are independent of the cache."""

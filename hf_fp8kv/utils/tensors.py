@@ -4,8 +4,9 @@ import torch
 
 
 def without_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or, if it has a gradient, one on the same numbers without.
+    """Return the tensor, detached if it requires a gradient.
 
-    (`detach` takes ten times as long, and a decode step has four tensors to ask for in each layer.)
+    (An unconditional `detach` takes ten times as long, and each layer of a decode step calls this
+    for four tensors.)
     """
     return tensor.detach() if tensor.requires_grad else tensor

@@ -1,4 +1,4 @@
-"""Terminal output: tables and sizes in bytes."""
+"""Formatting of tables and sizes for the terminal."""
 
 from collections.abc import Mapping, Sequence
 

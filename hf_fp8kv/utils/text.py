@@ -1,4 +1,4 @@
-"""Text of values in messages: short, on one line."""
+"""Short, single-line forms of values in messages."""
 
 from collections.abc import Iterable
 from itertools import islice

@@ -1,9 +1,10 @@
-"""FP8 pages in vLLM: what its entry point `vllm.general_plugins` calls in each of its processes.
+"""Plugin for FP8 pages in vLLM, loaded by the entry point `vllm.general_plugins` in each process.
 
-    vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
+vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
 
-`dtypes.py` has the names, `registration.py` makes vLLM know them, `cpu.py` and `gpu.py` are the
-attention. Importing this does not import vLLM, of which nothing else in this package depends.
+`dtypes.py` defines the names, `registration.py` registers them in vLLM, and `cpu.py` and `gpu.py`
+implement attention. Importing this module does not import vLLM, and no other package depends on
+vLLM.
 """
 
 import importlib.util
@@ -18,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make vLLM know the dtypes of `DTYPES`, and what stores them; more than once changes nothing.
+    """Register the dtypes of `DTYPES` and their attention in vLLM. Further calls change nothing.
 
-    Where vLLM is absent, or of another version than those that were tried, nothing is registered:
-    vLLM would not start at all if a plugin raised an error, whichever dtype is asked for.
+    Nothing is registered, and no error is raised, if vLLM is missing or its version was never
+    tested. After an error in a plugin, vLLM would not start, even with its own dtypes.
     """
     if importlib.util.find_spec("vllm") is None:
         return
@@ -33,5 +34,5 @@ def register() -> None:
 
     try:
         register_dtypes()
-    except Exception:  # whatever a build of vLLM has changed: it may serve something else
+    except Exception:  # vLLM can still serve its own dtypes
         logger.exception("%s", failed_message(version))

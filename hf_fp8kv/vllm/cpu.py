@@ -1,4 +1,4 @@
-"""Attention on vLLM's CPU platform: our pages for our dtypes, vLLM's own for every other one."""
+"""Attention on vLLM's CPU platform: our pages for our dtypes, vLLM's attention otherwise."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ from .specs import customize
 
 
 class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """What vLLM asks for as CPU_ATTN."""
+    """The attention backend CPU_ATTN."""
 
-    # Writing and reading a step are one call here; the stock attention is called so, too.
+    # One call writes and reads a step. vLLM's own attention on CPUs is called in the same way.
     forward_includes_kv_cache_update: bool = False
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Return whether a dtype is ours, or one of vLLM's."""
+        """Return whether a dtype is one of ours or of vLLM's."""
         stock: bool = super().supports_kv_cache_dtype(kv_cache_dtype)
         return kv_cache_dtype in DTYPES or stock
 
@@ -36,62 +36,62 @@ class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> type["PagedCPUImpl"]:
-        """Return what makes the attention of a layer."""
+        """Return the class for the attention of a layer."""
         return PagedCPUImpl
 
     @staticmethod
     def get_builder_cls() -> type["PagedCPUBuilder"]:
-        """Return what prepares a step."""
+        """Return the class that prepares a step."""
         return PagedCPUBuilder
 
 
 class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """The attention of one layer; of one without our dtype or a cache it is vLLM's own.
+    """The attention of one layer. Without our dtype, or without a cache, it is vLLM's attention.
 
-    It and the builder are both by inheritance, since vLLM derives classes from them: for chunked
-    and for bidirectional attention.
+    This class and the builder inherit from both implementations, because vLLM derives classes from
+    them for chunked and for bidirectional attention.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        ours = given["kv_cache_dtype"] in DTYPES
-        if ours and given.get("attn_type", AttentionType.DECODER) in _WITHOUT_CACHE:
-            ours, given["kv_cache_dtype"] = False, "auto"
-        self._kind: Any = PagedImpl if ours else CPUAttentionBackendImpl
+        is_ours = given["kv_cache_dtype"] in DTYPES
+        if is_ours and given.get("attn_type", AttentionType.DECODER) in _WITHOUT_CACHE:
+            is_ours, given["kv_cache_dtype"] = False, "auto"
+        self._kind: Any = PagedImpl if is_ours else CPUAttentionBackendImpl
         self._kind.__init__(self, **given)
 
     @property
     def is_paged(self) -> bool:
-        """Return whether keys and values are in our pages."""
+        """Whether keys and values are in our pages."""
         return self._kind is PagedImpl
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
-        """Store keys and values, if they are in vLLM's own pages."""
+        """Store keys and values, if they are in vLLM's pages."""
         self._kind.do_kv_cache_update(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Write the attention to `output`; see `PagedImpl.forward`."""
+        """Write the attention to `output`, as `PagedImpl.forward`."""
         result: torch.Tensor = self._kind.forward(self, *args, **kwargs)
         return result
 
 
 class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """What prepares a step for a group of layers; for layers that are not ours as vLLM does it."""
+    """Prepares a step for a group of layers, or uses vLLM's builder if the layers are not ours."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
-        ours = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
-        self._kind: Any = PagedBuilder if ours else CPUAttentionMetadataBuilder
+        is_ours = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
+        self._kind: Any = PagedBuilder if is_ours else CPUAttentionMetadataBuilder
         self._kind.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the operations of a step, or vLLM's metadata of it."""
+        """Return the operations of a step, or vLLM's metadata."""
         return self._kind.build(self, *args, **kwargs)
 
 
-# What vLLM passes by position to an attention of a layer.
+# Arguments that vLLM passes by position to the attention of a layer.
 _ARGUMENTS = (
     "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
     "kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name",

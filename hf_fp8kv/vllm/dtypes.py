@@ -1,8 +1,8 @@
-"""Names of `--kv-cache-dtype`: each says how many bytes a token has, and nothing else has to.
+"""Names of `--kv-cache-dtype`. A name determines the number of bytes per token.
 
-vLLM's scheduler, its connectors and its worker processes know a cache's dtype by this name alone.
-So a scale for each token and head, which makes slots larger, is a part of the name; static scales
-are not stored in pages. The prefix tells our formats from vLLM's own "fp8_e4m3".
+vLLM's scheduler, connectors and workers identify a cache's dtype only by this name. The name
+therefore includes whether slots have room for dynamic scales. Static scales are not stored in
+pages. The prefix distinguishes our formats from vLLM's "fp8_e4m3".
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ import torch
 from ..errors import ConfigError
 from ..formats import FORMATS
 
-# Bytes of the two scales, bfloat16, of a token and head.
+# Size of the two bfloat16 scales of a token and head, in bytes.
 SCALE_BYTES = 4
 _PREFIX = "hf_fp8kv"
 
 
 @dataclass(frozen=True)
 class CacheDType:
-    """What a name stands for.
+    """A value of `--kv-cache-dtype`.
 
     Attributes:
-        name: of `--kv-cache-dtype`.
-        format: of K and V, a key of `FORMATS`; None: as the scales say, or the default.
-        dynamic: whether each token and head has scales of its own.
+        name: The name.
+        format: Format of K and V, a key of `FORMATS`. None means the format of the scales, or the
+            default.
+        dynamic: Whether each token and head has dynamic scales.
     """
 
     name: str
@@ -33,9 +34,10 @@ class CacheDType:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What vLLM takes the bytes for.
+        """The torch dtype that vLLM uses for the bytes.
 
-        Its specs of a cache hold this and not the name, so that it tells where slots have scales.
+        vLLM's cache specs contain this dtype instead of the name, so it also shows whether slots
+        have scales.
         """
         return torch.int8 if self.dynamic else torch.uint8
 
@@ -48,7 +50,7 @@ def _all_dtypes() -> dict[str, CacheDType]:
     dtypes = {}
     for fmt in (None, *FORMATS):
         if fmt == "fp8_e4m3fnuz":
-            continue  # what a GPU computes with, of the same precision as E4M3
+            continue  # a format for AMD's hardware, with the same precision as E4M3
         for dynamic in (True, False):
             short = "" if fmt is None else "_" + fmt.removeprefix("fp8_")
             name = _PREFIX + short + ("" if dynamic else "_static")
@@ -60,7 +62,7 @@ DTYPES = _all_dtypes()
 
 
 def find_dtype(name: str) -> CacheDType:
-    """Return the dtype of this name; raise ConfigError for another one."""
+    """Return the dtype with this name. Raise ConfigError for unknown names."""
     if name not in DTYPES:
         raise ConfigError(
             f"--kv-cache-dtype: expected one of {', '.join(DTYPES)}, got {name!r}; choose one"

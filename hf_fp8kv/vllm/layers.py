@@ -1,4 +1,4 @@
-"""The attention of vLLM's layers over pages in its pool: the same on every platform."""
+"""Attention of vLLM's layers over pages in its pool, shared by all platforms."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -22,57 +22,54 @@ from .storage import ModelStorage, read_storage
 
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
-    """Raise ConfigError for a kind of attention that our pages are not for.
-
-    `config`: vLLM's, of the model.
-    """
+    """Raise ConfigError for attention that our pages do not support. `config`: `VllmConfig`."""
     _refuse(
         dtype,
         (f"attention of type {attn_type!r}", attn_type != "decoder"),
         ("ALiBi", alibi_slopes is not None),
         ("attention that is not causal", config.attention_config.use_non_causal),
-        # Its steps have numbers on the host that are still on their way from the device.
+        # With it, host copies of a step's sizes may not have arrived from the device yet.
         ("--kv-sharing-fast-prefill", config.cache_config.kv_sharing_fast_prefill),
     )
 
 
 def refuse_spec(dtype: str, spec: Any) -> None:
-    """Raise ConfigError for layers whose pages, as vLLM describes them, are not like ours."""
+    """Raise ConfigError if vLLM's description of a layer's pages does not fit our pages."""
     _refuse(
         dtype,
-        # Such as layers with tokens that vLLM itself writes into their pages.
+        # For example layers into whose pages vLLM itself writes tokens.
         (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SPECS),
         ("attention that is not causal", getattr(spec, "non_causal", False)),
-        ("values of another size than keys", spec.head_size != spec.head_size_v),
+        ("values whose size differs from keys", spec.head_size != spec.head_size_v),
     )
 
 
 def _refuse(dtype: str, *kinds: tuple[str, bool]) -> None:
-    for what, present in kinds:
+    for feature, present in kinds:
         if present:
             raise ConfigError(
-                f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got {what}; "
-                "serve this model with --kv-cache-dtype auto"
+                f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got "
+                f"{feature}; serve this model with --kv-cache-dtype auto"
             )
 
 
 def bind_layers(
     layers: Mapping[str, Any], vllm_config: Any, block_size: int, device: torch.device
 ) -> None:
-    """Give each attention what its layer is stored with; vLLM calls this before it serves.
+    """Set the storage of each attention layer. vLLM calls this before it serves.
 
     Args:
-        layers: vLLM's `Attention` modules by their names.
-        vllm_config: of the model.
-        block_size: tokens of a block of theirs.
-        device: of the pool.
+        layers: vLLM's `Attention` modules by name.
+        vllm_config: vLLM's config of the model.
+        block_size: Tokens per block.
+        device: Device of the pool.
 
     Raises:
-        ScaleError, ConfigError: scales or a plan that are not those of the model.
+        ScaleError, ConfigError: The scales or the plan belong to a different model.
     """
     check_block_size(block_size)
     model_config = vllm_config.model_config
-    # A layer that reads another one's pages is stored as that one is.
+    # A layer that reads the pages of a different layer has the same storage.
     owners = {name: layer.kv_sharing_target_layer_name or name for name, layer in layers.items()}
     indices = {name: extract_layer_index(owner) for name, owner in owners.items()}
     for name, layer in layers.items():
@@ -85,22 +82,22 @@ def bind_layers(
 
 
 def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
-    """Raise ScaleError for scales of another model than vLLM's `ModelConfig` says."""
+    """Raise ScaleError for scales of a different model than in vLLM's `ModelConfig`."""
     text = config.hf_text_config
-    # Of a model with images calibration knows the name of the whole.
+    # For a model with images, calibration stores the type of the whole model.
     types = [x.model_type for x in (text, config.hf_config) if hasattr(x, "model_type")]
     storage.check_layers(indices, text.num_hidden_layers, types)
 
 
 class BoundLayer:
-    """One layer: how it is stored, and the pages in vLLM's pool once they are there."""
+    """The storage of one layer, and its pages in vLLM's pool when they exist."""
 
     def __init__(
         self, model: ModelStorage, index: int, heads: int, dim: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
         if device.type != "cpu" and model.backend not in ("auto", "triton"):
-            # Only Triton's kernels leave rows of no request out, which CUDA graphs are padded with.
+            # CUDA graphs are padded with rows without a request, which only Triton's kernels skip.
             raise ConfigError(
                 f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
                 f"{model.backend!r}; leave it out"
@@ -131,7 +128,7 @@ class BoundLayer:
     ) -> None:
         """Store keys and values `[N, Hkv, D]`, and write the attention of queries `[N, Hq, D]`.
 
-        `attention`: scaling, softcap, sinks and reach, as for `attend_layer`.
+        `attention` are scaling, softcap, sinks and reach, as in `attend_layer`.
         """
         pages, layout = self._pages(kv_cache)
 
@@ -146,12 +143,12 @@ class BoundLayer:
         )  # fmt: skip
 
 
-# What vLLM calls pages in which each token of its own has a slot.
+# vLLM's specs for pages in which each token has a slot.
 _SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 
 
 class PagedImpl(AttentionImpl):  # type: ignore[misc]
-    """The attention of one layer over our pages."""
+    """Attention of one layer over our pages."""
 
     def __init__(
         self,
@@ -172,8 +169,8 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
-        self.sinks, self.shares = sinks, kv_sharing_target_layer_name is not None
-        # Here already, so that what cannot be is refused before weights are loaded.
+        self.sinks, self.shares_pages = sinks, kv_sharing_target_layer_name is not None
+        # Read here, so that invalid options raise an error before weights are loaded.
         self.model = read_storage(
             kv_cache_dtype, config.additional_config, config.model_config.model,
             get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
@@ -183,7 +180,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         self.bound: BoundLayer | None = None
 
     def do_kv_cache_update(self, *_: Any) -> None:
-        """Do nothing: `forward` stores keys and values and attends in one call."""
+        """Do nothing, because `forward` stores keys and values and attends in one call."""
 
     def forward(
         self,
@@ -197,13 +194,13 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store keys and values `[N, Hkv, D]`; write the attention of `[N, Hq, D]` to `output`."""
+        """Store keys and values `[N, Hkv, D]`, and write attention of `[N, Hq, D]` to `output`."""
         if attn_metadata is None:  # while vLLM measures memory
             return output
-        assert output_scale is None  # this kind of attention does not say that it can scale
+        assert output_scale is None  # we do not declare support for scaled outputs
         assert output_block_scale is None
         assert self.bound is not None
-        if self.shares:
+        if self.shares_pages:
             key = value = None
         self.bound.attend(
             query, key, value, kv_cache, attn_metadata.work, output,
@@ -213,15 +210,15 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
 
 
 class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """What prepares a step for a group of layers; nothing of it waits for a GPU."""
+    """Prepares a step for a group of layers, without synchronizing with a GPU."""
 
-    # Whether steps that only decode are made from tensors alone, which a CUDA graph can hold.
+    # Whether decode steps are only made of device tensors, so that CUDA graphs can capture them.
     _holds_graphs: ClassVar[bool] = False
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
-        # Not the next class of a class that inherits from two: it would prepare its own kernels.
+        # Not `super()`, which in a class with two bases is vLLM's builder with its own kernels.
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self._dtype = next(iter(layers.values())).kv_cache_dtype

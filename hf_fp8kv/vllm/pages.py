@@ -1,7 +1,7 @@
-"""vLLM's blocks as pages: each block is a page, and all of its bytes are in the block.
+"""vLLM's blocks as pages: each block is a page with the layout of `ops.page_layout`.
 
-vLLM clears, copies, offloads and sends blocks as runs of bytes, and groups of layers lie over each
-other in one pool. So K, V and scales of a block stay together: `ops.page_layout`.
+vLLM clears, copies, offloads and sends blocks as contiguous bytes, and groups of layers share one
+pool. K, V and scales of a page must therefore be in the same block.
 """
 
 import torch
@@ -12,7 +12,7 @@ from ..serving.layout import EnginePages
 
 
 def check_block_size(slots: int) -> None:
-    """Raise ConfigError for blocks of a number of tokens that pages cannot have."""
+    """Raise ConfigError for a number of tokens per block that pages do not support."""
     if slots & (slots - 1) or not 16 <= slots <= 1024:
         raise ConfigError(
             f"--block-size: expected a power of two from 16 to 1024 tokens, got blocks of {slots}; "
@@ -21,13 +21,13 @@ def check_block_size(slots: int) -> None:
 
 
 def view_pages(kv_cache: torch.Tensor, kind: EnginePages) -> Pages:
-    """Return the pages that are in one layer's part of vLLM's pool.
+    """Return the pages in one layer's part of vLLM's pool.
 
-    `kv_cache` is `[P, Hkv, S, C]`, of one byte each, C bytes a token and head: vLLM's view, without
-    gaps in a block.
+    `kv_cache` is vLLM's view `[P, Hkv, S, C]` with one-byte elements and C bytes per token and
+    head. Each block must be contiguous.
 
     Raises:
-        ConfigError: blocks of a layout that cannot be pages.
+        ConfigError: The layout of the blocks does not fit pages.
     """
     size = kv_cache[:1].numel()
     if kind.bytes_per_page != size or not kv_cache[:1].is_contiguous():

@@ -1,4 +1,4 @@
-"""Making vLLM know our dtypes and attention, by the means that its version has."""
+"""Registration of our dtypes and attention in vLLM, depending on its version."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _GPU_NAME, _GPU_BACKEND = "HF_FP8KV", "hf_fp8kv.vllm.gpu.PagedGPUBackend"
 
 
 def register_dtypes() -> None:
-    """Register all dtypes, the attention of the CPU platform, and that for GPUs."""
+    """Register all dtypes, and the attention for CPUs and GPUs."""
     from vllm.config import cache
 
     if hasattr(cache, "register_kv_cache_dtype"):
@@ -22,7 +22,7 @@ def register_dtypes() -> None:
 
 
 def _register_handlers(cache: Any) -> None:
-    """Register our names by the hook of vLLM 0.33."""
+    """Register our names with the hook of vLLM 0.33."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     for name, dtype in DTYPES.items():
@@ -31,10 +31,10 @@ def _register_handlers(cache: Any) -> None:
 
 
 def _make_handler(dtype: CacheDType, mode: Any) -> type:
-    """Return a class as `KVCacheDTypeHandler` says.
+    """Return a class with the interface of `KVCacheDTypeHandler`.
 
-    `mode`: which of vLLM's own kernels understand the bytes. NONE of them does. Not CUSTOM, which
-    in 0.33.0 has the number of a format of vLLM's (12, OCTAVE_K3V4) and is taken for that.
+    `mode` must be NONE: no kernel of vLLM reads our bytes. CUSTOM would be wrong, because in 0.33.0
+    it has the number of a format of vLLM (12, OCTAVE_K3V4) and is treated as that format.
     """
 
     class Handler:
@@ -50,11 +50,11 @@ def _make_handler(dtype: CacheDType, mode: Any) -> type:
 
 
 def _extend_literal() -> None:
-    """Add our names to those of vLLM 0.32, which has a closed list and no hook to extend it.
+    """Add our names to the fixed list of vLLM 0.32, which has no hook to extend it.
 
-    The list is one `Literal`: vLLM reads its members where it parses the command line and where it
-    selects an attention. Pydantic has copied them into the validator of a config, which is built
-    again. Since 0.33 vLLM itself has `register_kv_cache_dtype`.
+    The list is a `Literal`, whose members vLLM reads when it parses the command line and selects an
+    attention backend. Pydantic has copied them into the validator of a config, which is therefore
+    rebuilt. Since 0.33 vLLM has `register_kv_cache_dtype`.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache
@@ -70,9 +70,9 @@ def _extend_literal() -> None:
 
 
 def _register_attention() -> None:
-    """Have `select.py` asked which attention a CPU has; for GPUs there is a name of its own.
+    """Register `select.py` as vLLM's attention on CPUs, and a new name for GPUs.
 
-    vLLM's CPU platform accepts no names but those of its own attention.
+    vLLM's CPU platform only accepts the names of its own attention backends.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

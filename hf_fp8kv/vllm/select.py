@@ -1,9 +1,9 @@
-"""What the names of attention on a CPU stand for: vLLM's own classes, but with a dtype of ours.
+"""Selection of the attention class on a CPU: vLLM's class, or ours for our dtypes.
 
-The enum of vLLM names this module, which is asked when a model is made. So a vLLM that does not use
-our dtypes has nothing of ours but this. With one of them CPU_ATTN is ours, and attention over
-latents (MLA) is refused: it would take our dtypes for numbers of one byte, and vLLM asks nobody
-whether it knows them.
+vLLM's enum refers to this module, whose attributes are read when a model is created. Without our
+dtypes, vLLM uses nothing else of this plugin. With our dtypes, CPU_ATTN is our class, and attention
+over latents (MLA) raises an error. vLLM would otherwise read our bytes as its own, because it does
+not check whether MLA supports a dtype.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
 def __getattr__(name: str) -> Any:
-    """Return a class of vLLM's, which is the enum's value, or ours; raise ConfigError for MLA."""
+    """Return vLLM's class (the value of its enum) or ours. Raise ConfigError for MLA."""
     if name not in NAMES:
         raise AttributeError(name)
     config = get_current_vllm_config_or_none()

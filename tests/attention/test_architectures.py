@@ -97,10 +97,10 @@ def test_one_lost_token_is_noticed(name):
         """In a decoding step, the keys and values of the token before are zero."""
 
         def update(self, key_states: Any, *rest: Any, **kw: Any):
-            both = super().update(key_states, *rest, **kw)
+            states = super().update(key_states, *rest, **kw)
             if key_states.shape[2] == 1:
-                both = [x.index_fill(2, torch.tensor(x.shape[2] - 2), 0) for x in both]
-            return both
+                states = [x.index_fill(2, torch.tensor(x.shape[2] - 2), 0) for x in states]
+            return states
 
     wrong = answer(model, inputs, Forgetful(config=model.config))
     assert compare(baseline(model, inputs), wrong).status != "equal"

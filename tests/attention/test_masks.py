@@ -169,10 +169,17 @@ def test_a_compact_mask_is_used_as_the_complete_one() -> None:
         with pytest.raises(ConfigError, match="writes into it"):
             write(mask)
     assert_same(mask & True, expected)
-    moved = mask.to("meta")
-    assert isinstance(moved, CompactMask)
-    assert {x.device.type for x in (moved, moved.seen, moved.bounds, moved.filled)} == {"meta"}
-    assert (moved.shape, moved.seen.dtype, moved.window) == (mask.shape, torch.uint8, 4)
+    mask_on_meta = mask.to("meta")
+    assert isinstance(mask_on_meta, CompactMask)
+    assert {
+        x.device.type
+        for x in (mask_on_meta, mask_on_meta.seen, mask_on_meta.bounds, mask_on_meta.filled)
+    } == {"meta"}
+    assert (mask_on_meta.shape, mask_on_meta.seen.dtype, mask_on_meta.window) == (
+        mask.shape,
+        torch.uint8,
+        4,
+    )
     assert mask.to("cpu", torch.bool) is mask
 
 
@@ -223,8 +230,8 @@ def chat(model: Any, cache: Any, **keywords: Any) -> list[torch.Tensor]:
     for turn in range(2):
         ids = model.generate(**text, past_key_values=cache, **{**GREEDY, **keywords})
         answers.append(ids)
-        more = prompt(turn + 5, tokens=7, pad=0)["input_ids"]
-        ids = torch.cat([ids, more], 1)
+        extra = prompt(turn + 5, tokens=7, pad=0)["input_ids"]
+        ids = torch.cat([ids, extra], 1)
         new = ids.shape[1] - text["attention_mask"].shape[1]
         mask = torch.cat([text["attention_mask"], torch.ones(2, new, dtype=torch.long)], 1)
         mask[1, -3] = 0  # a hole in the text
@@ -309,8 +316,8 @@ def continued(model: Any, inputs: Any, cache: Any, **keywords: Any) -> torch.Ten
     """Logits of three tokens after a padded prompt in the cache."""
     model(**inputs, past_key_values=cache)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
-    more = prompt(1, tokens=3, pad=0)["input_ids"]
-    return model(more, attention_mask=mask, past_key_values=cache, **keywords).logits
+    extra = prompt(1, tokens=3, pad=0)["input_ids"]
+    return model(extra, attention_mask=mask, past_key_values=cache, **keywords).logits
 
 
 def test_a_window_that_only_the_mask_has() -> None:

@@ -88,8 +88,8 @@ def answer(model: Any, cache: Any, pressed: Any) -> torch.Tensor:
     for _ in range(2):
         for first, count in ((0, 3), (3, 1), (4, 1)):
             positions = torch.arange(PROMPT + first, PROMPT + first + count)[None]
-            more = ids[:, first : first + count]
-            found.append(model(more, past_key_values=cache, position_ids=positions).logits)
+            chunk = ids[:, first : first + count]
+            found.append(model(chunk, past_key_values=cache, position_ids=positions).logits)
         for layer, length in zip(cache.layers, lengths, strict=True):
             layer.keys = layer.keys[:, :, :length]
             layer.values = layer.values[:, :, :length]

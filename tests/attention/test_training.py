@@ -72,14 +72,17 @@ def log_probs(logits: Tensor, mask: Tensor) -> Tensor:
 @torch.no_grad()
 def roll_out(model: Any, chunk: int, padded: bool = True, **keywords: Any) -> Tensor:
     """Log-probabilities that a generation reads from pages, `chunk` tokens at a time."""
-    ids, mask, places = texts(padded)
+    ids, mask, positions = texts(padded)
     cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **keywords)
     parts = []
     for start in range(0, TOKENS, chunk):
         part = slice(start, start + chunk)
         seen = mask[:, : start + chunk]
         out = model(
-            ids[:, part], attention_mask=seen, position_ids=places[:, part], past_key_values=cache
+            ids[:, part],
+            attention_mask=seen,
+            position_ids=positions[:, part],
+            past_key_values=cache,
         )
         parts.append(out.logits)
     return log_probs(torch.cat(parts, 1), mask)
@@ -87,8 +90,10 @@ def roll_out(model: Any, chunk: int, padded: bool = True, **keywords: Any) -> Te
 
 def teach(model: Any, padded: bool = True, **keywords: Any) -> Tensor:
     """Log-probabilities of one pass over the whole texts."""
-    ids, mask, places = texts(padded)
-    out = model(ids, attention_mask=mask, position_ids=places, **{"use_cache": False, **keywords})
+    ids, mask, positions = texts(padded)
+    out = model(
+        ids, attention_mask=mask, position_ids=positions, **{"use_cache": False, **keywords}
+    )
     return log_probs(out.logits, mask)
 
 
@@ -151,10 +156,10 @@ def test_the_probabilities_of_generated_tokens() -> None:
     assert isinstance(out.past_key_values, FP8PagedCache)
     prompt = inputs["input_ids"].shape[1]
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1)
-    places = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     model.train()
     found, unrounded = (
-        each(out.sequences, attention_mask=mask, position_ids=places).logits[:, prompt - 1 : -1]
+        each(out.sequences, attention_mask=mask, position_ids=positions).logits[:, prompt - 1 : -1]
         for each in (model, tiny("gqa")[0])
     )
     sampled = torch.stack(out.logits, 1).log_softmax(-1)
@@ -185,13 +190,13 @@ def test_packed_texts() -> None:
     model, _ = tiny("sliding_and_full", attn_implementation="fp8_paged")
     enable(model, training="stored", dtype="fp8_e4m3")
     ids = texts()[0]
-    places = torch.cat([torch.arange(11), torch.arange(8)])[None]
-    packed = model(ids[:1], position_ids=places, use_cache=False).logits[0]
+    positions = torch.cat([torch.arange(11), torch.arange(8)])[None]
+    packed = model(ids[:1], position_ids=positions, use_cache=False).logits[0]
     alone = [model(part, use_cache=False).logits[0] for part in ids[:1].split([11, 8], 1)]
     whole = model(ids[:1], use_cache=False).logits[0]
     assert_near(packed, torch.cat(alone), whole)
     disable(model)
-    assert_near(packed, torch.cat(alone), model(ids[:1], position_ids=places).logits[0])
+    assert_near(packed, torch.cat(alone), model(ids[:1], position_ids=positions).logits[0])
 
 
 @pytest.mark.parametrize("name", ["kv_sharing", "kv_sharing_unscaled", "hybrid", "sinks"])
@@ -255,7 +260,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "expected a plan that carries the centers",
     ),
     "a pair": ("cross_attention", {}, "which is an encoder-decoder"),
-    "own code": ("alibi", {}, "attention code of its own"),
+    "own code": ("alibi", {}, "its own attention code"),
     "latent": ("latent", {}, r"got layers \[0, 1\] of DeepseekV3ForCausalLM"),
     "scales": ("gqa", {"scales": static_scales(heads=3, center=False)}, "expected 2 heads"),
 }

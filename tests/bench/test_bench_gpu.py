@@ -231,7 +231,7 @@ WRONG = [
     (latent, "sdpa_attention_forward", five_percent_more, LATENTS, {goals.STOCK}),
     (latent, "absorb", five_percent_more, LATENTS, {goals.ABSORBED}),
     # Attention to expanded latents is right, but it is not what the row is about.
-    (latent.latent, "passes_latents", lambda _right: lambda *_args: False, LATENTS, STEPS),
+    (latent.latent, "reads_stored_latents", lambda _right: lambda *_args: False, LATENTS, STEPS),
     (baselines, "attend_grouped", five_percent_more, SDPA, {"sdpa math"}),
 ]  # fmt: skip
 
@@ -347,7 +347,7 @@ def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
         assert full == few
         assert len(getattr(short, name)) == len(few)
     # In 16 bits, K and V of a layer are at most a GiB, because 15 processes share a GPU.
-    assert max(case.moved(BF16) for case in (*short.decode, *short.others)) <= 2**30
+    assert max(case.bytes_read(BF16) for case in (*short.decode, *short.others)) <= 2**30
     assert {(bool(stored), new) for stored, new in short.extend} == {
         (bool(stored), new) for stored, new in FULL.extend
     }
@@ -413,7 +413,10 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     lengths = [len(prompt) for prompt in prompts[0]]
     assert (min(lengths), max(lengths), prompts[0]) == (200, 2000, prompts[1])
     case = Case((32768,) * 16)
-    assert (case.moved(E4M3), case.flops) == (case.read * 8 * 130 * 2, case.read * 32 * 128 * 4)
+    assert (case.bytes_read(E4M3), case.flops) == (
+        case.read * 8 * 130 * 2,
+        case.read * 32 * 128 * 4,
+    )
     # Three new tokens over two stored ones attend to three, four and five.
     assert Case((5,), tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
     assert Case((1000, 10), window=100, tokens=2).read == 101 + 10
@@ -421,7 +424,7 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     assert (padded.padding, padded.read) == ((0, 12, 25, 37), 400 - 74)
     # 512 codes, two scales, and a position of 64 values in 16 bits.
     for case in FULL.latents:
-        assert (case.moved(E3M4), case.moved(BF16)) == (case.read * 644, case.read * 1152)
+        assert (case.bytes_read(E3M4), case.bytes_read(BF16)) == (case.read * 644, case.read * 1152)
 
 
 # -- Triton and other projects -------------------------------------------------------------------

@@ -109,10 +109,10 @@ def test_rows(preallocated: bool) -> None:
 
     cache.reorder_cache(torch.tensor([1, 1]))
     assert_same(content(cache), k[[1, 1]])
-    more = feed(cache, 3, 1)
-    assert_same(content(cache), torch.cat([k[[1, 1]], more], 2), "equal rows diverge")
+    extra = feed(cache, 3, 1)
+    assert_same(content(cache), torch.cat([k[[1, 1]], extra], 2), "equal rows diverge")
     cache.batch_repeat_interleave(2)
-    expected = torch.cat([k[[1, 1]], more], 2).repeat_interleave(2, 0)
+    expected = torch.cat([k[[1, 1]], extra], 2).repeat_interleave(2, 0)
     assert_same(content(cache), expected)
     last = feed(cache, 2, 2, batch=4)
     expected = torch.cat([expected, last], 2)
@@ -155,10 +155,10 @@ def test_forks_share_and_diverge() -> None:
         assert_same(content(one), k)
     # Dropped forks free their pages at once, and the last holder of a page writes in place.
     del forks, fork, one, caught
-    more = feed(cache, 44, 1)
+    extra = feed(cache, 44, 1)
     fork = cache.fork()
     del cache
-    assert_same(content(fork), torch.cat([k, more], 2))
+    assert_same(content(fork), torch.cat([k, extra], 2))
     fork.reset()
     assert fork.memory_footprint().total_bytes < 1000, "no cache holds a page"
 
@@ -430,11 +430,11 @@ def test_a_failure_in_a_later_layer_leaves_no_trace() -> None:
     assert cache.get_seq_length() == cache.memory_footprint().used_bytes == 0
     cache = FP8PagedCache(config(), **EXACT)
     k = feed(cache, 9)
-    more = tokens(4)
+    extra = tokens(4)
     for layer in range(LAYERS):
-        cache.update(more, more, layer)
+        cache.update(extra, extra, layer)
     with pytest.raises(ConfigError, match="one model"):
-        cache.update(more, more, LAYERS)
+        cache.update(extra, extra, LAYERS)
     assert_same(content(cache), k)
 
 
@@ -470,8 +470,8 @@ def test_assigned_keys_and_values_are_stored(kept: int, scattered: bool) -> None
         assert layer.get_seq_length() == 21, "half of an assignment changes nothing"
         layer.values = layer.values[:, :, rows]
     assert_same(content(cache), k[:, :, rows])
-    more = feed(cache, 3, seed=1)
-    assert_same(content(cache), torch.cat([k[:, :, rows], more], 2))
+    extra = feed(cache, 3, seed=1)
+    assert_same(content(cache), torch.cat([k[:, :, rows], extra], 2))
     assert fork is not None
     assert_same(fork.layers[1].keys.dense(), k + 0.5)
 
@@ -492,32 +492,32 @@ def test_what_cannot_be_assigned() -> None:
     cache = FP8PagedCache(config(), page_size=8)
     feed(cache, 9)
     layer = cache.layers[0]
-    more = torch.randn(2, HEADS, 10, DIM)
+    extra = torch.randn(2, HEADS, 10, DIM)
     for key, value, message in (
-        (more, more, "at most 9"),
-        (more[:, :, :5], more[:, :, :4], "expected keys"),
-        (more[:, :1, :5], more[:, :1, :5], "first call's"),
-        (more[:1, :, :5], more[:1, :, :5], "2 sequences"),
+        (extra, extra, "at most 9"),
+        (extra[:, :, :5], extra[:, :, :4], "expected keys"),
+        (extra[:, :1, :5], extra[:, :1, :5], "first call's"),
+        (extra[:1, :, :5], extra[:1, :, :5], "2 sequences"),
     ):
         layer.keys = key
         with pytest.raises(ConfigError, match=message):
             layer.values = value
-    layer.keys = more[:, :, :5]
-    with pytest.raises(ConfigError, match="keys alone"):
-        cache.update(more, more, 0)
-    layer.values = more[:, :, :5]
+    layer.keys = extra[:, :, :5]
+    with pytest.raises(ConfigError, match="only keys"):
+        cache.update(extra, extra, 0)
+    layer.values = extra[:, :, :5]
     assert layer.get_seq_length() == 5
-    layer.keys = more
+    layer.keys = extra
     cache.reset()
     feed(cache, 3)
     assert layer.get_seq_length() == 3
     window = FP8PagedCache(config("mistral", sliding_window=8)).layers[0]
     static = FP8PagedCache(config(), max_cache_len=20).layers[0]
     for other in (window, static):
-        other.update(more, more)
-        other.keys = more[:, :, :5]
+        other.update(extra, extra)
+        other.keys = extra[:, :, :5]
         with pytest.raises(ConfigError, match=r"without a window|growing"):
-            other.values = more[:, :, :5]
+            other.values = extra[:, :, :5]
 
 
 def test_overrun_where_a_write_cannot_raise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,7 +551,7 @@ def test_prompts_and_masks_that_are_too_short() -> None:
         model(input_ids=ids, past_key_values=cache)
     before = cache.layers[0].keys.dense()
     for prompt, padded, message in (
-        (4, 0, "does not hold yet"), (10, 0, "does not hold yet"), (4, 1, "does not hold yet"),
+        (4, 0, "adds no tokens"), (10, 0, "adds no tokens"), (4, 1, "adds no tokens"),
         (12, 1, "attention_mask"), (20, 1, "attention_mask"),
     ):  # fmt: skip
         mask = torch.ones(1, prompt, dtype=torch.long)
@@ -559,7 +559,7 @@ def test_prompts_and_masks_that_are_too_short() -> None:
         how = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 3}
         with pytest.raises(ConfigError, match=message):
             model.generate(ids[:, :prompt], **how)
-    with pytest.raises(ConfigError, match="does not hold yet"):
+    with pytest.raises(ConfigError, match="adds no tokens"):
         model(input_ids=ids[:, :0], past_key_values=cache)
     with pytest.raises(ConfigError, match="attention_mask"):
         model(input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache)

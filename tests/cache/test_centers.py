@@ -243,8 +243,8 @@ def test_a_mask_is_for_the_cache_that_asked_for_it() -> None:
     before = centers(unanswered)
     model(**batch, past_key_values=cache)
     assert_centers(centers(cache), model, batch, "left")
-    more = {**batch, "attention_mask": torch.ones(4, 2 * WIDTH)}
-    other(**more, past_key_values=unanswered)
+    extra = {**batch, "attention_mask": torch.ones(4, 2 * WIDTH)}
+    other(**extra, past_key_values=unanswered)
     assert_same(centers(unanswered), before)
 
 
@@ -273,5 +273,5 @@ def test_padding_of_an_encoder() -> None:
         model.generate(input_ids=part, attention_mask=of_part, **how).past_key_values
         for part, of_part in ((ids, mask), (ids[:1], mask[:1]), (ids[1:, :4], mask[1:, :4]))
     ]
-    both, *rows = [centers(cache.cross_attention_cache) for cache in caches]
-    torch.testing.assert_close(both, torch.cat(rows, 1), rtol=1e-4, atol=1e-4)
+    batched, *rows = [centers(cache.cross_attention_cache) for cache in caches]
+    torch.testing.assert_close(batched, torch.cat(rows, 1), rtol=1e-4, atol=1e-4)

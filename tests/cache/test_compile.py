@@ -56,8 +56,8 @@ def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConf
 def test_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
     model, inputs = tiny(name, attn_implementation=attention)
 
-    def cache(**more: Any) -> FP8PagedCache:
-        return FP8PagedCache(model.config, page_size=16, max_cache_len=50, **keywords, **more)
+    def cache(**extra: Any) -> FP8PagedCache:
+        return FP8PagedCache(model.config, page_size=16, max_cache_len=50, **keywords, **extra)
 
     expected = model.generate(
         **inputs, past_key_values=FP8PagedCache(model.config, page_size=16, **keywords), **GREEDY
@@ -151,11 +151,11 @@ def test_no_copy_of_the_pool_in_compiled_code(
     model(**inputs, past_key_values=cache)
     seen = torch.ones(2, 1, 1, 48, dtype=torch.bool)
     seen[..., 14:] = False
-    more = {"input_ids": inputs["input_ids"][:, :1], "attention_mask": seen}
-    more["position_ids"] = torch.full((2, 1), 13)
-    expected = model(**more, past_key_values=cache.fork()).logits
+    extra = {"input_ids": inputs["input_ids"][:, :1], "attention_mask": seen}
+    extra["position_ids"] = torch.full((2, 1), 13)
+    expected = model(**extra, past_key_values=cache.fork()).logits
     step = torch.compile(model.forward, fullgraph=True, dynamic=False)
-    out, sources = run_and_get_code(step, **more, past_key_values=cache)
+    out, sources = run_and_get_code(step, **extra, past_key_values=cache)
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
     code = "\n".join(sources)
     assert "hf_fp8kv.write" in code
@@ -203,9 +203,9 @@ def test_a_compiled_step_fits_a_cuda_graph(
     stored: dict[int, Any] = {}
 
     def update(key: torch.Tensor, value: torch.Tensor, layer: int, **rest: Any) -> Any:
-        both = FP8PagedCache.update(cache, key, value, layer, **rest)
-        stored[layer] = both[0]
-        return both
+        states = FP8PagedCache.update(cache, key, value, layer, **rest)
+        stored[layer] = states[0]
+        return states
 
     def look(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         facts = torch._guards.TracingContext.get().fw_metadata

@@ -87,19 +87,19 @@ def test_the_center_is_the_mean_of_the_last_tokens(count: int, room: int | None)
     k, v = biased(count), biased(count, seed=1)
     cache = new_cache(max_cache_len=room)
     cache.update(k, v, 0)
-    more = biased(3, seed=2)
-    cache.update(more, more, 0)
+    extra = biased(3, seed=2)
+    cache.update(extra, extra, 0)
     layer: Any = cache.layers[0]
     found = read_centers(cache)
     torch.testing.assert_close(found, k[:, :, -32:].mean(2), rtol=1e-6, atol=1e-6)
     # K as the specification stores it, V without a center.
     fmt, center = FORMATS[E3M4], found[:, :, None]
-    both = torch.cat([k, more], 2) - center
-    scale = search_scale(both, fmt).float()[..., None]
-    expected = decode(encode(both * scale.reciprocal(), fmt), fmt) * scale + center
+    expected_keys = torch.cat([k, extra], 2) - center
+    scale = search_scale(expected_keys, fmt).float()[..., None]
+    expected = decode(encode(expected_keys * scale.reciprocal(), fmt), fmt) * scale + center
     torch.testing.assert_close(read(cache), expected, rtol=1e-6, atol=1e-5)
     values = layer.values.dense()[:, :, : count + 3]
-    assert_same(values[:, :, count:], new_values(more))
+    assert_same(values[:, :, count:], new_values(extra))
     assert (read(cache)[:, :, :count] - k).abs().max() < 0.2
 
 

@@ -93,30 +93,30 @@ def test_each_layer_is_where_its_keys_are(kind):
     caches = [new_cache(kind), new_cache(kind)]
     steps = [Steps(WHERE), Steps((CPU,) * LAYERS)]
 
-    def both(batch: int, tokens: int) -> None:
+    def store_in_both(batch: int, tokens: int) -> None:
         the_same(*(step(c, batch, tokens) for step, c in zip(steps, caches, strict=True)))
 
-    both(2, 9)
-    both(2, 1)
+    store_in_both(2, 9)
+    store_in_both(2, 1)
     originals = list(caches)
     caches = [cache.fork() for cache in originals]
-    both(2, 3)
+    store_in_both(2, 3)
     caches = originals
-    both(2, 2)
+    store_in_both(2, 2)
     for cache in caches:
         cache.reorder_cache(torch.tensor([1, 1]))
-    both(2, 1)
+    store_in_both(2, 1)
     for cache in caches:
         cache.batch_repeat_interleave(2)
-    both(4, 400)
+    store_in_both(4, 400)
     for cache in caches:
         cache.batch_select_indices(torch.tensor([3, 0]))
         cache.crop(-5)
-    both(2, 2)
+    store_in_both(2, 2)
     assert caches[0].memory_footprint().pages_bytes == caches[1].memory_footprint().pages_bytes
     for cache in caches:
         cache.reset()
-    both(1, 3)
+    store_in_both(1, 3)
 
 
 def test_the_preallocated_form_is_where_its_keys_are(kind):
@@ -132,10 +132,10 @@ def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
     cache, steps = new_cache(kind, **form), Steps((CPU,) * LAYERS)
     steps(cache, 2, 9)
     read = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-    moved = Steps(WHERE)
-    moved.sources.set_state(steps.sources.get_state())
-    the_same(moved(read, 2, 3), steps(cache, 2, 3))
-    the_same(moved(read, 2, 1), steps(cache, 2, 1))
+    moved_steps = Steps(WHERE)
+    moved_steps.sources.set_state(steps.sources.get_state())
+    the_same(moved_steps(read, 2, 3), steps(cache, 2, 3))
+    the_same(moved_steps(read, 2, 1), steps(cache, 2, 1))
 
 
 def test_a_cache_that_cannot_follow_stays_as_it_is():
@@ -187,12 +187,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
     """Return the model with its second layer on disk, which accelerate reads at each call."""
-    places = {
+    locations = {
         "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
         "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, device_map=places, offload_folder=tmp_path / "offloaded",
+        checkpoint, device_map=locations, offload_folder=tmp_path / "offloaded",
         attn_implementation=attention,
     )  # fmt: skip
     assert {p.device.type for p in model.model.layers[1].parameters()} == {"meta"}
@@ -269,12 +269,12 @@ def test_under_another_default_device(case: str, tmp_path: Path) -> None:
 
     def answers() -> list[torch.Tensor]:
         cache = FP8PagedCache(model.config, **keywords)
-        both = {"attention_mask": mask, "past_key_values": cache, **options}
-        said = [model.generate(ids, **both)]
+        store_in_both = {"attention_mask": mask, "past_key_values": cache, **options}
+        said = [model.generate(ids, **store_in_both)]
         if enabled:
-            both["attention_mask"] = mask.new_ones(mask.shape[0], longer.shape[1])
-            both["attention_mask"][:, : mask.shape[1]] = mask
-            said.append(model.generate(longer, **both))
+            store_in_both["attention_mask"] = mask.new_ones(mask.shape[0], longer.shape[1])
+            store_in_both["attention_mask"][:, : mask.shape[1]] = mask
+            said.append(model.generate(longer, **store_in_both))
         cache.memory_footprint()
         if case != "recurrent":
             cache.batch_select_indices([1])

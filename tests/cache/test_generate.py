@@ -295,8 +295,8 @@ def test_a_short_mask_with_a_stock_cache(columns: int) -> None:
     for each in (model, stock):
         cache = DynamicCache()
         each(inputs["input_ids"], past_key_values=cache)
-        more = inputs["input_ids"][:, :3]
-        found.append(each(more, attention_mask=mask, past_key_values=cache).logits)
+        extra = inputs["input_ids"][:, :3]
+        found.append(each(extra, attention_mask=mask, past_key_values=cache).logits)
     assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
 
 
@@ -308,7 +308,7 @@ def test_custom_4d_mask() -> None:
     seen[:, :, 6:, 2] = False
     later = torch.ones(2, 1, 3, 16, dtype=torch.bool).tril(13)
     later[0, :, :, 5] = False
-    more = ids[:, :3]
+    extra = ids[:, :3]
     for form in (
         lambda m: m,
         lambda m: m[:, :].expand(-1, 4, -1, -1).clone(),
@@ -322,7 +322,7 @@ def test_custom_4d_mask() -> None:
         ):
             with torch.no_grad():
                 first = m(input_ids=ids, attention_mask=form(seen), past_key_values=cache)
-                second = m(input_ids=more, attention_mask=form(later), past_key_values=cache)
+                second = m(input_ids=extra, attention_mask=form(later), past_key_values=cache)
             logits.append(torch.cat([first.logits, second.logits], 1))
         assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 

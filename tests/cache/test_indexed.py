@@ -52,10 +52,10 @@ def read(model, ids, **form):
 
 def check_continues(model, cache, ids):
     """Assert that the cache holds `ids`: three more tokens give the logits of one full call."""
-    more = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
-    want = model(torch.cat([ids, more], 1), use_cache=False).logits[:, -3:]
-    got = [model(more[:, :1], past_key_values=cache).logits]
-    got.append(model(more[:, 1:], past_key_values=cache).logits)
+    extra = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
+    want = model(torch.cat([ids, extra], 1), use_cache=False).logits[:, -3:]
+    got = [model(extra[:, :1], past_key_values=cache).logits]
+    got.append(model(extra[:, 1:], past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(got, 1), want, atol=1e-4, rtol=1e-4)
 
 

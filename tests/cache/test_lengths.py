@@ -45,10 +45,10 @@ for seed in range(3):
 
 
 def config(name: str = "llama") -> Any:
-    more = {}
+    extra = {}
     if name == "gemma3_text":
-        more["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-    return causal_config(name, num_hidden_layers=LAYERS, **more)
+        extra["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    return causal_config(name, num_hidden_layers=LAYERS, **extra)
 
 
 def pair(name: str = "llama", **keywords: Any) -> tuple[FP8PagedCache, DynamicCache]:

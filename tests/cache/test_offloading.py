@@ -63,9 +63,9 @@ def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
         generator = torch.Generator().manual_seed(100 * seed + index)
         k, v = torch.randn(2, batch, HEADS, count, DIM, generator=generator)
         shown = [cache.update(k, 2 * v, index) for cache in caches]
-        for cache, both in zip(caches, shown, strict=True):
-            assert [type(x) for x in both] == [type(x) for x in shown[0]]
-            for side, got, expected in zip("KV", both, shown[0], strict=True):
+        for cache, make_caches in zip(caches, shown, strict=True):
+            assert [type(x) for x in make_caches] == [type(x) for x in shown[0]]
+            for side, got, expected in zip("KV", make_caches, shown[0], strict=True):
                 assert_same(got.clone(), expected.clone(), f"layer {index}, {side}")
             check(cache)
 
@@ -86,7 +86,7 @@ def check(cache: FP8PagedCache) -> None:
         assert len([size for size in sizes if size.get("pages")]) <= 2
 
 
-def both(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
+def make_caches(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
     """Return a cache, and the same cache with its pages in host memory."""
     keywords = {"page_size": PAGE, **keywords}
     fields = config(name)
@@ -98,7 +98,7 @@ def call(caches: list[FP8PagedCache], method: str, *arguments: Any) -> None:
         getattr(cache, method)(*arguments)
 
 
-def moved(cache: FP8PagedCache) -> tuple[int, int]:
+def bytes_copied(cache: FP8PagedCache) -> tuple[int, int]:
     sizes = cache.memory_footprint()
     return sizes.fetched_bytes, sizes.returned_bytes
 
@@ -152,7 +152,7 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
             expected = got if expected is None else expected
             assert_same(got, expected, (keywords, where))
             for cache in caches:
-                assert bool(min(moved(cache))) == bool(where)
+                assert bool(min(bytes_copied(cache))) == bool(where)
                 check(cache)
             sizes = caches[1].memory_footprint()
             assert sizes.returned_bytes <= sizes.host_bytes, "written once, and then only read"
@@ -161,20 +161,20 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
 def test_generate_with_an_offloaded_cache_implementation() -> None:
     model, inputs = tiny("gqa", num_hidden_layers=4)
     options = {**GREEDY, "return_dict_in_generate": True}
-    asked = {"cache_implementation": "offloaded", **options}
+    requested = {"cache_implementation": "offloaded", **options}
     enable(model, page_size=PAGE, dtype="auto")
     expected = model.generate(**inputs, **options)
-    out = model.generate(**inputs, **asked)
+    out = model.generate(**inputs, **requested)
     assert_same(out.sequences, expected.sequences)
     assert isinstance(out.past_key_values, FP8PagedCache)
-    assert min(moved(out.past_key_values)) > 0
-    assert moved(expected.past_key_values) == (0, 0)
+    assert min(bytes_copied(out.past_key_values)) > 0
+    assert bytes_copied(expected.past_key_values) == (0, 0)
     model.generation_config.cache_implementation = "offloaded"
-    assert min(moved(model.generate(**inputs, **options).past_key_values)) > 0
+    assert min(bytes_copied(model.generate(**inputs, **options).past_key_values)) > 0
     assert model.generation_config.cache_implementation == "offloaded"
     enable(model, max_cache_len=64)
     with pytest.raises(ConfigError, match="offloading: expected a cache that grows"):
-        model.generate(**inputs, **asked)
+        model.generate(**inputs, **requested)
 
 
 @pytest.mark.parametrize("where", WHERE, ids=str)
@@ -190,7 +190,7 @@ def test_a_prefix_comes_from_a_store_and_goes_there(where: dict[str, Any], tmp_p
         out = model.generate(ids, **options)
         assert_same(out.sequences, expected)
         assert out.past_key_values.restored == hits * (ids.shape[1] - 1) // PAGE * PAGE
-        assert min(moved(out.past_key_values)) > 0
+        assert min(bytes_copied(out.past_key_values)) > 0
 
 
 def test_a_draft_model_may_also_be_offloaded() -> None:
@@ -257,7 +257,7 @@ def test_every_operation(
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
     twins = [stayed, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
     feed([copy.deepcopy(stayed), *twins[1:]], 5, 12)
-    assert pages in (0, 7) or all(min(moved(twin)) > 0 for twin in twins[1:])
+    assert pages in (0, 7) or all(min(bytes_copied(twin)) > 0 for twin in twins[1:])
     del twins, loaded
     call(pair, "crop", -30 if name == "llama" else -1)
     feed(pair, 1, 13)
@@ -273,7 +273,7 @@ def test_every_operation(
 
 
 def test_bytes_go_back_after_a_crop() -> None:
-    pair = both()
+    pair = make_caches()
     feed(pair, 300)
     before = pair[1].memory_footprint()
     call(pair, "crop", -280)
@@ -291,7 +291,7 @@ def test_bytes_go_back_after_a_crop() -> None:
 
 
 def test_long_calls_pass_through_a_window() -> None:
-    pair = both("mistral", prefill="stored")
+    pair = make_caches("mistral", prefill="stored")
     for step, count in enumerate((40, 1, 33, 1, 1, 25, 7)):
         feed(pair, count, step)
         forks = [one.fork() for one in pair]
@@ -299,7 +299,7 @@ def test_long_calls_pass_through_a_window() -> None:
 
 
 def test_a_refused_step_leaves_no_trace() -> None:
-    pair = both(max_pages=6)
+    pair = make_caches(max_pages=6)
     feed(pair, 21)
     for one in pair:
         for index in range(LAYERS):
@@ -369,7 +369,7 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
     one = FP8PagedCache(config(), offloading=True, skip_layers=range(1, LAYERS), page_size=PAGE)
     for step in range(3):
         feed([one], 9, step)
-    assert moved(one)[0] == 0
+    assert bytes_copied(one)[0] == 0
 
 
 # -- copies between the tiers --------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> N
     cache = FP8PagedCache(config(name, **window), **EXACT, **where)
     feed([cache], 100)
     feed([cache], 1, 1)
-    start, bound, back = moved(cache), 0, 0
+    start, bound, back = bytes_copied(cache), 0, 0
     for step in range(2, 20):
         length = cache.get_seq_length()
         feed([cache], 1, step)
@@ -396,7 +396,7 @@ def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> N
             held = -(-tokens // PAGE) - first // PAGE
             bound += held * 2 * PAGE_BYTES
             back += 2 * PAGE_BYTES
-        fetched, returned = (now - old for now, old in zip(moved(cache), start, strict=True))
+        fetched, returned = (now - old for now, old in zip(bytes_copied(cache), start, strict=True))
         if pages is None:
             assert (fetched, returned) == (bound, back)
         else:
@@ -418,13 +418,13 @@ def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
     cache = FP8PagedCache(fields, offloading=-(-pages * room // layers), **EXACT)
     for step, count in enumerate((129, 1, 1, 1)):
         feed([cache], count, step)
-    before = moved(cache)
+    before = bytes_copied(cache)
     for step in range(4, 8):
         feed([cache], 1, step)
     layer_bytes = sizes.used_bytes // layers
-    assert moved(cache)[0] - before[0] == crossing * layers * layer_bytes
+    assert bytes_copied(cache)[0] - before[0] == crossing * layers * layer_bytes
     if not crossing:
-        assert moved(cache) == (0, 0)
+        assert bytes_copied(cache) == (0, 0)
         assert cache.memory_footprint().host_bytes == 0
 
 
@@ -443,7 +443,7 @@ def test_the_next_layer_comes_while_one_computes(where: dict[str, Any], both_fit
 
 
 def test_sizes_of_both_tiers() -> None:
-    stayed, cache = both(scales=1.0)
+    stayed, cache = make_caches(scales=1.0)
     for one in (stayed, cache):
         feed([one], 61)
     sizes, expected = cache.memory_footprint(), stayed.memory_footprint()

@@ -83,8 +83,8 @@ def assert_same_layers(
     for layer, other in ((found.layers[i], expected.layers[i]) for i in layers):
         for side in ("keys", "values"):
             first = max(length - WINDOW + 1, 0) if layer.is_sliding else 0
-            both = [getattr(x, side) for x in (layer, other)]
-            parts = [x.dense()[:, :, first - x.start : length - x.start] for x in both]
+            cache_pair = [getattr(x, side) for x in (layer, other)]
+            parts = [x.dense()[:, :, first - x.start : length - x.start] for x in cache_pair]
             assert_same(*parts, side)
 
 
@@ -273,7 +273,7 @@ def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     one.reset()
     for _ in range(2):
         one.update(x, x, 0)
-    with pytest.raises(ConfigError, match="to all layers before the next"):
+    with pytest.raises(ConfigError, match="pass each call to all layers"):
         one.update(x, x, 2)
 
 
@@ -328,11 +328,11 @@ def test_windows_of_about_a_page(window: int, room: int | None, prefill: str) ->
 
 @pytest.mark.parametrize("writer", [0, 1], ids=["the-original", "the-fork"])
 def test_forks_are_left_alone_by_long_calls(writer: int) -> None:
-    both = [cache(), cache()]
-    feed(both, 33, 0)
-    forks = [both[0], both[0].fork()]
-    feed([forks[writer], both[1]], 50, 1)
-    assert_same_layers(forks[writer], both[1])
+    cache_pair = [cache(), cache()]
+    feed(cache_pair, 33, 0)
+    forks = [cache_pair[0], cache_pair[0].fork()]
+    feed([forks[writer], cache_pair[1]], 50, 1)
+    assert_same_layers(forks[writer], cache_pair[1])
     fresh = cache()
     feed([fresh], 33, 0)
     assert_same_layers(forks[1 - writer], fresh)
@@ -518,16 +518,16 @@ def test_a_reset_after_an_interrupt_while_pages_are_taken(
     one, x, calls = cache(**form), states(100), itertools.count()
     if not form:
         store(one, states(30))
-    take = PageAllocator.take
+    allocate = PageAllocator.allocate
 
     def interrupted(self: PageAllocator, *arguments: Any, **keywords: Any) -> Any:
-        numbers = take(self, *arguments, **keywords)
+        numbers = allocate(self, *arguments, **keywords)
         if next(calls) == len(form):  # before the numbers are counted
             self.references[numbers] = 0
             raise KeyboardInterrupt
         return numbers
 
-    monkeypatch.setattr(PageAllocator, "take", interrupted)
+    monkeypatch.setattr(PageAllocator, "allocate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store(one, x)
     one.reset()

@@ -206,7 +206,7 @@ def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path:
         ({"plan": "measured", "dtype": "fp8"}, "dtype: expected None"),
         ({"plan": E4M3, "dtype": "fp8"}, "dtype: expected None"),
         ({"granularity": "token"}, "granularity: expected one of"),
-        ({"plan": "best"}, "expected the place of a saved plan, or text that begins with"),
+        ({"plan": "best"}, "expected the path of a saved plan, or text that begins with"),
         ({"plan": {0: E4M3}}, "got none for layer 1; add"),
         ({"plan": dict.fromkeys(range(4), E4M3)}, r"got \[2, 3\]"),
         ({"plan": BY_HAND, "center": False}, "a plan with centers"),

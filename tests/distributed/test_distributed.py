@@ -196,14 +196,14 @@ def test_a_split_model_can_be_checked(folder, of_ranks):
 )  # fmt: skip
 def test_a_refused_case_says_why_and_changes_nothing(folder, of_ranks, case, says):
     for found in of_ranks:
-        told = found[case]
-        if isinstance(told, dict):
-            assert told["stored"] == [0, 0]
+        result = found[case]
+        if isinstance(result, dict):
+            assert result["stored"] == [0, 0]
             whole = alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
-            assert told["tokens"]
-            assert told["tokens"] == whole or case == "ranks, heads not split"
-            told = told["error"]
-        for error in [told] if isinstance(told, str) else told:
+            assert result["tokens"]
+            assert result["tokens"] == whole or case == "ranks, heads not split"
+            result = result["error"]
+        for error in [result] if isinstance(result, str) else result:
             assert re.match(says, error, re.DOTALL), error
 
 

@@ -309,7 +309,7 @@ MOVE = [
 def test_packed_moves_convert_every_code_in_every_place(fmt, keep_nan, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     monkeypatch.setattr(Target, "converts", lambda *_: False)
-    moved = codec.codec_for.__wrapped__(
+    shifted = codec.codec_for.__wrapped__(
         fmt.name, Target.parse("sm_80"), tl.float16, False, keep_nan
     )
     nan = keep_nan or fmt.inf_code is not None
@@ -317,11 +317,11 @@ def test_packed_moves_convert_every_code_in_every_place(fmt, keep_nan, monkeypat
     packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0)
     bits = torch.zeros(256, 4, dtype=torch.int16)
     packed = packed.to(torch.int32)
-    program = parse(";".join(MOVE).format(re.sub(r"\$(\d)", r"%r\1", moved.assembly)))
+    program = parse(";".join(MOVE).format(re.sub(r"\$(\d)", r"%r\1", shifted.assembly)))
     addresses = [packed.data_ptr(), bits.data_ptr()]
     memory = GlobalMemory([packed, bits])
     execute(program, compile_program(program), addresses, (1, 1, 1), memory, shared=0)
-    found = bits.T.view(torch.float16).float() * moved.factor
+    found = bits.T.view(torch.float16).float() * shifted.factor
     wanted = decode(words.to(torch.uint8), fmt)
     if not nan:
         kept = ~wanted.isnan()

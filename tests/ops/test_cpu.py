@@ -113,8 +113,8 @@ def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
         monkeypatch.setattr(cpu_backend, "GRAIN", grain)
         for chunk in (1, 3, 5, prompt):
             assert_same(run(pages, query[:, :, -chunk:], length), alone[:, -chunk:])
-        both = run(two, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
-        assert_same(both[:1], alone[:, -1:])
+        repeated = run(two, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
+        assert_same(repeated[:1], alone[:, -1:])
 
 
 def compare(case: test_ops.Case, pages: Pages) -> None:
@@ -220,5 +220,5 @@ def test_a_missing_library_is_named(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("no_library")
 def test_a_library_of_another_source_is_refused(monkeypatch):
     monkeypatch.setattr(build, "stamp", lambda: 1)
-    with pytest.raises(BackendError, match="another source"):
+    with pytest.raises(BackendError, match="a different source"):
         attend(make(40), torch.randn(1, 6, 1, DIM), 40)

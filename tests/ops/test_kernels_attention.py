@@ -235,11 +235,11 @@ def test_every_way_to_read_a_format(read, dynamic, dtype, side, kernel):
 
 
 def pretending(target: str) -> AbstractContextManager[None]:
-    """Launch as on another GPU, of few processors; skip where kernels are compiled for this one."""
+    """Launch as on another GPU, with few SMs; skip where kernels are compiled for this one."""
     if not (INTERPRETED or (EXECUTED and target.startswith("sm_"))):
         pytest.skip("a GPU reads a format in one way")
     how = Target.parse(target)
-    return assuming(dataclasses.replace(how, processors=4, interpreted=INTERPRETED))
+    return assuming(dataclasses.replace(how, sm_count=4, interpreted=INTERPRETED))
 
 
 def yardstick(
@@ -272,12 +272,12 @@ def make_plan(lengths, heads, tokens=1, window=0, start=0, length=None):
     window=st.sampled_from([0, 1, 100, 128, 1000]),
     start=st.sampled_from([0, 1, 127, 500]),
     heads=st.sampled_from([1, 2, 3, 8]),
-    processors=st.integers(1, 12),
+    sm_count=st.integers(1, 12),
 )
-def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start, heads, processors):
+def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start, heads, sm_count):
     target = target_of(DEVICE)
     if INTERPRETED:
-        target = Target("cuda", 90, processors, interpreted=True)
+        target = Target("cuda", 90, sm_count, interpreted=True)
     with assuming(target):
         parts, sequences = make_plan(lengths, heads, tokens, window, start)
     slots = [row[3] for row in parts if row[3] >= 0]
@@ -299,7 +299,7 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
 
 # Grid: few sequences must be split, many need no split, and ragged ones need an order.
 @pytest.mark.parametrize("heads", [1, 8, 32])
-@pytest.mark.skipif(not INTERPRETED, reason="the model has the processors of an H200")
+@pytest.mark.skipif(not INTERPRETED, reason="the model has the SMs of an H200")
 def test_plans_take_hardly_longer_than_the_best(heads):
     """95 % of what the memory delivers, or of the best even split if no plan reaches that."""
     # The interpreter takes a second to plan for the largest batch, so this one has one case.
@@ -325,7 +325,7 @@ def test_plans_take_hardly_longer_than_the_best(heads):
 
 
 def test_a_plan_for_one_length_has_no_room_for_parts_that_do_not_pay():
-    with assuming(dataclasses.replace(target_of(DEVICE), processors=132, resources=None)):
+    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=132, resources=None)):
         assert plan.plan_rows(DEVICE, 64, 8, 32768) == 64 + 64
         assert plan.plan_rows(DEVICE, 25, 8, 32768) > 25 + 25
         assert plan.plan_rows(DEVICE, 64, 8) > 64 + 64
@@ -365,8 +365,8 @@ SPLITS = [
 
 # Without poison an output that no program writes may be the memory of an earlier equal output.
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize(("processors", "rotated", "swapped"), SPLITS)
-def test_any_split_gives_the_same_answer(processors, rotated, swapped):
+@pytest.mark.parametrize(("sm_count", "rotated", "swapped"), SPLITS)
+def test_any_split_gives_the_same_answer(sm_count, rotated, swapped):
     case = SPLIT
     if rotated:
         # Blocks of 32 and of 16 numbers, beside what pads a head.
@@ -377,9 +377,7 @@ def test_any_split_gives_the_same_answer(processors, rotated, swapped):
     pages, query, kwargs, expected = prepared(case)
     # Any kernel takes a plan that is made for as many programs as it expects.
     parameters = {"swapped": swapped, "programs": 4}
-    with assuming(
-        dataclasses.replace(target_of(DEVICE), processors=processors, parameters=parameters)
-    ):
+    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=sm_count, parameters=parameters)):
         found = run("decode", case, pages, query, **kwargs)
         assert errors(found, expected).max() <= bound(case)
         # With a plan made outside, used by two layers.
@@ -430,10 +428,10 @@ _CONFIGURED: list[tuple[Case, str, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "kernel", "processors", "config"), _CONFIGURED, ids=str)
-def test_any_launch_gives_the_same_answer(case, kernel, processors, config):
+@pytest.mark.parametrize(("case", "kernel", "sm_count", "config"), _CONFIGURED, ids=str)
+def test_any_launch_gives_the_same_answer(case, kernel, sm_count, config):
     pages, query, kwargs, expected = prepared(case)
-    with assuming(dataclasses.replace(target_of(DEVICE), processors=processors, parameters=config)):
+    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=sm_count, parameters=config)):
         assert errors(run(kernel, case, pages, query, **kwargs), expected).max() <= bound(case)
 
 
@@ -505,7 +503,7 @@ def test_many_zeros_before_the_first_value():
     query, kwargs = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **kwargs)
     config = {"programs": 1, "rows": 32} | ({"tile": 1024} if INTERPRETED else {})
-    with assuming(dataclasses.replace(target_of(DEVICE), processors=1, parameters=config)):
+    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=1, parameters=config)):
         for kernel in KERNELS:
             found = run(kernel, case, pages, query, **kwargs)
             assert errors(found, expected).max() <= bound(case)
@@ -519,10 +517,10 @@ def test_a_row_that_is_all_lowest_numbers_is_a_mean():
         added = torch.zeros(1, 1, 3, 150)
         added[..., 0, :] = lowest
         added[..., 1, 70:] = lowest
-        more = {**kwargs, "bias": added}
-        expected = attend(case, pages, query, "reference", **more)
+        extra = {**kwargs, "bias": added}
+        expected = attend(case, pages, query, "reference", **extra)
         for kernel in KERNELS:
-            found = run(kernel, case, pages, query, **more)
+            found = run(kernel, case, pages, query, **extra)
             assert errors(found, expected).max() <= bound(case)
 
 
@@ -547,7 +545,7 @@ def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
     mask = visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
     kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **kwargs)
-    with assuming(dataclasses.replace(target_of(DEVICE), processors=40, parameters=config)):
+    with assuming(dataclasses.replace(target_of(DEVICE), sm_count=40, parameters=config)):
         found = run(kernel, case, pages, query, **kwargs)
     assert errors(found, expected).max() <= bound(case)
 
@@ -558,7 +556,7 @@ def test_the_length_of_a_chunk_is_no_constant():
 
     pages = poisoned(Case("chunk", lengths=(9000,), page_size=64, heads=2))
     lengths = torch.tensor([9000], dtype=torch.int32)
-    target = dataclasses.replace(target_of(DEVICE), processors=132)
+    target = dataclasses.replace(target_of(DEVICE), sm_count=132)
     with assuming(target), recording(starts=False) as recorded:
         for tokens in range(70, 6000, 90):
             query = torch.zeros(1, 8, tokens, 32)
@@ -587,11 +585,11 @@ def test_widened_codes_give_the_same_bits(case, monkeypatch):
     pages, query, kwargs, expected = prepared(case)
     monkeypatch.setattr(extend, "WIDENED_FROM", 0)
     monkeypatch.setattr(extend, "WIDENED_BLOCKS", 2)
-    # A GPU has more processors than these cases have blocks of rows.
+    # A GPU has more SMs than these cases have blocks of rows.
     monkeypatch.setattr(extend, "SPLIT_FROM", 1000)
     started = []
-    monkeypatch.setattr(extend, "launch", lambda kernel, *args, **more: (
-        started.append(kernel.__name__), launch(kernel, *args, **more)))  # fmt: skip
+    monkeypatch.setattr(extend, "launch", lambda kernel, *args, **extra: (
+        started.append(kernel.__name__), launch(kernel, *args, **extra)))  # fmt: skip
     wide = run("extend", case, pages, query, **kwargs)
     assert started == ["_widen_codes", "_extend"]
     assert errors(wide, expected).max() <= 2 * errors(
@@ -633,8 +631,8 @@ def test_more_rows_than_shared_memory_holds():
 def test_every_way_to_read_a_latent(name, target):
     """With the launch parameters of each target; a NaN that is seen is not hidden."""
     rotated = name == "fp8_e2m5"
-    more = {**_LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
-    case = Case("", q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **more)
+    extra = {**_LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
+    case = Case("", q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **extra)
     pages, query, kwargs, expected = prepared(case)
     limit = yardstick(target, case, pages, query, kwargs, expected)
     with pretending(target):

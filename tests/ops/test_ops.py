@@ -557,8 +557,8 @@ def test_faults_are_far_above_the_bound(shape):
                 k_dim=64, v_dim=64, **shape)  # fmt: skip
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
-    for fault, faulty, asked, changed in faults(case, pages, query, kwargs["sinks"]):
-        found = attend(case, faulty, asked, "reference", **{**kwargs, **changed})
+    for fault, faulty, changed_query, changed in faults(case, pages, query, kwargs["sinks"]):
+        found = attend(case, faulty, changed_query, "reference", **{**kwargs, **changed})
         assert errors(found, expected).max() > FAR * bound(case), fault
 
 
@@ -629,8 +629,8 @@ def test_written_bytes_are_the_reference_s(case, backend, layout):
     for tokens in (1, 15, 17, 40, 1):
         # As a model makes them: heads after tokens, and numbers of very different size.
         shape = (2, tokens, case.heads, case.k_dim + case.v_dim)
-        both = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, (2, tokens, case.heads, 1)))
-        key, value = both.to(case.dtype).transpose(1, 2).split([case.k_dim, case.v_dim], dim=3)
+        states = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, (2, tokens, case.heads, 1)))
+        key, value = states.to(case.dtype).transpose(1, 2).split([case.k_dim, case.v_dim], dim=3)
         lengths += tokens
         ops.write(pages, key, value, lengths, backend)
         ops.write(other, key, value, lengths, "reference")

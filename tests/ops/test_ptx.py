@@ -36,8 +36,8 @@ SOURCES = Path(hf_fp8kv.ops.triton.__file__).parent
 _COMMON = {"lengths": (700, 130, 64), "page_size": 64, "k_dim": 64, "v_dim": 64}
 
 
-def check_attention(kernel: str, target: str, **more: object) -> None:
-    case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **more})  # type: ignore[arg-type]
+def check_attention(kernel: str, target: str, **extra: object) -> None:
+    case = Case("", **{**_COMMON, "dtype": torch.bfloat16, **extra})  # type: ignore[arg-type]
     pages, query, kwargs, expected = prepared(case)
     with assuming(Target("cuda", int(target[3:]), 4)):
         found = run(kernel, case, pages, query, **kwargs)
@@ -122,7 +122,7 @@ FAULTS = {
         "decode", "_decode", "later * TILE", r"(ld\.global\.b32[^\n]*\+ )0 \]", r"\g<1>4 ]"
     ),
     "sums are not rescaled": Fault(
-        "decode", "_decode", "acc * of_rows(alpha",
+        "decode", "_decode", "acc * per_row(alpha",
         r"mul\.f32\s+(%r\d+), (%r\d+), %r\d+", r"mov.b32 \1, \2",
     ),
     "one token too many": Fault(
@@ -156,7 +156,7 @@ FAULTS = {
     "a matrix is not turned": Fault("decode", "_decode", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
     "no barrier at all": Fault("extend sm_80", "_extend", "", r"\tbar\.sync\s+0", ""),
     "rows of an older plan": Fault(
-        "plan", "_plan", "tl.store(plan_ptr + left", r"@%p\d+ st\.global[^;]*", ""
+        "plan", "_plan", "tl.store(plan_ptr + unused", r"@%p\d+ st\.global[^;]*", ""
     ),
     "a token without a place is stored": Fault(
         "write", "_write", "tl.store(code_ptrs, codes, mask=exists", r"@%p\d+ (st\.global)", r"\1"
@@ -239,10 +239,10 @@ def test_a_race_and_a_store_past_the_end_are_found(past, why):
 
 @triton.jit
 def _unknown(x):
-    moved = tl.inline_asm_elementwise(
+    shifted = tl.inline_asm_elementwise(
         "brev.b32 $0, $1;", "=r,r", [tl.load(x)], dtype=tl.int32, is_pure=True, pack=1
     )
-    tl.store(x, moved)
+    tl.store(x, shifted)
 
 
 def test_an_unknown_instruction_is_refused():

@@ -54,7 +54,7 @@ def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
     """Token `[b, t]` of the list is then in position `start + t` of sequence `b`."""
-    pages, slots = places(rows, start, tokens.shape[1], pool.page_size)
+    pages, slots = entries(rows, start, tokens.shape[1], pool.page_size)
     held = pool.memory.take(np.arange(len(pool.memory)))
     for _, by_slot, stored in compared(pool.layout.split(held), tokens):
         by_slot[pages, slots] = stored
@@ -74,13 +74,13 @@ def compared(
 
 def assert_holds(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
     """Token `[b, t]` of the list is in position `start + t` of sequence `b`, in every tensor."""
-    pages, slots = places(rows, start, tokens.shape[1], pool.page_size)
+    pages, slots = entries(rows, start, tokens.shape[1], pool.page_size)
     for name, by_slot, stored in compared(whole(pool), tokens):
         wrong = (by_slot[pages, slots] != stored).flatten(2).any(-1).nonzero().tolist()
         assert not wrong, f"{name}: (sequence, token - {start}) {wrong[:5]} hold something else"
 
 
-def places(
+def entries(
     rows: np.ndarray, start: int, tokens: int, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Page `[B, T]` and slot `[T]` (spread over B) of each position."""
@@ -129,7 +129,7 @@ class ModelTable:
     def clear(self) -> None:
         self.pages, self.first = [], 0
 
-    def passes(self, start: int, stop: int) -> bool:
+    def is_long(self, start: int, stop: int) -> bool:
         """A call from `start` to `stop` needs more pages than a window is ever in."""
         if self.window is None or self.record_past:
             return False
@@ -178,7 +178,7 @@ def check_tables(*tables: BlockTable) -> None:
     )
     free = np.flatnonzero(references == 0)
     assert sorted(allocator._free) == free.tolist(), (
-        f"{len(free)} pages are held by nobody, {allocator.free} are listed as free"
+        f"{len(free)} pages are held by nobody, {allocator.num_free} are listed as free"
     )
 
 
@@ -191,7 +191,7 @@ def fork_group(group: LayerGroup) -> LayerGroup:
 
 
 def select(table: BlockTable, sequences: list[int]) -> None:
-    table.list_instead(table.rows[sequences], table.first)
+    table.replace_rows(table.rows[sequences], table.first)
 
 
 def check_crop(group: LayerGroup, tokens: int) -> None:
@@ -274,7 +274,7 @@ class Pages(RuleBasedStateMachine):
         after, taken, start, stop = {}, 0, cache.length, cache.length + tokens
         for name, model in cache.models.items():
             new = after[name] = model.copied()
-            first, is_long = start, new.passes(start, stop)
+            first, is_long = start, new.is_long(start, stop)
             if is_long:
                 first = max(start, new.kept_from(stop) * self.page_size)
             elif not new.record_past:
@@ -300,7 +300,7 @@ class Pages(RuleBasedStateMachine):
             for model in other.models.values():
                 now, stop = model.copied(), cache.length + tokens
                 if other is cache and not now.record_past:
-                    now.settle(stop if now.passes(cache.length, stop) else cache.length)
+                    now.settle(stop if now.is_long(cache.length, stop) else cache.length)
                 models.append(now)
         return len({*page_ids(models)})
 
@@ -438,8 +438,8 @@ class Pages(RuleBasedStateMachine):
         cache = self.pick(data)
         if not cache.sequences:
             return
-        some = st.integers(0, len(cache.sequences) - 1)
-        chosen = data.draw(st.lists(some, min_size=1, max_size=4), label="sequences")
+        sequence_numbers = st.integers(0, len(cache.sequences) - 1)
+        chosen = data.draw(st.lists(sequence_numbers, min_size=1, max_size=4), label="sequences")
         for name, group in cache.groups.items():
             select(group.table, chosen)
             cache.models[name].pages = [dict(cache.models[name].pages[i]) for i in chosen]
@@ -514,7 +514,7 @@ class Pages(RuleBasedStateMachine):
         for allocator in self.tables():
             assert allocator.held == 0
             assert not allocator.references.any()
-            assert allocator.free == allocator.capacity
+            assert allocator.num_free == allocator.capacity
 
 
 TestPages = Pages.TestCase
@@ -630,7 +630,7 @@ def test_pages_are_made_in_steps_with_little_waste(page_size, batch):
         most = max(pages * 33 // 32, 64 // page_size)
         assert written(tokens, page_size=page_size).allocator.capacity <= most
     table = new_table(page_size)
-    capacity, moved = 0, 0
+    capacity, copied_pages = 0, 0
     # Each token asks; only the first of a page can take one.
     for length in range(1, 40_000, page_size):
         table.reserve(length - 1, length, batch)
@@ -639,18 +639,18 @@ def test_pages_are_made_in_steps_with_little_waste(page_size, batch):
         if room != capacity:
             # A growing pool is moved at most every 64 tokens.
             assert (room - capacity) * page_size >= 64
-            moved += capacity
+            copied_pages += capacity
             capacity = room
         assert room * page_size <= max(1.04 * tokens, tokens + 64), f"at {tokens} tokens"
     # Each page is moved at most about 32 times.
-    assert moved <= 36 * capacity
+    assert copied_pages <= 36 * capacity
     # Pages that were given back are used before new ones are made.
     table.truncate(4)
     table.reserve(4, 39_000, batch)
     assert table.allocator.capacity == capacity
     table.clear()
     assert not len(table.compact())
-    assert (table.allocator.capacity, table.allocator.free) == (0, 0)
+    assert (table.allocator.capacity, table.allocator.num_free) == (0, 0)
 
 
 # Budgets.

@@ -128,14 +128,14 @@ def test_growing_keeps_every_page_and_zeroes_the_new_ones(
     assert (len(pool.memory), pool.is_allocated) == (0, False)
     pool = new_pool(key, value, 0, dynamic=dynamic, device=device, in_one=in_one)
     pool.memory.grow(3)
-    before, places = fill(pool), addresses(pool)
+    before, pointers = fill(pool), addresses(pool)
     for pages in (0, 2, 3):  # a pool never shrinks, and stays in place
         pool.memory.grow(pages)
         assert len(pool.memory) == 3
-        assert addresses(pool) == places
+        assert addresses(pool) == pointers
     pool.memory.grow(8)
     assert len(pool.memory) == 8
-    assert in_one or addresses(pool)[: len(places)] == places, "a block was moved"
+    assert in_one or addresses(pool)[: len(pointers)] == pointers, "a block was moved"
     assert_holds(pool, before)
 
 
@@ -190,7 +190,7 @@ def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
     with Allocations() as seen, BytesWritten() as written:
         pool = new_pool(pages=0)
         for _ in range(300):
-            allocator.take(1)
+            allocator.allocate(1)
             pool.memory.grow(allocator.capacity)
             # An address takes 8 bytes of each page, each time.
             assert seen.held == len(pool.memory) * page
@@ -210,9 +210,9 @@ def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
 @layouts
 def test_there_and_back_the_bytes_are_the_same(device, in_one):
     pool = new_pool(device=device, in_one=in_one)
-    before, places = fill(pool), addresses(pool)
+    before, pointers = fill(pool), addresses(pool)
     pool.memory.move(device)
-    assert addresses(pool) == places, "they were there"
+    assert addresses(pool) == pointers, "they were there"
     for place in (torch.device("cpu"), pool.device):
         pool.memory.move(place)
         assert_holds(pool, before)
@@ -305,7 +305,7 @@ def test_pages_come_from_a_pool_elsewhere(in_one):
     other.memory.grow(11)
     expected, theirs = fill(pool), fill(other)
     wanted = np.array([0, 1, 2, 5, 6, 9, 10])
-    pool.blocks.receive(other.blocks, wanted, waits=True)
+    pool.blocks.receive(other.blocks, wanted, blocking=True)
     for name, tensor in expected.items():
         tensor[wanted] = theirs[name][wanted]
         assert_same(whole(pool)[name], tensor, name)

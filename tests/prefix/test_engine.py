@@ -55,9 +55,9 @@ def test_a_new_engine_finds_what_another_computed(tmp_path: Path) -> None:
     said, used, first = answers(tmp_path, texts)
     assert said == expected
     assert (used.prefix_hits, first.hits, first.misses) == (0, 0, 2)
-    more = [prefix + words(11, seed=4), texts[1], prefix[: 3 * PAGE]]
-    expected, _, _ = answers(None, more)
-    said, used, found = answers(tmp_path, more)
+    extra = [prefix + words(11, seed=4), texts[1], prefix[: 3 * PAGE]]
+    expected, _, _ = answers(None, extra)
+    said, used, found = answers(tmp_path, extra)
     assert said == expected
     # The second text finds all pages except its last. The pages of the third are in memory.
     assert (found.hits, found.tokens_found) == (2, 5 * PAGE + PAGE)
@@ -130,7 +130,7 @@ def test_work_for_a_block_does_not_grow_with_the_text(
     )
     monkeypatch.setattr(
         engine_module, "chain_keys",
-        lambda name, ids, *more: hashed.append(len(ids)) or chain(name, ids, *more),
+        lambda name, ids, *extra: hashed.append(len(ids)) or chain(name, ids, *extra),
     )  # fmt: skip
     said, _, _ = answers(tmp_path, [words(10 * PAGE + 3)], new=14 * PAGE)
     blocks = 24
@@ -164,11 +164,11 @@ def test_a_hot_beginning_outlives_what_came_later(tmp_path: Path) -> None:
 
 def test_a_request_is_asked_about_once(tmp_path: Path) -> None:
     with engine(PrefixStore(tmp_path)) as (ask, cache):
-        asked: list[str] = []
+        requested: list[str] = []
         find = cache.search_prefix_match
-        cache.search_prefix_match = lambda name, ids: asked.append(name) or find(name, ids)
+        cache.search_prefix_match = lambda name, ids: requested.append(name) or find(name, ids)
         ask(words(4 * PAGE))
-        assert len(asked) == 1
+        assert len(requested) == 1
 
 
 def test_a_request_that_waits_reads_nothing(tmp_path: Path) -> None:
@@ -207,12 +207,12 @@ def test_no_step_runs_while_blocks_are_filled(
     answers(tmp_path, [text])
     with engine(PrefixStore(tmp_path)) as (_, cache):
         (allocator,) = cache.cache_allocators.values()
-        before, waits = held(allocator), list[int]()
+        before, held_at_waits = held(allocator), list[int]()
         monkeypatch.setattr(
-            engine_module, "synchronize", lambda _: waits.append(held(allocator) - before)
+            engine_module, "synchronize", lambda _: held_at_waits.append(held(allocator) - before)
         )
         assert cache.search_prefix_match("new", text) == 3 * PAGE
-        assert waits == [0, 3]
+        assert held_at_waits == [0, 3]
         cache.free_blocks("new")
 
 

@@ -142,10 +142,10 @@ def test_a_padded_batch(name: str) -> None:
     said, _ = chat.answer(ids, attention_mask=mask)
 
     def grown(width: int, pads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        more = torch.cat([said, chat.words(width, rows=3)], 1)
-        mask = torch.ones_like(more)
+        extended = torch.cat([said, chat.words(width, rows=3)], 1)
+        mask = torch.ones_like(extended)
         mask[1, :pads] = 0
-        return more, mask
+        return extended, mask
 
     ids, mask = grown(7, 5)
     said, computed = chat.answer(ids, attention_mask=mask)
@@ -164,8 +164,8 @@ def test_a_padded_batch(name: str) -> None:
 def test_rows_in_another_order_and_number() -> None:
     chat = Chat("gqa")
     said, _ = chat.answer(chat.words(21, rows=3))
-    more = torch.cat([said, chat.words(7, rows=3)], 1)
-    said, computed = chat.answer(more[torch.tensor([2, 0, 2, 1])])
+    extended = torch.cat([said, chat.words(7, rows=3)], 1)
+    said, computed = chat.answer(extended[torch.tensor([2, 0, 2, 1])])
     assert computed == 8
     _, computed = chat.answer(torch.cat([said[1:2], chat.words(2)], 1))
     assert computed == 3
@@ -182,18 +182,18 @@ def test_the_known_text_follows_operations_on_the_cache() -> None:
     whole = chat.cache
     twin = whole.fork()
     twin.reorder_cache(torch.tensor([1, 0]))
-    more = torch.cat([said[:, :24], chat.words(4, rows=2)], 1)
+    extended = torch.cat([said[:, :24], chat.words(4, rows=2)], 1)
     chat.cache = twin.fork()
-    _, computed = chat.answer(more[[1, 0]])
+    _, computed = chat.answer(extended[[1, 0]])
     assert computed == 4
     chat.cache = whole.fork()
     chat.cache.batch_repeat_interleave(2)
-    _, computed = chat.answer(more.repeat_interleave(2, 0))
+    _, computed = chat.answer(extended.repeat_interleave(2, 0))
     assert computed == 4
     chat.cache = twin
     twin.reset()
-    _, computed = chat.answer(more)
-    assert computed == more.shape[1]
+    _, computed = chat.answer(extended)
+    assert computed == extended.shape[1]
     chat.cache = whole
     _, computed = chat.answer(torch.cat([said[:, :22], chat.words(4, rows=2)], 1)[[1, 0]])
     assert computed == 4
@@ -204,21 +204,21 @@ def test_tokens_from_calls_outside_generate() -> None:
     """A prompt that begins with the cached tokens gets the right answer."""
     chat = Chat("gqa")
     said, _ = chat.answer(chat.words(21))
-    more = torch.cat([said, chat.words(7)], 1)
-    chat.model(input_ids=more[:, 29:33], past_key_values=chat.cache)
-    _, computed = chat.answer(more)
+    extended = torch.cat([said, chat.words(7)], 1)
+    chat.model(input_ids=extended[:, 29:33], past_key_values=chat.cache)
+    _, computed = chat.answer(extended)
     assert computed == 37 - 29, "only the tokens of generate() are trusted"
     chat.cache.reset()
-    chat.model(input_ids=more[:, :20], past_key_values=chat.cache)
-    with pytest.raises(ConfigError, match="more than 20 tokens"):
-        chat.answer(more[:, :20])
+    chat.model(input_ids=extended[:, :20], past_key_values=chat.cache)
+    with pytest.raises(ConfigError, match="the 20 tokens of the cache"):
+        chat.answer(extended[:, :20])
     assert chat.cache.host_length() == 20
-    _, computed = chat.answer(more)
+    _, computed = chat.answer(extended)
     assert computed == 17
     # Fewer tokens than the text has, as in libraries that drop some.
     for layer in chat.cache.layers:
         layer.crop(-3)
-    _, computed = chat.answer(more[:, :30])
+    _, computed = chat.answer(extended[:, :30])
     assert computed == 30
 
 
@@ -252,8 +252,8 @@ def test_a_text_continues_after_embeddings() -> None:
     embeds = chat.model.get_input_embeddings()
     for cache in (chat.cache, DynamicCache()):
         ids = chat.model.generate(first, past_key_values=cache, **GREEDY)
-        more = torch.cat([embeds(ids), embeds(second) * 1.5], 1)
-        chat.model.generate(inputs_embeds=more, past_key_values=cache, **GREEDY)
+        extended = torch.cat([embeds(ids), embeds(second) * 1.5], 1)
+        chat.model.generate(inputs_embeds=extended, past_key_values=cache, **GREEDY)
         length = int(cache.get_seq_length())
         ids = torch.cat([ids, torch.full((1, length - ids.shape[1]), 3), third], 1)
         said.append(chat.model.generate(ids, past_key_values=cache, **GREEDY)[0, -9:])
@@ -275,7 +275,7 @@ def test_positions_and_embeddings_are_part_of_the_text() -> None:
         chat.model.generate(
             inputs_embeds=embeds, past_key_values=chat.cache, max_new_tokens=4, pad_token_id=0
         )
-    with pytest.raises(ConfigError, match="more than 24 tokens"):
+    with pytest.raises(ConfigError, match="the 24 tokens of the cache"):
         chat.answer(ids)
 
 
@@ -285,7 +285,7 @@ def test_opting_out() -> None:
     enable(chat.model, reuse_prefix=False, **STORED)
     _, computed = chat.answer(torch.cat([said, chat.words(7)], 1))
     assert computed == 8
-    with pytest.raises(ConfigError, match="does not hold yet"):
+    with pytest.raises(ConfigError, match="adds no tokens"):
         chat.model.generate(
             said[:, :4], attention_mask=torch.ones(1, 4), past_key_values=chat.cache, **GREEDY
         )

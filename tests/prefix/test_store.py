@@ -133,11 +133,11 @@ def locked(folder: Path) -> Iterator[None]:
 def test_a_new_process_computes_the_rest(name: str, tmp_path: Path) -> None:
     prefix = words(61)
     assert Reader(tmp_path, name).answer(torch.cat([prefix, words(9, seed=1)], 1)) == 70
-    for number, more in enumerate((3, 11, 24)):
+    for number, extra in enumerate((3, 11, 24)):
         reader = Reader(tmp_path, name)
-        ids = torch.cat([prefix, words(more, seed=5 + number)], 1)
+        ids = torch.cat([prefix, words(extra, seed=5 + number)], 1)
         # 61 tokens fill seven pages and a part of the next page.
-        assert reader.answer(ids) == 61 + more - 56
+        assert reader.answer(ids) == 61 + extra - 56
         usage = reader.store.usage()
         assert (usage.hits, usage.misses, usage.tokens_found) == (1, 0, 56)
     # The store has all tokens, but a call needs at least one: at the end of a page and after it.
@@ -159,20 +159,20 @@ def test_rows_of_a_batch_share_a_folder(tmp_path: Path) -> None:
     ids[1, :5] = mask[1, :5] = 0
     assert Reader(tmp_path, name).answer(ids, attention_mask=mask) == 45
     reader = Reader(tmp_path, name)
-    more = torch.cat([ids, words(4, rows=3, seed=3)], 1)
+    extra = torch.cat([ids, words(4, rows=3, seed=3)], 1)
     grown = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], 1)
-    assert reader.answer(more, attention_mask=grown) == 49 - 40
+    assert reader.answer(extra, attention_mask=grown) == 49 - 40
     # Rows in a different order, one row alone, and beams with the same beginning.
     order = torch.tensor([2, 1])
-    assert reader.answer(more[order], attention_mask=grown[order]) == 49 - 48
-    assert Reader(tmp_path, name).answer(more[:1]) == 1
-    assert Reader(tmp_path, name).answer(more[2:], num_beams=3) == 1
+    assert reader.answer(extra[order], attention_mask=grown[order]) == 49 - 48
+    assert Reader(tmp_path, name).answer(extra[:1]) == 1
+    assert Reader(tmp_path, name).answer(extra[2:], num_beams=3) == 1
     # All rows need the page, and different padding makes a different prompt.
-    mixed = torch.cat([more[:1], words(49, seed=8)])
+    mixed = torch.cat([extra[:1], words(49, seed=8)])
     assert reader.answer(mixed) == 49
-    moved = grown.clone()
-    moved[1, 5] = 0
-    assert reader.answer(more[1:2], attention_mask=moved[1:2]) == 49
+    changed = grown.clone()
+    changed[1, 5] = 0
+    assert reader.answer(extra[1:2], attention_mask=changed[1:2]) == 49
 
 
 def test_a_cache_that_keeps_tokens_behind_the_window(tmp_path: Path) -> None:
@@ -287,14 +287,14 @@ def test_changes_that_torch_does_not_count(tmp_path: Path) -> None:
 
 def test_other_options_find_no_page(tmp_path: Path) -> None:
     ids = words(30)
-    moved = {"rope_type": "default", "rope_theta": 9999.0}
+    changed = {"rope_type": "default", "rope_theta": 9999.0}
     variants: list[dict[str, Any]] = [
         {}, {"dtype": "fp8"}, {"dtype": "int8"}, {"key_dtype": "fp8"}, {"value_dtype": "int8"},
         {"plan": ("fp8_e3m4 rotated", "fp8_e3m4")}, {"plan": ("fp8_e3m4", "fp8_e3m4 rotated")},
         {"page_size": 16}, {"scales": 0.05},
         {"scales": 0.06}, {"scales": scales_of()}, {"scales": scales_of(1.01)},
         {"scales": scales_of(center=0.11)},
-        {"seed": 1}, {"rope_parameters": moved}, {"name": "sliding", "sliding_window": 8},
+        {"seed": 1}, {"rope_parameters": changed}, {"name": "sliding", "sliding_window": 8},
         {"name": "sliding", "sliding_window": 9}, {"backend": "torch"},
     ]  # fmt: skip
     for variant in variants:
@@ -451,12 +451,12 @@ def test_a_model_that_changes_within_a_chat(trains: bool, tmp_path: Path) -> Non
         with torch.no_grad():
             reader.model.lm_head.weight.mul_(1.01)
             reader.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
-    more = torch.cat([said, words(5)], 1)
-    for known in (0, more.shape[1] - 1):
+    extra = torch.cat([said, words(5)], 1)
+    for known in (0, extra.shape[1] - 1):
         reader.calls.clear()
-        reader.model.generate(more, past_key_values=cache, **GREEDY)
-        assert reader.calls[0] == more.shape[1] - known
-    assert reader.answer(more) == more.shape[1] - 48
+        reader.model.generate(extra, past_key_values=cache, **GREEDY)
+        assert reader.calls[0] == extra.shape[1] - known
+    assert reader.answer(extra) == extra.shape[1] - 48
 
 
 # -- bad files --------------------------------------------------------------------------------
@@ -603,8 +603,8 @@ def test_a_folder_instead_of_a_file(
     if not is_empty:
         (path / "file").write_text("")
     reader = Reader(tmp_path)
-    for more in (0, 0, 9):
-        assert reader.answer(torch.cat([ids, words(more)], 1)) == 40 + more - PAGE
+    for extra in (0, 0, 9):
+        assert reader.answer(torch.cat([ids, words(extra)], 1)) == 40 + extra - PAGE
     assert path.is_dir()
     assert len(caplog.records) == 1, "one warning"
 
@@ -659,10 +659,10 @@ def test_another_process_is_faster(tmp_path: Path) -> None:
     stores, pages = [PrefixStore(tmp_path) for _ in "ab"], [Page([numbers(3)], {})] * 2
     keys = ["a" * 64, "b" * 64]
 
-    def make(places: list[int]) -> list[Page]:
+    def make(indices: list[int]) -> list[Page]:
         stores[1].write(keys, lambda _: pages)
         stores[1].flush()
-        return [pages[at] for at in places]
+        return [pages[at] for at in indices]
 
     stores[0].write(keys, make)
     assert [store.usage().bytes_written for store in stores] == [0, size_of(tmp_path)]
@@ -819,7 +819,7 @@ def test_pages_that_wait_to_be_written_are_found(
 def store_pages(store: PrefixStore, count: int, seed: int = 0) -> list[str]:
     """Store a prompt of `count` pages, and return their keys."""
     keys = [f"{seed:032x}{number:032x}" for number in range(count)]
-    store.write(keys, lambda places: [Page([numbers(at)], {"at": at}) for at in places])
+    store.write(keys, lambda indices: [Page([numbers(at)], {"at": at}) for at in indices])
     return keys
 
 
@@ -951,18 +951,18 @@ def test_pages_are_read_in_their_order(
     store.flush()
     for key in keys[gone : gone + 1]:
         (tmp_path / f"{key}.safetensors").unlink()
-    asked: list[str] = []
+    requested: list[str] = []
     monkeypatch.setattr("hf_fp8kv.prefix.store.READERS", 3)
 
     def wanted() -> Iterator[str]:
         for key in keys:
-            asked.append(key)
+            requested.append(key)
             yield key
 
     found = []
     for page in PrefixStore(tmp_path).read(wanted(), _take_any):
         found.append(page.facts["at"])
-        assert len(asked) <= len(found) + 3
+        assert len(requested) <= len(found) + 3
         assert torch.equal(page.rows[0], numbers(page.facts["at"]))
     assert found == list(range(gone))
 
@@ -1093,11 +1093,11 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "max_cache_len", {"max_cache_len": 64}),
     ("gqa", "split", {"tensor_parallel": TensorParallel(0, 2)}),
     ("gqa", "first call", {"plan": "fp8 centered"}),
-    ("gqa", "another kind", {"skip_layers": [0]}),
+    ("gqa", "a different kind", {"skip_layers": [0]}),
     ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
     ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
-    ("hybrid", "another kind", {}),
-    ("sparse", "another kind", {}),
+    ("hybrid", "a different kind", {}),
+    ("sparse", "a different kind", {}),
     ("cross_attention", "encoder-decoder", {}),
 ]
 

@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: V's scale is not applied", SOFTMAX,
-        "        weights *= of_others(v_scale, SWAPPED)", "        pass",
+        "        weights *= per_column(v_scale, SWAPPED)", "        pass",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(
@@ -215,7 +215,7 @@ MUTANTS = (
     ),
     Mutant(
         "deterministic: a plan splits a sequence", DECODE,
-        "2 * batch if whole else plan_rows", "plan_rows",
+        "2 * batch if unsplit else plan_rows", "plan_rows",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(
@@ -240,7 +240,7 @@ MUTANTS = (
     ),
     Mutant(
         "fork: a failed copy keeps its page", TABLE,
-        "                self.allocator.drop(numbers)\n                raise",
+        "                self.allocator.free(numbers)\n                raise",
         "                raise", "tests/paging/test_block_table.py",
     ),
     Mutant(
@@ -327,8 +327,7 @@ MUTANTS = (
     ),
     Mutant(
         "offloading: pages come back stale", "paging/blocks.py",
-        "self.tensors[i][to : to + len(run)], source.tensors[j][of : of + len(run)]",
-        "self.tensors[i][to : to + len(run) - 1], source.tensors[j][of : of + len(run) - 1]",
+        "count, new, old = len(run)", "count, new, old = len(run) - 1",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
     ),
     # Attention.
@@ -348,7 +347,7 @@ MUTANTS = (
     ),
     Mutant(
         "latents: absorbed without the positions", "ops/torch/backend.py",
-        "            logits += more if v_scales is None else more * v_scales\n", "",
+        "            logits += extra if v_scales is None else extra * v_scales\n", "",
         "tests/attention/test_latent.py tests/ops/test_ops.py",
     ),
     # Scales and calibration.

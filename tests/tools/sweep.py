@@ -33,7 +33,7 @@ from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8KVError, FP8PagedCache, check_model
-from hf_fp8kv.attention.latent import passes_latents
+from hf_fp8kv.attention.latent import reads_stored_latents
 from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.utils.environment import hardware
 from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build, type_names
@@ -237,7 +237,7 @@ class Watch:
             if query.shape[2] == 1:
                 sparse = any(kwargs.get(name) is not None for name in ("indices", "block_indices"))
                 paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
-                latent = paged and passes_latents(module)
+                latent = paged and reads_stored_latents(module)
                 fused = "fused, latent" if latent else "fused"
                 self.seen[fused if paged and (latent or not sparse) else "dense"] += 1
             return inner(module, query, key, value, *args, **kwargs)

@@ -57,15 +57,15 @@ class TestWithoutVLLM:
 
     def test_the_revision_of_a_checkpoint(self, monkeypatch, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
-        asked = []
+        requested = []
 
         def from_pretrained(name, **options):
-            asked.append((name, options["revision"]))
+            requested.append((name, options["revision"]))
             return KVScales.from_file(tmp_path / "kv_scales.safetensors")
 
         monkeypatch.setattr(KVScales, "from_pretrained", from_pretrained)
         read_storage("hf_fp8kv_static", {}, "org/model", 0, 1, revision="v2")
-        assert asked == [("org/model", "v2")]
+        assert requested == [("org/model", "v2")]
 
     def test_static_scales_for_slots_with_scales(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
@@ -83,13 +83,13 @@ class TestWithoutVLLM:
             assert torch.equal(layer.center, plan.layers[0].k_center[rank:])
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
             model.check_layers([0, 1], 2, ["qwen2"])
-        for dtype, more, message in (
+        for dtype, extra, message in (
             ("hf_fp8kv_static", {}, "use hf_fp8kv for these scales"),
             ("hf_fp8kv_e3m4", {}, "dtype: expected None, since the plan says"),
             ("hf_fp8kv", {"scales": str(tmp_path)}, "pass it as plan"),
         ):
             with pytest.raises(ConfigError, match=message):
-                read(dtype, config | more)
+                read(dtype, config | extra)
 
     def test_a_checkpoint_without_scales(self, tmp_path):
         with pytest.raises(ScaleError, match="expected"):

@@ -47,21 +47,21 @@ def test_what_vllm_selects_it_for():
 
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
 
-    asked = {
+    requested = {
         "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "hf_fp8kv_e3m4",
         "block_size": 64, "use_mla": False, "has_sink": True, "use_sparse": False,
         "use_mm_prefix": False, "use_per_head_quant_scales": True, "attn_type": "decoder",
         "device_capability": DeviceCapability(9, 0), "has_sliding_window": True,
     }  # fmt: skip
     reasons = PagedGPUBackend.validate_configuration
-    assert reasons(**asked) == []
+    assert reasons(**requested) == []
     for other in (
         {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}, {"block_size": 24},
         {"use_mla": True}, {"attn_type": "encoder_decoder"},
         {"device_capability": DeviceCapability(7, 5)}, {"use_non_causal": True},
         {"use_adaptive_verification": True},
     ):  # fmt: skip
-        assert len(reasons(**asked | other)) == 1, other
+        assert len(reasons(**requested | other)) == 1, other
 
 
 # Prints what a version of vLLM knows after the plugin was registered twice.

@@ -1,6 +1,6 @@
-"""The "cpu" backend: each operation is one call of a kernel in C++, on all threads of torch.
+"""The "cpu" backend: each operation is one call of a C++ kernel, with torch's number of threads.
 
-A model in float64 uses the "torch" backend.
+Models in float64 use the "torch" backend.
 """
 
 import ctypes
@@ -31,43 +31,45 @@ from .records import (
     table,
 )
 
-# Stored numbers that are worth a thread of their own.
+# Number of stored values from which an additional thread pays.
 GRAIN = 1 << 16
-# Tokens whose sums are made by themselves, and then added in one order. Where heads and queries are
-# less than UNITS units of work a thread, each span is a unit: a thread that is held up then leaves
-# the others little to wait for.
+# Sums are computed separately for each span of this number of tokens, and then added in a fixed
+# order. If heads and queries give fewer than UNITS units of work per thread, each span is a
+# separate unit, so that a delayed thread holds up the others only briefly.
 SPAN = 512
 UNITS = 4
-# The most query rows of a unit of one head: more outgrow the CPU's cache.
+# Maximum number of query rows per unit and head. More rows exceed the CPU's cache.
 ROWS = 64
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Return the kernels for this CPU.
+    """Load the kernels for this CPU.
 
     Raises:
-        BackendError: They were not compiled, or from another source.
+        BackendError: The library is missing, or was compiled from a different source.
     """
     path = build.find_library(torch.backends.cpu.get_cpu_capability())
     try:
-        found = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendError(
             f"backend 'cpu': expected {path.name}, got {error}; {build.REPAIR}"
         ) from error
     described = (ctypes.c_int64 * 4)()
-    found.describe(described)
+    library.describe(described)
     if list(described) != [build.stamp(), WRITE.size, GATHER.size, ATTEND.size]:
-        raise BackendError(f"backend 'cpu': {path.name} is of another source; {build.REPAIR}")
+        raise BackendError(
+            f"backend 'cpu': {path.name} was built from a different source; {build.REPAIR}"
+        )
     for name in ("write_tokens", "gather", "attend"):
-        getattr(found, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    found.gather.restype = found.attend.restype = None
-    return found
+        getattr(library, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    library.gather.restype = library.attend.restype = None
+    return library
 
 
 def _plain(pages: Pages) -> Pages:
-    """Return the same pages, with scales and center in memory as their shapes say."""
+    """Return the same pages, with contiguous scales, center and block table."""
     k, v, rows = _plain_side(pages.k), _plain_side(pages.v), no_gaps(pages.table)
     if k is pages.k and v is pages.v and rows is pages.table:
         return pages
@@ -89,7 +91,7 @@ def _threads(numbers: int) -> int:
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
-    """Store new tokens: the bytes of `reference.write`."""
+    """Store new tokens, with the same bytes as `reference.write`."""
     if not KINDS.keys() >= {pages.k_dtype, pages.v_dtype}:
         torch_backend.write(pages, key, value, lengths)
         return
@@ -102,13 +104,13 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
         *stored(pages, "k", k.center), *strided(key), *encoding(k.format),
         *stored(pages, "v", None), *strided(value), *encoding(v.format),
     )  # fmt: skip
-    # The search for K's scales takes most of the time.
+    # The search for K's scales dominates, so a value counts as 8.
     if not load_library().write_tokens(call, _threads(8 * (key.numel() + value.numel()))):
         raise_overrun(pages, lengths, tokens)
 
 
 def _input(stored: torch.dtype, x: Tensor) -> Tensor:
-    """Return `x` in a dtype that the kernel reads; in "auto" that is the pages' dtype."""
+    """Convert `x` to a dtype that the kernel reads: for "auto" to the dtype of the pages."""
     if stored != torch.uint8:
         x = x.to(stored)
     elif x.dtype not in KINDS or x.dtype == torch.uint8:
@@ -124,18 +126,18 @@ def gather(
     stop: int,
     dtype: torch.dtype,
     ragged: bool,
-    some: slice = slice(None),
+    head_range: slice = slice(None),
 ) -> Tensor:
-    """Return dense keys or values: the numbers of `reference.gather`.
+    """Return dense keys or values, with the same bits as `reference.gather`.
 
-    `some`: heads; with fewer than all of them K has no center.
+    `head_range` selects KV heads. Unless it selects all of them, K must not have a center.
     """
     pages, lengths = _plain(pages), no_gaps(lengths)
     is_k = side == "k"
-    chosen, held = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
-    if not KINDS.keys() >= {held, dtype}:
+    chosen, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
+    if not KINDS.keys() >= {stored_dtype, dtype}:
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
-    first_head, last_head, _ = some.indices(pages.heads)
+    first_head, last_head, _ = head_range.indices(pages.heads)
     heads, batch = last_head - first_head, len(pages.table)
     out = torch.empty((batch, heads, stop - start, chosen.head_dim), dtype=dtype, device="cpu")
     call = GATHER.pack(
@@ -150,7 +152,7 @@ def gather(
 def attend(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> Tensor:
-    """Return softmax attention, as `reference.attend` up to rounding."""
+    """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     if not KINDS.keys() >= {query.dtype, pages.k_dtype, pages.v_dtype}:
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
     if prompts.is_faster(query, pages, start, spec):
@@ -163,7 +165,7 @@ def attend(
     groups = q_heads // heads
     out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype, device="cpu")
 
-    # Rows of one block share the decoded numbers.
+    # The rows of one block share decoded values.
     block = min(tokens, max(ROWS // groups, 1))
     blocks = -(-tokens // block)
     rows = block * groups

@@ -1,6 +1,6 @@
-"""Compile the kernels: `python -m hf_fp8kv.ops.cpu.build`, or the hook of the wheel's build.
+"""Compilation of the kernels: `python -m hf_fp8kv.ops.cpu.build`, or the build hook of the wheel.
 
-The library needs no header of Python or torch, so one wheel serves all their versions.
+The library uses no headers of Python or torch, so one wheel works with all their versions.
 """
 
 import os
@@ -13,10 +13,10 @@ import zlib
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-# What a user does who has no libraries.
+# Instructions for a user without compiled libraries.
 REPAIR = "install a C++ compiler and run: python -m hf_fp8kv.ops.cpu.build"
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-# The flags of each library, by torch's name for a CPU's capability.
+# Compiler flags of each library, by torch's name of the CPU capability.
 TARGETS: dict[str, list[str]] = {"DEFAULT": []}
 if platform.machine() in ("x86_64", "AMD64"):
     TARGETS["AVX2"] = _AVX2
@@ -26,28 +26,29 @@ _OPTIONS = [
     "-fwrapv", "-Wno-psabi",
 ]  # fmt: skip
 if sys.platform == "linux":
-    # An older system than the compiler's has older versions of these.
+    # Systems older than the compiler's have older versions of these libraries.
     _OPTIONS += ["-static-libgcc", "-static-libstdc++"]
 
 
 def find_library(capability: str) -> Path:
-    """Return where the library is for a CPU, as torch calls it."""
+    """Return the path of the library for a CPU capability of torch."""
     target = capability if capability in TARGETS else "DEFAULT"
     return SOURCE.with_name(f"kernels_{target.lower()}.so")
 
 
 def stamp() -> int:
-    """Return a number that changes with the source and with how it is compiled."""
+    """Return a checksum of the source and of the compiler options."""
     return zlib.crc32(SOURCE.read_bytes() + Path(__file__).read_bytes())
 
 
 def build() -> list[Path]:
-    """Compile the source for all targets, with the compiler named by CXX. Return the libraries.
+    """Compile the source for all targets, and return the libraries.
 
-    Older libraries are removed first.
+    Existing libraries are removed first. The environment variable CXX may name the compiler.
 
     Raises:
-        OSError: There is no compiler. subprocess.CalledProcessError: It fails.
+        OSError: There is no compiler.
+        subprocess.CalledProcessError: The compiler fails.
     """
     for target in TARGETS:
         find_library(target).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The hook that compiles the kernels when a wheel is built, or the package is installed."""
+"""The build hook that compiles the kernels when a wheel is built or the package is installed."""
 
 import runpy
 import subprocess
@@ -12,10 +12,10 @@ _BUILD = runpy.run_path(str(Path(__file__).with_name("build.py")))
 
 
 class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be missing
-    """Put the libraries into the wheel. Without a compiler the wheel has none."""
+    """Adds the libraries to the wheel. Without a compiler the wheel has no libraries."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the kernels, and name the platform that they are for."""
+        """Compile the kernels, and tag the wheel with their platform."""
         try:
             _BUILD["build"]()
         except (OSError, subprocess.CalledProcessError) as error:

@@ -1,8 +1,8 @@
-// Kernels of the "cpu" backend. Python fills one struct a call (records.py): every field has eight
-// bytes, addresses are numbers, and strides are in bytes. ops/reference.py specifies the results.
-//
-// build.py compiles this file once for each instruction set. `-ffp-contract=off` keeps products and
-// sums apart where bytes must equal the reference's. `fma` is written out where they need not.
+// Kernels of the "cpu" backend. Python fills one struct per call (records.py). Every field has
+// eight bytes, addresses are integers, and strides are in bytes. ops/reference.py specifies the
+// results. build.py compiles this file for each instruction set. `-ffp-contract=off` prevents fused
+// products and sums, because stored bytes must equal the reference's. Other code calls `fma`
+// explicitly.
 
 #include <unistd.h>
 
@@ -28,14 +28,14 @@ constexpr int LANES = 16, SUMS = 16;
 #else
 constexpr int LANES = 8, SUMS = 8;
 #endif
-constexpr int STEP = 16;             // numbers that are decoded at a time
-constexpr int PARTS = STEP / LANES;  // vectors of them
-constexpr int TILE = 256;            // positions whose logits are held at a time
-constexpr int LATENTS = 64;  // positions of latents, whose decoded numbers stay in the second cache
-constexpr int ROWS = 4;      // query rows that share decoded numbers
+constexpr int STEP = 16;             // values that are decoded at a time
+constexpr int PARTS = STEP / LANES;  // vectors per step
+constexpr int TILE = 256;            // positions per tile of logits
+constexpr int LATENTS = 64;  // positions per tile of latents: decoded, they fit the L2 cache
+constexpr int ROWS = 4;      // query rows that share decoded values
 constexpr float NOTHING = -INFINITY;
 
-// Arrays of vectors are registers only if the loops over them are unrolled early.
+// Arrays of vectors stay in registers only if the loops over them are unrolled early.
 #define UNROLL _Pragma("GCC unroll 16")
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -72,9 +72,9 @@ inline Floats bits(Ints x) { return (Floats)x; }
 
 inline Floats where(Ints condition, Floats a, Floats b) { return condition ? a : b; }
 
-// e to the power of x <= 0, within 2 units of the last place. 0 below -87, NaN stays NaN.
+// exp(x) for x <= 0, within 2 units in the last place. The result is 0 below -87. NaN stays NaN.
 inline Floats exp(Floats x) {
-  const Floats magic = splat(12582912.0f);  // adding it rounds to integers
+  const Floats magic = splat(12582912.0f);  // adding it rounds to an integer
   Floats low = where(x < -87.0f, splat(-87.0f), x);
   Floats n = fma(low, splat(1.4426950408889634f), magic) - magic;
   Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), low));
@@ -101,11 +101,11 @@ struct Table {
   const char* page_of(int64_t sequence, int64_t position) const {
     auto row = (const int32_t*)((const char*)table + sequence * stride);
     int32_t page = row[position / slots];
-    return block + offsets[page > 0 ? page : 0];  // behind a window: page 0, which is hidden
+    return block + offsets[page > 0 ? page : 0];  // freed pages: page 0, which is masked
   }
 
-  // The page of a position that may be past the last one; then `page`.
-  const char* soon(const char* page, int64_t sequence, int64_t position) const {
+  // The page of a position, or `page` if the position is past the table.
+  const char* page_to_prefetch(const char* page, int64_t sequence, int64_t position) const {
     return position / slots < columns ? page_of(sequence, position) : page;
   }
 };
@@ -131,7 +131,7 @@ struct Strided {
 
 #ifndef __AVX2__
 inline float from_half(uint16_t h) {
-  // 2^112 moves the exponent. That of infinity and NaN becomes the largest.
+  // 2^112 adjusts the exponent. The exponent of infinity and NaN becomes the largest one.
   uint32_t raw = (uint32_t)(h & 0x7FFF) << 13;
   float x = load<float>(&raw) * 0x1p112f;
   raw = load<uint32_t>(&x) | ((h & 0x7C00) == 0x7C00 ? 0x7F800000 : 0) | (uint32_t)(h >> 15) << 31;
@@ -142,7 +142,7 @@ inline uint16_t to_half(float x) {
   const uint32_t raw = load<uint32_t>(&x), sign = raw >> 16 & 0x8000, size = raw & 0x7FFFFFFF;
   if (size > 0x7F800000) return sign | 0x7E00;
   if (size >= 0x477FF000) return sign | 0x7C00;
-  if (size < 0x38800000) {  // added to 0.5, a small number is rounded by the CPU
+  if (size < 0x38800000) {  // adding a small value to 0.5 rounds it
     const float sum = load<float>(&size) + 0.5f;
     return sign | (load<uint32_t>(&sum) - 0x3F000000);
   }
@@ -211,7 +211,7 @@ struct ReadHalves {
   }
 };
 
-struct ReadTable {  // any code
+struct ReadTable {  // any code, by a table
   static constexpr int64_t WIDTH = 1;
   const float* numbers;
   inline Sixteen operator()(const char* p) const {
@@ -222,7 +222,7 @@ struct ReadTable {  // any code
 };
 
 #ifdef __AVX2__
-struct ReadCodes {  // no NaN among them; a factor is missing
+struct ReadCodes {  // codes without NaN and infinity; the result lacks a factor
   static constexpr int64_t WIDTH = 1;
   __m128i shift;
   __m256i mask;
@@ -235,7 +235,7 @@ struct ReadCodes {  // no NaN among them; a factor is missing
 };
 #endif
 
-// Read `count` < 16 numbers; the others are zero, and memory after them is not touched.
+// Read `count` < 16 values without touching memory after them. The remaining values are zero.
 template <class Read>
 inline Sixteen read_some(const Read& read, const char* p, int64_t count) {
   char buffer[STEP * Read::WIDTH] = {};
@@ -243,7 +243,8 @@ inline Sixteen read_some(const Read& read, const char* p, int64_t count) {
   return read(buffer);
 }
 
-// Sums of the lanes of four vectors: neighbors first, in the same order whatever the others are.
+// Sum the lanes of four vectors. Neighbors are added first, and the order does not depend on the
+// other vectors.
 struct Four {
   float sums[4];
 };
@@ -275,12 +276,12 @@ inline float sum(Floats x) { return sum_four(x, x, x, x).sums[0]; }
 
 // ---- products -----------------------------------------------------------------------------------
 
-// Part of a line of numbers: line `i` begins at `at + i * stride`, has `count` numbers, and is
-// multiplied with the numbers from `x` on.
+// Part of lines of stored values: line `i` begins at `at + i * stride`, has `count` values, and is
+// multiplied by the row's values from index `x` on.
 struct Segment {
   const char* at;
   int64_t stride, count, x;
-  const char* soon;  // what the next product reads, laid out alike, or nullptr
+  const char* prefetch;  // data of the next product in the same layout, to prefetch, or nullptr
 };
 
 template <int N, int LINES>
@@ -297,8 +298,8 @@ __attribute__((always_inline)) inline void add_products(
   }
 }
 
-// Rows that lines are multiplied with, `x_stride` numbers apart, and where their products go: that
-// with line `i` to `out[i]`, and those of the next row `out_stride` numbers further.
+// Rows that lines are multiplied with, and the output. Rows are `x_stride` values apart. The
+// product of a row with line `i` goes to `out[i]`. Outputs of rows are `out_stride` values apart.
 struct Rows {
   const float* x;
   int64_t x_stride;
@@ -310,7 +311,7 @@ struct Rows {
   }
 };
 
-// Set the products of LINES lines with N rows, or add them to what there is.
+// Multiply LINES lines with N rows, and set the output or add to it (ADDS).
 template <int N, int LINES, bool ADDS, class Read>
 inline void multiply_lines(
     const Read& read, const Segment* segments, int64_t count, int64_t line, const Rows& rows) {
@@ -334,9 +335,9 @@ inline void multiply_lines(
         y[l] = read_some(read, at + l * segment.stride + i * Read::WIDTH, segment.count - i);
       add_products<N, LINES>(y, x + i, rows.x_stride, sums);
     }
-    if (segment.soon)
+    if (segment.prefetch)
       for (int64_t j = 0; j < LINES * segment.stride; j += 64)
-        __builtin_prefetch(segment.soon + line * segment.stride + j);
+        __builtin_prefetch(segment.prefetch + line * segment.stride + j);
   }
   UNROLL
   for (int i = 0; i < TOTAL; i += 4) {
@@ -367,17 +368,17 @@ void multiply(
     const Read& read, const Segment* segments, int64_t count, int64_t lines, int64_t size,
     const Rows& rows) {
   for (int64_t row = 0; row < size; row += ROWS) {
-    const Rows some = rows.from(row);
+    const Rows left = rows.from(row);
     switch (size - row) {
-      case 1: multiply_rows<1, ADDS>(read, segments, count, lines, some); break;
-      case 2: multiply_rows<2, ADDS>(read, segments, count, lines, some); break;
-      case 3: multiply_rows<3, ADDS>(read, segments, count, lines, some); break;
-      default: multiply_rows<4, ADDS>(read, segments, count, lines, some);
+      case 1: multiply_rows<1, ADDS>(read, segments, count, lines, left); break;
+      case 2: multiply_rows<2, ADDS>(read, segments, count, lines, left); break;
+      case 3: multiply_rows<3, ADDS>(read, segments, count, lines, left); break;
+      default: multiply_rows<4, ADDS>(read, segments, count, lines, left);
     }
   }
 }
 
-// Call `use` with the reader of stored numbers. `clean`: no code stands for NaN or infinity.
+// Call `use` with a reader of stored values. `clean` means that no code is NaN or infinity.
 template <class Use>
 void with_reader(int64_t kind, const Decoding& code, [[maybe_unused]] bool clean, const Use& use) {
   switch (kind) {
@@ -391,7 +392,7 @@ void with_reader(int64_t kind, const Decoding& code, [[maybe_unused]] bool clean
   use(ReadTable{code.numbers});
 }
 
-// Whether some code may stand for NaN or infinity.
+// Return whether some code may be NaN or infinity.
 bool has_special(const char* p, int64_t count, const Decoding& code) {
   const uint8_t mask = (uint8_t)code.nan_mask, special = (uint8_t)code.nan_code;
   uint8_t found = 0;
@@ -399,7 +400,7 @@ bool has_special(const char* p, int64_t count, const Decoding& code) {
   return found;
 }
 
-// Decode `count` numbers, and fill up with zeros to a multiple of STEP.
+// Decode `count` values, and pad with zeros to a multiple of STEP.
 template <class Read>
 void decode_line(const Read& read, const char* from, int64_t count, float* to) {
   const int64_t whole = count & ~(int64_t)(STEP - 1);
@@ -430,11 +431,11 @@ void write_numbers(const float* from, int64_t kind, int64_t count, char* to) {
   if (kind == F16) {
 #ifdef __AVX2__
     for (int64_t i = 0; i < count; i += 8) {
-      float some[8] = {};
+      float buffer[8] = {};
       const int64_t left = count - i < 8 ? count - i : 8;
-      std::memcpy(some, from + i, 4 * left);
-      const __m128i found = _mm256_cvtps_ph(_mm256_loadu_ps(some), 0);
-      std::memcpy(halves + i, &found, 2 * left);
+      std::memcpy(buffer, from + i, 4 * left);
+      const __m128i packed = _mm256_cvtps_ph(_mm256_loadu_ps(buffer), 0);
+      std::memcpy(halves + i, &packed, 2 * left);
     }
 #else
     for (int64_t i = 0; i < count; i++) halves[i] = to_half(from[i]);
@@ -447,7 +448,7 @@ float scale_of(const char* word) {
   return load<float>(&raw);
 }
 
-// Rotate `dim` numbers in place, `block` at a time: the bits of formats/rotation.py.
+// Rotate `dim` values in place in blocks of `block`, with the same bits as formats/rotation.py.
 void rotate(float* x, int64_t dim, int64_t block) {
   for (int64_t half = 1; half < block; half *= 2) {
     int64_t i = 0;
@@ -477,10 +478,10 @@ void rotate(float* x, int64_t dim, int64_t block) {
 
 // ---- threads ------------------------------------------------------------------------------------
 
-// Threads that wait for work. A forked process has none of its parent's, and makes its own.
+// A pool of threads. A forked process does not inherit its parent's threads and starts new ones.
 class Pool {
  public:
-  // Call `work(context)` here and on up to `threads - 1` others. Return when all have returned.
+  // Call `work(context)` on this thread and on up to `threads - 1` others. Return after all calls.
   static void run(int64_t threads, void (*work)(void*), void* context) {
     static std::mutex making;
     static Pool* pool = nullptr;
@@ -490,7 +491,7 @@ class Pool {
       if (owner != getpid()) pool = new Pool, owner = getpid();
       chosen = pool;
     }
-    if (!chosen) return work(context);  // another thread of Python uses them
+    if (!chosen) return work(context);  // another Python thread uses the pool
     chosen->share(threads - 1, work, context);
     making.unlock();
   }
@@ -508,14 +509,14 @@ class Pool {
       try {
         for (; made_ < others; made_++) std::thread([this] { serve(); }).detach();
       } catch (const std::system_error&) {
-        // The system has no more threads. Those that there are do the work.
+        // The system has no more threads. The existing threads do the work.
       }
       work_ = work, context_ = context, wanted_ = others;
     }
     for (int64_t i = 0; i < others; i++) wake_.notify_one();
     work(context);
     std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;  // who is late has nothing to do
+    wanted_ = 0;  // threads that wake up later have nothing to do
     done_.wait(lock, [this] { return !running_; });
   }
 
@@ -532,8 +533,8 @@ class Pool {
   }
 };
 
-// Call `unit(i)` for each i below `units`, on up to `threads` threads. `make()` returns `unit`,
-// with memory of its own, once a thread.
+// Call `unit(i)` for each i below `units`, on up to `threads` threads. Each thread calls `make()`
+// once, which returns a `unit` with separate memory.
 template <class Make>
 void for_units(int64_t units, int64_t threads, const Make& make) {
   struct Context {
@@ -571,8 +572,8 @@ struct Write {
   Encoding v_code;
 };
 
-constexpr int64_t BLOCK = 64;  // tokens of a unit of work
-constexpr int SCALES = 16;     // that are tried in an octave
+constexpr int64_t BLOCK = 64;  // tokens per unit of work
+constexpr int SCALES = 16;     // scales to try within an octave
 constexpr uint32_t INFINITE = 0x7F800000;
 const struct Octave {
   float steps[SCALES];
@@ -581,7 +582,7 @@ const struct Octave {
   }
 } OCTAVE;
 
-// Codes of `count` numbers: `codec.encode`, lane by lane.
+// Encode `count` values as `codec.encode`, lane by lane.
 void encode(
     const float* x, const float* inverse, int64_t step, int64_t count, const Encoding& c,
     uint8_t* to) {
@@ -594,7 +595,7 @@ void encode(
     Ints raw = (Ints)value, magnitude = raw & 0x7FFFFFFF;
     Ints odd = magnitude >> drop & 1;
     Ints normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - (int32_t)c.rebias;
-    // Added to a number whose last bit is worth one step, a small number is rounded by the CPU.
+    // Adding a small value to a number whose last bit is worth one step rounds it to that step.
     Ints small = (Ints)(bits(magnitude) + bits(step_bits)) - step_bits;
     Ints rounded = magnitude < (int32_t)c.min_normal ? small : normal;
     rounded = rounded > (int32_t)c.max_code ? Ints{} + (int32_t)c.max_code : rounded;
@@ -606,7 +607,7 @@ void encode(
   }
 }
 
-// The bits, bfloat16, of the dynamic scale for a largest |x| with the bits `magnitude`.
+// Return the bfloat16 bits of the dynamic scale for a largest |x| with the bits `magnitude`.
 uint32_t dynamic_scale(uint32_t magnitude, float most, float least) {
   if (magnitude >= INFINITE) return 0x7FC0;
   float scale = load<float>(&magnitude) / most;
@@ -614,9 +615,10 @@ uint32_t dynamic_scale(uint32_t magnitude, float most, float least) {
   return (load<uint32_t>(&scale) + 0xFFFF) >> 16;
 }
 
-// The bits that `codec.search_scale` chooses from the dynamic scale `first`. Scales are at least
-// 2^-100 and numbers times their reciprocal below 2^16: the unit of the errors, a power of two,
-// goes into the reciprocal and changes no bit. Each lane tries a scale.
+// Return the bits that `codec.search_scale` chooses, starting from the dynamic scale `first`.
+// Scales are at least 2^-100, and values times their reciprocal are below 2^16. The unit of the
+// errors, a power of two, can therefore be a factor of the reciprocal without changing any bit.
+// Each lane tries one scale.
 uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Encoding& c) {
   typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
   constexpr int VECTORS = SCALES / LANES;
@@ -631,8 +633,8 @@ uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Enco
     scales[v] = bits((tried + 0xFFFF) & ~0xFFFF);
     inverses[v] = unit / scales[v];
   }
-  // A lane may add up the squares of 64 numbers in float32 and stay exact: an error is at most
-  // 2^9, and its square times 64 at most 2^24.
+  // A lane can sum the squares of 64 errors in float32 exactly: an error is at most 2^9, so the sum
+  // is at most 2^24.
   for (int64_t begin = 0; begin < dim; begin += 64) {
     Floats sums[VECTORS] = {};
     const int64_t end = begin + 64 < dim ? begin + 64 : dim;
@@ -640,7 +642,7 @@ uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Enco
       UNROLL
       for (int v = 0; v < VECTORS; v++) {
         const Floats x = inverses[v] * line[i];
-        // Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded.
+        // Adding 1.5 times a power of two, whose last bit is worth one step, rounds a value.
         Ints binade = (Ints)x & 0x7F800000;
         binade = binade > least_normal ? binade : least_normal;
         const Floats large = bits(binade + above);
@@ -666,8 +668,8 @@ uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Enco
   return load<uint32_t>(&best) >> 16;
 }
 
-// Store the codes of one vector `x` at `codes`, and its dynamic scale, if it has one, at `dynamic`.
-// `line` has room for a vector and STEP more numbers.
+// Write the codes of one vector `x` to `codes`, and its dynamic scale, if any, to `dynamic`. `line`
+// is temporary memory for two vectors and 2 * STEP values.
 void encode_vector(
     const Write& c, const Stored& side, const Encoding& code, const char* x, int64_t kind,
     const float* center, int64_t head, char* dynamic, bool searches, float* line, uint8_t* codes) {
@@ -744,8 +746,8 @@ struct Gather {
   int64_t out_kind;
 };
 
-// Decode `count` positions of a page from `slot` on to lines, `stride` numbers apart. V is stored
-// transposed; `column` then has room for a channel.
+// Decode `count` positions of a page from `slot` on into lines, `stride` values apart. V is stored
+// transposed, and `column` is temporary memory for one of its channels.
 void decode_part(
     const Stored& s, const Decoding& code, const char* page, int64_t slots, int64_t head,
     int64_t slot, int64_t count, bool transposed, float* lines, int64_t stride, float* column) {
@@ -764,7 +766,7 @@ void decode_part(
   });
 }
 
-// Gather positions `begin` to `end - 1`, all in one page, of one head. `square` has room for them.
+// Gather positions `begin` to `end - 1` of one head, all in one page. `square` is temporary memory.
 void gather_part(
     const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* square) {
   const Stored& s = c.side;
@@ -809,7 +811,7 @@ struct Attend {
   Decoding v_code;
   int64_t latent;
   Stored p;
-  Decoding p_code;  // where K holds latents: their positions
+  Decoding p_code;  // their positional parts, if K holds latents
   Strided q;
   const float* sinks;
   Strided mask, bias;
@@ -817,17 +819,17 @@ struct Attend {
   int64_t bounds_b, span, splits, blocks, block_tokens, rows;
   char* out;
   int64_t out_kind;
-  float* work;  // [units, rows, 2 + Dv]: what `fold` makes
+  float* work;  // [units, rows, 2 + Dv]: results of `fold`
 };
 
-constexpr int64_t LINE = TILE + STEP;  // numbers between two rows of logits
+constexpr int64_t LINE = TILE + STEP;  // distance of two rows of logits, in values
 
-struct Part {  // of a tile, in one page
+struct Part {  // part of a tile within one page
   const char* page;
   int64_t slot, first, count;
 };
 
-// What a thread works with: numbers of `rows` query rows and of one tile of positions.
+// Temporary memory of a thread, for `rows` query rows and one tile of positions.
 struct Scratch {
   std::unique_ptr<float[]> memory;
   std::vector<Part> parts;
@@ -838,8 +840,8 @@ struct Scratch {
 
   explicit Scratch(const Attend& c) {
     const int64_t rows = padded(c.rows), k = padded(c.k.dim), v = padded(c.v.dim);
-    const int64_t most = TILE / c.table.slots + 2, tile = TILE + STEP * most;  // of a tile
-    parts.resize(most), segments.resize(most), decoded.resize(most);
+    const int64_t pages = TILE / c.table.slots + 2, tile = TILE + STEP * pages;  // at most
+    parts.resize(pages), segments.resize(pages), decoded.resize(pages);
     q_stride = k + padded(c.latent ? c.p.dim : 0);
     const int64_t of_latents = c.latent ? LATENTS * q_stride : 0;
     const std::pair<float**, int64_t> places[] = {
@@ -868,8 +870,8 @@ Floats tanh(Floats x) {
   return where(x < 0.0f, -found, found);
 }
 
-// Load a query: times `scaling` and all that the codes of a side lack. Return its product with the
-// side's center.
+// Load a query, multiplied by `scaling` and by the factor and static scale of a side's codes.
+// Return its product with the side's center.
 float load_query(
     const Attend& c, const char* x, const Stored& side, const Decoding& code, int64_t head,
     const float* center, float* to) {
@@ -886,7 +888,7 @@ float load_query(
   return product;
 }
 
-// Whether the parts of a side have no code that may stand for NaN or infinity.
+// Return whether no code in the parts of a side may be NaN or infinity.
 bool are_clean(
     const Attend& c, const Scratch& s, int64_t parts, const Stored& side, const Decoding& code,
     int64_t head, bool by_token) {
@@ -902,7 +904,7 @@ bool are_clean(
   return true;
 }
 
-// Load the dynamic scales of a tile, the lower (K) or upper (V) halves of the words in its pages.
+// Load the dynamic scales of a tile: the lower (K) or upper (V) halves of 32-bit words.
 void load_scales(
     const Attend& c, const Scratch& s, int64_t parts, int64_t first, int64_t head, float* to) {
   for (int64_t i = 0; i < parts; i++) {
@@ -912,8 +914,8 @@ void load_scales(
   }
 }
 
-// Products of `lines` lines with rows, whatever their numbers are stored in. For more rows than fit
-// the registers, or with `seen`, lines are decoded once; numbers that no query sees count as zero.
+// Multiply `lines` stored lines with rows. If the rows do not fit the registers, or with `seen`,
+// lines are decoded first. Values that are not in `seen` count as zero.
 template <bool ADDS>
 void multiply_stored(
     Scratch& s, int64_t kind, const Decoding& code, bool clean, int64_t parts, int64_t lines,
@@ -924,12 +926,12 @@ void multiply_stored(
     int64_t length = 0;
     for (int64_t i = 0; i < parts; i++) length += padded(s.segments[i].count);
     for (int64_t line = 0; line < lines; line += SUMS) {
-      const int64_t some = lines - line < SUMS ? lines - line : SUMS;
+      const int64_t here = lines - line < SUMS ? lines - line : SUMS;
       float* to = s.strip;
       for (int64_t i = 0; i < parts; i++) {
         const Segment& segment = s.segments[i];
         s.decoded[i] = {(const char*)to, 4 * length, segment.count, segment.x, nullptr};
-        for (int64_t l = 0; l < some; l++) {
+        for (int64_t l = 0; l < here; l++) {
           float* row = to + l * length;
           decode_line(read, segment.at + (line + l) * segment.stride, segment.count, row);
           if (seen)
@@ -938,28 +940,29 @@ void multiply_stored(
         }
         to += padded(segment.count);
       }
-      const Rows there{rows.x, rows.x_stride, rows.out + line, rows.out_stride};
-      multiply<ADDS>(ReadFloats{}, s.decoded.data(), parts, some, size, there);
+      const Rows output{rows.x, rows.x_stride, rows.out + line, rows.out_stride};
+      multiply<ADDS>(ReadFloats{}, s.decoded.data(), parts, here, size, output);
     }
   });
 }
 
-// Logits of a tile with K.
+// Compute the products of queries and a tile of K.
 void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows) {
   const bool clean = are_clean(c, s, parts, c.k, c.k_code, head, true);
   const int64_t stride = c.k.dim * width_of(c.k.kind);
   for (int64_t i = 0; i < parts; i++) {
     const Part part = s.parts[i];
-    const char* soon = part.page + c.v.codes + head * c.v.dim * c.table.slots * width_of(c.v.kind);
+    const char* prefetch =
+        part.page + c.v.codes + head * c.v.dim * c.table.slots * width_of(c.v.kind);
     s.segments[0] = {
         part.page + c.k.codes + (head * c.table.slots + part.slot) * stride, stride, c.k.dim, 0,
-        soon};
+        prefetch};
     const Rows logits{s.q, s.q_stride, s.logits + part.first, LINE};
     multiply_stored<false>(s, c.k.kind, c.k_code, clean, 1, part.count, rows, logits, nullptr);
   }
 }
 
-// Add weights times V. `next` is the position after the tile.
+// Add the products of weights and a tile of V. `next` is the position after the tile.
 void multiply_values(
     const Attend& c, Scratch& s, int64_t parts, int64_t sequence, int64_t next, int64_t head,
     int64_t rows, bool all_seen) {
@@ -969,16 +972,17 @@ void multiply_values(
     const Part& part = s.parts[i];
     const char* first =
         part.page + c.v.codes + (head * c.v.dim * c.table.slots + part.slot) * width;
-    const char* soon = c.table.soon(part.page, sequence, next + i * c.table.slots) + c.k.codes +
-                       head * c.k.dim * c.table.slots * width_of(c.k.kind);
-    s.segments[i] = {first, c.table.slots * width, part.count, part.first, soon};
+    const char* prefetch = c.table.page_to_prefetch(part.page, sequence, next + i * c.table.slots) +
+                           c.k.codes + head * c.k.dim * c.table.slots * width_of(c.k.kind);
+    s.segments[i] = {first, c.table.slots * width, part.count, part.first, prefetch};
   }
   const Rows weights{s.logits, LINE, s.out, padded(c.v.dim)};
   const uint8_t* seen = all_seen || clean ? nullptr : s.seen;
   multiply_stored<true>(s, c.v.kind, c.v_code, clean, parts, c.v.dim, rows, weights, seen);
 }
 
-// Logits of latents, which are decoded with their positions behind, for both products.
+// Compute the products of queries and a tile of latents. Latents and their positional parts are
+// decoded into the same lines, which `multiply_weights` also reads.
 void multiply_latents(
     const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows, int64_t count) {
   const Stored* sides[] = {&c.k, &c.p};
@@ -987,27 +991,27 @@ void multiply_latents(
   for (int64_t i = 0; i < parts; i++) {
     const Part& part = s.parts[i];
     for (int side = 0; side < 2; side++) {
-      const Stored& of = *sides[side];
+      const Stored& stored = *sides[side];
       float* lines = s.latents + part.first * s.q_stride + (side ? padded(c.k.dim) : 0);
       decode_part(
-          of, *codes[side], part.page, c.table.slots, head, part.slot, part.count, side, lines,
+          stored, *codes[side], part.page, c.table.slots, head, part.slot, part.count, side, lines,
           s.q_stride, s.strip);
-      if (of.token_scales)
+      if (stored.token_scales)
         for (int64_t j = 0; j < part.count; j++)
-          for (int64_t d = 0; d < of.dim; d++)
+          for (int64_t d = 0; d < stored.dim; d++)
             lines[j * s.q_stride + d] *= scales[side][part.first + j];
     }
   }
-  // A few positions at a time, which stay in the first cache for all rows.
+  // A few positions at a time stay in the L1 cache for all rows.
   for (int64_t j = 0; j < count; j += SUMS) {
     const Segment line{
         (const char*)(s.latents + j * s.q_stride), 4 * s.q_stride, s.q_stride, 0, nullptr};
-    const int64_t some = count - j < SUMS ? count - j : SUMS;
-    multiply<false>(ReadFloats{}, &line, 1, some, rows, {s.q, s.q_stride, s.logits + j, LINE});
+    const int64_t lines = count - j < SUMS ? count - j : SUMS;
+    multiply<false>(ReadFloats{}, &line, 1, lines, rows, {s.q, s.q_stride, s.logits + j, LINE});
   }
 }
 
-// Add weights times latents: N rows, STEP channels.
+// Add the products of weights and latents, for N rows and STEP channels.
 template <int N>
 void add_latents(const Scratch& s, int64_t count, int64_t row, int64_t channel, int64_t stride) {
   Floats sums[N][PARTS];
@@ -1044,7 +1048,7 @@ void add_bias(
     int64_t low, int64_t count) {
   const Strided& x = c.bias;
   const int64_t groups = c.q_heads / c.heads, width = width_of(x.kind);
-  const int64_t skipped = low < c.start ? c.start - low : 0;  // these are hidden
+  const int64_t skipped = low < c.start ? c.start - low : 0;  // these positions are masked later
   if (!x.data) return;
   for (int64_t row = 0; row < rows; row++) {
     const char* from = x.data + sequence * x.b + (head * groups + row % groups) * x.h +
@@ -1054,7 +1058,7 @@ void add_bias(
   }
 }
 
-// Hide what a query may not see. Return whether some query sees each column, and set `seen`.
+// Mask logits. Set `seen` for positions that are visible to some query, and return whether all are.
 bool hide(
     const Attend& c, Scratch& s, int64_t sequence, int64_t token, int64_t rows, int64_t low,
     int64_t first, int64_t count, int64_t query, bool masked) {
@@ -1078,14 +1082,14 @@ bool hide(
   return !std::memchr(s.seen, 0, count);
 }
 
-// Turn logits into weights, relative to the largest logit so far, and update the sums. Weights take
-// V's dynamic scales.
+// Convert logits to weights relative to the largest logit so far, and update the sums. Weights are
+// multiplied by V's dynamic scales.
 void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, const float* scales) {
   const int64_t stride = padded(c.v.dim);
   for (int64_t row = 0; row < rows; row++) {
     float* line = s.logits + row * LINE;
     for (int64_t j = count; j < padded(count); j++) line[j] = NOTHING;
-    // A last part that begins inside of a vector is multiplied with weights up to here.
+    // The last part may begin within a vector, and then reads weights up to here.
     for (int64_t j = padded(count); j < padded(count) + STEP; j++) line[j] = 0;
     Floats best = splat(s.largest[row]);
     for (int64_t j = 0; j < count; j += LANES) {
@@ -1102,7 +1106,7 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
       }
       s.largest[row] = most;
     }
-    // A row that has seen nothing: -inf - 0 gives weights of zero, where -inf - -inf gives NaN.
+    // For a row without visible positions, -inf - 0 gives weights of zero, but -inf - -inf is NaN.
     const float base = most > NOTHING ? most : 0;
     Floats total = {};
     for (int64_t j = 0; j < padded(count); j += LANES) {
@@ -1114,16 +1118,16 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
   }
 }
 
-// Add positions `low` to `high - 1`, of which those from `first` on count, to the sums of rows.
+// Add positions `low` to `high - 1` to the sums of rows. Positions before `first` do not count.
 void attend_tile(
     const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows,
     int64_t low, int64_t first, int64_t high) {
   const int64_t count = high - low, slots = c.table.slots;
   int64_t parts = 0;
   for (int64_t at = low; at < high; parts++) {
-    const int64_t slot = at % slots, some = slots - slot < high - at ? slots - slot : high - at;
-    s.parts[parts] = {c.table.page_of(sequence, at), slot, at - low, some};
-    at += some;
+    const int64_t slot = at % slots, size = slots - slot < high - at ? slots - slot : high - at;
+    s.parts[parts] = {c.table.page_of(sequence, at), slot, at - low, size};
+    at += size;
   }
   const float* k_scales = nullptr;
   if (c.k.token_scales)
@@ -1131,7 +1135,7 @@ void attend_tile(
   if (c.latent) {
     if (c.p.token_scales) load_scales(c, s, parts, c.p.token_scales, head, s.v_scales);
     multiply_latents(c, s, parts, head, rows, count);
-    k_scales = nullptr;  // they are in the decoded numbers
+    k_scales = nullptr;  // already applied to decoded values
   } else {
     multiply_keys(c, s, parts, head, rows);
   }
@@ -1168,12 +1172,12 @@ void attend_tile(
   else multiply_values(c, s, parts, sequence, high, head, rows, all_seen);
 }
 
-// Add sums over a span, relative to its largest logit, to those of the spans before. `to` holds the
-// largest logit, the sum of weights, and the weighted sums of V. Spans are added in one order, so
-// threads and other queries change no bit of a result.
+// Add the sums of a span, relative to its largest logit, to the sums of earlier spans. `to` holds
+// the largest logit, the sum of weights, and the weighted sums of V. Spans are added in a fixed
+// order, so a result does not depend on threads or other queries.
 void fold(float* to, float largest, float sum, const float* x, int64_t dim) {
   const float most = largest > to[0] ? largest : to[0];
-  // A span that saw nothing has sums of zero, or NaN if all that it saw was NaN.
+  // Without visible positions the sums are zero. If all visible logits are NaN, they are NaN.
   const float before = to[0] > NOTHING ? std::exp(to[0] - most) : 1;
   const float here = largest > NOTHING ? std::exp(largest - most) : 1;
   to[0] = most;
@@ -1223,13 +1227,13 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
     if (visible > first) first = visible;
   }
   if (c.window && query - c.window + 1 > first) first = query - c.window + 1;
-  if (c.splits > 1) {  // one span each
+  if (c.splits > 1) {  // each unit computes one span
     const int64_t begin = (c.start / c.span + split) * c.span;
     if (first < begin) first = begin;
     if (high > begin + c.span) high = begin + c.span;
   }
   if (first < high) load_queries(c, s, sequence, head, token, rows);
-  // Vectors begin at multiples of STEP, tiles at multiples of their size.
+  // Vectors begin at multiples of STEP, and tiles at multiples of their size.
   for (int64_t low = first & -STEP; low < high;) {
     std::memset(s.out, 0, 4 * c.rows * stride);
     for (int64_t row = 0; row < rows; row++) s.largest[row] = NOTHING, s.sums[row] = 0;
@@ -1246,7 +1250,7 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
   }
 }
 
-// Write the result of one query token and head: its splits together, and the sink.
+// Write the result of one query token and head: merge its splits, and apply the sink.
 void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head, float* sums) {
   const int64_t groups = c.q_heads / c.heads, head = q_head / groups, dim = c.v.dim;
   const int64_t block = token / c.block_tokens,
@@ -1276,16 +1280,16 @@ void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head
 
 }  // namespace
 
-// ---- what Python calls --------------------------------------------------------------------------
+// ---- functions that Python calls ----------------------------------------------------------------
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// The number of the source (build.py), and the bytes of the structs that Python fills.
+// Return the checksum of the source (build.py) and the sizes of the structs that Python fills.
 EXPORT void describe(int64_t* out) {
   out[0] = STAMP, out[1] = sizeof(Write), out[2] = sizeof(Gather), out[3] = sizeof(Attend);
 }
 
-// Store new tokens. Return 0, and store nothing, if one has no page.
+// Store new tokens. Return 0 and store nothing if a token has no page.
 EXPORT int write_tokens(const Write* call, int64_t threads) {
   const Write& c = *call;
   if (!has_pages(c)) return 0;

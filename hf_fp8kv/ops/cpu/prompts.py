@@ -1,13 +1,13 @@
-"""Many queries at once: stored numbers made dense, a few heads at a time, for torch's attention.
+"""Attention for many queries: a few heads at a time are made dense for torch's attention.
 
-The loops of this backend multiply in float32, and decode a page again for each block of queries.
-From some dozens of query rows on, most of the time goes to products, which torch's library does
-several times faster: in bfloat16 by the CPU's units for matrices, where it has them.
+The C++ kernels multiply in float32, and decode a page again for each block of queries. From some
+dozens of query rows on, products dominate. torch's library computes them several times faster, and
+in bfloat16 uses the CPU's matrix units if there are any.
 
-K and V are then in the model's dtype, as its own attention would have them. That is for models in
-16 bits. In float32 this would be twice as fast, but the loops do the same for a query whichever
-others it comes with: a text then has the same codes and logits however it is cut into calls, which
-training through the cache relies on.
+K and V then have the model's dtype, as in the model's own attention. This is only used for 16-bit
+models. In float32 it would be twice as fast, but the result of a query would depend on the other
+queries of the call. With the C++ kernels a sequence has the same codes and logits however it is
+split into calls, which training through the cache relies on.
 """
 
 from collections.abc import Callable
@@ -20,41 +20,38 @@ from ..pages import AttentionSpec, Pages
 
 _Gather = Callable[[Pages, Tensor, str, int, int, torch.dtype, bool, slice], Tensor]
 
-# Query rows of a KV head from which on this is faster: measured between 24 and 96 on a Xeon
-# (Sapphire Rapids) from 512 to 6,144 stored tokens.
+# Minimum number of query rows per KV head. On a Xeon (Sapphire Rapids) with 512 to 6,144 stored
+# tokens, the break-even was between 24 and 96 rows.
 ROWS = 64
-# Bytes of dense keys and values at a time, if a single head has no more.
+# Maximum size of dense keys and values at a time, in bytes, unless a single head is larger.
 _BYTES = 64 * 2**20
 _MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 
 
 def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> bool:
-    """Return whether `attend` does what is asked for, and sooner than the loops."""
+    """Return whether `attend` supports the call and is faster than the C++ kernel."""
     rows = query.shape[2] * query.shape[1] // pages.heads
-    plain = (
+    is_supported = (
         spec.sinks is None and spec.mask is None and spec.bias is None
         and not spec.softcap and not spec.latent and spec.causal and (spec.window or not start)
         and not spec.deterministic
     )  # fmt: skip
-    return bool(plain) and rows >= ROWS and query.dtype in (torch.bfloat16, torch.float16)
+    return bool(is_supported) and rows >= ROWS and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def attend(
     query: Tensor, pages: Pages, lengths: Tensor, spec: AttentionSpec, gather: _Gather
 ) -> Tensor:
-    """Return softmax attention of queries `[B, Hq, T, Dk]`, `[B, T, Hq, Dv]`.
-
-    `gather` is the backend's own operation.
-    """
+    """Compute softmax attention, `[B, T, Hq, Dv]`. `gather` is this backend's operation."""
     batch, q_heads, tokens, _ = query.shape
     heads, v_dim = pages.heads, pages.v.head_dim
     dtype = query.dtype
     if dtype != torch.bfloat16 or not _MULTIPLIES_BF16:
-        dtype = torch.float32  # what such a CPU multiplies 16-bit numbers in takes far longer
+        dtype = torch.float32  # other CPUs multiply 16-bit values far more slowly
     out = query.new_zeros((batch, tokens, q_heads, v_dim))
     for row in range(batch):
         length = int(lengths[row])
-        # Queries before the start of their sequence see nothing.
+        # Queries before the start of their sequence attend to nothing.
         count = min(tokens, length)
         first = max(length - count - spec.window + 1, 0) if spec.window else 0
         if not count:
@@ -63,27 +60,27 @@ def attend(
         step = max(1, min(heads, _BYTES // size))
         visible = _mask(count, length - first, spec.window)
         group = q_heads // heads
-        # A center adds the same to all logits of a query, which the softmax ignores; K is rounded
-        # less without.
+        # A center adds the same value to all logits of a query, which cancels in the softmax.
+        # Without it K has smaller rounding errors.
         k = pages.k._replace(center=None)
-        part = pages._replace(k=k, table=pages.table[row : row + 1])
+        row_pages = pages._replace(k=k, table=pages.table[row : row + 1])
         for head in range(0, heads, step):
-            some = slice(head, min(head + step, heads))
+            part = slice(head, min(head + step, heads))
             key, value = (
-                gather(part, lengths[row : row + 1], side, first, length, dtype, False, some)
+                gather(row_pages, lengths[row : row + 1], side, first, length, dtype, False, part)
                 for side in "kv"
             )
-            rows = slice(group * some.start, group * some.stop)
-            found = scaled_dot_product_attention(
+            rows = slice(group * part.start, group * part.stop)
+            output = scaled_dot_product_attention(
                 query[row : row + 1, rows, tokens - count :].to(dtype), key, value, visible,
                 is_causal=visible is None, scale=spec.scaling, enable_gqa=group > 1,
             )  # fmt: skip
-            out[row, tokens - count :, rows] = found[0].transpose(0, 1).to(out.dtype)
+            out[row, tokens - count :, rows] = output[0].transpose(0, 1).to(out.dtype)
     return out
 
 
 def _mask(queries: int, keys: int, window: int) -> Tensor | None:
-    """Return what the last `queries` of `keys` tokens see, or None: all up to their own."""
+    """Return the mask of the last `queries` of `keys` tokens, or None if it is simply causal."""
     if queries == keys and (not window or window >= keys):
         return None
     visible = torch.ones((queries, keys), dtype=torch.bool, device="cpu").tril(keys - queries)

@@ -1,7 +1,7 @@
-"""Arguments of kernels: the structs of kernels.cpp, filled group by group.
+"""Arguments of the C++ kernels: the structs of kernels.cpp.
 
-A group is a function's tuple, and a row of "q" (integers, addresses) and "d" (float64) in `WRITE`,
-`GATHER` and `ATTEND`.
+Each function returns the fields of one nested struct. `WRITE`, `GATHER` and `ATTEND` have the same
+fields as format characters: "q" for integers and addresses, "d" for float64.
 """
 
 import functools
@@ -17,7 +17,7 @@ from ...formats.codec import decode
 from ...formats.rotation import rotation_block
 from ..pages import Pages
 
-CODES, BF16, F16, F32 = range(4)  # how a number is stored
+CODES, BF16, F16, F32 = range(4)  # kinds of stored values
 KINDS = {torch.uint8: CODES, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 _TABLE, _STORED, _STRIDED, _DECODING, _ENCODING = "7q", "7q", "5q", "5qd", "8qd"
 WRITE = struct.Struct("3qd" + _TABLE + 2 * (_STORED + _STRIDED + _ENCODING))
@@ -29,7 +29,7 @@ ATTEND = struct.Struct(
 
 
 def table(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
-    """Return the struct `Table`."""
+    """Return the fields of the struct `Table`."""
     rows = pages.table
     return (
         pages.page_size, rows.data_ptr(), 4 * rows.stride(0), rows.shape[1], lengths.data_ptr(),
@@ -38,11 +38,11 @@ def table(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
 
 
 def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
-    """Return the struct `Stored` of "k" or "v".
+    """Return the fields of the struct `Stored` of side "k" or "v".
 
-    `codes` is where a page has the side's codes, and `token_scales` the first of its dynamic
-    scales, in bytes from the page's address; 0 without, and the others follow every four bytes.
-    `rotation`: the numbers that are rotated together; 0: they are not.
+    `codes` is the offset of the side's codes in a page, in bytes. `token_scales` is the offset of
+    its first dynamic scale, or 0 without dynamic scales. A dynamic scale follows every four bytes.
+    `rotation` is the number of channels that are rotated together, or 0.
     """
     side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
     layout, scales = pages.layout, 0
@@ -56,19 +56,19 @@ def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Return where a tensor is; 0: there is none."""
+    """Return the address of a tensor, or 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def strided(x: Tensor) -> tuple[int, ...]:
-    """Return the struct `Strided` of a tensor `[b, h, t, any]`; strides are in bytes."""
+    """Return the fields of the struct `Strided` of a tensor `[b, h, t, any]`, strides in bytes."""
     size = x.element_size()
     b, h, t, _ = x.stride()
     return x.data_ptr(), KINDS[x.dtype], b * size, h * size, t * size
 
 
 def broadcast(x: Tensor | None) -> tuple[int, ...]:
-    """Return the struct `Strided` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
+    """Return the fields of the struct `Strided` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
     if x is None:
         return 0, F32, 0, 0, 0
     data, dtype, b, h, t = strided(x)
@@ -77,18 +77,18 @@ def broadcast(x: Tensor | None) -> tuple[int, ...]:
 
 
 def no_gaps(x: Tensor) -> Tensor:
-    """Return the tensor, or a copy whose last axis has no gaps."""
+    """Return the tensor, or a copy if its last axis is not contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 def readable_floats(x: Tensor) -> Tensor:
-    """Return the tensor, or float32 where kernels do not read its dtype."""
+    """Return the tensor, or a float32 copy if kernels do not read its dtype."""
     return x if x.dtype in KINDS else x.float()
 
 
 @functools.cache
 def _numbers(name: str) -> tuple[Tensor, float]:
-    """Return the numbers of the 256 codes without a factor, float32, and the factor."""
+    """Return the values of the 256 codes divided by a factor, float32, and the factor."""
     fmt = FORMATS[name]
     factor = 2.0 ** (15 - fmt.bias)
     return decode(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt) / factor, factor
@@ -96,11 +96,11 @@ def _numbers(name: str) -> tuple[Tensor, float]:
 
 @functools.cache
 def decoding(name: str) -> tuple[float, ...]:
-    """Return the struct `Decoding`.
+    """Return the fields of the struct `Decoding`.
 
-    A code's bits, shifted and masked, are a float16 that lacks a factor: it has 10 bits of mantissa
-    and the bias 15. This does not hold for codes that are `nan_code` under `nan_mask`: NaN, and
-    infinity where there is one.
+    Shifting and masking the bits of a code gives a float16 (10 bits of mantissa, bias 15) that
+    lacks a factor. This does not hold for NaN and infinity, which are the codes that equal
+    `nan_code` under `nan_mask`.
     """
     if name == AUTO:
         return 0, 0, 0, 0, 0, 1.0
@@ -116,7 +116,7 @@ def decoding(name: str) -> tuple[float, ...]:
 
 @functools.cache
 def encoding(name: str) -> tuple[float, ...]:
-    """Return the struct `Encoding`; `unit` is the exponent of `Format.error_unit`."""
+    """Return the fields of the struct `Encoding`. `unit` is the exponent of `Format.error_unit`."""
     if name == AUTO:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]

@@ -1,7 +1,7 @@
 """The "torch" backend: attention over a few pages at a time, with an online softmax.
 
-A chunk of about 512 tokens stays in a CPU's cache between decoding and the two products, and no
-dense copy of the history ever exists. Bytes are decoded by table look-up (`index_select`), since
+A chunk of about 512 tokens stays in a CPU's cache between decoding and the two products, so the
+sequence is never dense as a whole. Bytes are decoded by table lookup (`index_select`), because
 torch's own cast from float8 is many times slower on a CPU.
 """
 
@@ -20,14 +20,14 @@ __all__ = ["attend", "gather", "write"]
 
 # Tokens of one chunk.
 CHUNK = 512
-# Of few query rows over latents, which are wide: threads then meet less often.
+# For few query rows over latents, which are wide: longer chunks mean fewer thread barriers.
 LATENT_CHUNK, FEW_ROWS = 2048, 256
 
 
 def attend(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> Tensor:
-    """Return softmax attention, as `reference.attend` up to rounding."""
+    """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     batch, q_heads, tokens, _ = query.shape
     heads, size = pages.heads, pages.page_size
     values = pages.k if spec.latent else pages.v
@@ -39,15 +39,15 @@ def attend(
         exact, positional = exact.split([pages.k.head_dim, pages.v.head_dim], -1)
         positional = _prepare_query(positional, pages.v, heads)
     q = _prepare_query(exact, pages.k, heads)
-    # softmax(x + a) = softmax(x): the center's share of the logits counts only where something is
-    # compared with them that does not contain it.
+    # softmax(x + a) = softmax(x), so the center's part of the logits only matters if they are
+    # compared with something that lacks it: a softcap or sinks.
     offset = None
     if pages.k.center is not None and (softcap or sinks is not None):
         centers = pages.k.center.reshape(batch * heads, -1, 1)
         offset = _per_head(exact, heads).reshape(batch * heads, rows, -1) @ centers
 
     if lengths.is_cpu:
-        # Nothing outside of [low, high) can be seen: pages out there are not touched.
+        # Only positions in [low, high) can be visible. Pages outside are not read.
         high = min(stop, int(lengths.max()))
         low = start
         if window:
@@ -70,8 +70,8 @@ def attend(
         if k_scales is not None:
             logits *= k_scales
         if spec.latent:
-            more = positional @ v
-            logits += more if v_scales is None else more * v_scales
+            extra = positional @ v
+            logits += extra if v_scales is None else extra * v_scales
             v, v_scales = k.transpose(1, 2), k_scales
         if offset is not None:
             logits += offset
@@ -95,11 +95,11 @@ def attend(
             part = torch.nn.functional.pad(part, (left, len(position) - right))
             seen = seen & part
         shaped.masked_fill_(~seen[:, None, None], -torch.inf)
-        # What no query sees must not count even if its bytes are NaN.
+        # Hidden tokens must not contribute, even if their bytes are NaN.
         hidden = ~seen.any(1)
 
         m_new = torch.maximum(m_i, logits.amax(-1, keepdim=True))
-        # A row that has seen nothing yet has m_new = -inf: exp(-inf - -inf) would be NaN.
+        # A row without visible tokens so far has m_new = -inf, and exp(-inf - -inf) would be NaN.
         safe = m_new.masked_fill(m_new == -torch.inf, 0)
         weights = (logits - safe).exp_()
         alpha = (m_i - safe).exp_()
@@ -108,7 +108,7 @@ def attend(
             v_scales.masked_fill_(hidden.repeat_interleave(heads, 0)[:, None], 0)
             weights *= v_scales
         out *= alpha
-        # V of hidden tokens may hold anything, NaN too.
+        # V of hidden tokens may hold anything, including NaN.
         if bool(hidden.any()):
             v = v.masked_fill(hidden.repeat_interleave(heads, 0)[:, None], 0)
         out += weights @ v.transpose(1, 2)
@@ -124,7 +124,7 @@ def attend(
 
 
 def _prepare_query(query: Tensor, stored: StoredSide, heads: int) -> Tensor:
-    """Return what codes are multiplied with, `[B * Hkv, G * T, D]`, for `[B, Hq, T, D]`."""
+    """Return queries `[B, Hq, T, D]` as factors of stored codes, `[B * Hkv, G * T, D]`."""
     q = _per_head(rotate(query) if stored.rotated else query, heads)
     if stored.static_scale is not None:
         q = q * stored.static_scale[:, None]
@@ -132,7 +132,7 @@ def _prepare_query(query: Tensor, stored: StoredSide, heads: int) -> Tensor:
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """Return `x`, `[B, Hq, T, D]`, as `[B, Hkv, G * T, D]`."""
+    """Reshape `x`, `[B, Hq, T, D]`, to `[B, Hkv, G * T, D]`."""
     batch, q_heads, tokens, dim = x.shape
     return x.reshape(batch, heads, q_heads // heads * tokens, dim)
 
@@ -140,22 +140,24 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 def _read(
     pages: Pages, first: int, last: int
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return logical pages `first` to `last - 1`, decoded but not scaled, and dynamic scales.
+    """Read logical pages `first` to `last - 1`.
 
-    K `[B * Hkv, n * S, Dk]`, scales `[B * Hkv, 1, n * S]`, V `[B * Hkv, Dv, n * S]`.
+    Returns:
+        Unscaled K `[B * Hkv, n * S, Dk]`, scales of K, unscaled V `[B * Hkv, Dv, n * S]`, and
+        scales of V. Dynamic scales are `[B * Hkv, 1, n * S]`; None if a side has none.
     """
     parts = pages.layout.split(read_rows(pages, first, last))
     batch, count = len(pages.table), last - first
     heads, size = pages.heads, pages.page_size
 
     def by_head(part: Tensor) -> Tensor:
-        """Return `[B * n, Hkv, ...]` as `[B * Hkv * n, ...]`, a sequence's pages side by side."""
+        """Reorder `[B * n, Hkv, ...]` to `[B * Hkv * n, ...]`: a head's pages are adjacent."""
         rows: Tensor = part.unflatten(0, (batch, count)).transpose(1, 2).flatten(0, 2)
         return rows
 
     k_scales = v_scales = None
     if pages.k.is_dynamic or pages.v.is_dynamic:
-        # Words of 32 bits, K's scale in the lower half: the upper half of a float32 is a bfloat16.
+        # K's scale is the lower half of a 32-bit word. The upper half of a float32 is a bfloat16.
         words = by_head(parts["token_scales"].view(torch.int32)).reshape(batch * heads, 1, -1)
         k_scales = (words << 16).view(torch.float32) if pages.k.is_dynamic else None
         v_scales = (words & -0x10000).view(torch.float32) if pages.v.is_dynamic else None

@@ -1,4 +1,4 @@
-"""Arguments that kernels share: pointers, numbers and constants of one call."""
+"""Arguments that kernels share: the pointers, scalars and constants of one call."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from ...formats import AUTO
 from ...formats.rotation import rotation_block, rotation_factor
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
-from .codec import MOVED, Codec, codec_for, widened
+from .codec import SHIFTED, Codec, codec_for, widened
 from .softmax import COMPACT, COMPLETE, NO_MASK
 from .target import Target, next_power_of_2, target_of
 from .tuning import LaunchConfig, Workload
@@ -20,12 +20,12 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 class SidePointers(NamedTuple):
-    """What kernels read one side of pages by; in a kernel, pointers.
+    """Tensors of one side of pages. In a kernel they are pointers.
 
     Attributes:
-        offsets: of the pages, see `Pages`.
-        codes: of the first page.
-        static_scale, center: as in `StoredSide`.
+        offsets: Offsets of the pages, see `Pages`.
+        codes: Codes of the first page.
+        static_scale, center: As in `StoredSide`.
     """
 
     offsets: torch.Tensor
@@ -35,24 +35,24 @@ class SidePointers(NamedTuple):
 
 
 def pointers_to(pages: Pages, name: str) -> SidePointers:
-    """Return what kernels take of "k" or "v"."""
+    """Return the tensors of side "k" or "v"."""
     side, codes = (pages.k, pages.k_codes) if name == "k" else (pages.v, pages.v_codes)
     return SidePointers(pages.offsets, codes, side.static_scale, side.center)
 
 
 class AttentionTensors(NamedTuple):
-    """What attention reads; in a kernel, pointers.
+    """Tensors that attention reads. In a kernel they are pointers.
 
     Attributes:
-        query: `[B, Hq, T, Dk]`, of latents `[B, Hq, T, Dk + Dv]`, floating, its last axis without
-            gaps.
-        k, v, token_scales: the pages.
-        table: `[B, M]`, int32: the pages of each sequence.
-        lengths: `[B]`, int32: stored tokens.
-        mask: of a kind that `Constants.mask` names, its last axis without gaps, or None.
-        bounds: `[B, 2]`, int32, where a compact mask hides, or None.
-        bias: `[1 | B, 1 | Hq, 1 | T, N]`, floating, its last axis without gaps, or None.
-        sinks: `[Hq]`, floating, or None.
+        query: Queries, `[B, Hq, T, Dk]`, or `[B, Hq, T, Dk + Dv]` for latents, floating, contiguous
+            in the last axis.
+        k, v, token_scales: The pages.
+        table: Page numbers of each sequence, `[B, M]`, int32.
+        lengths: Number of stored tokens, `[B]`, int32.
+        mask: Mask of the kind `Constants.mask`, contiguous in the last axis, or None.
+        bounds: Bounds of a compact mask (`mask_bounds`), `[B, 2]`, int32, or None.
+        bias: Bias, `[1 | B, 1 | Hq, 1 | T, N]`, floating, contiguous in the last axis, or None.
+        sinks: Attention sinks, `[Hq]`, floating, or None.
     """
 
     query: torch.Tensor
@@ -68,15 +68,15 @@ class AttentionTensors(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What logits and output are multiplied by; floats in a kernel too.
+    """Factors of logits and output. They are also floats in a kernel.
 
     Attributes:
-        k_scaling: of products of queries and K's codes: `scaling` times the factors of K's codec
-            and rotation, of which kernels only make the sums.
-        scaling: of products of queries and keys.
-        softcap: 0: none.
-        v_scaling: of products of queries and V's codes, where these are keys.
-        out: of the output: the factors of the values' codec and rotation.
+        k_scaling: Factor of products of queries and K's codes: `scaling` times the factors of K's
+            codec and rotation. Kernels only compute the sums of a rotation.
+        scaling: Factor of products of queries and keys.
+        softcap: As in `AttentionSpec`. 0 means no softcap.
+        v_scaling: Factor of products of queries and V's codes, if these are keys (with latents).
+        out: Factor of the output: the factors of the values' codec and rotation.
     """
 
     k_scaling: float
@@ -86,16 +86,16 @@ class Factors(NamedTuple):
     out: float
 
 
-# Compared by identity, because a launch looks its kernel up by its constants: the caches below make
-# one for each set of values.
+# Compared by identity, because each launch looks up its kernel by its constants. The caches below
+# create a single object for each set of values.
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One side of pages, as kernels are compiled for it.
+    """Sizes of one side of pages that kernels are compiled for.
 
     Attributes:
         dim: The head size.
-        width: The head size, padded to what a product takes: a power of two, at least 16.
-        block: Channels that a rotation mixes, or 1.
+        width: The head size padded for `tl.dot`: a power of two, at least 16.
+        block: Number of channels that a rotation mixes, or 1 without rotation.
     """
 
     dim: int
@@ -105,21 +105,21 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """What an attention kernel is compiled for: its only constexpr parameter, `CALL`.
+    """The only constexpr parameter of an attention kernel, `CALL`.
 
     Attributes:
         heads: KV heads.
         groups: Query heads per KV head.
         page_size: Slots of a page.
-        k, v, out: Sizes of K, of V, and of the values, which of latents are K.
+        k, v, out: Sizes of K, of V, and of the values. For latents the values are K.
         k_codec, v_codec: How codes become operands of a product.
         causal, windowed, softcapped: As in `ops.attend`.
         mask: NO_MASK, COMPACT or COMPLETE.
-        centered: The center's share of the logits is added.
-        k_dynamic, v_dynamic: Whether a token's K, and V, has a scale of its own.
-        latent: K holds latents, which are values too, and V their positions.
-        precision: How products of float32 are made, as `tl.dot` calls it.
-        config: Launch parameters, or None where nothing depends on them.
+        centered: Whether the center's part of the logits is added.
+        k_dynamic, v_dynamic: Whether K and V have dynamic scales.
+        latent: Whether K holds latents, which are also the values, and V their positional parts.
+        precision: `input_precision` of `tl.dot` for float32 operands.
+        config: Launch parameters, or None for kernels that do not depend on them.
     """
 
     heads: int
@@ -148,23 +148,22 @@ _constants_of = functools.cache(Constants)
 
 @functools.cache
 def _with_config(constants: Constants, config: LaunchConfig) -> Constants:
-    """Return the constants with launch parameters."""
     return replace(constants, config=config)
 
 
 class AttentionArgs(NamedTuple):
-    """One call of attention, as kernels take it.
+    """The arguments of one call of attention.
 
     Attributes:
-        tensors, constants: See there.
-        factors: See there.
+        tensors, constants: See their classes.
         start, stop, window: As in `ops.attend`.
         query_strides: Strides of batch, head and token.
-        strides: Those that kernels are not specialized for, in their order: the table's of the
-            batch, and of batch, head and token those of the mask (of a compact mask: its batch's,
-            its bounds', 0) and of the bias.
+        strides: Strides that kernels are not specialized for, in the order of their parameters:
+            batch stride of the table; strides of batch, head and token of the mask (for a compact
+            mask: its batch stride, the batch stride of its bounds, 0); strides of batch, head and
+            token of the bias.
         target: The GPU.
-        workload: What the launch parameters depend on.
+        workload: Facts that launch parameters depend on.
     """
 
     tensors: AttentionTensors
@@ -179,26 +178,26 @@ class AttentionArgs(NamedTuple):
     workload: Workload
 
     def options(self, config: LaunchConfig) -> dict[str, object]:
-        """Return the constexpr parameter of a kernel, and the options of Triton."""
+        """Return the constexpr parameter of a kernel, and Triton's options."""
         return {"CALL": _with_config(self.constants, config), **config.options()}
 
 
 def side_for(stored: StoredSide) -> Side:
-    """Return the sizes that kernels are compiled for. Equal sides are the same object."""
+    """Return the sizes that kernels are compiled for. Equal sizes give the same object."""
     dim = stored.head_dim
     width = max(16, next_power_of_2(dim))
     return _side_of(dim, width, rotation_block(dim) if stored.rotated else 1)
 
 
-def _codec(side: StoredSide, held: torch.dtype, target: Target, exact: bool) -> Codec:
-    stored = _TYPES.get(held, tl.float16)
-    exact = exact or held == torch.float32
+def _codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
+    stored = _TYPES.get(dtype, tl.float16)
+    exact = exact or dtype == torch.float32
     codec = codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
-    return widened(codec) if side.format != AUTO and held.is_floating_point else codec
+    return widened(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 
 def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
-    """Return a mask or bias with its last axis without gaps, and its strides, 0 if repeated."""
+    """Return a mask or bias, contiguous in its last axis, and its strides, 0 for broadcast axes."""
     if extra is None:
         return None, (0, 0, 0)
     if extra.stride(3) != 1 and extra.shape[3] > 1:
@@ -217,14 +216,14 @@ def prepare(
     stop: int,
     spec: AttentionSpec,
 ) -> AttentionArgs:
-    """Return a call as kernels take it; the arguments are those of `reference.attend`."""
+    """Return the arguments of kernels for a call with the arguments of `reference.attend`."""
     target = target_of(query.device)
     if query.stride(3) != 1:
         query = query.contiguous()
     exact = query.dtype == torch.float32
     k_codec = _codec(pages.k, pages.k_dtype, target, exact)
     v_codec = _codec(pages.v, pages.v_dtype, target, exact)
-    # The center's share of the logits counts only beside what does not contain it.
+    # The center's part of the logits only matters next to a term that lacks it: a softcap or sinks.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
     k, v = pointers_to(pages, "k"), pointers_to(pages, "v")
     if not centered:
@@ -244,26 +243,26 @@ def prepare(
     k_side, v_side = side_for(pages.k), side_for(pages.v)
     values, values_codec = (k_side, k_codec) if spec.latent else (v_side, v_codec)
     width, groups = max(k_side.width, v_side.width), query.shape[1] // pages.heads
-    # Of float32 operands: as exact as float32 on tensor cores, in three products. Their parts of
-    # large heads do not fit into shared memory.
+    # For float32 operands, three products on tensor cores are as exact as float32. The operands of
+    # large heads, split for these products, do not fit into shared memory.
     precise = "tf32x3" if target.is_nvidia and width <= 256 else "ieee"
     constants = _constants_of(
         pages.heads, groups, pages.page_size, k_side, v_side, values, k_codec, v_codec, spec.causal,
         spec.window > 0, spec.softcap != 0, kind, centered, pages.k.is_dynamic, pages.v.is_dynamic,
         spec.latent, precise,
     )  # fmt: skip
-    # Positions beside a latent are few.
-    held = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
+    # The positional part of a key is much smaller than its latent, so its dtype is ignored.
+    stored_dtypes = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
     workload = Workload(
         width=width,
         rows=groups * query.shape[2],
         exact=tl.float32 in (k_codec.operand, v_codec.operand),
-        wide=any(dtype.itemsize > 1 for dtype in held),
+        wide=any(dtype.itemsize > 1 for dtype in stored_dtypes),
         biased=bias is not None,
         complete=kind == COMPLETE.value,
         rotated=max(k_side.block, v_side.block) > 1,
         latent=spec.latent,
-        moved=k_codec.how == MOVED.value,
+        shifted=k_codec.how == SHIFTED.value,
     )
     return AttentionArgs(
         AttentionTensors(query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks),

@@ -1,18 +1,17 @@
 """Softmax attention over stored pages: the device code that decode.py and extend.py share.
 
-A program takes the query rows of one KV head (query heads of that head times query tokens) and a
-range of positions, reads the codes of one tile of tokens after the other, and keeps an online
-softmax. What makes it fast is where scales are applied:
+A program computes the query rows of one KV head (query heads of that head times query tokens) over
+a range of positions. It reads the codes tile by tile and keeps an online softmax. It is fast
+because scales are never applied to codes:
 
-    static K       into the query, once                    (per channel, head or tensor alike)
-                   after it is rotated as K is
-    static V       into the output, once, before it is rotated back
-    dynamic K      into a column of logits
-    dynamic V      into a column of weights
+    static K       to the query, once, after it is rotated like K   (per channel, head or tensor)
+    static V       to the output, once, before it is rotated back
+    dynamic K      to a column of logits
+    dynamic V      to a column of weights
 
-so that a code only ever becomes the number it encodes. The query is scaled by a power of two per
-row to just under float16's largest number: it does not underflow where the result could show it.
-What happens between the two products is in softmax.py; latents, which are both, in latent.py.
+A code is only converted to the value that it encodes. Each query row is scaled by a power of two to
+just below float16's largest number, so that it does not underflow where the result could show it.
+softmax.py has the steps between the two products, and products.py the products, also for latents.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .codec import decode_for_dot, keep
-from .places import find_place, load_codes, load_scales
+from .page_access import load_codes, load_page_offset, load_scales
 from .products import add_values, join_chunks, multiply_keys, split_chunks
 from .rotation import mix
 from .softmax import (
@@ -33,17 +32,17 @@ from .softmax import (
     change_logits,
     find_visible,
     last_before_window,
-    of_others,
-    of_rows,
+    per_column,
+    per_row,
     weigh,
 )
 
-# Records of device code. Triton specializes kernels for integers within a tuple, so that those that
-# differ from step to step are single parameters of kernels, and join a record inside of them.
+# Records of device code. Triton specializes kernels for integers in a tuple. Integers that change
+# with each step are therefore separate parameters of a kernel, which packs them into a record.
 
 
 class Strides(NamedTuple):
-    """Strides of batch, head and token; `table` of the batch alone."""
+    """Strides of batch, head and token. `table` only has the batch stride."""
 
     query: Any
     table: Any
@@ -61,13 +60,13 @@ class Span(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows of a program. Those past the last also have an existing head and token.
+    """Query rows of a program. Rows past the last also have a valid head and token.
 
     Attributes:
         b, h: The sequence and the KV head.
-        row, head, t, position: `[ROWS]`, the number, query head, token and position of each.
-        exists: `[ROWS]`, whether it is one.
-        first_q, last_q: The least and the greatest position of those that exist.
+        row, head, t, position: Index, query head, token and position of each row, `[ROWS]`.
+        exists: Whether the row exists, `[ROWS]`.
+        first_q, last_q: The smallest and the largest position of existing rows.
     """
 
     b: Any
@@ -82,14 +81,14 @@ class Rows(NamedTuple):
 
 
 class View(NamedTuple):
-    """What the rows of a program look at.
+    """The visible range of a program's rows, and the tensors that limit it further.
 
     Attributes:
-        begin, end: The first position that a row may see, and one past the last.
+        begin, end: The first position that is visible to any row, and the last one plus one.
         start, window: As in `Span`.
-        table_ptr: The pages of the sequence.
-        mask_ptr: The mask of the sequence, or `[ROWS]`, of each row, as its kind says.
-        bias_ptr: `[ROWS]`, the bias of each row, or None.
+        table_ptr: Page numbers of the sequence.
+        mask_ptr: The mask of the sequence (COMPACT), or of each row, `[ROWS]` (COMPLETE).
+        bias_ptr: The bias of each row, `[ROWS]`, or None.
     """
 
     begin: Any
@@ -103,7 +102,7 @@ class View(NamedTuple):
 
 @triton.jit
 def find_rows(b, h, block, tokens, length, CALL: tl.constexpr):
-    """Return the `Rows` of block number `block` of a sequence of `length` tokens."""
+    """Return the `Rows` of block `block` of a sequence of `length` tokens."""
     GROUPS: tl.constexpr = CALL.groups
     ROWS: tl.constexpr = CALL.config.rows
     count = GROUPS * tokens
@@ -121,12 +120,13 @@ def find_rows(b, h, block, tokens, length, CALL: tl.constexpr):
 
 @triton.jit
 def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
-    """Return the attention of query rows over the positions of `span`, unfinished.
+    """Compute the partial sums of attention of query rows over the positions of `span`.
 
-    That is acc `[ROWS, out_width]`, the sum of weights times codes of values; m_i `[ROWS]`, the
-    power of two that weights are relative to; and l_i `[ROWS]`, the sum of weights; all float32.
-    With `config.swapped`, products have their operands, and acc its axes, the other way round. With
-    `config.chunks`, see latent.py.
+    Returns:
+        acc, the sum of weights times codes of values, `[ROWS, out_width]`. m_i, the exponent of two
+        that weights are relative to, `[ROWS]`. l_i, the sum of weights, `[ROWS]`. All are float32.
+        With `config.swapped` the operands of products and the axes of acc are exchanged.
+        products.py explains `config.chunks`.
     """
     ROWS: tl.constexpr = CALL.config.rows
     TILE: tl.constexpr = CALL.config.tile
@@ -142,7 +142,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         begin = tl.maximum(begin, last_before_window(rows.first_q, span.window) + 1)
     begin = tl.maximum(begin, 0)
 
-    # Positions that every row sees: `full` to `full_end - 1`.
+    # Positions `full` to `full_end - 1` are visible to every row.
     full = begin
     full_end = end
     if CALL.causal:
@@ -162,11 +162,11 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     if bias_ptr is not None:
         bias_ptr += _row_offset(strides.bias, rows)
 
-    # Tiles [main, main_end) need no mask; what is before and after them does, and is read in tiles
-    # of another size: a program waits for these, and they take the most registers.
+    # Tiles [main, main_end) need no mask. Positions before and after them are read in smaller
+    # masked tiles, which are not pipelined and need the most registers.
     main = tl.cdiv(full, TILE)
     main_end = tl.maximum(full_end // TILE, main)
-    # Where nothing is seen there are none: the table may end before `begin`.
+    # If nothing is visible there are no masked tiles, because the table may end before `begin`.
     first = begin // MASKED_TILE
     last = tl.where(begin < end, tl.cdiv(end, MASKED_TILE), first)
     PER_TILE: tl.constexpr = TILE // MASKED_TILE
@@ -181,7 +181,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     else:
         acc = tl.zeros([WIDTH, ROWS] if SWAPPED else [ROWS, WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    # Of few rows weights are summed over tokens once, after the last tile.
+    # With few rows, weights are summed over tokens once, after the last tile.
     if ROWS > SUMMED_LATE:
         l_i = tl.zeros([ROWS], tl.float32)
     else:
@@ -189,19 +189,19 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     table_ptr = tensors.table + b.to(tl.int64) * strides.table
     view = View(begin, end, span.start, span.window, table_ptr, mask_ptr, bias_ptr)
 
-    # The number of a tile's page is loaded two tiles ahead, and its offset one: the tile's own
-    # loads can then be started as far ahead as there are stages.
+    # A tile's page number is loaded two tiles ahead, and the page's offset one tile ahead, so that
+    # the loads of codes can be pipelined over all stages.
     page = tl.load(table_ptr + main * TILE // CALL.page_size, mask=main < main_end, other=0)
-    next_place = find_place(tensors.k, tl.maximum(page, 0))
+    next_offset = load_page_offset(tensors.k, tl.maximum(page, 0))
     later = tl.minimum(main + 1, main_end - 1)
     page = tl.load(table_ptr + later * TILE // CALL.page_size, mask=main < main_end, other=0)
     for j in tl.range(main, main_end, num_stages=CALL.config.stages):
-        place = next_place
-        next_place = find_place(tensors.k, tl.maximum(page, 0))
+        page_offset = next_offset
+        next_offset = load_page_offset(tensors.k, tl.maximum(page, 0))
         later = tl.minimum(j + 2, main_end - 1)
         page = tl.load(table_ptr + later * TILE // CALL.page_size)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, query, j, place, tensors, factors.softcap, rows, view, CALL,
+            acc, m_i, l_i, query, j, page_offset, tensors, factors.softcap, rows, view, CALL,
             MASKED=False,
         )  # fmt: skip
     if ROWS <= SUMMED_LATE:
@@ -209,9 +209,10 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     for i in tl.range(0, masked, num_stages=1):
         j = tl.where(i < before, first + i, after + i - before)
         page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // CALL.page_size), 0)
-        place = find_place(tensors.k, page)
+        page_offset = load_page_offset(tensors.k, page)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, query, j, place, tensors, factors.softcap, rows, view, CALL, MASKED=True
+            acc, m_i, l_i, query, j, page_offset, tensors, factors.softcap, rows, view, CALL,
+            MASKED=True,
         )  # fmt: skip
     if CHUNKS > 1:
         acc = join_chunks(acc)
@@ -229,13 +230,14 @@ def _row_offset(strides, rows):
 
 @triton.jit
 def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
-    """Return the rows as operands of products, a factor for the logits, and q c.
+    """Return query rows as operands, a factor for the logits, and the products with the center.
 
-    Of latents: their part of the rows and its factor, and the same two of positions.
+    For latents: the latent part of the rows and its factor, then the positional part and its
+    factor.
     """
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
-    # (Triton 3.5 takes no attribute of a record as an argument, unless it is a number.)
+    # (Triton 3.5 only accepts numbers as arguments that are attributes of a record.)
     K_SIDE: tl.constexpr = CALL.k
     V_SIDE: tl.constexpr = CALL.v
     CHUNKS: tl.constexpr = CALL.config.chunks
@@ -245,13 +247,13 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
         CALL.centered, K_CODEC,
     )  # fmt: skip
     factor *= LOG2E
-    # (Triton takes no return before the last statement where other returns differ.)
+    # (Triton does not accept an early return of a different type, so this needs an else.)
     if CALL.latent:
         positions, v_factor, _ = _load_query(
             ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, CALL.heads,
             V_SIDE, False, V_CODEC,
         )  # fmt: skip
-        # Else their layout would be made for the sums of rotation.
+        # Otherwise Triton would choose their layout for the sums of the rotation.
         q = keep(q, K_CODEC)
         positions = keep(positions, V_CODEC)
         if CHUNKS > 1:
@@ -266,12 +268,12 @@ def _load_query(
     ptrs, side, code_scaling, scaling, rows, HEADS: tl.constexpr, SIDE: tl.constexpr,
     CENTERED: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
-    """Return the query rows as the product with codes takes them, what logits lack, and q c.
+    """Return query rows as an operand, a factor for the logits, and the products with the center.
 
     Args:
-        ptrs: `[ROWS]`, where each row begins.
-        side: what the codes are of; SIDE and CODEC are its own.
-        code_scaling, scaling: of products with codes, and with keys; see `Factors`.
+        ptrs: Start of each row, `[ROWS]`.
+        side: The side whose codes are multiplied. SIDE and CODEC belong to it.
+        code_scaling, scaling: Factors of products with codes and with keys, see `Factors`.
     """
     DIM: tl.constexpr = SIDE.dim
     d = tl.arange(0, SIDE.width)
@@ -286,7 +288,7 @@ def _load_query(
     if side.static_scale is not None:
         scale_ptr = side.static_scale + rows.h * DIM
         q *= tl.load(scale_ptr + d, mask=d < DIM, other=0.0)[None, :]
-    # A power of two that brings the largest of a row to between 2^13 and 2^14.
+    # A power of two that scales the largest value of a row to between 2^13 and 2^14.
     exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) & 0xFF
     up = tl.minimum(tl.maximum(267 - exponent, 1), 253)
     raised = q * (up << 23).to(tl.float32, bitcast=True)[:, None]
@@ -296,18 +298,20 @@ def _load_query(
 
 @triton.jit
 def _attend_tile(
-    acc, m_i, l_i, query, j, place, tensors, softcap, rows, view, CALL: tl.constexpr,
+    acc, m_i, l_i, query, j, page_offset, tensors, softcap, rows, view, CALL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return acc, m_i and l_i with tile `j` taken in. MASKED: some row does not see all of it."""
+    """Add tile `j` to acc, m_i and l_i. MASKED means that part of it is hidden from some row."""
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
     SWAPPED: tl.constexpr = CALL.config.swapped
     TILE: tl.constexpr = CALL.config.masked_tile if MASKED else CALL.config.tile
     position = j * TILE + tl.arange(0, TILE)
-    k_codes, v_codes, word_ptrs = load_codes(tensors, j, position, place, rows.h, view, CALL, TILE)
+    k_codes, v_codes, word_ptrs = load_codes(
+        tensors, j, position, page_offset, rows.h, view, CALL, TILE
+    )
     seen = None
-    # Keys do this after the product: one more value through it makes Triton 3.5 spill.
+    # Other keys are masked after the product, because Triton 3.5 would spill with `visible` alive.
     if MASKED and CALL.latent:
         visible, seen = find_visible(position, rows, view, CALL)
         k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))
@@ -323,16 +327,16 @@ def _attend_tile(
         x = multiply_keys(q, latents, CALL)
         y = multiply_keys(q_positions, tl.trans(positions), CALL)
         if CALL.k_dynamic:
-            x *= of_others(k_scale, SWAPPED)
+            x *= per_column(k_scale, SWAPPED)
         if CALL.v_dynamic:
-            y *= of_others(v_scale, SWAPPED)
-        x = x * of_rows(factor, SWAPPED) + y * of_rows(v_factor, SWAPPED)
+            y *= per_column(v_scale, SWAPPED)
+        x = x * per_row(factor, SWAPPED) + y * per_row(v_factor, SWAPPED)
     else:
         q, factor, offset = query
         x = multiply_keys(q, decode_for_dot(k_codes, K_CODEC), CALL)
         if CALL.k_dynamic:
-            x *= of_others(k_scale, SWAPPED)
-        x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
+            x *= per_column(k_scale, SWAPPED)
+        x = x * per_row(factor, SWAPPED) + per_row(offset, SWAPPED)
     x = change_logits(x, softcap, view, position, CALL)
     if MASKED and not CALL.latent:
         visible, seen = find_visible(position, rows, view, CALL)
@@ -352,15 +356,15 @@ def _attend_tile(
 
 @triton.jit
 def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL: tl.constexpr):
-    """Write finished rows to the output, `[B, T, Hq, out_dim]`."""
+    """Finish rows and write them to the output, `[B, T, Hq, out_dim]`."""
     SWAPPED: tl.constexpr = CALL.config.swapped
     scale = tensors.k.static_scale if CALL.latent else tensors.v.static_scale
     out = finish(acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, factors.out, CALL, SWAPPED)
     d = tl.arange(0, CALL.out.width)
-    real = of_rows(rows.exists, SWAPPED) & of_others(d < CALL.out.dim, SWAPPED)
-    place = (rows.b * tokens + rows.t) * (CALL.heads * CALL.groups) + rows.head
-    offset = place.to(tl.int64) * CALL.out.dim
-    out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(d, SWAPPED)
+    real = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
+    index = (rows.b * tokens + rows.t) * (CALL.heads * CALL.groups) + rows.head
+    offset = index.to(tl.int64) * CALL.out.dim
+    out_ptrs = out_ptr + per_row(offset, SWAPPED) + per_column(d, SWAPPED)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
 
 
@@ -369,19 +373,19 @@ def finish(
     acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, out_factor, CALL: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return the output rows, shaped like `acc`: with sinks, divided, scaled and rotated back."""
+    """Return output rows, shaped like `acc`: add sinks, divide, scale and rotate back."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         m_new = tl.maximum(m_i, sink)
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_finite)
         l_i = l_i * alpha + tl.exp2(sink - m_finite + HEADROOM)
-        acc *= of_rows(alpha, SWAPPED)
-    # A row that sees nothing has the sum 0, and gives zeros.
-    out = acc * of_rows(out_factor / tl.where(l_i == 0, 1.0, l_i), SWAPPED)
+        acc *= per_row(alpha, SWAPPED)
+    # A row without visible tokens has the sum 0 and gives zeros.
+    out = acc * per_row(out_factor / tl.where(l_i == 0, 1.0, l_i), SWAPPED)
     if static_scale_ptr is not None:
         d = tl.arange(0, CALL.out.width)
         scale_ptr = static_scale_ptr + h * CALL.out.dim
         scale = tl.load(scale_ptr + d, mask=d < CALL.out.dim, other=0.0)
-        out *= of_others(scale, SWAPPED)
+        out *= per_column(scale, SWAPPED)
     return mix(out, CALL.out.block, SWAPPED)

@@ -1,7 +1,7 @@
-"""Backend "triton": each operation is one or two launches, and never waits for the GPU.
+"""The "triton" backend: each operation is one or two launches, and never synchronizes.
 
-Tokens that have no place (no page, or past the limit) are not stored: what a CPU's backends refuse
-a GPU cannot refuse without waiting.
+Tokens without a page, or past the limit, are skipped. Backends for CPUs raise an error instead,
+which on a GPU would need a synchronization.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from . import plan as planning
 from . import write as writing
 from .gather import gather
 from .plan import plan_rows
-from .replay import Described, describe, recordings, run_or_replay
+from .replay import SharedTensors, describe, recordings, run_or_replay
 from .tuning import DECODE_ROWS, SINGLE_TOKENS
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
 
-_NO_PAGES = Described({}, [])
+_NO_PAGES = SharedTensors({}, [])
 
 
 def write(
@@ -29,25 +29,25 @@ def write(
     lengths: torch.Tensor,
     limit: int | None = None,
 ) -> None:
-    """Store new tokens, see `writing.write`."""
-    most = writing.UNLIMITED if limit is None else limit
-    # Prompts have any length: each would be another recording, and there is room for some.
+    """Store new tokens, as `writing.write`."""
+    max_tokens = writing.UNLIMITED if limit is None else limit
+    # Prompts vary in length: each length would need one of a limited number of recordings.
     if key.shape[2] > SINGLE_TOKENS:
-        writing.write(pages, key, value, lengths, most)
+        writing.write(pages, key, value, lengths, max_tokens)
         return
     table = pages.table
     run_or_replay(
-        writing.write, (pages, key, value, lengths, most),
+        writing.write, (pages, key, value, lengths, max_tokens),
         layout=(_strided(key), _strided(value)),
-        tensors=(key, value, lengths), shared=_describe(pages),
-        limit=most, columns=table.shape[1], table_b=table.stride(0),
+        tensors=(key, value, lengths), shared=_shared_tensors(pages),
+        limit=max_tokens, columns=table.shape[1], table_b=table.stride(0),
     )  # fmt: skip
 
 
 def make_plan(
     plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int, heads: int
 ) -> None:
-    """Overwrite a plan, see `planning.make_plan`."""
+    """Overwrite a work plan, as `planning.make_plan`."""
     if tokens > SINGLE_TOKENS:
         planning.make_plan(plan, lengths, tokens, window, start, heads)
         return
@@ -67,18 +67,17 @@ def attend(
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `reference.attend` returns for the same arguments, up to rounding.
+    """Compute softmax attention. The result equals `reference.attend` up to rounding.
 
-    `plan`: the result of `make_plan` for these lengths. None means that it is made here.
+    `plan` is the result of `make_plan` for these lengths, or None to make a plan here.
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
-    # Latents have many heads: it is tokens that say which kernel it is.
-    many = tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS
-    if many:
+    # Models with latents have many query heads per KV head, so the number of tokens decides.
+    if tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS:
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = query, pages, lengths, start, stop, spec, plan
-    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, whole = spec
-    # Other masks and biases are rare here, and have more strides that change from step to step.
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, deterministic = spec
+    # Other masks and biases are rare in decoding, and more of their strides change with each step.
     if bias is not None or (mask is not None and not _is_compact(mask)):
         return decode.attend(*args)
     table = pages.table
@@ -86,9 +85,9 @@ def attend(
         decode.attend, args,
         layout=(
             _strided(query), None if plan is None else plan.shape, scaling, causal, window, softcap,
-            latent, whole,
+            latent, deterministic,
         ),
-        tensors=(query, lengths, plan, sinks, mask, bounds), shared=_describe(pages),
+        tensors=(query, lengths, plan, sinks, mask, bounds), shared=_shared_tensors(pages),
         start=start, stop=stop, table_b=table.stride(0),
         mask_b=0 if mask is None or len(mask) == 1 else mask.stride(0),
         mask_h=0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
@@ -101,22 +100,22 @@ def _strided(x: torch.Tensor | None) -> Any:
 
 
 def _is_compact(mask: torch.Tensor) -> bool:
-    """Return whether a mask is `[B, 1, 1, N]`, and has no gaps in its last axis."""
+    """Return whether a mask is `[B, 1, 1, N]` and contiguous in its last axis."""
     return mask.shape[1:3] == (1, 1) and (mask.stride(3) == 1 or mask.shape[3] == 1)
 
 
-def _describe(pages: Pages) -> Described:
-    """Return what recordings have to know of the pages; found out once for each record."""
-    described: Described | None = pages.described
-    if described is None:
+def _shared_tensors(pages: Pages) -> SharedTensors:
+    """Return the facts about pages that recordings depend on, cached in the pages."""
+    shared: SharedTensors | None = pages.launch_facts
+    if shared is None:
         k, v = pages.k, pages.v
-        kind, places = describe(
+        kind, addresses = describe(
             (
                 pages.k_codes, k.static_scale, k.center, pages.v_codes, v.static_scale, v.center,
                 pages.token_scales, pages.table, pages.offsets,
             )
         )  # fmt: skip
-        # Without the tensors of a side: its format, head size and rotation.
+        # Format, head size and rotation of each side, without its tensors.
         sizes = k[2:], v[2:], pages.heads, pages.page_size
-        described = pages.described = Described(recordings[kind, sizes], places)
-    return described
+        shared = pages.launch_facts = SharedTensors(recordings[kind, sizes], addresses)
+    return shared

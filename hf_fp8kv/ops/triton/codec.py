@@ -1,9 +1,9 @@
-"""Stored codes as numbers that a dot product takes, or a dense copy: the device side of formats.py.
+"""Decoding of stored codes on the device, for a dot product or a dense copy.
 
-Where the hardware converts a format, a cast does it. Elsewhere the bits of a code are moved to
-where float16 has them: the result then lacks a power of two, `factor` of `Codec`, which callers
-multiply into a scale. Such a move loses the NaN of a format; `keep_nan` puts it back, at twice the
-cost, and is only needed with static scales: a dynamic scale of a vector that holds NaN is NaN.
+If the hardware converts a format, a cast decodes it. Otherwise the bits of a code are shifted to
+their positions in float16. The result then lacks a power of two, `Codec.factor`, which callers
+multiply into a scale. The shift loses the NaN of a format. `keep_nan` restores it at twice the
+cost. This is only needed with static scales, because the dynamic scale of a vector with NaN is NaN.
 """
 
 import functools
@@ -16,12 +16,12 @@ import triton.language as tl
 from ...formats import AUTO, FORMATS
 from .target import Target
 
-# How a code becomes a number (`Codec.how`).
-AS_IS = tl.constexpr(0)  # stored in 16 or 32 bits
-CAST = tl.constexpr(1)  # by the hardware
-MOVED = tl.constexpr(2)  # by moving bits
+# How codes are decoded (`Codec.how`).
+AS_IS = tl.constexpr(0)  # not at all: values are stored in 16 or 32 bits
+CAST = tl.constexpr(1)  # by an instruction of the hardware
+SHIFTED = tl.constexpr(2)  # by shifting bits
 
-# Triton's types of the formats that hardware knows.
+# Triton's types for formats that hardware converts.
 _CASTS = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
@@ -29,22 +29,22 @@ _CASTS = {
 }
 
 
-# Compared by identity, since a launch looks its kernel up by its constants: `codec_for` makes one
-# for each set of arguments.
+# Compared by identity, because each launch looks up its kernel by its constants. `codec_for`
+# creates a single object for each set of arguments.
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """How a kernel reads one format (a constexpr of the kernels).
+    """How a kernel decodes one format (a constexpr of the kernels).
 
     Attributes:
-        how: one of the constants above.
-        operand: the dtype that the dot product takes.
-        factor: what a result must still be multiplied by.
-        cast: the dtype that codes are, if `how` is CAST.
-        shift: bits that the lower seven of a code move to the left, if they are moved.
-        nan: -1: there is nothing to do for NaN; 0x7F: all seven lower bits set are NaN; 0x80: that
-            one code is.
-        assembly: what moves the four codes of a register, if `how` is MOVED; "": there is none.
-        keep: constraints of assembly that keeps 32 bits where they are; "": there is none.
+        how: AS_IS, CAST or SHIFTED.
+        operand: Dtype of the dot product's operand.
+        factor: Factor that decoded values lack.
+        cast: Dtype of the codes if `how` is CAST.
+        shift: Number of bits by which the lower seven bits are shifted left if `how` is SHIFTED.
+        nan: Code of NaN that must be restored: 0x7F if all seven lower bits set mean NaN, or 0x80.
+            -1 means that none is restored.
+        assembly: PTX that shifts the four codes of a register if `how` is SHIFTED, or "".
+        keep: Constraints of inline assembly that keeps 32 bits in their register, or "".
     """
 
     how: int
@@ -59,42 +59,46 @@ class Codec:
 
 @functools.cache
 def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
-    """Return how `target` reads the format `name`; "auto" is held in `stored`.
+    """Return how kernels for `target` decode the format `name`.
 
-    `exact`: the dot product is one of float32. `keep_nan`: the NaN of the format must be seen.
+    `stored` is the dtype of values in "auto". With `exact` the dot product has float32 operands.
+    With `keep_nan` the NaN of the format survives decoding.
     """
     if name == AUTO:
         return Codec(AS_IS.value, tl.float32 if exact else stored)
     fmt = FORMATS[name]
     is_cast = target.converts(fmt)
-    # What the hardware converts to: float16 on NVIDIA, bfloat16 on AMD.
+    # The hardware converts to float16 on NVIDIA, and to bfloat16 on AMD.
     operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
     operand = tl.float32 if exact else operand
     keep = "=r,0" if target.is_nvidia and not (exact or target.interpreted) else ""
     if is_cast:
         assert fmt.torch_dtype is not None
         return Codec(CAST.value, operand, cast=_CASTS[fmt.torch_dtype], keep=keep)
-    # float16: bias 15, 10 bits of mantissa.
+    # float16 has a bias of 15 and 10 bits of mantissa.
     shift, factor = 10 - fmt.mantissa_bits, 2.0 ** (15 - fmt.bias)
-    # Moved, numbers must be finite, and infinity (and with it NaN) that of float16.
-    assert fmt.max_code << shift < 0x7C00, f"{name}: float16 does not hold its largest code, moved"
+    # Shifted codes of finite values must be finite in float16, and infinity (thus also NaN) must be
+    # float16's.
+    assert fmt.max_code << shift < 0x7C00, (
+        f"{name}: its largest code overflows float16 when shifted"
+    )
     assert fmt.inf_code is None or fmt.inf_code << shift == 0x7C00, f"{name}: unknown infinity"
     nan = -1
     if keep_nan and fmt.inf_code is None:
         nan = 0x80 if fmt.unsigned_zero else 0x7F
-    assembly = packed_move(shift, nan) if target.is_nvidia and not target.interpreted else ""
-    return Codec(MOVED.value, operand, factor, shift=shift, nan=nan, assembly=assembly, keep=keep)
+    assembly = packed_shift(shift, nan) if target.is_nvidia and not target.interpreted else ""
+    return Codec(SHIFTED.value, operand, factor, shift=shift, nan=nan, assembly=assembly, keep=keep)
 
 
 @functools.cache
 def widened(codec: Codec) -> Codec:
-    """Return how to read codes that `decode_for_dot` has already converted."""
+    """Return the codec of values that `decode_for_dot` has already converted."""
     return Codec(AS_IS.value, codec.operand, codec.factor)
 
 
 @triton.jit
 def decode_for_dot(codes, CODEC: tl.constexpr):
-    """Return codes of any shape as CODEC.operand; moved ones still lack CODEC.factor."""
+    """Convert codes of any shape to CODEC.operand. Shifted codes still lack CODEC.factor."""
     if CODEC.how == AS_IS:
         return codes.to(CODEC.operand)
     elif CODEC.how == CAST:
@@ -104,16 +108,16 @@ def decode_for_dot(codes, CODEC: tl.constexpr):
             CODEC.assembly, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
         ).to(CODEC.operand)
     else:
-        tl.static_assert(CODEC.how == MOVED, "unknown way to read a format")
-        return _move(codes, CODEC).to(CODEC.operand)
+        tl.static_assert(CODEC.how == SHIFTED, "unknown way to read a format")
+        return _shift(codes, CODEC).to(CODEC.operand)
 
 
 @triton.jit
 def keep(x, CODEC: tl.constexpr):
-    """Return `x`, of CODEC.operand, held by the threads that computed it until it is multiplied.
+    """Return `x`, of CODEC.operand, in the layout in which it was computed.
 
-    Triton would move what it was computed of, once for each product, and compute it where that
-    wants it. It moves nothing past assembly that may have effects.
+    Without this, Triton would convert the layout of the operation's inputs, and decode again for
+    each product. It does not move code past inline assembly that may have side effects.
     """
     if CODEC.keep != "":
         x = tl.inline_asm_elementwise(
@@ -123,7 +127,7 @@ def keep(x, CODEC: tl.constexpr):
 
 
 @triton.jit
-def _move(codes, CODEC: tl.constexpr):
+def _shift(codes, CODEC: tl.constexpr):
     wide = codes.to(tl.int16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << CODEC.shift)
     if CODEC.nan == 0x7F:
@@ -135,10 +139,10 @@ def _move(codes, CODEC: tl.constexpr):
     return half.to(tl.float16, bitcast=True)
 
 
-# `prmt` gives 16 bits to each byte and repeats its sign above it: after the shift the sign is where
-# float16 has it, and a mask clears what lies between it and the rest. With NAN: a byte of `m` has
-# its top bit set where the code is NaN; repeated, it is 0xFF00, which is NaN with any lower bits.
-# `lop3` with 0xEA is (a & b) | c.
+# `prmt` widens each byte to 16 bits and repeats its sign bit in the upper byte. After the shift,
+# the sign is at float16's position, and a mask clears the bits between it and the rest. With NaN, a
+# byte of `m` has its top bit set if the code is NaN. Repeating that bit gives 0xFF00, which is NaN
+# with any lower bits. `lop3` with 0xEA is (a & b) | c.
 _HALVES = """
     prmt.b32 low, $2, 0, 0x9180;
     prmt.b32 high, $2, 0, 0xB3A2;
@@ -152,7 +156,7 @@ _KEEP = """
 _MARK = {
     # The lower seven bits are all set.
     0x7F: "and.b32 m, $2, 0x7F7F7F7F; add.u32 m, m, 0x01010101;",
-    # The lower seven bits are zero and the top one is set.
+    # The lower seven bits are zero, and the top bit is set.
     0x80: """and.b32 m, $2, 0x7F7F7F7F; add.u32 m, m, 0x7F7F7F7F; not.b32 m, m;
     and.b32 m, m, $2;""",
 }
@@ -164,8 +168,8 @@ _KEEP_WITH_NAN = """
 """
 
 
-def packed_move(shift: int, nan: int) -> str:
-    """Return PTX that moves the four codes in $2 to float16 in $0 and $1; see `Codec`."""
+def packed_shift(shift: int, nan: int) -> str:
+    """Return PTX that converts the four codes in $2 to float16 in $0 and $1; see `Codec`."""
     body = _HALVES + (_MARK[nan] + _KEEP_WITH_NAN if nan >= 0 else _KEEP)
     mask = (0x8000 | 0x7F << shift) * 0x10001
     return "{ .reg .b32 low, high, a, b, m;" + body.format(shift=shift, mask=hex(mask)) + "}"

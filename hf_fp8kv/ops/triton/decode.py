@@ -1,8 +1,8 @@
-"""Attention of few query tokens over stored pages: split along the tokens, to fill the GPU.
+"""Attention for few query tokens over stored pages, split along the stored tokens to fill the GPU.
 
-A program takes all query rows of one KV head (its query heads times the query tokens) and one split
-of one sequence, as the plan says (plan.py). A sequence in several splits leaves partial sums, which
-a second kernel merges.
+A program computes all query rows of one KV head (its query heads times the query tokens) over one
+part of one sequence. The work plan (plan.py) assigns the parts. If a sequence has several parts, a
+second kernel merges their partial sums.
 """
 
 import torch
@@ -13,12 +13,12 @@ from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish, write_rows
 from .plan import make_plan, max_parts, plan_rows
-from .softmax import of_others, of_rows
+from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
 from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
 
-# Splits that a program of `_combine` merges at a time, and the channels of a warp. An H100 took the
-# least time with this pair, out of five, in three of four decode cases.
+# Number of parts that a program of `_combine` merges at a time, and channels per warp. Of five
+# pairs, this one was the fastest on an H100 in three of four decode cases.
 MERGED = 32
 MERGED_CHANNELS = 128
 
@@ -32,19 +32,19 @@ def attend(
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `backend.attend` does, of at most DECODE_ROWS query rows, or of latents."""
+    """Compute attention as `backend.attend`, for at most DECODE_ROWS query rows or for latents."""
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.workload.rows <= DECODE_ROWS or spec.latent
     config = decode_config(args.target, args.workload)
-    if plan is not None and not _suits(plan, args, config):
+    if plan is not None and not _fits(plan, args, config):
         plan = None
-    return split_kv_decode(args, config, plan, whole=spec.deterministic)
+    return split_kv_decode(args, config, plan, unsplit=spec.deterministic)
 
 
-def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
-    """Return whether a plan has no more parts than programs of the call fit at once.
+def _fits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
+    """Return whether all parts of a plan can run at the same time in this call.
 
-    It was made before the query was known: for one block of few rows.
+    The plan was made before the query was known, for a single block of few rows.
     """
     if args.workload.rows > config.rows:
         return False
@@ -53,12 +53,19 @@ def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> boo
 
 
 def split_kv_decode(
-    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None, *, whole: bool = False
+    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None, *, unsplit: bool = False
 ) -> torch.Tensor:
-    """Return the attention `[B, T, Hq, out_dim]` of a call whose sequences are split.
+    """Compute attention over sequences that may be split into parts.
 
-    A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
-    `whole`: whether no sequence is split.
+    Args:
+        args: Arguments of the call.
+        config: Launch parameters.
+        plan: Work plan for the call's KV heads times its blocks of `config.rows` rows, or None to
+            make it here.
+        unsplit: Whether each sequence must stay a single part.
+
+    Returns:
+        The attention output, `[B, T, Hq, out_dim]`.
     """
     tensors, constants, query = args.tensors, args.constants, args.tensors.query
     batch, q_heads, tokens, _ = query.shape
@@ -66,13 +73,13 @@ def split_kv_decode(
     blocks = cdiv(args.workload.rows, config.rows)
     if plan is None:
         programs = programs_of(args, config)
-        rows = 2 * batch if whole else plan_rows(device, batch, heads * blocks, programs=programs)
+        rows = 2 * batch if unsplit else plan_rows(device, batch, heads * blocks, programs=programs)
         plan = allocate((rows, 4), torch.int32, device)
         make_plan(plan, tensors.lengths, tokens, args.window, args.start, heads * blocks, programs)
     splits = max_parts(plan, batch)
 
     out = allocate((batch, tokens, q_heads, dim), query.dtype, device)
-    # The sums of parts, and then m_i and l_i of each.
+    # Partial sums, followed by m_i and l_i of each part.
     rows = splits * q_heads * tokens if splits > batch else 0
     partial = allocate((rows * (dim + 2),), torch.float32, device)
     launch(
@@ -91,10 +98,10 @@ def split_kv_decode(
 
 
 def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
-    """Return how many programs of `_decode` a processor holds at once, as plans assume."""
+    """Return the number of programs of `_decode` that plans assume to run on an SM at once."""
     workload = args.workload
-    other = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
-    chosen = config if other else None
+    is_guessed = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
+    chosen = config if is_guessed else None
     return expected_programs(args.target, config.rows, chosen, latent=workload.latent)
 
 
@@ -108,21 +115,22 @@ def _decode(
     tensors, plan_ptr, out_ptr, partial_ptr, tokens, start, stop, window, factors, query_strides,
     table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Write the attention of sequences in one split, and the partial sums of the others.
+    """Compute attention over one part of a sequence.
 
-    The grid is KV heads, splits, and blocks of query rows.
+    A sequence with a single part gets its output. Each part of a split sequence writes partial
+    sums. The grid is KV heads, parts, and blocks of query rows.
 
     Args:
         tensors: Pointers, see `AttentionTensors`.
-        plan_ptr: `[max_parts + B, 4]`, int32, see plan.py.
-        out_ptr: `[B, T, Hq, out_dim]`, of the query's dtype.
-        partial_ptr: `[max_parts, Hkv, rows, out_dim]`, float32, the sums in each slot, and behind
-            them `[max_parts, Hkv, rows, 2]`, their m_i and l_i.
+        plan_ptr: Work plan, `[max_parts + B, 4]`, int32, see plan.py.
+        out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
+        partial_ptr: Partial sums by slot, `[max_parts, Hkv, rows, out_dim]`, followed by their m_i
+            and l_i, `[max_parts, Hkv, rows, 2]`, float32.
         tokens: T.
         start, stop, window: As in `ops.attend`.
-        factors: Floats, see `Factors`.
+        factors: See `Factors`.
         query_strides, mask_b, ..., bias_t: Strides of batch, head and token.
-        table_b: Stride of the batch.
+        table_b: Batch stride of the block table.
         CALL: See `Constants`.
     """
     SWAPPED: tl.constexpr = CALL.config.swapped
@@ -143,10 +151,10 @@ def _decode(
         write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)
     else:
         d = tl.arange(0, CALL.out.width)
-        real = of_rows(rows.exists, SWAPPED) & of_others(d < CALL.out.dim, SWAPPED)
+        real = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
         count = CALL.groups * tokens
         saved = ((slot * CALL.heads + h) * count + rows.row).to(tl.int64)
-        sum_ptrs = partial_ptr + of_rows(saved * CALL.out.dim, SWAPPED) + of_others(d, SWAPPED)
+        sum_ptrs = partial_ptr + per_row(saved * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
         tl.store(sum_ptrs, acc, mask=real)
         stats_ptr = _stats_of(partial_ptr, tl.num_programs(1), tokens, CALL)
         tl.store(stats_ptr + saved * 2, m_i, mask=rows.exists)
@@ -164,14 +172,14 @@ def _combine(
     plan_ptr, partial_ptr, sinks_ptr, static_scale_ptr, out_ptr, tokens, max_parts, out_factor,
     SHAPE: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Write the attention of sequences in several splits.
+    """Merge the partial sums of sequences with several parts, and write the output.
 
     The grid is query rows, KV heads and sequences.
 
     Args:
-        plan_ptr, partial_ptr, out_ptr, tokens: as in `_decode`.
-        sinks_ptr: `[Hq]`, floating, or None.
-        static_scale_ptr: of the values, `[Hkv, out_dim]`, float32, or None.
+        plan_ptr, partial_ptr, out_ptr, tokens: As in `_decode`.
+        sinks_ptr: Attention sinks, `[Hq]`, floating, or None.
+        static_scale_ptr: Static scale of the values, `[Hkv, out_dim]`, float32, or None.
         out_factor: `Factors.out`.
         SHAPE: See `Constants`.
     """

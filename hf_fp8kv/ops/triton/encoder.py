@@ -1,9 +1,9 @@
-"""Numbers as codes, and the scales between them: the device side of formats/codec.py.
+"""Encoding of values and choice of scales: the device side of formats/codec.py.
 
-The same bits as there on every GPU, in integer arithmetic: the hardware's casts round twice on some
-architectures, are missing on others, and differ on what they do with NaN and with numbers past the
-largest. A kernel that uses this must be launched with `enable_fp_fusion=False`: a product fused
-with the difference that follows it would change which scale is chosen.
+Integer arithmetic gives the same bits as formats/codec.py on every GPU. The hardware's casts round
+twice on some architectures, are missing on others, and differ for NaN and for values past the
+largest. A kernel that uses this must be launched with `enable_fp_fusion=False`: fusing a product
+with the subtraction that follows it would change the choice of a scale.
 """
 
 import triton
@@ -20,16 +20,16 @@ BFLOAT16_NAN = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr):
-    """Return the codes, uint8, of `x`, float32: `formats.codec.encode`, but for the sign of NaN."""
+    """Encode float32 to uint8 codes as `formats.codec.encode`, except for the sign of NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Bits of a float32 mantissa that the format lacks.
+    # Number of bits of a float32 mantissa that the format lacks.
     DROP: tl.constexpr = 23 - FORMAT.mantissa_bits
     odd = (magnitude >> DROP) & 1
     half = (1 << (DROP - 1)) - 1
     normal = (magnitude + half + odd) >> DROP
     normal -= (127 - FORMAT.bias) << FORMAT.mantissa_bits
-    # Added to 2^23 steps, a number below the normal ones is rounded to whole steps.
+    # Adding 2^23 steps rounds a subnormal value to whole steps.
     rounded = tl.abs(x) + 2.0**23 * FORMAT.min_subnormal
     subnormal = rounded.to(tl.int32, bitcast=True)
     subnormal -= (127 + 24 - FORMAT.bias - FORMAT.mantissa_bits) << 23
@@ -46,29 +46,29 @@ def encode(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def _round_up_to_bfloat16(scale):
-    """Return a positive number rounded up to bfloat16, held in float32."""
+    """Round a positive float32 up to a bfloat16 value, as float32."""
     bits = scale.to(tl.int32, bitcast=True)
     return ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_bfloat16(scale):
-    """Return a bfloat16 held in float32, as bfloat16."""
+    """Convert float32 that holds a bfloat16 value to bfloat16."""
     bits = scale.to(tl.int32, bitcast=True) >> 16
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _mark_nan(scale, largest):
-    """Return `scale`, or NaN where the largest magnitude of a vector is infinity or NaN."""
+    """Return `scale`, or NaN if the largest magnitude of a vector is infinity or NaN."""
     bits = scale.to(tl.int32, bitcast=True)
     return tl.where(largest < INFINITY, bits, BFLOAT16_NAN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _smallest(x, FORMAT: tl.constexpr):
-    """Return the smallest scale of each row of `x` `[N, D]`, and its largest magnitude's bits."""
-    # As integers: a maximum of floats passes over NaN.
+    """Return smallest scale and largest magnitude, as bits, of each row of `x`, `[N, D]`."""
+    # As integers, because a maximum of floats ignores NaN.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     scale = tl.div_rn(largest.to(tl.float32, bitcast=True), FORMAT.max)
     return _round_up_to_bfloat16(tl.maximum(scale, LEAST_SCALE)), largest
@@ -83,16 +83,13 @@ def smallest_scale(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def _without_nan(x, largest):
-    """Return `x`, and zeros for a row with infinity or NaN, which no integer stands for."""
+    """Replace rows with infinity or NaN by zeros, because their errors have no integer form."""
     return tl.where((largest < INFINITY)[:, None], x, 0.0)
 
 
 @triton.jit
 def search_scale(x, FORMAT: tl.constexpr):
-    """Return `formats.codec.search_scale` of each row of `x` `[N, D]`: `[N]`, float32.
-
-    One scale is tried after the other.
-    """
+    """Return `formats.codec.search_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
     first, largest = _smallest(x, FORMAT)
     x = _without_nan(x, largest)
     chosen = first
@@ -107,15 +104,15 @@ def search_scale(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def search_scale_at_once(x, FORMAT: tl.constexpr):
-    """Return the same for one vector: `[1]`, float32.
+    """Return `formats.codec.search_scale` of one vector, `[1]`, float32.
 
-    `x` `[SEARCH_STEPS, D]` holds it once for each scale.
+    `x` `[SEARCH_STEPS, D]` has a copy of the vector for each scale.
     """
     first, largest = _smallest(x, FORMAT)
     x = _without_nan(x, largest)
     scales = _candidate_scales(first, tl.arange(0, SEARCH_STEPS))
     cost = _rounding_cost(x, scales, first, FORMAT).to(tl.int32, bitcast=True)
-    # The least cost, and of equals the smallest scale, in one reduction.
+    # One reduction finds the least cost and, among equal costs, the smallest scale.
     code = scales.to(tl.int32, bitcast=True) >> 16
     code = (cost.to(tl.int64) << 16) | code.to(tl.int64)
     code = tl.where(largest < INFINITY, code, BFLOAT16_NAN >> 16)
@@ -127,22 +124,22 @@ def search_scale_at_once(x, FORMAT: tl.constexpr):
 def _candidate_scales(first, j):
     """Return `first * 2^(j / SEARCH_STEPS)` rounded up to bfloat16.
 
-    The hardware's power is good enough: where it is not exact, no product is nearer to a bfloat16
-    than 2^-19 of itself.
+    The hardware's power of two is accurate enough. Unless it is exact, no product is closer to a
+    bfloat16 value than 2^-19 of itself.
     """
     return _round_up_to_bfloat16(first * tl.exp2(j * (1.0 / SEARCH_STEPS)))
 
 
 @triton.jit
 def _rounding_cost(x, scales, first, FORMAT: tl.constexpr):
-    """Return what rows of `x` lose when they are rounded with `scales`, relative to `first`."""
+    """Return the squared rounding errors of rows of `x` with `scales`, relative to `first`."""
     scaled = x * tl.div_rn(1.0, scales)[:, None]
-    # Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded to it.
+    # Adding 1.5 times a power of two, whose last bit is worth one step, rounds to that step.
     DROP: tl.constexpr = 23 - FORMAT.mantissa_bits
     binade = scaled.to(tl.int32, bitcast=True) & 0x7F800000
     binade = tl.maximum(binade, (128 - FORMAT.bias) << 23)
     large = (binade + (DROP << 23 | 0x400000)).to(tl.float32, bitcast=True)
     error = ((scaled + large) - large) - scaled
-    whole = tl.floor(error * FORMAT.error_unit + 0.5).to(tl.int32)
+    integer_error = tl.floor(error * FORMAT.error_unit + 0.5).to(tl.int32)
     relative = scales * tl.div_rn(1.0, first)
-    return tl.sum(whole * whole, 1).to(tl.float32) * (relative * relative)
+    return tl.sum(integer_error * integer_error, 1).to(tl.float32) * (relative * relative)

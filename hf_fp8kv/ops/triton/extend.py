@@ -1,12 +1,12 @@
-"""Attention of many query tokens over stored pages: prefill in chunks, prefixes, forks.
+"""Attention for many query tokens over stored pages: prefill in chunks, prefixes, forks.
 
-A program takes a block of query rows of one KV head (its query heads times some query tokens), and
-reads all that these may see. Where that makes fewer programs than the GPU has processors (a short
-chunk after a long prefix), sequences are split as for decoding.
+A program computes a block of query rows of one KV head (its query heads times some query tokens)
+over all positions that are visible to them. If this gives fewer programs than the GPU has SMs (a
+short chunk after a long prefix), sequences are split as in decoding.
 
-Many blocks of rows read the same codes. From `WIDENED_BLOCKS` on, a kernel first converts the codes
-of a layer to 16 bits, once. The products have the same operands, so the result has the same bits.
-2,048 tokens over 8,192 take 0.85 of the time on an H100, and 0.74 with a third stage.
+Many blocks of rows read the same codes. From `WIDENED_BLOCKS` blocks on, a kernel first converts
+the codes of a layer to 16 bits, once. The products have the same operands, so the result has the
+same bits. On an H100, 2,048 tokens over 8,192 take 0.85 of the time, and 0.74 with a third stage.
 """
 
 import torch
@@ -20,16 +20,16 @@ from .arguments import AttentionArgs, pointers_to, prepare
 from .attention import Span, Strides, attend_rows, find_rows, write_rows
 from .codec import decode_for_dot
 from .decode import split_kv_decode
-from .places import find_place, in_page
+from .page_access import head_pointer, load_page_offset
 from .target import cdiv, launch, next_power_of_2
 from .tuning import extend_config, family_of
 
-# Tokens: fewer are not split.
+# Sequences of at most this number of tokens are not split.
 SPLIT_FROM = 256
-# Blocks of query rows and positions from which codes are widened first. On an H100, widening takes
+# Minimum numbers of blocks of query rows and of positions for widening. On an H100, widening takes
 # as long as converting the codes for 8 blocks.
 WIDENED_BLOCKS, WIDENED_FROM = 8, 1024
-# Most bytes of the widened pages of a layer: 65,536 tokens of 8 heads of 128.
+# Maximum size of the widened pages of a layer, in bytes: 65,536 tokens of 8 heads of 128.
 WIDENED_BYTES = 1 << 28
 _TORCH_TYPES = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
@@ -42,18 +42,18 @@ def attend(
     stop: int,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Return what `backend.attend` does, of any number of query rows."""
+    """Compute attention as `backend.attend`, for any number of query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     config = extend_config(args.target, args.workload)
     if spec.deterministic:
-        return split_kv_decode(args, config, None, whole=True)
+        return split_kv_decode(args, config, None, unsplit=True)
     wide = _widen(args, pages, cdiv(args.workload.rows, config.rows))
     if wide is not None:
         args = prepare(query, wide, lengths, start, stop, spec)
         config = extend_config(args.target, args.workload, widened=True)
     batch, q_heads, tokens, _ = query.shape
     programs = pages.heads * batch * cdiv(args.workload.rows, config.rows)
-    if programs < args.target.processors and stop > SPLIT_FROM:
+    if programs < args.target.sm_count and stop > SPLIT_FROM:
         return split_kv_decode(args, config, None)
     out = query.new_empty((batch, tokens, q_heads, args.constants.out.dim))
     launch(
@@ -64,12 +64,13 @@ def attend(
 
 
 def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
-    """Return copies of the pages below `args.stop`, with the operands of products as codes.
+    """Copy the pages below `args.stop`, with codes converted to operands of products.
 
-    Return None where that is not known to pay: for few blocks of rows, in a window, which limits
-    what they share, for latents, products of float32, and complete masks, whose sums would spill,
-    without 8-bit codes, on GPUs whose products do not read K and V from shared memory, and if the
-    copies exceed `WIDENED_BYTES`.
+    Returns:
+        None unless widening is known to pay. It is not for few blocks of rows; with a window, which
+        limits the shared codes; for latents, float32 products and complete masks, whose sums would
+        spill; without 8-bit codes; on GPUs whose products do not read K and V from shared memory;
+        and if the copies exceed `WIDENED_BYTES`.
     """
     workload, stop = args.workload, args.stop
     is_shared = blocks >= WIDENED_BLOCKS and stop >= WIDENED_FROM
@@ -111,41 +112,42 @@ def _widen_codes(
     SLOTS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_CODEC: tl.constexpr,
     V_CODEC: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Convert the codes of one head of one page of a sequence, and write the table and offsets.
+    """Convert the codes of one head of one page, and write the new table and offsets.
 
     Args:
         k, v, wide_k, wide_v: `SidePointers`.
         scales_ptr, wide_scales_ptr: `Pages.token_scales`.
-        table_ptr: `[B, M]`, int32. wide_table_ptr: `[B, count]`.
-        lengths_ptr: `[B]`, int32.
-        page_bytes: bytes of a widened page.
-        table_b: stride of the batch of the table.
+        table_ptr: Block table, `[B, M]`, int32.
+        wide_table_ptr: Block table of widened pages, `[B, count]`, int32.
+        lengths_ptr: Number of stored tokens, `[B]`, int32.
+        page_bytes: Size of a widened page, in bytes.
+        table_b: Batch stride of the block table.
     """
     h, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wide_page = b * tl.num_programs(1) + i
-    wide_place = wide_page.to(tl.int64) * page_bytes
+    wide_offset = wide_page.to(tl.int64) * page_bytes
     if h == 0:
         tl.store(wide_table_ptr + wide_page, wide_page)
-        tl.store(wide_k.offsets + wide_page, wide_place)
+        tl.store(wide_k.offsets + wide_page, wide_offset)
     if i * SLOTS >= tl.load(lengths_ptr + b):
         return
     page = tl.maximum(tl.load(table_ptr + b.to(tl.int64) * table_b + i), 0)
-    place = find_place(k, page)
-    _widen_side(k, wide_k, place, wide_place, h, K_SIZE, K_CODEC)
-    _widen_side(v, wide_v, place, wide_place, h, V_SIZE, V_CODEC)
+    page_offset = load_page_offset(k, page)
+    _widen_side(k, wide_k, page_offset, wide_offset, h, K_SIZE, K_CODEC)
+    _widen_side(v, wide_v, page_offset, wide_offset, h, V_SIZE, V_CODEC)
     if scales_ptr is not None:
         n = tl.arange(0, WORDS)
         words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         wide_words_ptr = wide_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        words = tl.load(in_page(words_ptr, place, h, SLOTS) + n, mask=n < SLOTS)
-        tl.store(in_page(wide_words_ptr, wide_place, h, SLOTS) + n, words, mask=n < SLOTS)
+        words = tl.load(head_pointer(words_ptr, page_offset, h, SLOTS) + n, mask=n < SLOTS)
+        tl.store(head_pointer(wide_words_ptr, wide_offset, h, SLOTS) + n, words, mask=n < SLOTS)
 
 
 @triton.jit
-def _widen_side(side, wide, place, wide_place, h, SIZE: tl.constexpr, CODEC: tl.constexpr):
+def _widen_side(side, wide, page_offset, wide_offset, h, SIZE: tl.constexpr, CODEC: tl.constexpr):
     PART: tl.constexpr = 2048
-    codes_ptr = in_page(side.codes, place, h, SIZE)
-    wide_ptr = in_page(wide.codes, wide_place, h, SIZE)
+    codes_ptr = head_pointer(side.codes, page_offset, h, SIZE)
+    wide_ptr = head_pointer(wide.codes, wide_offset, h, SIZE)
     for first in tl.range(0, SIZE, PART, num_stages=1):
         n = first + tl.arange(0, PART)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)
@@ -162,20 +164,20 @@ def _extend(
     tensors, out_ptr, batch, tokens, start, stop, window, factors, query_strides,
     table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Write the attention of all query rows.
+    """Compute the attention of all query rows.
 
-    The grid is one axis, since others end at 65535: KV heads (fastest), sequences, and blocks of
-    query rows, the last first.
+    The grid has a single axis, because the second and third axes are limited to 65535: KV heads
+    (fastest), sequences, and blocks of query rows in reverse order.
 
     Args:
-        out_ptr: `[B, T, Hq, out_dim]`, of the query's dtype.
+        out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
 
-    The others are those of `_decode`.
+    The remaining arguments are as in `_decode`.
     """
     HEADS: tl.constexpr = CALL.heads
     h = tl.program_id(0) % HEADS
     b = tl.program_id(0) // HEADS % batch
-    # The last rows see the most: they start first.
+    # The last rows attend to the most tokens, so they start first.
     blocks = tl.cdiv(CALL.groups * tokens, CALL.config.rows)
     block = blocks - 1 - tl.program_id(0) // HEADS // batch
     length = tl.load(tensors.lengths + b)

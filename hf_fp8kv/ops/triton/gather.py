@@ -1,4 +1,4 @@
-"""Reading stored tokens back as dense K or V, in one launch."""
+"""Gathering stored tokens into dense K or V, in one launch."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from ..pages import Pages
 from .arguments import pointers_to, side_for
 from .codec import AS_IS, codec_for, decode_for_dot
-from .places import find_place, in_page
+from .page_access import head_pointer, load_page_offset
 from .rotation import rotate
 from .target import launch, target_of
 from .write import launch_options, tile_size
@@ -22,7 +22,7 @@ def gather(
     dtype: torch.dtype,
     ragged: bool,
 ) -> torch.Tensor:
-    """Return the same bits as `reference.gather`."""
+    """Return dense keys or values, with the same bits as `reference.gather`."""
     is_key = side == "k"
     stored = pages.k if is_key else pages.v
     heads, dim = pages.heads, stored.head_dim
@@ -32,7 +32,7 @@ def gather(
     codec = codec_for(
         stored.format, target_of(out.device), tl.float32, exact=True, keep_nan=True
     )  # fmt: skip
-    # Tiles begin at multiples of their size, wherever `start` is.
+    # Tiles begin at multiples of their size, regardless of `start`.
     tiles = (stop - 1) // tile - start // tile + 1 if stop > start else 0
     launch(
         _gather, (tiles, heads, batch), pointers_to(pages, side), pages.token_scales, out, lengths,
@@ -49,13 +49,15 @@ def _gather(
     CODEC: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, TRANSPOSED: tl.constexpr,
     RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write dense K, or V (TRANSPOSED). The grid is tiles of positions, KV heads and sequences.
+    """Write dense K, or V if TRANSPOSED. The grid is tiles of positions, KV heads and sequences.
 
     Args:
-        side: pointers, see `SidePointers`; scales_ptr: see `Pages.token_scales`.
-        out_ptr: `[B, Hkv, stop - start, D]`, floating.
-        lengths_ptr: `[B]`, int32, read if RAGGED.
-        table_ptr: `[B, M]`, int32; table_b: its batch stride.
+        side: Pointers, see `SidePointers`.
+        scales_ptr: See `Pages.token_scales`.
+        out_ptr: Output, `[B, Hkv, stop - start, D]`, floating.
+        lengths_ptr: Number of stored tokens, `[B]`, int32, only read if RAGGED.
+        table_ptr: Block table, `[B, M]`, int32.
+        table_b: Batch stride of the block table.
         SIDE, CODEC: See `Side` and `Codec`.
     """
     DIM: tl.constexpr = SIDE.dim
@@ -68,30 +70,30 @@ def _gather(
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     position = first + i
-    asked = (position >= start) & (position < stop)
-    exists = asked
+    inside = (position >= start) & (position < stop)
+    exists = inside
     if RAGGED:
         exists &= position < tl.load(lengths_ptr + b)
     real = (d < DIM)[None, :]
 
-    # A released page is behind the window: what is read instead is hidden by who asked.
+    # A freed page is outside the window. Page 0 is read instead, and the caller masks it.
     table_ptr += b.to(tl.int64) * table_b
     if PAGE % TILE == 0:
-        # One page, and all of the tile is there.
+        # The tile lies in one page, so every slot of it exists.
         page = tl.load(table_ptr + first // PAGE)
         slot = (tile % (PAGE // TILE)) * TILE + i
-        there = real
+        loaded = real
     else:
-        page = tl.load(table_ptr + position // PAGE, mask=asked, other=0)
+        page = tl.load(table_ptr + position // PAGE, mask=inside, other=0)
         slot = position % PAGE
-        there = exists[:, None] & real
-    place = find_place(side, tl.maximum(page, 0))
-    codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
+        loaded = exists[:, None] & real
+    page_offset = load_page_offset(side, tl.maximum(page, 0))
+    codes_ptr = head_pointer(side.codes, page_offset, h, PAGE * DIM)
     if TRANSPOSED:
         code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
     else:
         code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
-    codes = tl.load(code_ptrs, mask=there, other=0)
+    codes = tl.load(code_ptrs, mask=loaded, other=0)
 
     if CODEC.how == AS_IS:
         x = codes
@@ -100,7 +102,7 @@ def _gather(
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = in_page(scales_ptr, place, h, PAGE * 2)
+            scale_ptrs = head_pointer(scales_ptr, page_offset, h, PAGE * 2)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         x = rotate(x, BLOCK)
@@ -111,4 +113,4 @@ def _gather(
         x = tl.where(exists[:, None], x, tl.zeros_like(x))
     row = ((b.to(tl.int64) * HEADS + h) * (stop - start) + (first - start)) * DIM
     out_ptrs = out_ptr + row + (i * DIM)[:, None] + d[None, :]
-    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=asked[:, None] & real)
+    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=inside[:, None] & real)

@@ -1,20 +1,21 @@
-"""Tiles of latents, which are keys and values: decoded once, for both products.
+"""Products of a tile with queries and weights, also for latents, which are keys and values.
 
-K holds the latents, V their positions: keys, too, of another scale and format, with a product of
-their own. So a token's logit is
+With latents, K holds the latents and V their positional parts. Both are keys, with different scales
+and formats, so each needs a separate product. The logit of a token is
 
     (latent part of the query . codes of K) * K's scale + (the rest . codes of V) * V's scale
 
-and weights times the same codes of K are the values. A head is large (512), its rows are many (16
-to 128 query heads), and a GPU of 100 KB has no room for a product's operands of that size. With
-CHUNKS each warp has some of the channels to itself, in both products: of the query and the sums it
-only holds those, and logits are added up over the warps.
+The weights are multiplied by the same codes of K, which are decoded once for both products. A head
+is large (512) and has many rows (16 to 128 query heads). GPUs with 100 KB of shared memory have no
+room for operands of that size. With CHUNKS, each warp handles some of the channels in both
+products. It only holds these channels of the query and the sums, and logits are summed over the
+warps.
 """
 
 import triton
 import triton.language as tl
 
-from .softmax import of_rows
+from .softmax import per_row
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def split_chunks(x, CHUNKS: tl.constexpr):
 
 @triton.jit
 def join_chunks(x):
-    """Return what `split_chunks` made `x` of."""
+    """Undo `split_chunks`."""
     C: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     W: tl.constexpr = x.shape[2]
@@ -36,10 +37,7 @@ def join_chunks(x):
 
 @triton.jit
 def multiply_keys(q, k, CALL: tl.constexpr):
-    """Return the products of rows and keys `[TILE, W]`, `[ROWS, TILE]`, or swapped.
-
-    Both rows and keys may be split into chunks.
-    """
+    """Multiply rows and keys, `[TILE, W]` or in chunks, to `[ROWS, TILE]`, or swapped."""
     if len(k.shape) == 3:
         x = tl.sum(tl.dot(q, tl.permute(k, [0, 2, 1]), input_precision=CALL.precision), 0)
     elif CALL.config.swapped:
@@ -51,18 +49,15 @@ def multiply_keys(q, k, CALL: tl.constexpr):
 
 @triton.jit
 def add_values(acc, alpha, weights, values, CALL: tl.constexpr):
-    """Return acc, faded by `alpha`, with the weighted values of a tile, `[TILE, W]`, added.
-
-    Values may be split into chunks.
-    """
+    """Return acc times `alpha` plus a tile's weighted values, `[TILE, W]` or in chunks."""
     CHUNKS: tl.constexpr = CALL.config.chunks
     SWAPPED: tl.constexpr = CALL.config.swapped
     if CHUNKS > 1:
         acc = acc * alpha[None, :, None]
         weights = tl.broadcast_to(weights[None], [CHUNKS, weights.shape[0], weights.shape[1]])
     else:
-        acc = acc * of_rows(alpha, SWAPPED)
-        weights = weights.to(values.dtype)  # weights that are converted before make some spill
+        acc = acc * per_row(alpha, SWAPPED)
+        weights = weights.to(values.dtype)  # converting them earlier causes spills
     if SWAPPED:
         return tl.dot(tl.trans(values), weights, acc, input_precision=CALL.precision)
     else:

@@ -1,28 +1,29 @@
-"""Calls that are repeated: what an operation asked of Triton once, asked again at other addresses.
+"""Recording and replay of kernel launches with new addresses.
 
-Before a kernel starts, codecs, launch parameters and some forty arguments are put together, and
-Triton looks at each argument to find what it has compiled. In a model that decodes all of this is
-the same in every layer and step, but for the addresses of the tensors and a few numbers. So the
-first call is recorded: which tensors it allocated, which kernels it started, and where in their
-arguments the addresses and numbers of the call are. A later call that differs in nothing else runs
-a Python function made from the record. It allocates the same, and starts the same compiled kernels.
+Before a kernel is launched, codecs, launch parameters and about forty arguments are prepared, and
+Triton inspects each argument to find the compiled kernel. While a model decodes, all of this is the
+same in every layer and step, except for the addresses of tensors and a few integers. The first call
+is therefore recorded: the tensors that it allocated, the kernels that it launched, and the
+positions of its addresses and integers among their arguments. A later call that does not differ
+otherwise runs a Python function generated from the recording. It allocates the same tensors and
+launches the same compiled kernels.
 
-A recording holds no tensor: it serves all layers and caches. What it depends on is its key:
+A recording holds no tensors, so all layers and caches share it. Its key has everything that it
+depends on:
 
-    the operation, and its arguments that are neither tensors nor numbers: `layout`;
-    shapes and strides as far as the operation looks at them: part of `layout`, too;
-    which tensors there are, of which dtype, on which device, and which are not aligned to 16 bytes:
-    of pointers that is what Triton compiles a kernel for (for AMD's GPUs also whether there are
-    more than 2 GiB);
+    `layout`: arguments that are neither tensors nor such integers, and all shapes and strides that
+    the operation reads;
+    the operation and the device;
+    for each tensor whether it is None, its dtype, and its alignment to 16 bytes, because Triton
+    compiles kernels for these properties (on AMD also for sizes over 2 GiB);
     the `Target`.
 
-What there is to know of the tensors of pages is found out once (`Described`), and kept with them:
-such tensors are never given other memory.
+The facts about the tensors of pages (`SharedTensors`) are computed once and cached in the pages.
+This is safe because these tensors never change their memory.
 
-Calls that hand a kernel a tensor that torch computed, or two tensors at one address, are not
-recorded. Each call goes the long way in the interpreter, inside of `recording`, where hooks want to
-see each launch as Triton makes it, with settings of Triton other than the usual ones, and with
-versions of Triton whose launches are not known to be alike.
+A call is not recorded if a kernel receives a tensor that torch computed, or two tensors at the same
+address. Nothing is replayed in the interpreter, within `recording`, while hooks observe launches,
+with unusual settings of Triton, or with versions of Triton whose launches may differ.
 """
 
 import collections
@@ -35,27 +36,28 @@ from triton import knobs
 
 from .target import Recorded, Target, is_recording, recording, target_of
 
-# Triton's launches are the same in these versions, from the first to before the last.
-_ALIKE = ((3, 6), (3, 10))
+# Triton launches kernels in the same way from the first of these versions to before the last.
+_SUPPORTED = ((3, 6), (3, 10))
 _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-_REPLAYS = _ALIKE[0] <= _version < _ALIKE[1] and not knobs.runtime.interpret
+_REPLAYS = _SUPPORTED[0] <= _version < _SUPPORTED[1] and not knobs.runtime.interpret
 
-# For one kind of pages.
+# Maximum number of recordings for one kind of pages.
 _MOST_RECORDINGS = 256
 _2_GIB = 2**31 - 1
 
-# By key, functions of addresses and numbers. None: the call cannot be recorded.
+# Replay functions by key. Their arguments are addresses and integers. None means that the call
+# cannot be recorded.
 Recordings: TypeAlias = dict[tuple[Any, ...], Callable[..., torch.Tensor | None] | None]
-# By the kind of pages.
+# Recordings by the kind of pages.
 recordings: collections.defaultdict[Hashable, Recordings] = collections.defaultdict(dict)
 
 
-class Described(NamedTuple):
-    """The tensors that calls share, as far as recordings look at them.
+class SharedTensors(NamedTuple):
+    """Facts about tensors that calls share, such as the tensors of pages.
 
     Attributes:
-        recordings: of calls with such tensors.
-        addresses: of each tensor.
+        recordings: Recordings of calls with such tensors.
+        addresses: Address of each tensor.
     """
 
     recordings: Recordings
@@ -65,7 +67,10 @@ class Described(NamedTuple):
 def describe(
     tensors: Sequence[torch.Tensor | None], *, sizes: bool = True
 ) -> tuple[Hashable, list[int | None]]:
-    """Return what recordings depend on, and addresses; `sizes`: also whether there are 2 GiB."""
+    """Return the facts about tensors that recordings depend on, and the tensors' addresses.
+
+    `sizes` includes whether a tensor exceeds 2 GiB.
+    """
     addresses = [None if x is None else x.data_ptr() for x in tensors]
     kind = (
         tuple([None if x is None else x.dtype for x in tensors]),
@@ -80,19 +85,19 @@ def run_or_replay(
     args: tuple[Any, ...],
     layout: tuple[Any, ...],
     tensors: Sequence[torch.Tensor | None],
-    shared: Described,
+    shared: SharedTensors,
     **numbers: int,
 ) -> Any:
-    """Return `operation(*args)`, by what an equal call did if there was one.
+    """Return `operation(*args)`. If an equal call was recorded, replay it.
 
     Args:
-        operation: returns None, or a tensor of `allocate`.
-        args: of the operation.
-        layout: all that it depends on, besides what follows.
-        tensors: those that differ in each call; the first one says the device.
-        shared: all other tensors among its arguments.
-        numbers: integers that differ in each call. It hands them to kernels by these names, which
-            no kernel is specialized for, or not at all.
+        operation: Function that returns None, or a tensor from `allocate`.
+        args: Arguments of the operation.
+        layout: Everything that it depends on, except the arguments below.
+        tensors: Tensors that differ in each call. The first determines the device.
+        shared: All other tensors among its arguments.
+        numbers: Integers that differ in each call. Kernels take them under these names, without
+            specialization, or not at all.
     """
     if not _REPLAYS or is_recording() or _is_unusual():
         return operation(*args)
@@ -101,8 +106,8 @@ def run_or_replay(
     device = first.device
     target = target_of(device)
     kind, addresses = describe(tensors, sizes=not target.is_nvidia)
-    known, more = shared
-    addresses += more
+    known, shared_addresses = shared
+    addresses += shared_addresses
     key = operation, layout, device, kind, id(target)
     if key not in known:
         with recording() as recorded:
@@ -124,7 +129,7 @@ def run_or_replay(
 
 
 def _is_unusual() -> bool:
-    """Return whether launches are watched, or settings are changed that Triton compiles for."""
+    """Return whether hooks observe launches, or settings that affect compilation are changed."""
     runtime, compilation = knobs.runtime, knobs.compilation
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
@@ -143,21 +148,21 @@ def _compile(
     addresses: list[int | None],
     numbers: dict[str, int],
 ) -> Callable[..., torch.Tensor | None]:
-    """Return a function of other addresses and numbers that does the same as a recorded call.
+    """Generate a function that repeats a recorded call with new addresses and integers.
 
     Raises:
-        LookupError: No later call could be given an argument of a launch, or the result.
+        LookupError: An argument of a launch, or the result, cannot be derived from a later call.
     """
-    made = recorded.allocations
-    # (`torch.empty` takes nearly twice as long.) The target's `id` is in the key.
+    allocated = recorded.allocations
+    # (`torch.empty` takes nearly twice as long.) Keep the target alive: its `id` is in the key.
     objects: dict[str, Any] = {
         "empty": torch.empty_strided, "driver": triton.runtime.driver, "kept": target,
     }  # fmt: skip
-    pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(made)]
+    pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(allocated)]
     pointers += [(x, f"a[{i}]") for i, x in enumerate(addresses) if x is not None]
     counts = collections.Counter(address for address, _ in pointers)
     origins = {address: source for address, source in pointers if counts[address] == 1}
-    origins[0] = "0"  # of tensors without elements
+    origins[0] = "0"  # tensors without elements
 
     def name(x: Any) -> str:
         name = f"x{len(objects)}"
@@ -171,13 +176,13 @@ def _compile(
         return origins[x.data_ptr()] if isinstance(x, torch.Tensor) else name(x)
 
     lines = [f"def replay({', '.join(['a', *numbers])}):"]
-    for i, x in enumerate(made):
+    for i, x in enumerate(allocated):
         shape, stride, dtype = name(tuple(x.shape)), name(x.stride()), name(x.dtype)
         lines.append(f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={name(device)})")
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         held = compiled.function, compiled.packed_metadata
-        # No metadata and no hooks: see `_is_unusual`.
+        # No metadata and no hooks, because `_is_unusual` excludes them.
         parts = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(name, held), *["None"] * 3]
         for parameter, x in zip(kernel.params, args, strict=False):
             if parameter.name not in numbers:
@@ -189,8 +194,8 @@ def _compile(
         parts += [name(constants[parameter.name]) for parameter in kernel.params[len(args) :]]
         lines.append(f"{name(compiled.run)}({', '.join(parts)})")
     if result is not None:
-        places = {id(x): i for i, x in enumerate(made)}
-        lines.append(f"return m{places[id(result)]}")
+        indices = {id(x): i for i, x in enumerate(allocated)}
+        lines.append(f"return m{indices[id(result)]}")
     exec("\n    ".join(lines), objects)
     replay: Callable[..., torch.Tensor | None] = objects["replay"]
     return replay

@@ -1,7 +1,8 @@
-"""Rotation of blocks of numbers: the device side of formats/rotation.py.
+"""Rotation of blocks of channels: the device side of formats/rotation.py.
 
-The same bits as there where products are not fused with sums (`enable_fp_fusion=False`). Blocks
-divide a head: what pads a head to a power of two is in blocks of its own.
+It gives the same bits as formats/rotation.py if products are not fused with sums
+(`enable_fp_fusion=False`). Blocks divide a head, so the padding of a head to a power of two is in
+separate blocks.
 """
 
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def rotate(x, BLOCK: tl.constexpr):
-    """Return the rows of `x`, `[N, W]`, float32, rotated; BLOCK: see `Side`."""
+    """Rotate the rows of `x`, `[N, W]`, float32, in blocks of `Side.block` channels."""
     if BLOCK > 1:
         x = mix(x, BLOCK) * BLOCK**-0.5
     return x
@@ -18,11 +19,11 @@ def rotate(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def lay_out_like(x, given):
-    """Return `x`, float32, held by the threads that hold `given`, of the same shape.
+    """Return `x`, float32, in the layout of `given`, which has the same shape.
 
-    Triton passes on layouts of what is loaded and multiplied, but not through all of `mix`: what
-    follows would have one that nothing chose. It does not see that the condition is always true;
-    LLVM does.
+    Triton propagates layouts of loads and products, but not through all of `mix`, so later
+    operations would get an arbitrary layout. Triton does not detect that the condition is always
+    true. LLVM does, and removes it.
     """
     magnitude = given.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(magnitude >= 0, x, 0.0)
@@ -30,9 +31,9 @@ def lay_out_like(x, given):
 
 @triton.jit
 def mix(x, BLOCK: tl.constexpr, SWAPPED: tl.constexpr = False):
-    """Return the same without the product at the end; SWAPPED: of the columns of `[W, N]`."""
+    """Rotate rows without the factor at the end. SWAPPED rotates the columns of `[W, N]`."""
     if BLOCK > 1:
-        # Of columns a thread gets more numbers, and waits less for those that others have.
+        # With columns, a thread holds more values and exchanges fewer with other threads.
         mixed = x if SWAPPED else tl.trans(x)
         for i in tl.static_range(12):
             if 2**i < BLOCK:
@@ -43,7 +44,7 @@ def mix(x, BLOCK: tl.constexpr, SWAPPED: tl.constexpr = False):
 
 @triton.jit
 def _mix_halves(x, HALF: tl.constexpr):
-    """Replace numbers of a column that are HALF apart by their sum and their difference."""
+    """Replace values of a column that are HALF apart by their sum and difference."""
     W: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     pairs = tl.permute(tl.reshape(x, [W // (2 * HALF), 2, HALF, N]), [0, 2, 3, 1])

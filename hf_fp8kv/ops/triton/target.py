@@ -1,4 +1,4 @@
-"""The GPU that kernels are made for, and the one way they are started, or only compiled, for it."""
+"""The GPU that kernels are compiled for, and the function that launches all kernels."""
 
 import functools
 import os
@@ -17,12 +17,12 @@ from ...formats import Format
 
 @dataclass(frozen=True)
 class Resources:
-    """What the programs of one processor share.
+    """Resources that the programs on one SM share.
 
     Attributes:
-        shared: bytes of shared memory that all of them have together.
-        threads: at most that many of them.
-        registers: of 32 bits, for all threads together; not used for AMD's.
+        shared: Shared memory, in bytes.
+        threads: Maximum number of threads.
+        registers: Number of 32-bit registers of all threads together. Not used for AMD.
     """
 
     shared: int
@@ -32,82 +32,84 @@ class Resources:
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU, as kernels see it.
+    """Properties of a GPU that kernels depend on.
 
     Attributes:
-        vendor: "cuda" or "hip", as Triton calls them.
-        arch: 90 for sm_90; "gfx942".
-        processors: streaming multiprocessors, or compute units.
-        interpreted: kernels run in Triton's interpreter, which knows no inline assembly.
-        resources: of one processor, as a device says; None: those of a chip of this name.
-        parameters: for experiments, attributes of `LaunchConfig` and `PlanConfig` by their names,
-            and `programs`, the result of `expected_programs`.
+        vendor: Triton's name: "cuda" or "hip".
+        arch: Architecture, such as 90 (sm_90) or "gfx942".
+        sm_count: Number of streaming multiprocessors (SM) or compute units.
+        interpreted: Whether kernels run in Triton's interpreter, which does not support inline
+            assembly.
+        resources: Resources of one SM as reported by the device. None means those of a chip with
+            this name.
+        parameters: For experiments: attributes of `LaunchConfig` and `PlanConfig` by name, and
+            `programs`, the result of `expected_programs`.
     """
 
     vendor: str
     arch: int | str
-    processors: int
+    sm_count: int
     interpreted: bool = False
     resources: Resources | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
-        """ "sm_90", "gfx942"."""
+        """The name, such as "sm_90" or "gfx942"."""
         return f"sm_{self.arch}" if self.vendor == "cuda" else str(self.arch)
 
     @classmethod
     def parse(cls, name: str) -> "Target":
-        """Return the target with this name, of a usual size."""
-        processors, _ = CHIPS.get(name, _UNKNOWN)
+        """Return a target with this name and the size of a common chip."""
+        sm_count, _ = CHIPS.get(name, _UNKNOWN)
         if name.startswith("sm_"):
-            return cls("cuda", int(name[3:]), processors)
-        return cls("hip", name, processors)
+            return cls("cuda", int(name[3:]), sm_count)
+        return cls("hip", name, sm_count)
 
     @property
     def is_nvidia(self) -> bool:
-        """Return whether it is one of NVIDIA's."""
+        """Whether this is an NVIDIA GPU."""
         return self.vendor == "cuda"
 
     @property
     def is_supported(self) -> bool:
-        """Return whether the kernels are for this GPU.
+        """Whether the kernels support this GPU.
 
-        NVIDIA's before sm_80 have 64 KB of shared memory for a program. Matrix units of gfx90a
-        flush subnormal float16 numbers, as which int8 is multiplied. RDNA has not been compiled
-        for.
+        NVIDIA GPUs before sm_80 have only 64 KB of shared memory per program. The matrix units of
+        gfx90a flush subnormal float16 values, which int8 codes are decoded to. Kernels have never
+        been compiled for RDNA.
         """
         return int(self.arch) >= 80 if self.is_nvidia else self.arch in ("gfx942", "gfx950")
 
     @property
-    def shares(self) -> Resources:
-        """What programs of one processor share: as the device says, or of a chip of this name."""
+    def sm_resources(self) -> Resources:
+        """Resources of one SM, as reported by the device or of a chip with this name."""
         return self.resources or CHIPS.get(self.name, _UNKNOWN)[1]
 
     def fit(self, registers: int, warps: int, shared: int) -> int:
-        """Return how many programs one processor holds at once.
+        """Return the number of programs that one SM runs at once.
 
         Args:
-            registers: of a thread; of AMD's, vector and accumulation registers together.
-            warps: of a program.
-            shared: bytes of shared memory of a program.
+            registers: Registers per thread. On AMD, vector and accumulation registers together.
+            warps: Warps per program.
+            shared: Shared memory per program, in bytes.
         """
-        has = self.shares
+        available = self.sm_resources
         if self.is_nvidia:
-            # Registers are given out to warps by eight per thread.
-            by_registers = has.registers // (cdiv(registers, 8) * 8 * 32 * warps)
-            by_threads = has.threads // (32 * warps)
-            return min(by_registers, by_threads, has.shared // (shared + _RESERVED))
-        # Four units, each with 512 registers per lane for its warps, at most eight.
+            # Registers are allocated to warps in steps of eight per thread.
+            by_registers = available.registers // (cdiv(registers, 8) * 8 * 32 * warps)
+            by_threads = available.threads // (32 * warps)
+            return min(by_registers, by_threads, available.shared // (shared + _RESERVED))
+        # A compute unit has four SIMDs, each with 512 registers per lane and at most eight warps.
         per_unit = min(8, 512 // (cdiv(max(registers, 1), 8) * 8))
-        return min(per_unit * 4 // warps, has.shared // max(shared, 1))
+        return min(per_unit * 4 // warps, available.shared // max(shared, 1))
 
     def converts(self, fmt: Format) -> bool:
-        """Return whether codes of a format are converted by an instruction, or by placing bytes.
+        """Return whether an instruction, or a move of bytes, converts codes of a format.
 
-        NVIDIA: PTX ISA, `cvt` with .e4m3x2 and .e5m2x2, from sm_89; Triton places the bytes of
-        E5M2, the upper half of a float16, also below. AMD: the FNUZ formats on gfx942, the OCP
-        ones on gfx950 (CDNA 3 and 4 ISA, v_cvt_pk_f32_fp8 and v_cvt_scalef32_pk_*).
+        NVIDIA: `cvt` with .e4m3x2 and .e5m2x2 from sm_89 on (PTX ISA). On older GPUs Triton also
+        converts E5M2, because its byte is the upper half of a float16. AMD: FNUZ formats on gfx942,
+        OCP formats on gfx950 (CDNA 3 and 4 ISA, v_cvt_pk_f32_fp8 and v_cvt_scalef32_pk_*).
         """
         if self.is_nvidia:
             assert isinstance(self.arch, int)
@@ -119,10 +121,9 @@ class Target:
         return is_ocp and str(self.arch).startswith(("gfx95", "gfx12"))
 
 
-# Processors of the chip that most people have, and the resources of each: A100, RTX 3090, RTX 4090,
-# H100, B200, RTX 5090, MI300X, MI355X. They are for kernels that are compiled without a GPU, which
-# would be asked for its own. CUDA C++ Programming Guide, compute capabilities; CDNA 3 and 4 ISA,
-# local data share.
+# Number of SMs of the most common chips, and the resources of one SM: A100, RTX 3090, RTX 4090,
+# H100, B200, RTX 5090, MI300X, MI355X. These values are only used to compile kernels without a GPU.
+# Sources: CUDA C++ Programming Guide, compute capabilities; CDNA 3 and 4 ISA, local data share.
 CHIPS = {
     "sm_80": (108, Resources(164 << 10, 2048)), "sm_86": (82, Resources(100 << 10, 1536)),
     "sm_89": (128, Resources(100 << 10, 1536)), "sm_90": (132, Resources(228 << 10, 2048)),
@@ -130,22 +131,22 @@ CHIPS = {
     "gfx942": (304, Resources(64 << 10, 2048)), "gfx950": (256, Resources(160 << 10, 2048)),
 }  # fmt: skip
 _UNKNOWN = (128, Resources(64 << 10, 1536))
-# Bytes of shared memory that a program takes on NVIDIA's besides its own.
+# Shared memory that the system reserves for each program on NVIDIA GPUs, in bytes.
 _RESERVED = 1024
 
 
 def cdiv(x: int, y: int) -> int:
-    """Return `x / y` rounded up. (Triton's own, made to run in kernels too, takes 1 us.)"""
+    """Return `x / y` rounded up. (`triton.cdiv` takes 1 us, because it also works in kernels.)"""
     return -(-x // y)
 
 
 def next_power_of_2(x: int) -> int:
-    """Return the least power of two that is not below `x`."""
+    """Return the smallest power of two that is at least `x`."""
     return 1 << (x - 1).bit_length()
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton's kernels run in its interpreter, on a CPU."""
+    """Return whether kernels run in Triton's interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -157,7 +158,7 @@ def _detect(device: torch.device) -> Target:
     if device.type == "cpu" or is_interpreted():
         return Target("cuda", 90, 4, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
-    processors = properties.multi_processor_count
+    sm_count = properties.multi_processor_count
     resources = Resources(
         properties.shared_memory_per_multiprocessor,
         properties.max_threads_per_multi_processor,
@@ -165,19 +166,19 @@ def _detect(device: torch.device) -> Target:
     )
     if torch.version.hip:
         name = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-        return Target("hip", name, processors, resources=resources)
+        return Target("hip", name, sm_count, resources=resources)
     arch = 10 * properties.major + properties.minor
-    return Target("cuda", arch, processors, resources=resources)
+    return Target("cuda", arch, sm_count, resources=resources)
 
 
 def target_of(device: torch.device) -> Target:
-    """Return the GPU that kernels on tensors of `device` are made for."""
+    """Return the GPU that kernels for tensors on `device` are compiled for."""
     return _detect(device) if _assumed is None else _assumed
 
 
 @contextmanager
 def assuming(target: Target) -> Iterator[None]:
-    """Make kernels for `target` inside the `with` block, on any device; for tests and checks."""
+    """Compile kernels for `target` inside the `with` block, on any device. For tests and checks."""
     global _assumed
     before, _assumed = _assumed, target
     try:
@@ -187,7 +188,7 @@ def assuming(target: Target) -> Iterator[None]:
 
 
 class Launched(NamedTuple):
-    """A launch, and the kernel that Triton compiled or found for it."""
+    """A launch, with the compiled kernel that Triton used for it."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -198,10 +199,10 @@ class Launched(NamedTuple):
 
 @dataclass
 class Recorded:
-    """The work of operations inside of `recording`.
+    """Launches and allocations of operations within `recording`.
 
     Attributes:
-        starts: Whether kernels start. Otherwise `compiled` of each launch is None.
+        starts: Whether kernels are launched. Otherwise `compiled` of each launch is None.
         launches: All launches, in order.
         allocations: The results of `allocate`, in order.
     """
@@ -217,16 +218,15 @@ class _Recorder(threading.local):
 
 _recorder = _Recorder()
 
-# Of every kernel that says nothing else. Triton 3.9 warns where nothing is said of fusing products
-# with sums, since 3.10 will not do it by itself.
+# Default options of kernels. Triton 3.9 warns without this one, because 3.10 changes its default.
 _OPTIONS = {"enable_fp_fusion": True}
 
 
 @contextmanager
 def recording(*, starts: bool = True) -> Iterator[Recorded]:
-    """Return a record of this thread's launches inside of the `with` block, none of them replayed.
+    """Record this thread's launches within the `with` block. None of them is replayed.
 
-    With `starts=False` they start nothing.
+    With `starts=False`, kernels are not launched.
     """
     before, _recorder.recorded = _recorder.recorded, Recorded(starts)
     try:
@@ -236,20 +236,20 @@ def recording(*, starts: bool = True) -> Iterator[Recorded]:
 
 
 def is_recording() -> bool:
-    """Return whether this thread is inside of `recording`."""
+    """Return whether this thread is within `recording`."""
     return _recorder.recorded is not None
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for launches to write. Calls that are replayed allocate nowhere else."""
-    made = torch.empty(shape, dtype=dtype, device=device)
+    """Allocate memory for launches to write. Operations that are replayed only allocate here."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
     if _recorder.recorded is not None:
-        _recorder.recorded.allocations.append(made)
-    return made
+        _recorder.recorded.allocations.append(tensor)
+    return tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Start `kernel` on `grid`, unless an axis is 0: every kernel of this package is started here.
+    """Launch `kernel` on `grid`, unless an axis is 0. All kernels of the package start here.
 
     `constants` are its constexpr parameters, and Triton's options (`num_warps`, ...).
 
@@ -262,8 +262,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if recorded is not None and not recorded.starts:
         recorded.launches.append(Launched(kernel, grid, args, constants, None))
         return
-    # Triton starts kernels on the current device, which in a model spread over several GPUs is
-    # another one for most layers.
+    # Triton launches kernels on the current device. In a model that is spread over several GPUs,
+    # that is the wrong device for most layers.
     device = next(x.device for x in args if isinstance(x, torch.Tensor))
     try:
         if device.type == "cuda" and device.index != torch.cuda.current_device():

@@ -1,8 +1,8 @@
 """Launch parameters of the attention kernels: a table for each family of GPUs.
 
-Those of decoding on sm_90 were searched on an H100 (docs/performance.md). All others follow from
-compiling for each target (`make kernels`): no spills, and registers and shared memory that leave
-room for `expected_programs` programs of the decode kernel on one processor.
+The parameters for decoding on sm_90 were tuned on an H100 (docs/performance.md). All others were
+chosen by compiling for each target (`make kernels`): no spills, and `expected_programs` programs of
+the decode kernel fit on one SM.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ class LaunchConfig:
     """Launch parameters of one kernel.
 
     Attributes:
-        rows: query rows of a program (query heads of one KV head times query tokens).
-        tile: tokens that a program reads at a time.
-        warps: of a program.
-        stages: tiles that are loaded ahead, plus the one in use.
-        registers: the most per thread; None: as the compiler likes.
-        masked_tile: tokens read at a time where some row does not see them; divides `tile`.
-        swapped: whether products are of codes and rows, instead of rows and codes.
-        chunks: of latents, in how many parts their channels are: see latent.py.
+        rows: Query rows per program (query heads of one KV head times query tokens).
+        tile: Tokens that a program reads at a time.
+        warps: Warps per program.
+        stages: Number of tiles that are loaded ahead, plus one.
+        registers: Maximum number of registers per thread. None leaves it to the compiler.
+        masked_tile: Tokens read at a time if some are hidden from some row. Divides `tile`.
+        swapped: Whether codes are the first operand of products, instead of rows.
+        chunks: Number of chunks that the channels of latents are split into, see products.py.
     """
 
     rows: int
@@ -42,22 +42,23 @@ class LaunchConfig:
     chunks: int = 1
 
     def options(self) -> dict[str, int]:
-        """Return the options of Triton for a launch."""
+        """Return Triton's options for a launch."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-# New tokens per sequence up to which each token is written by separate programs, as in decoding.
+# Maximum number of new tokens per sequence that separate programs write, as in decoding.
 SINGLE_TOKENS = 8
-# Query rows per KV head up to which the decode kernel is taken.
+# Maximum number of query rows per KV head for the decode kernel.
 DECODE_ROWS = 64
-# Query rows of latents up to which a program takes 16. For 16 sequences of 16k tokens an H200 took
-# 202 us with 32 heads in this way and 265 us with 64 rows a program, but 466 and 269 with 64 heads.
+# Maximum number of query rows of latents for which a program takes 16 rows. For 16 sequences of 16k
+# tokens and 32 heads, an H200 took 202 us with 16 rows per program and 265 us with 64. With 64
+# heads it took 466 and 269 us.
 FEW_LATENT_ROWS = 32
-# Query rows up to which it is known, before a kernel is compiled, how many programs fit.
+# Maximum number of query rows for which the number of programs per SM is known before compilation.
 FEW_ROWS = 16
 
-# A limit that is said, since without one compilers may spill before they take what there is.
+# An explicit limit, because without one the compiler may spill before it uses all registers.
 _MANY_REGISTERS = 240
 
 
@@ -66,12 +67,12 @@ class PlanConfig:
     """How sequences are split for the decode kernel.
 
     Attributes:
-        unit: tokens that parts are multiples of: of most tiles a multiple too.
-        split_cost: in tokens, what splitting takes longer: another part for each place and the
-            start of the merging, about 4 us, in which a program reads 80 tokens of 260 bytes if
-            all places are taken.
-        merge_cost: in tokens, what merging a part takes, 33 ns or, as its loads wait for each
-            other, somewhat longer; in 33 ns a program that is alone reads 2.5.
+        unit: Parts are multiples of this number of tokens, which is a multiple of most tiles.
+        split_cost: Cost of splitting, in tokens: an additional part for each program and the launch
+            of the merging, about 4 us. In that time a program reads 80 tokens of 260 bytes if the
+            GPU is full.
+        merge_cost: Cost of merging one part, in tokens: at least 33 ns, because its loads wait for
+            each other. In 33 ns a program that runs alone reads 2.5 tokens.
     """
 
     unit: int = 64
@@ -81,30 +82,34 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """Launch parameters for GPUs that are alike. Tables have a row for each largest head size.
+    """Launch parameters for similar GPUs. The key of a table is the maximum head size of a row.
 
     Attributes:
-        takes: for a number of query rows, what a program of the decode kernel takes: registers of a
-            thread, warps, bytes of shared memory. A plan is made before a kernel is compiled, for
-            all layers. `make kernels` checks that this number of programs fits.
-        guess: the same without warps, of programs that are compiled first.
-        guess_large: of latents, and of more than 32 rows.
-        decode: for a number of rows, (tile, warps, stages, registers) with swapped operands.
-        decode_rows_first: without.
-        extend: (rows, tile, warps, stages).
-        wide: the head size up to which tiles of 16 and 8 bits have the same number of stages.
-        widened: stages that the extend kernel has more if codes were converted before. It is None
-            where products do not read K and V from shared memory, and no codes are converted.
-        limits: whether the extend kernel has a limit of registers under complete masks.
-        latent, latent_stages: warps and stages of latents, with 16 rows of a program.
-        latent_many: of latents with more than FEW_LATENT_ROWS rows, (rows, tile, warps, stages)
-            with swapped operands. Without them a program takes 16 rows.
-        latent_masked: with a mask or a bias for each query and token.
-        latent_rotated: where the query is rotated, and in chunks.
-        latent_moved: whether codes that become numbers by moving bits are read in chunks.
+        needs: Resources of a program of the decode kernel by maximum number of query rows:
+            registers per thread, warps, and shared memory in bytes. Plans are made for all layers
+            before a kernel is compiled. `make kernels` checks that the number of programs fits.
+        guess: Assumed registers per thread and shared memory of any other program.
+        guess_large: As `guess`, for latents and for more than 32 rows.
+        decode: (tile, warps, stages, registers) with swapped operands, by number of rows and head
+            size.
+        decode_rows_first: As `decode`, without swapped operands, by head size.
+        extend: (rows, tile, warps, stages) of the extend kernel, by head size.
+        wide: Maximum head size for which 16-bit tiles have the same number of stages as 8-bit
+            tiles.
+        widened: Additional stages of the extend kernel if codes were widened. None if products do
+            not read K and V from shared memory, so that codes are never widened.
+        limits: Whether the extend kernel has a limit of registers for complete masks.
+        latent, latent_stages: Warps and stages for latents with 16 rows per program.
+        latent_many: (rows, tile, warps, stages) with swapped operands for latents with more than
+            FEW_LATENT_ROWS rows. None means 16 rows per program.
+        latent_masked: Warps for latents with a complete mask or a bias.
+        latent_rotated: Warps for latents with a rotated query, which is then split into chunks.
+            None means no special case.
+        latent_shifted: Whether latents whose codes are decoded by shifting bits are split into
+            chunks.
     """
 
-    takes: Mapping[int, tuple[int, int, int]]
+    needs: Mapping[int, tuple[int, int, int]]
     guess: tuple[int, int]
     guess_large: tuple[int, int]
     decode: Mapping[int, _Table]
@@ -118,20 +123,19 @@ class Family:
     latent_many: tuple[int, int, int, int] | None = None
     latent_masked: int = 8
     latent_rotated: int | None = None
-    latent_moved: bool = False
+    latent_shifted: bool = False
 
 
-# With swapped operands the product's shape has room for 8 rows where it had 16 before, and a warp
-# needs half the instructions per byte. Codes of K and V of one tile are 16 KB from 128 on; with
-# 168 registers six programs of two warps fit.
+# With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
+# per byte. From head size 128 on, the codes of K and V of one tile are 16 KB. With 168 registers,
+# six programs of two warps fit.
 _FEW: _Table = {
     64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
     1024: (16, 4, 2, None),
 }  # fmt: skip
-# Without processors that multiply whole warp groups each warp reads all of K and V, and registers
-# are short.
+# Without instructions for warp groups, each warp reads all of K and V and runs short of registers.
 _CUDA = Family(
-    takes={8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
+    needs={8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
     guess=(255, 48 << 10),
     guess_large=(255, 72 << 10),
     decode={
@@ -139,7 +143,7 @@ _CUDA = Family(
         16: {width: (*row[:3], row[3] and 240) for width, row in _FEW.items()},
         32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
     },
-    # Swapping saves nothing if rows and tokens are equally many.
+    # Swapping saves nothing if there are as many rows as tokens.
     decode_rows_first={
         64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
         1024: (16, 8, 2, None),
@@ -147,7 +151,7 @@ _CUDA = Family(
     extend={128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)},
     limits=True,
 )  # fmt: skip
-# Two programs of four warps on one processor: one's softmax runs beside the other's products.
+# Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
 _SM_90 = replace(
     _CUDA, extend={**_CUDA.extend, 128: (64, 64, 4, 2)}, wide=256, widened=1, limits=False,
     latent=4, latent_stages=3, latent_many=(64, 32, 8, 2),
@@ -157,15 +161,15 @@ _FAMILIES = {
         _CUDA, extend={**_CUDA.extend, 64: (64, 64, 8, 2), 128: (64, 32, 8, 2)}, latent_rotated=4
     ),
     "sm_90": _SM_90,
-    # Tensor memory holds the sums: room for twice the rows.
+    # Tensor memory holds the sums, which leaves room for twice as many rows.
     "sm_10": replace(
         _SM_90, extend={**_SM_90.extend, 256: (64, 32, 8, 2)}, wide=128, widened=0, latent=8,
         latent_stages=2, latent_many=None,
     ),
     "sm_": _CUDA,
-    # Products have 16 rows; 512 registers for each lane of a processor's four parts.
+    # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
     "gfx": Family(
-        takes={16: (256, 1, 16 << 10)},
+        needs={16: (256, 1, 16 << 10)},
         guess=(256, 16 << 10),
         guess_large=(512, 16 << 10),
         decode={16: {128: (32, 1, 2, None), 256: (32, 2, 2, None)}},
@@ -177,46 +181,46 @@ _FAMILIES = {
             64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1),
             1024: (16, 16, 8, 1),
         },
-        latent=4, latent_masked=4, latent_moved=True,
+        latent=4, latent_masked=4, latent_shifted=True,
     ),
 }  # fmt: skip
-# For float32 operands, which take many registers.
+# For float32 operands, which need many registers.
 _DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
 _EXTEND_FLOAT32: _ExtendTable = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _NONE: _Table = {}
 
 
 def plan_config(target: Target) -> PlanConfig:
-    """Return how sequences are split."""
+    """Return the parameters of splitting sequences."""
     return _replace(PlanConfig(), target)
 
 
 def family_of(target: Target) -> Family:
-    """Return the launch parameters for GPUs like this one."""
+    """Return the launch parameters of a GPU's family."""
     return next(x for name, x in _FAMILIES.items() if target.name.startswith(name))
 
 
 def expected_programs(
     target: Target, rows: int = 1, config: LaunchConfig | None = None, *, latent: bool = False
 ) -> int:
-    """Return how many programs of the decode kernel one processor should hold.
+    """Return the number of programs of the decode kernel that should run on one SM.
 
     Args:
-        target: the GPU.
-        rows: query rows per KV head. Up to FEW_ROWS launch parameters are chosen for the number, of
-            any heads up to 256 and any format.
-        config: other launch parameters, of more rows or for other products. The number is a guess.
-        latent: whether what is read are latents.
+        target: The GPU.
+        rows: Query rows per KV head. Up to FEW_ROWS, launch parameters are chosen so that this
+            number fits, for head sizes up to 256 and any format.
+        config: Launch parameters for more rows or other products, for which the result is a guess.
+        latent: Whether the call reads latents.
     """
     family = family_of(target)
     if config is None and rows > FEW_ROWS:
         config = decode_config(target, Workload(128, rows, False, False, False))
     if config is None:
-        takes = family.takes[min(most for most in family.takes if rows <= most)]
+        needs = family.needs[min(limit for limit in family.needs if rows <= limit)]
     else:
-        most, shared = family.guess_large if latent or config.rows > 32 else family.guess
-        takes = config.registers or most, config.warps, shared
-    return int(target.parameters.get("programs") or max(1, target.fit(*takes)))
+        limit, shared = family.guess_large if latent or config.rows > 32 else family.guess
+        needs = config.registers or limit, config.warps, shared
+    return int(target.parameters.get("programs") or max(1, target.fit(*needs)))
 
 
 def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
@@ -224,18 +228,18 @@ def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
 
 
 class Workload(NamedTuple):
-    """What launch parameters depend on, besides the GPU.
+    """Facts about a call that launch parameters depend on, in addition to the GPU.
 
     Attributes:
-        width: the larger head size, padded to a power of two.
-        rows: query rows per KV head. A program may take fewer: there are then more than one block.
-        exact: whether products are of float32.
-        wide: whether a side is stored in 16 bits or more.
-        biased: whether something is added to logits.
-        complete: whether a mask says for each query what it sees: then all tiles are masked ones.
-        rotated: whether the query or the output is rotated.
-        latent: whether what is read are latents.
-        moved: whether K's codes become numbers by moving bits.
+        width: The larger head size, padded to a power of two.
+        rows: Query rows per KV head. A program may take fewer, so that there are several blocks.
+        exact: Whether products have float32 operands.
+        wide: Whether a side is stored in 16 bits or more.
+        biased: Whether there is a bias.
+        complete: Whether there is a mask for each query, so that all tiles are masked.
+        rotated: Whether the query or the output is rotated.
+        latent: Whether the call reads latents.
+        shifted: Whether K's codes are decoded by shifting bits.
     """
 
     width: int
@@ -246,7 +250,7 @@ class Workload(NamedTuple):
     complete: bool = False
     rotated: bool = False
     latent: bool = False
-    moved: bool = False
+    shifted: bool = False
 
 
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -255,21 +259,21 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     if workload.latent:
         return _latent_config(target, workload)
     width, rows, exact, wide, biased, complete, *_ = workload
-    few = min((most for most in (*family.takes, 32) if rows <= most), default=64)
-    # What more rows need in shared memory exceeds the 99 KB of some GPUs.
+    few = min((limit for limit in (*family.needs, 32) if rows <= limit), default=64)
+    # More rows need more shared memory than the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
     swapped = family.decode.get(rows, _NONE)
     is_swapped = not exact and width <= max(swapped, default=0)
     table = swapped if is_swapped else family.decode_rows_first
     tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
     if wide and not exact:
-        tile = max(16, tile // 2)  # as many bytes
+        tile = max(16, tile // 2)  # the same number of bytes
     if biased:
         registers = None
     elif registers is not None and expected_programs(target, rows) < 3:
         registers = _MANY_REGISTERS
-    # Half of the others' tiles; what a complete mask or a bias says of each query and token, in a
-    # tile as large, would spill.
+    # Half of the unmasked tile. A complete mask or a bias, with values for each query and token,
+    # would spill in a tile of that size.
     masked_tile = 16 if complete or biased else max(16, tile // 2)
     config = LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped)
     return _replace(config, target)
@@ -278,7 +282,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
 def extend_config(target: Target, workload: Workload, *, widened: bool = False) -> LaunchConfig:
     """Return the launch parameters of the extend kernel.
 
-    `widened`: codes were converted before, so their tiles go from memory to products as they are.
+    `widened` means that codes were converted before, so their tiles are operands of products.
     """
     family = family_of(target)
     if workload.latent:
@@ -296,10 +300,9 @@ def extend_config(target: Target, workload: Workload, *, widened: bool = False) 
 
 
 def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
-    """Return the launch parameters of either kernel, of latents."""
     family = family_of(target)
     rows, tile, warps, stages = 16, 32, family.latent, family.latent_stages
-    in_chunks = family.latent_moved and workload.moved
+    in_chunks = family.latent_shifted and workload.shifted
     is_masked, swapped = workload.complete or workload.biased, False
     if workload.exact or workload.width > 512:
         tile, warps, stages = 16, 8, 1
@@ -309,7 +312,7 @@ def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
         if is_masked:
             warps = family.latent_masked
         if workload.rotated and family.latent_rotated:
-            # With the sums of rotation, whole rows of the query would be too many registers.
+            # With the sums of rotation, whole query rows would need too many registers.
             warps, in_chunks = family.latent_rotated, True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
     config = LaunchConfig(rows, tile, warps, stages, swapped=swapped, chunks=chunks)

@@ -1,4 +1,4 @@
-"""Storing new tokens: center, rotate, scale, encode and scatter K and V in one launch."""
+"""Storing new tokens: center, rotate, scale, encode and scatter K and V, in one launch."""
 
 from typing import Any
 
@@ -17,19 +17,19 @@ from .encoder import (
     smallest_scale,
     to_bfloat16,
 )
-from .places import find_place, in_page
+from .page_access import head_pointer, load_page_offset
 from .rotation import lay_out_like, rotate
 from .target import launch, target_of
 from .tuning import SINGLE_TOKENS
 
-# Positions that a program stores at once where there are more. A page holds a whole number of such
-# tiles, so that V's transposed rows are stored in runs.
+# Number of positions that a program stores at once. A page holds a whole number of tiles, so that
+# V's transposed rows are stored in runs of bytes.
 TILE = 32
 MIN_TILE = 16
-# A warp for so many channels, within these bounds.
+# Channels per warp, and bounds of the number of warps.
 CHANNELS_PER_WARP = 32
 WARPS = (4, 16)
-# The limit of a cache without one.
+# The limit of a growing cache.
 UNLIMITED = 2**31 - 1
 
 
@@ -40,14 +40,14 @@ def write(
     lengths: torch.Tensor,
     limit: int = UNLIMITED,
 ) -> None:
-    """Store what `reference.write` stores for the same arguments, to the bit.
+    """Store the same bytes as `reference.write`.
 
-    A token without a page, or at a position from `limit` on, is not stored.
+    A token without a page, or at a position at or after `limit`, is skipped.
     """
     batch, heads, tokens, _ = key.shape
     k_side, v_side = side_for(pages.k), side_for(pages.v)
     tile = 1 if tokens <= SINGLE_TOKENS else tile_size(pages.page_size)
-    # Tiles begin at multiples of their size, wherever a sequence ends.
+    # Tiles begin at multiples of their size, regardless of a sequence's length.
     tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
     options = launch_options(
         pages.table.device, max(k_side.width, v_side.width),
@@ -66,8 +66,8 @@ def write(
 def launch_options(device: torch.device, width: int, *, rotated: bool) -> dict[str, Any]:
     """Return the options of a launch that stores or gathers heads padded to `width`.
 
-    Products are not fused with sums, see encoder.py. Without a limit of registers for a rotation,
-    ptxas spills on sm_100 and sm_120 before it takes all registers that a program has room for.
+    Products are not fused with sums, see encoder.py. Rotations have a limit of registers, because
+    without it ptxas spills on sm_100 and sm_120 before it uses all available registers.
     """
     warps = min(max(width // CHANNELS_PER_WARP, WARPS[0]), WARPS[1])
     options = {"num_warps": warps, "enable_fp_fusion": False}
@@ -75,7 +75,7 @@ def launch_options(device: torch.device, width: int, *, rotated: bool) -> dict[s
 
 
 def tile_size(page_size: int) -> int:
-    """Return how many positions a tile has: a divisor of the page size if there is a large one."""
+    """Return the tile size: a divisor of the page size if it has one of at least MIN_TILE."""
     divisor = min(page_size & -page_size, TILE)
     return divisor if divisor >= MIN_TILE else TILE
 
@@ -89,20 +89,23 @@ def _write(
     """Store new tokens. The grid is tiles of positions, KV heads (K's, then V's), and sequences.
 
     Args:
-        key_ptr, value_ptr: `[B, Hkv, T, D]`, floating, of any strides.
-        lengths_ptr: `[B]`, int32.
-        table_ptr: `[B, columns]`, int32; table_b: its batch stride.
-        k, v: pointers, see `SidePointers`; scales_ptr: see `Pages.token_scales`.
-        tokens, limit: T, and the most tokens that a sequence may hold.
+        key_ptr, value_ptr: Keys and values, `[B, Hkv, T, D]`, floating, with any strides.
+        lengths_ptr: Number of stored tokens, including the new tokens, `[B]`, int32.
+        table_ptr: Block table, `[B, columns]`, int32.
+        table_b: Batch stride of the block table.
+        k, v: Pointers, see `SidePointers`.
+        scales_ptr: See `Pages.token_scales`.
+        tokens: Number of new tokens, T.
+        limit: Maximum number of tokens in a sequence.
         K, V: See `Side`.
-        K_FORMAT, V_FORMAT: The formats, or None for numbers that are stored as they are.
+        K_FORMAT, V_FORMAT: The formats, or None for "auto".
     """
     h = tl.program_id(1) % HEADS
     b = tl.program_id(2)
     length = tl.load(lengths_ptr + b) - tokens
     tile = length // TILE + tl.program_id(0)
     table_ptr += b.to(tl.int64) * table_b
-    # Pointers of both branches need different names, since K and V may have different dtypes.
+    # The pointers need different names in the branches, because K and V may have different dtypes.
     if tl.program_id(1) < HEADS:
         k_ptr = key_ptr + b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
         center_ptr = k.center
@@ -126,7 +129,7 @@ def write_side(
     columns, SIDE: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Store one tile of one head's K, or V (TRANSPOSED)."""
+    """Store one tile of K, or of V if TRANSPOSED, for one head."""
     DIM: tl.constexpr = SIDE.dim
     WIDTH: tl.constexpr = SIDE.width
     BLOCK: tl.constexpr = SIDE.block
@@ -151,8 +154,8 @@ def write_side(
         page = tl.load(table_ptr + column, mask=inside & (column < columns), other=-1)
         slot = position % PAGE
     exists = inside & (page >= 0)
-    place = find_place(side, tl.maximum(page, 0))
-    codes_ptr = in_page(side.codes, place, h, PAGE * DIM)
+    page_offset = load_page_offset(side, tl.maximum(page, 0))
+    codes_ptr = head_pointer(side.codes, page_offset, h, PAGE * DIM)
 
     if FORMAT is None:
         codes = tl.load(x_ptrs, mask=given, other=0.0).to(side.codes.dtype.element_ty)
@@ -165,7 +168,7 @@ def write_side(
         if TRANSPOSED:
             scale = smallest_scale(x, FORMAT)
         elif TILE == 1:
-            # Read once for each scale that is tried, so that every thread has numbers to try.
+            # Load a copy for each scale to try, so that every thread has values to work on.
             again = tl.zeros([SEARCH_STEPS, 1], tl.int32)
             copies = _load_centered(x_ptrs + again, given & (again == 0), center_ptr, d, DIM)
             if BLOCK > 1:
@@ -173,7 +176,7 @@ def write_side(
             scale = search_scale_at_once(copies, FORMAT)
         else:
             scale = search_scale(x, FORMAT)
-        scale_ptrs = in_page(scales_ptr, place, h, PAGE * 2)
+        scale_ptrs = head_pointer(scales_ptr, page_offset, h, PAGE * 2)
         scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
@@ -185,7 +188,7 @@ def write_side(
     if TRANSPOSED and TILE > 1 and PAGE % TILE == 0:
         end = start + TILE
         if (page >= 0) & (start >= length) & (end <= length + tokens) & (end <= limit):
-            # No token is masked: the bytes of a run are stored together.
+            # No token is masked, so the bytes of a run are stored together.
             tl.store(code_ptrs, codes, mask=real)
         else:
             tl.store(code_ptrs, codes, mask=exists[:, None] & real)
@@ -195,7 +198,7 @@ def write_side(
 
 @triton.jit
 def _load_centered(ptrs, mask, center_ptr, d, DIM: tl.constexpr):
-    """Return the numbers at `ptrs`, float32, less the center of their channel."""
+    """Load values at `ptrs` as float32, and subtract the center of their channel."""
     x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if center_ptr is not None:
         x -= tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]

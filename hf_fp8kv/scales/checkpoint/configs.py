@@ -221,16 +221,16 @@ def _name_format(bits: object, number: object, group_size: object) -> str:
 
 def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
     """Yield the rotation of K that its scales are made for (R3 of SpinQuant), if this is one."""
-    places = scheme.get("apply")
-    places = [as_mapping(place) for place in places] if isinstance(places, list) else []
-    places = [place for place in places if place.get("location") == "k_cache"]
-    if not places:
+    locations = scheme.get("apply")
+    locations = [as_mapping(place) for place in locations] if isinstance(locations, list) else []
+    locations = [place for place in locations if place.get("location") == "k_cache"]
+    if not locations:
         return
     kind, size, random = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
-    targets = [place.get("targets") for place in places]
+    targets = [place.get("targets") for place in locations]
     names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
     what = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
-    ignored = any(place.get("ignore") for place in places)
+    ignored = any(place.get("ignore") for place in locations)
     if kind != "hadamard" or random or type(size) is not int or ignored or not names:
         yield Declaration("refused", what)
     else:

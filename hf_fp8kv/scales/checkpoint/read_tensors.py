@@ -215,9 +215,9 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     layers = {}
     for index, found in by_layer.items():
         best = {side: tensor for (_, side), tensor in reversed(found.items())}
-        both = next((p for p, _ in found if (p, "k") in found and (p, "v") in found), None)
-        if both is not None:
-            best = {side: found[both, side] for side in "kv"}
+        complete = next((p for p, _ in found if (p, "k") in found and (p, "v") in found), None)
+        if complete is not None:
+            best = {side: found[complete, side] for side in "kv"}
         elif len(best) == 1:
             (only,) = best
             oddities[f"only {only.upper()} has a scale, which is used for both sides"].append(index)

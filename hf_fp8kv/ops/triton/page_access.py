@@ -1,0 +1,95 @@
+"""Access to pages: pointers into a page, and loads of tiles of codes and scales."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_page_offset(side, page):
+    """Return the distance of a page from the first page, in bytes."""
+    return tl.load(side.offsets + page)
+
+
+@triton.jit
+def head_pointer(pointer, page_offset, h, SIZE: tl.constexpr, ALIKE: tl.constexpr = 1):
+    """Return a pointer to the SIZE elements of head `h` in a page, with the shape of `page_offset`.
+
+    `pointer` points to the elements of head 0 in the first page. ALIKE is the number of consecutive
+    offsets that are equal.
+    """
+    # Parts of a page begin at multiples of 16 bytes, which Triton cannot derive from an offset. The
+    # cast to an integer is needed: for a pointer plus an offset, compilers still load single bytes.
+    part = tl.multiple_of((pointer.to(tl.int64) + page_offset).to(pointer.dtype), 16)
+    if ALIKE > 1:
+        part = tl.max_constancy(part, ALIKE)
+    return part + h * SIZE
+
+
+@triton.jit
+def load_codes(
+    tensors, j, position, page_offset, h, view, CALL: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Load the codes of a tile.
+
+    Args:
+        j: Index of the tile.
+        position: Positions of its tokens, `[TILE]`.
+        page_offset: Offset of the page, used if the tile lies within one page.
+        h: The KV head.
+        view: See `View`.
+
+    Returns:
+        K `[TILE, k_width]`, V `[v_width, TILE]`, and pointers to the tokens' dynamic scales,
+        `[TILE]`, if there are any.
+    """
+    PAGE: tl.constexpr = CALL.page_size
+    DK: tl.constexpr = CALL.k.dim
+    DV: tl.constexpr = CALL.v.dim
+    n = tl.arange(0, TILE)
+    d = tl.arange(0, CALL.k.width)
+    dv = tl.arange(0, CALL.v.width)
+    if PAGE % TILE == 0:
+        # The tile lies in one page, so its addresses are one base plus constants.
+        slot = (j % (PAGE // TILE)) * TILE
+        k_ptr = head_pointer(tensors.k.codes, page_offset, h, PAGE * DK) + slot * DK
+        v_ptr = head_pointer(tensors.v.codes, page_offset, h, DV * PAGE) + slot
+        k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
+        v_ptrs = v_ptr + (dv[:, None] * PAGE + n[None, :])
+        slots = slot + n
+    else:
+        # Past the end the last page is read again, because masked loads would read single bytes.
+        last = tl.maximum(view.end - 1, 0) // PAGE
+        pages = tl.load(view.table_ptr + tl.minimum(position // PAGE, last))
+        pages = tl.maximum(pages, 0)
+        if PAGE % 16 == 0:
+            # 16 consecutive tokens are in one page. Triton 3.6 does not derive this on AMD.
+            pages = tl.max_constancy(pages, 16)
+        page_offset = load_page_offset(tensors.k, pages)
+        slots = position % PAGE
+        k_ptr = head_pointer(tensors.k.codes, page_offset, h, PAGE * DK)
+        v_ptr = head_pointer(
+            tensors.v.codes, page_offset, h, DV * PAGE, 16 if PAGE % 16 == 0 else 1
+        )
+        k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
+        v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE
+    if CALL.k.width == DK:
+        k_codes = tl.load(k_ptrs)
+    else:
+        k_codes = tl.load(k_ptrs, mask=(d < DK)[None, :], other=0)
+    if CALL.v.width == DV:
+        v_codes = tl.load(v_ptrs)
+    else:
+        v_codes = tl.load(v_ptrs, mask=(dv < DV)[:, None], other=0)
+    word_ptrs = n
+    if tensors.token_scales is not None:
+        words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        word_ptrs = head_pointer(words_ptr, page_offset, h, PAGE) + slots
+    return k_codes, v_codes, word_ptrs
+
+
+@triton.jit
+def load_scales(word_ptrs):
+    """Return the scales of K and V of tokens, float32, from the halves of 32-bit words."""
+    words = tl.load(word_ptrs)
+    k_scale = (words << 16).to(tl.float32, bitcast=True)
+    return k_scale, (words & -0x10000).to(tl.float32, bitcast=True)
