@@ -25,7 +25,7 @@ from ..formats.rotation import rotate
 from ..modeling.model_support import accepts, caches_latents
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
-from ..utils.digests import fingerprint_weights
+from ..utils.digests import digest_decoder
 from .observe import Batch, not_finite, paged_layers
 from .queries import Queries, observe_queries
 from .rope import find_limit, find_ropes
@@ -98,15 +98,15 @@ def choose_plan(
         chosen[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
         chosen, model_type=model.config.model_type, origin=source,
-        fingerprint=fingerprint_weights(model),
+        weights_digest=digest_decoder(model),
     )  # fmt: skip
 
 
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
     """Return the arguments `dtype` and `plan` of a cache of this model.
 
-    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, until the
-    weights of its attention change. A plan in a file is read.
+    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, until its
+    weights change. A plan in a file is read.
 
     Raises:
         ConfigError: "adaptive" with a plan. `choose_plan` and `plan` raise other errors.

@@ -412,9 +412,11 @@ def test_an_adaptive_model_keeps_one_plan_for_its_weights(chosen: StoragePlan) -
     serving.enable(model, dtype="adaptive", probe=False)
     serving.disable(model)
     assert len(calls) == asked + 1, "nothing but generate() ran the model"
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(-2)
-    assert plan_of() == choose_plan(model).digest != chosen.digest
+    for module in (model.model.embed_tokens, model.model.layers[0].self_attn.k_proj):
+        before = plan_of()
+        with torch.no_grad():
+            module.weight.mul_(-2)
+        assert plan_of() == choose_plan(model).digest != before
     for switch in (enable, serving.enable):
         with pytest.raises(ConfigError, match="plan: expected None with dtype='adaptive'"):
             switch(model, dtype="adaptive", plan=chosen)
