@@ -30,7 +30,7 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1945, "bench": 973, "cache": 3122, "calibration": 2329, "cli": 1680,
+    "attention": 1945, "bench": 973, "cache": 3122, "calibration": 2300, "cli": 1680,
     "enabling": 247, "errors": 63, "formats": 408, "__init__": 62, "modeling": 622, "ops": 6442,
     "paging": 1673, "prefix": 1136, "scales": 2890, "server": 3955, "serving": 1776,
     "utils": 510, "vllm": 1008,

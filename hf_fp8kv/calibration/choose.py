@@ -65,7 +65,7 @@ class Candidate:
     ) -> tuple[torch.Tensor, Queries | None]:
         """Return the values that are scaled, `[N, Hkv, D]`, and queries for their errors."""
         if queries is not None and self.plan.rotated and self.side == "k":
-            queries = queries.rotated
+            queries = replace(queries, q=rotate(queries.q))  # the products stay the same
         return transform(x, self.center, rotated=self.plan.rotated), queries
 
     def measure(
@@ -300,24 +300,25 @@ def choose_scales(
     first, best = {}, {}
     for index, of in made.items():
         found = [of_stage[index] for of_stage in costs if index in of_stage]
-        k, v = (pick_candidate([of[side] for of in found if side in of]) for side in "kv")
+        tried = ([of[side].tolist() for of in found if side in of] for side in "kv")
+        k, v = (pick_candidate([*zip(*costs, strict=True)], _MOST) for costs in tried)
         first[index] = join_sides(job.options, of["k"][0], of["v"][0])
         best[index] = join_sides(job.options, of["k"][k], of["v"][v])
     return first, best
 
 
-def pick_candidate(costs: Sequence[torch.Tensor]) -> int:
-    """Return the number of the candidate with the least cost relative to the first.
+def pick_candidate(costs: Sequence[Sequence[float]], most: float) -> int:
+    """Return the number of the candidate of least cost, or 0 for the first one.
 
-    `costs` are `[candidates]` near and far, and the larger relative cost counts. The first
-    candidate is taken unless the best one costs clearly less.
+    `costs` are `[candidates][parts]`: heads, or near and far positions. In each part a candidate
+    must cost at most `most` of the first.
     """
-    if not costs:
-        return 0
-    # 0 / 0 means that K is all zeros, so every plan is as good.
-    worst = torch.stack([cost / cost[0] for cost in costs]).nan_to_num(1.0).amax(0)
-    best = int(worst.argmin())
-    return best if worst[best] < _MOST else 0
+    good = [
+        number
+        for number, parts in enumerate(costs)
+        if all(cost <= most * first for cost, first in zip(parts, costs[0], strict=True))
+    ]
+    return min(good, key=lambda number: sum(costs[number]), default=0)
 
 
 def join_sides(options: CalibrationOptions, k: Scaled, v: Scaled) -> LayerScales:

@@ -95,9 +95,9 @@ def _checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, li
         flat = flat.to(dtype)
     sums = []
     for part in flat.split(4 * _WORDS // flat.itemsize):
-        words = pad(part.view(torch.uint8), (0, -part.nbytes % 4)).view(torch.int32).long()
-        sums.append((words * factors[: len(words)]).sum())
-    return str(flat.dtype), torch.stack(sums).tolist()
+        words = pad(part.view(torch.uint8), (0, -part.nbytes % 4)).view(torch.int32)
+        sums.append(int((words * factors[: len(words)]).sum()))
+    return str(flat.dtype), sums
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def numbers() -> tuple[torch.Tensor, torch.Tensor]:
 
 def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor:
     """`[Hkv, 1 + D]`, float64: what errors `[N, Hkv, D]` cost in a head, and in each channel."""
-    w, e = queries.weights.double(), error.double().transpose(0, 1)[:, None, None]
+    w, e = queries.weights.double(), error.double().transpose(0, 1)[:, None]
     mean = (w[..., None] * e).sum(-2)
     if side == "v":
         each = mean.square()
@@ -48,7 +48,7 @@ def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor
         middle = (w * moved).sum(-1, keepdim=True)
         whole = (w * (moved - middle) ** 2).sum(-1, keepdim=True)
         each = q**2 * (w[..., None] * (e - mean[..., None, :]) ** 2).sum(-2)
-    return torch.cat([whole, each], -1).sum((1, 2))
+    return torch.cat([whole, each], -1).sum(1)
 
 
 # -- queries ---------------------------------------------------------------------------------------
@@ -66,10 +66,10 @@ def test_what_queries_attend_to(numbers, window, scaling, at):
     age = at[:, None] - torch.arange(TOKENS)
     hidden = (age < 0) | (age >= (window or TOKENS))
     expected = dots.masked_fill(hidden, -math.inf).softmax(-1)
-    torch.testing.assert_close(found.weights.double(), expected, rtol=1e-5, atol=1e-7)
-    assert (found.weights == 0).equal(expected == 0)
-    for head in range(len(q)):
-        torch.testing.assert_close(found.q[head // GROUP, head % GROUP], q[head] * scaling)
+    weights = found.weights.view_as(expected)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+    assert (weights == 0).equal(expected == 0)
+    torch.testing.assert_close(found.q.view_as(q), q * scaling)
 
 
 def test_queries_of_other_keys_are_none(numbers):
@@ -367,8 +367,7 @@ def test_the_queries_are_those_of_the_model(name, more, tokens, window):
     for of_layer, call in zip(attention, calls, strict=True):
         expected = of_layer[0][:, at]
         seen_by.append((expected > 0).sum(-1).max())
-        found = call.weights.flatten(0, 1)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(call.weights.view_as(expected), expected, rtol=1e-3, atol=1e-5)
     assert max(seen_by) == window
 
 
