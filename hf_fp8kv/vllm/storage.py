@@ -69,7 +69,7 @@ class ModelStorage:
         if any(side.is_auto for side in plan):
             raise ConfigError(
                 f"plan: expected 8 bits for K and V, since all tokens have {self.dtype.name}'s "
-                f"bytes, got {plan} for layer {index}; calibrate without 'auto', or keep whole "
+                f"bytes, got {plan} for layer {index}; calibrate without 'model', or keep whole "
                 "layers out with vLLM's --kv-cache-dtype-skip-layers"
             )
         scales = options.layer_scales(index, heads, dim, dim)
