@@ -27,10 +27,10 @@ from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerP
 from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
-from .observe import ROTATED, TensorDict, merge_tensors
+from .observe import ROTATED, TensorDict, make_batches, merge_tensors
 from .queries import Queries
 from .rope import SPREAD, Beyond, Partners
-from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_near
+from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_windows
 
 # The largest relative cost of a larger scale, and how many octaves up are tried.
 _ROOM_COST = 1.02
@@ -264,7 +264,7 @@ def make_scales(
             for number, candidate in enumerate(candidates[index][side])
         }
 
-    sums = fold_layers(job, "scales", sample_near(windows), cost)
+    sums = fold_layers(job, "scales", make_batches(sample_windows(windows), 1), cost)
     return {
         index: {
             side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(of_side)]
@@ -291,10 +291,9 @@ def choose_scales(
             if side in sides and len(tried := made[index][side]) > 1
         }
 
-    costs = []
-    for name, sides, batches in (
-        ("plans", "kv", sample_near(windows)), ("far plans", "k", sample_far(windows, beyond)),
-    ):  # fmt: skip
+    costs, near = [], make_batches(sample_windows(windows), 1)
+    far = sample_far(windows, beyond)
+    for name, sides, batches in (("plans", "kv", near), ("far plans", "k", far)):
         several = any(len(of[side]) > 1 for of in made.values() for side in sides)
         costs.append(fold_layers(job, name, batches if several else [], partial(cost, sides)))
     first, best = {}, {}

@@ -4,8 +4,7 @@ The model reads the same tokens at several positions, and a format must be bette
 together. docs/architecture.md has the reasons ("A plan is chosen once for a model").
 
 In a layer all candidates, windows of one length and positions are compared in at most 60 torch
-operations. Each call of the model adds 11 in which K, V and queries are kept, and each weight 6 for
-its digest.
+operations. Each call of the model adds 11 for K, V and queries, and each weight 6 for its digest.
 """
 
 import functools
@@ -97,7 +96,7 @@ def choose_plan(
     chosen = {}
     for index in sorted(layers):
         center, plan = None, LayerPlan(_SAFE, SidePlan(AUTO) if latent else _SAFE)
-        of_layer = reads.pop(index)
+        of_layer = [found.pop(index) for found in reads if index in found]
         if of_layer and all(queries is not None for *_, queries in of_layer):
             center, plan = _choose(index, of_layer, may_move=may_move, latent=latent)
         chosen[index] = LayerScales(None, None, center, source, plan)
@@ -130,13 +129,13 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
 
 def _read(
     model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
-) -> tuple[dict[int, list[_Read]], int]:
-    """Return K, V and queries of each layer in every window, and the number of its positions."""
+) -> tuple[list[dict[int, _Read]], int]:
+    """Return K, V and queries of layers in every window, and the number of its positions."""
     positions: list[int | None] = [None]
     if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
         most = find_limit(model) - max(map(len, windows))
         positions += [first for first in _POSITIONS[1:] if first <= most]
-    reads: dict[int, list[_Read]] = {index: [] for index in layers}
+    reads: list[dict[int, _Read]] = []
     for window in windows:
         for first in positions:
             found: dict[int, _Read] = {}
@@ -151,8 +150,7 @@ def _read(
                 logger.warning("positions from %d are not tried: %s", first, error)
                 positions = positions[: positions.index(first)]
                 break
-            for index, read in found.items():
-                reads[index].append(read)
+            reads.append(found)
     return reads, len(positions)
 
 

@@ -220,10 +220,11 @@ def _collect_samples(
     """Return the ranges near and far for `find_centers`; far ones only where they are known."""
     if not job.options.center and job.options.plan is None:
         return beyond, {}, {}
-    batches = stages.sample_near(windows), stages.sample_far(windows, beyond)
-    near = stages.collect_ranges(job, "sample", batches[0], partners, observe_queries)
+    batches = make_batches(stages.sample_windows(windows), 1)
+    near = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
+    batches = stages.sample_far(windows, beyond)
     try:
-        far = stages.collect_ranges(job, "far sample", batches[1], partners, observe_queries)
+        far = stages.collect_ranges(job, "far sample", batches, partners, observe_queries)
     except ConfigError as error:
         logger.warning("positions up to %d are not tried: %s", beyond.reach, error)
         return replace(beyond, untried=f"the model cannot be run at others: {error}"), near, {}

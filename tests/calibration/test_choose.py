@@ -13,7 +13,7 @@ from hf_fp8kv import KVScales
 from hf_fp8kv.calibration import choose, queries, scoring, stages
 from hf_fp8kv.calibration.choose import Candidate, find_centers, measure_costs, pick_scale
 from hf_fp8kv.calibration.divergence import Scores
-from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
+from hf_fp8kv.calibration.observe import Batch, make_batches, measure_range, observe, paged_layers
 from hf_fp8kv.calibration.queries import Queries, observe_queries
 from hf_fp8kv.calibration.rope import Beyond, Partners, match_channels, measure_partners
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job, weigh_keys
@@ -393,7 +393,7 @@ def test_every_window_that_is_tried_counts(sliding, count):
     windows = windows_of(*range(20, 20 + count))
     found, tried = chosen_on(sliding, windows)
     assert stages.SAMPLE_WINDOWS == 8  # as docs/calibrate.md says
-    batches = stages.sample_near(windows)
+    batches = make_batches(stages.sample_windows(windows), 1)
     lengths = {batch.tokens for batch in batches}
     assert len(lengths) == len(batches) == min(count, 8)
     # From all over the list, not the first eight.
@@ -522,7 +522,7 @@ def test_a_number_of_k_weighs_what_an_error_of_it_alone_costs(numbers):
 
 def test_a_sample_is_weighed_by_the_queries_of_the_model(llama):
     job, windows = job_of(llama, center=True), windows_of(24, 24, 24)
-    batches = stages.sample_near(windows)
+    batches = make_batches(stages.sample_windows(windows), 1)
     partners = measure_partners(llama, windows[0], job.layers)
     sample = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
     weighed: dict[int, list[torch.Tensor]] = {index: [] for index in sample}

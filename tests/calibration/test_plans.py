@@ -312,7 +312,7 @@ SAFE, LATENT = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
         ("mha", {SAFE}, None),  # 256 positions: none of the others can be tried
         ("sliding_and_full", {SAFE}, None),
         ("gpt2", None, None),  # nothing turns
-        ("latent", LATENT, {"auto"}),
+        ("latent", LATENT, {"model"}),
         ("alibi", {SAFE}, {SAFE}),  # its attention shows no queries
         ("cross_attention", {SAFE}, {SAFE}),
         ("position_bias", {SAFE}, {SAFE}),
