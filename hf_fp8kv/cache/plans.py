@@ -33,7 +33,7 @@ def parse_plan(plan: object) -> Plan | None:
     if isinstance(plan, os.PathLike) or (isinstance(plan, str) and _is_place(plan)):
         return StoragePlan.load(plan)
     if isinstance(plan, str):
-        if (plan.split() or [""])[0] not in (known := (AUTO, *ALIASES, *FORMATS)):
+        if (plan.split() or [""])[0] not in (AUTO, *(known := (*ALIASES, *FORMATS))):
             raise ConfigError(
                 f"plan: expected the path of a saved plan, or text that begins with one of "
                 f"{', '.join(known)}, got {plan!r}. Check the path. Plans are made by "

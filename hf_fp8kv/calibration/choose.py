@@ -27,10 +27,10 @@ from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerP
 from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
-from .observe import ROTATED, TensorDict, merge_tensors
+from .observe import ROTATED, TensorDict, make_batches, merge_tensors
 from .queries import Queries
 from .rope import SPREAD, Beyond, Partners
-from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_near
+from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_windows
 
 # The largest relative cost of a larger scale, and how many octaves up are tried.
 _ROOM_COST = 1.02
@@ -65,7 +65,7 @@ class Candidate:
     ) -> tuple[torch.Tensor, Queries | None]:
         """Return the values that are scaled, `[N, Hkv, D]`, and queries for their errors."""
         if queries is not None and self.plan.rotated and self.side == "k":
-            queries = queries.rotated
+            queries = replace(queries, q=rotate(queries.q))  # the products stay the same
         return transform(x, self.center, rotated=self.plan.rotated), queries
 
     def measure(
@@ -264,7 +264,7 @@ def make_scales(
             for number, candidate in enumerate(candidates[index][side])
         }
 
-    sums = fold_layers(job, "scales", sample_near(windows), cost)
+    sums = fold_layers(job, "scales", make_batches(sample_windows(windows), 1), cost)
     return {
         index: {
             side: [(c, pick_scale(c, sums[index][f"{side}{n}"])) for n, c in enumerate(options)]
@@ -291,33 +291,33 @@ def choose_scales(
             if side in sides and len(tried := made[index][side]) > 1
         }
 
-    costs = []
-    for name, sides, batches in (
-        ("plans", "kv", sample_near(windows)), ("far plans", "k", sample_far(windows, beyond)),
-    ):  # fmt: skip
+    costs, near = [], make_batches(sample_windows(windows), 1)
+    far = sample_far(windows, beyond)
+    for name, sides, batches in (("plans", "kv", near), ("far plans", "k", far)):
         several = any(len(of[side]) > 1 for of in made.values() for side in sides)
         costs.append(fold_layers(job, name, batches if several else [], partial(cost, sides)))
     first, best = {}, {}
     for index, of in made.items():
         found = [of_stage[index] for of_stage in costs if index in of_stage]
-        k, v = (pick_candidate([of[side] for of in found if side in of]) for side in "kv")
+        tried = ([of[side].tolist() for of in found if side in of] for side in "kv")
+        k, v = (pick_candidate([*zip(*costs, strict=True)], _MOST) for costs in tried)
         first[index] = join_sides(job.options, of["k"][0], of["v"][0])
         best[index] = join_sides(job.options, of["k"][k], of["v"][v])
     return first, best
 
 
-def pick_candidate(costs: Sequence[torch.Tensor]) -> int:
-    """Return the number of the candidate with the least cost relative to the first.
+def pick_candidate(costs: Sequence[Sequence[float]], most: float) -> int:
+    """Return the number of the candidate of least cost, or 0 for the first one.
 
-    `costs` are `[candidates]` near and far, and the larger relative cost counts. The first
-    candidate is taken unless the best one costs clearly less.
+    `costs` are `[candidates][parts]`: heads, or near and far positions. In each part a candidate
+    must cost at most `most` of the first.
     """
-    if not costs:
-        return 0
-    # 0 / 0 means that K is all zeros, so every plan is as good.
-    worst = torch.stack([cost / cost[0] for cost in costs]).nan_to_num(1.0).amax(0)
-    best = int(worst.argmin())
-    return best if worst[best] < _MOST else 0
+    good = [
+        number
+        for number, parts in enumerate(costs)
+        if all(cost <= most * first for cost, first in zip(parts, costs[0], strict=True))
+    ]
+    return min(good, key=lambda number: sum(costs[number]), default=0)
 
 
 def join_sides(options: CalibrationOptions, k: Scaled, v: Scaled) -> LayerScales:

@@ -163,8 +163,7 @@ def measure_range(
         if partner is not None:
             partner = partner.to(x.device)
             alone = partner == torch.arange(len(partner), device=x.device)
-            pairs = (x.square() + x[..., partner].square()).sqrt()
-            norms = torch.where(alone, norms, pairs)
+            norms = torch.where(alone, norms, torch.hypot(x, x[..., partner]))
         ranges[f"{side}_pair"] = norms.amax(0)
     ranges["k_sum"] = k.sum(0, dtype=torch.float64)
     return ranges

@@ -2,6 +2,9 @@
 
 The model reads the same tokens at several positions, and a format must be better at all of them
 together. docs/architecture.md has the reasons ("A plan is chosen once for a model").
+
+In a layer all candidates, windows of one length and positions are compared in at most 60 torch
+operations. Each call of the model adds 11 for K, V and queries, and each weight 6 for its digest.
 """
 
 import functools
@@ -9,7 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -25,7 +28,8 @@ from ..formats.rotation import rotate
 from ..modeling.model_support import accepts, caches_latents
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
-from ..utils.digests import fingerprint_weights
+from ..utils.digests import digest_decoder
+from .choose import pick_candidate
 from .observe import Batch, not_finite, paged_layers
 from .queries import Queries, observe_queries
 from .rope import find_limit, find_ropes
@@ -44,7 +48,7 @@ _SAFE = SidePlan(DEFAULT_DTYPE)
 _OTHERS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _MODEL_PLAN = "_hf_fp8kv_plan"
 
-# One window at one position: K and V of a layer, `[N, Hkv, D]`, and some queries.
+# Of one window at one position: K and V of a layer, `[N, Hkv, D]`, and some queries.
 _Read = tuple[Tensor, Tensor, Queries | None]
 
 
@@ -92,21 +96,21 @@ def choose_plan(
     chosen = {}
     for index in sorted(layers):
         center, plan = None, LayerPlan(_SAFE, SidePlan(AUTO) if latent else _SAFE)
-        of_layer = reads.pop(index)
-        if of_layer and all(queries is not None for *_, queries in chain(*of_layer)):
+        of_layer = [found.pop(index) for found in reads if index in found]
+        if of_layer and all(queries is not None for *_, queries in of_layer):
             center, plan = _choose(index, of_layer, may_move=may_move, latent=latent)
         chosen[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
         chosen, model_type=model.config.model_type, origin=source,
-        fingerprint=fingerprint_weights(model),
+        weights_digest=digest_decoder(model),
     )  # fmt: skip
 
 
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
     """Return the arguments `dtype` and `plan` of a cache of this model.
 
-    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, until the
-    weights of its attention change. A plan in a file is read.
+    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, until its
+    weights change. A plan in a file is read.
 
     Raises:
         ConfigError: "adaptive" with a plan. `choose_plan` and `plan` raise other errors.
@@ -125,13 +129,13 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
 
 def _read(
     model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
-) -> tuple[dict[int, list[list[_Read]]], int]:
-    """Return K, V and queries of each layer by window and position, and the positions' number."""
+) -> tuple[list[dict[int, _Read]], int]:
+    """Return K, V and queries of layers in every window, and the number of its positions."""
     positions: list[int | None] = [None]
     if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
         most = find_limit(model) - max(map(len, windows))
         positions += [first for first in _POSITIONS[1:] if first <= most]
-    reads: dict[int, list[list[_Read]]] = {index: [] for index in layers}
+    reads: list[dict[int, _Read]] = []
     for window in windows:
         for first in positions:
             found: dict[int, _Read] = {}
@@ -146,15 +150,12 @@ def _read(
                 logger.warning("positions from %d are not tried: %s", first, error)
                 positions = positions[: positions.index(first)]
                 break
-            for index, read in found.items():
-                if first is None:
-                    reads[index].append([])
-                reads[index][-1].append(read)
+            reads.append(found)
     return reads, len(positions)
 
 
 def _choose(
-    index: int, windows: Sequence[Sequence[_Read]], *, may_move: bool, latent: bool
+    index: int, reads: Sequence[_Read], *, may_move: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
     """Return the center of K on the CPU, if it has one, and the plan of least cost of a layer."""
     plain = [_SAFE, *_OTHERS]
@@ -162,60 +163,43 @@ def _choose(
     k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_SAFE]
     v_plans = [] if latent else plain
     count, formats = len(k_plans), tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
-    k, v = (
-        [torch.stack([(read[0], read[1])[side] for read in window]) for window in windows]
-        for side in (0, 1)
-    )
-    center = torch.cat([x.flatten(0, 1) for x in k]).mean(0, dtype=torch.float32)
+    center = torch.cat([k for k, *_ in reads]).mean(0, dtype=torch.float32)
     costs = []
-    for i, window in enumerate(windows):
-        queries = [read[2] for read in window if read[2] is not None]
-        q = torch.stack([x.q for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, Dk]
-        weights = torch.stack([x.weights for x in queries]).flatten(2, 3)  # [P, Hkv, G * Q, N]
-        of_k = _candidates(k[i].float(), center, k_plans)
-        of_v = of_k[:0] if latent else _candidates(v[i].float(), None, v_plans)
+    for _, alike in groupby(reads, lambda read: len(read[0])):
+        k, v, queries = zip(*alike, strict=True)
+        of_k = _candidates(torch.stack(k).float(), center, k_plans)
+        of_v = of_k[:0] if latent else _candidates(torch.stack(v).float(), None, v_plans)
         if of_k.shape[1:] == of_v.shape[1:]:
             errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
             k_errors, v_errors = errors[:count], errors[count:]
         else:
             k_errors = dynamic_errors(of_k, formats[:count])
             v_errors = dynamic_errors(of_v, formats[count:])
-        # As `Queries.cost`. Rotated queries and rotated errors have the same products, and rotation
-        # changes no cost of values.
-        both = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
-        moved = both[[int(plan.rotated) for plan in k_plans]] @ k_errors.mT
-        moved = moved - (weights * moved).sum(-1, keepdim=True)
-        cost = (weights * moved.square()).sum((1, 3, 4))
-        costs.append(torch.cat([cost, (weights @ v_errors).square().sum((1, 3, 4))]))
+        q, weights = (torch.stack([getattr(x, of) for x in queries]) for of in ("q", "weights"))
+        # Rotated queries and rotated errors have the same products, and rotation changes no cost
+        # of values.
+        q = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
+        tried = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
+        both = tried.cost("k", k_errors, "head"), tried.cost("v", v_errors, "head")
+        costs.append(torch.cat(both).sum((1, 3)))
     found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
     if not all(map(math.isfinite, chain(*found))):
         raise not_finite(index, "K and V")
-    v_plan = SidePlan(AUTO) if latent else _pick_cheapest(v_plans, found[count:])
-    plan = LayerPlan(_pick_cheapest(k_plans, found[:count]), v_plan)
+    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(found[count:], _GAIN)]
+    plan = LayerPlan(k_plans[pick_candidate(found[:count], _GAIN)], v_plan)
     return (center.cpu() if plan.k.centered else None), plan
 
 
 def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
-    """Return what each plan scales of K or V `[P, N, Hkv, D]`: `[plans, P, Hkv, N, D]`."""
+    """Return what each plan scales of K or V `[R, N, Hkv, D]`: `[plans, R, N, Hkv, D]`."""
     if len(plans) == 1:
-        return x[None].transpose(2, 3)
+        return x[None]
     variants = x[None] if center is None else torch.stack([x, x - center])
     variants = torch.cat([variants, variants @ _hadamard(x.shape[-1], x.device)])
-    which = [plan.centered + len(variants) // 2 * plan.rotated for plan in plans]
-    return variants[which].transpose(2, 3)
+    return variants[[plan.centered + len(variants) // 2 * plan.rotated for plan in plans]]
 
 
 @functools.cache
 def _hadamard(dim: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return rotate(torch.eye(dim, device=device))
-
-
-def _pick_cheapest(plans: Sequence[SidePlan], costs: Sequence[Sequence[float]]) -> SidePlan:
-    """Return the plan of least cost, `[plans][heads]`, if every head gains by it, or the first."""
-    better = [
-        number
-        for number, heads in enumerate(costs)
-        if all(cost <= _GAIN * safe for cost, safe in zip(heads, costs[0], strict=True))
-    ]
-    return plans[min(better, key=lambda number: sum(costs[number]), default=0)]

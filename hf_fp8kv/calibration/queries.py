@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
-from ..formats.rotation import rotate
 from ..ops.visibility import first_visible
 from ..scales.layer_scales import Granularity
 from .observe import Batch, observe
@@ -21,10 +19,10 @@ _QUERIES = 64
 
 @dataclass(frozen=True)
 class Queries:
-    """Some queries of a text; softcaps, sinks, chunks and biases of the logits are left out."""
+    """Some queries of texts; softcaps, sinks, chunks and biases of the logits are left out."""
 
-    q: torch.Tensor  # [Hkv, G, Q, Dk], float32, scaled: G query heads for each KV head
-    weights: torch.Tensor  # [Hkv, G, Q, N], float32: how much each gives to every token
+    q: torch.Tensor  # [..., Hkv, Q, Dk], float32, scaled: of all query heads of a KV head
+    weights: torch.Tensor  # [..., Hkv, Q, N], float32: how much each gives to every token
 
     @classmethod
     def from_states(
@@ -39,18 +37,13 @@ class Queries:
         heads, dim = k.shape[1:]
         if q.shape[0] % heads or q.shape[2] != dim:
             return None
-        q = q.float().reshape(heads, -1, *q.shape[1:]) * scaling
-        logits = torch.einsum("hgqd,nhd->hgqn", q, k.float())
-        tokens = torch.arange(len(k), device=k.device)
+        q, tokens = q.float() * scaling, torch.arange(len(k), device=k.device)
         hidden = tokens > positions[:, None]
         if window is not None:
             hidden |= tokens < first_visible(positions[:, None], window)
-        return cls(q, logits.masked_fill(hidden, -torch.inf).softmax(-1))
-
-    @cached_property
-    def rotated(self) -> "Queries":
-        """The queries of rotated keys, whose products with them are the same."""
-        return Queries(rotate(self.q), self.weights)
+        q = q.reshape(heads, -1, dim)
+        logits = (q @ k.float().permute(1, 2, 0)).view(heads, -1, *hidden.shape)
+        return cls(q, logits.masked_fill(hidden, -torch.inf).softmax(-1).flatten(1, 2))
 
     def weigh_keys(self) -> torch.Tensor:
         """Return what the square of an error of each number of K costs: `[N, Hkv, Dk]`.
@@ -58,20 +51,23 @@ class Queries:
         That is the expectation, for errors that do not depend on each other.
         """
         spread = self.weights * (1 - self.weights)
-        return torch.einsum("hgqn,hgqd->nhd", spread, self.q.square())
+        return torch.einsum("hqn,hqd->nhd", spread, self.q.square())
 
     def cost(self, side: str, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-        """Return the cost of errors of K or V, `[N, Hkv, D]`: `[Hkv, 1]`, by channel `[Hkv, D]`."""
+        """Return the cost of errors of K or V, `[..., N, Hkv, D]`: `[..., Hkv, D or 1]`.
+
+        Only "channel" has a cost for each channel. Many errors take as few operations as one.
+        """
+        error = error.transpose(-3, -2)
         if side == "v":
-            moved = torch.einsum("hgqn,nhd->hgqd", self.weights, error).square().sum((-3, -2))
+            moved = (self.weights @ error).square().sum(-2)
             return moved if granularity == "channel" else moved.sum(-1, keepdim=True)
         if granularity == "channel":
-            mean = torch.einsum("hgqn,nhd->hgqd", self.weights, error)
-            square = torch.einsum("hgqn,nhd->hgqd", self.weights, error.square())
-            return (self.q.square() * (square - mean.square())).sum((-3, -2))
-        moved = torch.einsum("hgqd,nhd->hgqn", self.q, error)
-        mean = (self.weights * moved).sum(-1, keepdim=True)
-        return (self.weights * (moved - mean).square()).sum((-3, -2, -1))[..., None]
+            mean, square = self.weights @ error, self.weights @ error.square()
+            return (self.q.square() * (square - mean.square())).sum(-2)
+        moved = self.q @ error.mT
+        moved = moved - (self.weights * moved).sum(-1, keepdim=True)
+        return (self.weights * moved.square()).sum((-2, -1))[..., None]
 
 
 def observe_queries(

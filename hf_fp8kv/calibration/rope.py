@@ -28,9 +28,8 @@ _LIMITS = (
     "max_position_embeddings", "n_positions", "max_target_positions",
     "max_encoder_position_embeddings", "max_decoder_position_embeddings",
 )  # fmt: skip
-_UNLIMITED = sys.maxsize
-# Assumed if a config has no limit.
-_TRAINED = 2048
+# Pairs are measured at 0 and half of this, or half of the model's positions if these are fewer.
+_MEASURED = 2048
 # The default of `max_position`, in windows.
 _WINDOWS = 8
 # The windows' places as parts of the way to the last one. Multiples of the golden ratio are spread
@@ -73,21 +72,16 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         )
 
 
-def limit_length(model: PreTrainedModel, max_length: int) -> int:
-    """Return `max_length`, or the number of positions of the model if that is smaller."""
-    check_count("max_length", max_length)
-    return min(max_length, find_limit(model))
-
-
 def find_reach(model: PreTrainedModel, max_length: int, max_position: int | None) -> int:
     """Return up to which position centers are tried.
 
     Raises:
         ConfigError: The model has fewer positions than `max_position`.
     """
+    check_count("max_length", max_length)
     limit = find_limit(model)
     if max_position is None:
-        return min(_WINDOWS * limit_length(model, max_length), limit)
+        return min(_WINDOWS * max_length, limit)
     check_count("max_position", max_position)
     if max_position > limit:
         raise ConfigError(
@@ -101,15 +95,9 @@ def find_limit(model: PreTrainedModel) -> int:
     """Return the number of positions of the model, as far as its config limits it."""
     config = model.config.get_text_config(decoder=True)
     limits = [config_field(config, name) for name in _LIMITS]
-    return min([int(n) for n in limits if isinstance(n, int | float) and n > 1], default=_UNLIMITED)
-
-
-def find_trained(model: PreTrainedModel) -> int:
-    """Return the number of positions in training, before any scaling of RoPE."""
-    original = [r.get("original_max_position_embeddings") for r in find_ropes(model)]
-    known = [int(n) for n in original if isinstance(n, int | float) and n > 0]
-    trained = min([*known, find_limit(model)])
-    return _TRAINED if trained == _UNLIMITED else trained
+    return min(
+        [int(n) for n in limits if isinstance(n, int | float) and n > 1], default=sys.maxsize
+    )
 
 
 def find_ropes(model: PreTrainedModel) -> list[dict[str, object]]:
@@ -137,7 +125,7 @@ def measure_partners(
     unknown = dict.fromkeys(layers, Partners())
     if not accepts(type(model), "position_ids") or model.config.is_encoder_decoder:
         return unknown
-    room = find_trained(model)
+    room = min(find_limit(model), _MEASURED)
     ids = window[: min(TOKENS, max(room // 4, 2))]
 
     def record(first: int) -> dict[int, list[torch.Tensor]]:

@@ -20,7 +20,7 @@ from ..modeling.model_support import caches_latents
 from ..scales.kv_scales import KVScales, resolve, warn_if_stale
 from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport
-from ..utils.digests import fingerprint_weights
+from ..utils.digests import digest_decoder
 from ..utils.text import format_list, format_value
 from . import choose, scoring, stages
 from .observe import TensorDict, make_batches, paged_layers
@@ -117,11 +117,11 @@ def calibrate(
             for index, of in ranges.items()
         }  # fmt: skip
         made = choose.make_scales(job, corpus.windows, candidates)
-        source, fingerprint = f"calibrated on {corpus.tokens} tokens", fingerprint_weights(model)
+        source, weights = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
         safe, best = (
             KVScales(
                 {i: replace(layer, source=source) for i, layer in layers.items()},
-                model_type=model.config.model_type, origin=source, fingerprint=fingerprint,
+                model_type=model.config.model_type, origin=source, weights_digest=weights,
             )
             for layers in choose.choose_scales(job, corpus.windows, beyond, made)
         )  # fmt: skip
@@ -220,10 +220,11 @@ def _collect_samples(
     """Return the ranges near and far for `find_centers`; far ones only where they are known."""
     if not job.options.center and job.options.plan is None:
         return beyond, {}, {}
-    batches = stages.sample_near(windows), stages.sample_far(windows, beyond)
-    near = stages.collect_ranges(job, "sample", batches[0], partners, observe_queries)
+    batches = make_batches(stages.sample_windows(windows), 1)
+    near = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
+    batches = stages.sample_far(windows, beyond)
     try:
-        far = stages.collect_ranges(job, "far sample", batches[1], partners, observe_queries)
+        far = stages.collect_ranges(job, "far sample", batches, partners, observe_queries)
     except ConfigError as error:
         logger.warning("positions up to %d are not tried: %s", beyond.reach, error)
         return replace(beyond, untried=f"the model cannot be run at others: {error}"), near, {}

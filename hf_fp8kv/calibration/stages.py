@@ -123,11 +123,6 @@ def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(windows[:: max(1, len(windows) // SAMPLE_WINDOWS)][:SAMPLE_WINDOWS])
 
 
-def sample_near(windows: Sequence[torch.Tensor]) -> list[Batch]:
-    """Return a sample of the windows, at their own positions."""
-    return [Batch((window,)) for window in sample_windows(windows)]
-
-
 def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
     """Return a sample of the windows at other positions, with at most the tokens of the text."""
     room = max(_FAR_PIECE, sum(map(len, windows)) // SPREAD)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..utils.text import format_list, format_value
-from .rope import check_count, limit_length
+from .rope import check_count, find_limit
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def read_model_corpus(
         except (OSError, ValueError, ImportError) as error:
             # Token ids need no tokenizer. Other texts raise an error without one.
             logger.info("no tokenizer in %s: %s", name, error)
-    corpus = read_corpus(texts, tokenizer, max_length=limit_length(model, max_length), **options)
+    corpus = read_corpus(texts, tokenizer, max_length=min(max_length, find_limit(model)), **options)
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)
     largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
     if known is not None and largest >= known:

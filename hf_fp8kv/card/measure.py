@@ -3,7 +3,6 @@
 Each part is written to a file when it is done, so that an interrupted card resumes.
 """
 
-import hashlib
 import json
 import math
 import statistics
@@ -22,6 +21,7 @@ from ..bench.contenders import Step, ratios, take_turns
 from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import Scores, compute_logits
 from ..errors import ConfigError
+from ..utils.digests import digest_weights
 from ..utils.environment import describe_run
 from ..utils.files import write_all
 from .answers import run_task
@@ -164,7 +164,7 @@ def measure_card(
         "caches": list(contenders), "scales": scales, "memory_gib": memory_gib,
     }  # fmt: skip
     run_of = {key: run[key] for key in ("commit", "versions", "hardware")}
-    kept = Parts(parts, {**settings, **run_of, "weights": _digest(model)})
+    kept = Parts(parts, {**settings, **run_of, "weights": digest_weights(model)})
     card = _Card(model, tokenizer, size, contenders)
     todo = card.list_parts()
     with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:
@@ -183,15 +183,6 @@ def measure_card(
                   for task in (TASKS if size.asked else ())},
         "caches": by_cache, "refused": refused,
     }  # fmt: skip
-
-
-def _digest(model: PreTrainedModel) -> str:
-    """Return a digest of the weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
 
 
 class _Card:

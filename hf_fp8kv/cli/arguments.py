@@ -94,14 +94,14 @@ Scales = Annotated[
 CacheDtype = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join((*FORMATS, AUTO))}; {ADAPTIVE}: measured once for the model; "
-        f"{', '.join(f'{alias} = {name}' for alias, name in ALIASES.items())}. "
+        help=f"{', '.join(FORMATS)}; model: its own dtype; {ADAPTIVE}: measured once for the "
+        f"model; {', '.join(f'{alias} = {x}' for alias, x in ALIASES.items() if x in FORMATS)}. "
         f"Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
         **choice((*FORMATS, AUTO, ADAPTIVE), ALIASES),
     ),
 ]
-KeyDtype = Annotated[str | None, typer.Option(help="A format or auto, for K only.", **_SIDE)]
-ValueDtype = Annotated[str | None, typer.Option(help="A format or auto, for V only.", **_SIDE)]
+KeyDtype = Annotated[str | None, typer.Option(help="A format or model, for K only.", **_SIDE)]
+ValueDtype = Annotated[str | None, typer.Option(help="A format or model, for V only.", **_SIDE)]
 Plan = Annotated[
     str | None,
     typer.Option(

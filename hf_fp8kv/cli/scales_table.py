@@ -153,7 +153,7 @@ def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str
     if scales.plan is not None:
         yield f"stored as {summarize_plan(scales.plan)}"
     if scales.weights_digest is not None:
-        yield f"for weights with the fingerprint {scales.weights_digest}"
+        yield f"for weights with the digest {scales.weights_digest}"
     if report is not None:
         yield f"{report.model}: {describe_source(report)}; {report.date[:10]}"
 

@@ -23,6 +23,7 @@ import torch
 
 from ..errors import ConfigError
 
+# Stored in the model's dtype. Messages and plans call it "model".
 AUTO = "auto"
 # A dtype of `enable`: the plan that `choose_plan` measures on the model.
 ADAPTIVE = "adaptive"
@@ -97,7 +98,7 @@ ALIASES = {"model": AUTO, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 
 
 def parse_dtype(name: object, argument: str = "dtype") -> str:
-    """Return the canonical name of a storage dtype: a key of `FORMATS`, or "auto".
+    """Return the canonical name of a storage dtype: a key of `FORMATS`, or "auto" for "model".
 
     `name` is a name, an alias, or a torch dtype.
 
@@ -113,7 +114,7 @@ def parse_dtype(name: object, argument: str = "dtype") -> str:
     of_torch = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
     if isinstance(name, torch.dtype) and name in of_torch:
         return of_torch[name]
-    known = ", ".join(repr(n) for n in (AUTO, *ALIASES, *FORMATS))
+    known = ", ".join(repr(n) for n in (*ALIASES, *FORMATS))
     raise ConfigError(f"{argument}: expected one of {known}, got {name!r}")
 
 
@@ -122,7 +123,7 @@ class SidePlan:
     """How the keys, or the values, of a layer are stored.
 
     Attributes:
-        format: A key of `FORMATS`, or "auto".
+        format: A key of `FORMATS`, or "auto" for the model's dtype.
         rotated: Whether a Hadamard transform over the head is applied before scaling.
         centered: Whether a center is subtracted first. Only for keys.
     """
@@ -141,7 +142,7 @@ class SidePlan:
                 )
         if self.is_auto and (self.rotated or self.centered):
             raise ConfigError(
-                "format 'auto' expected neither rotation nor a center, since it stores numbers as "
+                "format 'model' expected neither rotation nor a center, since it stores numbers as "
                 f"they are, got {self}; choose an 8-bit format"
             )
 
@@ -151,7 +152,8 @@ class SidePlan:
         return self.format == AUTO
 
     def __str__(self) -> str:
-        return self.format + f" {_ROTATED}" * self.rotated + f" {_CENTERED}" * self.centered
+        name = "model" if self.is_auto else self.format
+        return name + f" {_ROTATED}" * self.rotated + f" {_CENTERED}" * self.centered
 
     @classmethod
     def parse(cls, text: str) -> "SidePlan":
@@ -200,5 +202,5 @@ def count_plans(layers: Mapping[int, LayerPlan]) -> dict[str, int]:
 
 
 def summarize_plan(layers: Mapping[int, LayerPlan]) -> str:
-    """Return the plans of layers on one line, such as "28 x K int8, V int8; 2 x K auto, V auto"."""
+    """Return the plans on one line, such as "28 x K int8, V int8; 2 x K model, V model"."""
     return "; ".join(f"{count} x {plan}" for plan, count in count_plans(layers).items())

@@ -16,7 +16,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from ..errors import ScaleError
 from ..formats import summarize_plan
-from ..utils.digests import fingerprint_weights
+from ..utils.digests import digest_decoder
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
 from . import save
@@ -31,9 +31,9 @@ from .request import Request
 logger = logging.getLogger(__name__)
 
 _STALE = (
-    "static scales (%s) were made for other weights than %s has now: the attention of layers %s "
-    "differs. %s. Calibrate again (hf_fp8kv.calibrate), or use dynamic scales (scales=None); "
-    "scales.made_for(model) tells at any time"
+    "static scales (%s) were made for other weights than %s has now. %s. Calibrate "
+    "again (hf_fp8kv.calibrate), or use dynamic scales (scales=None); scales.made_for(model) tells "
+    "at any time"
 )
 _HARM = ("What its K and V have grown to since saturates",
          "Nothing saturates, but their plan and centers may suit it no longer")  # fmt: skip
@@ -49,7 +49,7 @@ class KVScales(ScaleData):
         model_type: the model they were made for, as transformers names it, where the file says so.
         origin: the file, folder or repository they were read from.
         report: what their calibration found, where it is known.
-        fingerprint: of the weights they were made for: digits for each layer, where it is known.
+        weights_digest: of the weights they were made for, where it is known.
 
     Raises:
         ScaleError: `layers` is empty, or not a dict of `LayerScales`.
@@ -59,16 +59,10 @@ class KVScales(ScaleData):
         """Return whether the model has the weights that the scales were made for.
 
         A training step changes that. None: not known, since the scales come from a file without a
-        fingerprint, or no layer of the model is whole in this process.
+        digest, or the weights of the model are not whole in this process.
         """
-        stale = self.stale_layers(model)
-        return None if stale is None else not stale
-
-    def stale_layers(self, model: torch.nn.Module) -> list[int] | None:
-        """Return the layers whose attention has changed, or None as `made_for` does."""
-        found = fingerprint_weights(model) if self.fingerprint else {}
-        both = sorted(found.keys() & self.fingerprint.keys())
-        return [i for i in both if found[i] != self.fingerprint[i]] if both else None
+        found = self.weights_digest and digest_decoder(model)
+        return found == self.weights_digest if found else None
 
     @classmethod
     def uniform(cls, num_layers: int, k: float = 1.0, v: float = 1.0) -> "KVScales":
@@ -389,7 +383,7 @@ def resolve(
 
 
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
-    """Warn once if static scales carry the fingerprint of other weights than the model has."""
-    if isinstance(scales, KVScales) and (stale := scales.stale_layers(model)):
-        facts = scales.origin, type(model).__name__, format_list(stale), _HARM[scales.is_dynamic]
+    """Warn once if scales carry the digest of other weights than the model has."""
+    if isinstance(scales, KVScales) and scales.made_for(model) is False:
+        facts = scales.origin, type(model).__name__, _HARM[scales.is_dynamic]
         warn_once(logger, _STALE % facts)

@@ -7,7 +7,7 @@ each token and head.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -161,7 +161,7 @@ class ScaleData:
     model_type: str | None = None
     origin: str = "memory"
     report: CalibrationReport | None = None
-    fingerprint: Mapping[int, str] = field(default_factory=dict)
+    weights_digest: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Mapping) or not self.layers:
@@ -207,11 +207,6 @@ class ScaleData:
     def centered(self) -> bool:
         """Whether any layer carries a center of K."""
         return any(layer.k_center is not None for layer in self.layers.values())
-
-    @property
-    def weights_digest(self) -> str | None:
-        """A digest of the fingerprints of all layers, for people; None: there are none."""
-        return digest_of(dict(self.fingerprint))[:16] if self.fingerprint else None
 
     @property
     def digest(self) -> str:

@@ -63,7 +63,7 @@ class EnginePages:
         for index, plan in enumerate(plans):
             if [side.is_auto for side in plan] != [side.is_auto for side in plans[0]]:
                 raise ConfigError(
-                    "plan: expected 'auto' for K, or V, of all layers or of none, since an "
+                    "plan: expected 'model' for K, or V, of all layers or of none, since an "
                     f"engine's pages have one size, got {plans[0]} for layer 0 and {plan} for "
                     f"layer {index}; store all of them in 8 bits"
                 )

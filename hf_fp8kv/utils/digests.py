@@ -1,22 +1,19 @@
-"""Digests that identify weights: of every byte for a prefix store, and of samples otherwise.
+"""Digests that identify weights and files."""
 
-A prefix store returns values that were computed earlier, so any changed byte of the weights must be
-detected. Scales only depend on weights statistically. An optimizer step changes nearly every value,
-so a sample of each tensor detects it within milliseconds.
-"""
-
+import functools
 import hashlib
 import json
-import os
 import re
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ..errors import ConfigError
 
+# Words of four bytes that have one checksum.
+_WORDS = 1 << 20
 _known: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
@@ -39,20 +36,16 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not hasattr(tensor, "placements") and tensor.numel() > 0
 
 
-def sample(tensor: torch.Tensor, count: int = 4096) -> torch.Tensor:
-    """Return at most `count` values of a tensor at equal distances, from its first value on."""
-    flat = tensor.detach().flatten()
-    # An odd distance spreads the values over the columns.
-    return flat[:: -(-len(flat) // count) | 1].contiguous()
+def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
+    """Return a digest of every parameter and buffer: names, shapes, dtypes and all bytes.
 
+    With `dtype`, 16-bit and wider floats are first rounded to it, so their own dtype has no effect.
+    Adapters of PEFT that are still zero do not count.
 
-def digest_weights(model: torch.nn.Module) -> str:
-    """Return a digest of every byte of all parameters and buffers, cached until they change.
-
-    The first call reads all weights (at least 0.5 GB/s per thread). Later calls compare torch's
-    version counters, addresses and shapes. Writes through `.data` or in inference mode do not
-    change counters, so later calls also compare 8 values of each tensor. These detect a merged
-    adapter or different weights, but may miss an edit of single values.
+    The digest is kept until weights change. Later calls compare torch's version counters, addresses
+    and shapes. Writes through `.data` or in inference mode do not count, so later calls also
+    compare 8 values of each tensor. A merged adapter or other weights change these, an edit of
+    single values may not.
 
     Raises:
         ConfigError: Weights are not whole in this process.
@@ -61,53 +54,70 @@ def digest_weights(model: torch.nn.Module) -> str:
     tensors = dict[str, torch.Tensor]([*named, *model.named_buffers(remove_duplicate=False)])
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in filter(is_whole, tensors.values()):
-        samples.setdefault(tensor.device, []).append(sample(tensor, 8).view(torch.uint8))
+        flat = tensor.detach().flatten()
+        # An odd distance spreads the values over the columns.
+        sample = flat[:: -(-len(flat) // 8) | 1].contiguous().view(torch.uint8)
+        samples.setdefault(tensor.device, []).append(sample)
     state: list[object] = [torch.cat(part).cpu().numpy().tobytes() for part in samples.values()]
     state += [
         (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
         for name, x in tensors.items()
     ]
-    if (known := _known.get(model, ("", "")))[0] == state:
+    if (known := _known.get(model, ("", "")))[0] == [dtype, *state]:
         return known[1]
     if elsewhere := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
         raise ConfigError(
             f"prefix_store: expected all weights in this process, got {elsewhere[0]!r} on no "
             "device, or as a part; leave prefix_store out where weights are offloaded or split"
         )
-    # Hashing releases Python's lock.
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        digest = digest_of(*pool.map(digest_of, tensors.items()))
-    _known[model] = (state, digest)
+    # The parts of an adapter have the same name, except for lora_B.
+    second = {x: tensors.get(re.sub(r"\.lora_\w+", ".lora_B", x)) for x in tensors if ".lora_" in x}
+    zero = {name for name, x in second.items() if x is not None and not x.any()}
+    digest = digest_of(
+        [
+            (name.replace(".base_layer.", "."), x.shape, *_checksums(x, dtype))
+            for name, x in tensors.items()
+            if name not in zero
+        ]
+    )
+    _known[model] = ([dtype, *state], digest)
     return digest
 
 
-def fingerprint_weights(model: torch.nn.Module) -> dict[int, str]:
-    """Return a digest for each layer whose attention is completely in this process.
+def _checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, list[int]]:
+    """Return the dtype and the checksums of the bytes of a tensor, computed where it is.
 
-    It covers the shapes and samples of the attention's parameters, rounded to bfloat16 and without
-    names. It is therefore the same in float32 and bfloat16, on any device and inside wrappers.
+    A checksum is the sum of 32-bit words times odd factors, modulo 2 ** 64. A single changed word
+    changes it for certain, several words do with a probability of at least 1 - 2 ** -33.
+    """
+    flat, factors = tensor.detach().reshape(-1), _make_factors(tensor.device)
+    if dtype is not None and flat.dtype in (torch.float16, torch.float32, torch.float64):
+        flat = flat.to(dtype)
+    sums = []
+    for part in flat.split(4 * _WORDS // flat.itemsize):
+        words = pad(part.view(torch.uint8), (0, -part.nbytes % 4)).view(torch.int32)
+        sums.append(int((words * factors[: len(words)]).sum()))
+    return str(flat.dtype), sums
+
+
+@functools.cache
+def _make_factors(device: torch.device) -> torch.Tensor:
+    data = bytearray(hashlib.shake_128(b"hf_fp8kv").digest(8 * _WORDS))
+    with torch.inference_mode(False):
+        return torch.frombuffer(data, dtype=torch.int64).to(device) | 1
+
+
+def digest_decoder(model: torch.nn.Module) -> str | None:
+    """Return the digest that the decoder of a model has in bfloat16, inside of any wrappers.
+
+    It is the same for float32 and bfloat16, and without the output embeddings, which K and V do not
+    depend on. None means that weights are not whole in this process, or it has no decoder.
     """
     mesh = getattr(model, "_device_mesh", None)
-    if mesh is not None and mesh.size() > 1:  # transformers splits parameters
-        return {}
-    layers: dict[int, list[torch.nn.Parameter]] = {}
-    decoder = getattr(model, "get_decoder", lambda: None)() or model
-    for module in decoder.modules():
-        parts = [vars(part).get("layer_idx") for part in module.modules()]
-        # A decoder layer also has an index, but contains an attention with an index.
-        if isinstance(parts[0], int) and sum(isinstance(index, int) for index in parts) == 1:
-            layers.setdefault(parts[0], []).extend(_active_parameters(module))
-    return {
-        index: digest_of([(x.shape, sample(x).float().bfloat16()) for x in parameters])[:16]
-        for index, parameters in sorted(layers.items())
-        if parameters and all(map(is_whole, parameters))
-    }
-
-
-def _active_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of a module, without adapters of PEFT that are still zero."""
-    named = dict(module.named_parameters())
-    # The other parts of an adapter have the same name, except for lora_B.
-    second = {x: named.get(re.sub(r"\.lora_\w+", ".lora_B", x)) for x in named if ".lora_" in x}
-    zero = {name for name, x in second.items() if x is not None and is_whole(x) and not x.any()}
-    return [parameter for name, parameter in named.items() if name not in zero]
+    outer: Any = next((part for part in model.modules() if hasattr(part, "get_decoder")), None)
+    if outer is None or (mesh is not None and mesh.size() > 1):  # transformers splits parameters
+        return None
+    try:
+        return digest_weights(outer.get_decoder() or outer, torch.bfloat16)[:16]
+    except ConfigError:
+        return None

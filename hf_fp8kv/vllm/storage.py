@@ -69,7 +69,7 @@ class ModelStorage:
         if any(side.is_auto for side in plan):
             raise ConfigError(
                 f"plan: expected 8 bits for K and V, because {self.dtype.name} sets the bytes of "
-                f"all tokens, got {plan} for layer {index}; calibrate without 'auto', or keep "
+                f"all tokens, got {plan} for layer {index}; calibrate without 'model', or keep "
                 "whole layers out with vLLM's --kv-cache-dtype-skip-layers"
             )
         scales = options.layer_scales(index, heads, dim, dim)

@@ -38,6 +38,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def assert_same_file(found: Path, expected: Path) -> None:
     """Assert the same facts, and the same bytes of every tensor."""
     (meta, tensors), (other_meta, others) = read_file(found), read_file(expected)
+    if other_meta["options"]["plan"] == ["auto", "auto"]:  # the name in earlier versions
+        other_meta["options"]["plan"] = ["model", "model"]
     assert meta == other_meta
     assert tensors.keys() == others.keys()
     for name, tensor in tensors.items():

@@ -332,7 +332,7 @@ def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
     scales = calibrate(model, texts(8), **keywords, **FEW)
     cache = FP8PagedCache(model.config, scales=scales)
     assert not scales.centered
-    assert {str(plan.v) for plan in cache.plan.values()} == {"auto"}
+    assert {str(plan.v) for plan in cache.plan.values()} == {"model"}
     assert not any(plan.k.is_auto or plan.k.centered for plan in cache.plan.values())
 
 

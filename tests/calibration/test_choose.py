@@ -13,7 +13,7 @@ from hf_fp8kv import KVScales
 from hf_fp8kv.calibration import choose, queries, scoring, stages
 from hf_fp8kv.calibration.choose import Candidate, find_centers, measure_costs, pick_scale
 from hf_fp8kv.calibration.divergence import Scores
-from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
+from hf_fp8kv.calibration.observe import Batch, make_batches, measure_range, observe, paged_layers
 from hf_fp8kv.calibration.queries import Queries, observe_queries
 from hf_fp8kv.calibration.rope import Beyond, Partners, match_channels, measure_partners
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job, weigh_keys
@@ -37,7 +37,7 @@ def numbers() -> tuple[torch.Tensor, torch.Tensor]:
 
 def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor:
     """`[Hkv, 1 + D]`, float64: what errors `[N, Hkv, D]` cost in a head, and in each channel."""
-    w, e = queries.weights.double(), error.double().transpose(0, 1)[:, None, None]
+    w, e = queries.weights.double(), error.double().transpose(0, 1)[:, None]
     mean = (w[..., None] * e).sum(-2)
     if side == "v":
         each = mean.square()
@@ -48,7 +48,7 @@ def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor
         middle = (w * moved).sum(-1, keepdim=True)
         whole = (w * (moved - middle) ** 2).sum(-1, keepdim=True)
         each = q**2 * (w[..., None] * (e - mean[..., None, :]) ** 2).sum(-2)
-    return torch.cat([whole, each], -1).sum((1, 2))
+    return torch.cat([whole, each], -1).sum(1)
 
 
 # -- queries ---------------------------------------------------------------------------------------
@@ -66,10 +66,10 @@ def test_what_queries_attend_to(numbers, window, scaling, at):
     age = at[:, None] - torch.arange(TOKENS)
     hidden = (age < 0) | (age >= (window or TOKENS))
     expected = dots.masked_fill(hidden, -math.inf).softmax(-1)
-    torch.testing.assert_close(found.weights.double(), expected, rtol=1e-5, atol=1e-7)
-    assert (found.weights == 0).equal(expected == 0)
-    for head in range(len(q)):
-        torch.testing.assert_close(found.q[head // GROUP, head % GROUP], q[head] * scaling)
+    weights = found.weights.view_as(expected)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+    assert (weights == 0).equal(expected == 0)
+    torch.testing.assert_close(found.q.view_as(q), q * scaling)
 
 
 def test_queries_of_other_keys_are_none(numbers):
@@ -367,8 +367,7 @@ def test_the_queries_are_those_of_the_model(name, more, tokens, window):
     for of_layer, call in zip(attention, calls, strict=True):
         expected = of_layer[0][:, at]
         seen_by.append((expected > 0).sum(-1).max())
-        found = call.weights.flatten(0, 1)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(call.weights.view_as(expected), expected, rtol=1e-3, atol=1e-5)
     assert max(seen_by) == window
 
 
@@ -394,7 +393,7 @@ def test_every_window_that_is_tried_counts(sliding, count):
     windows = windows_of(*range(20, 20 + count))
     found, tried = chosen_on(sliding, windows)
     assert stages.SAMPLE_WINDOWS == 8  # as docs/calibrate.md says
-    batches = stages.sample_near(windows)
+    batches = make_batches(stages.sample_windows(windows), 1)
     lengths = {batch.tokens for batch in batches}
     assert len(lengths) == len(batches) == min(count, 8)
     # From all over the list, not the first eight.
@@ -523,7 +522,7 @@ def test_a_number_of_k_weighs_what_an_error_of_it_alone_costs(numbers):
 
 def test_a_sample_is_weighed_by_the_queries_of_the_model(llama):
     job, windows = job_of(llama, center=True), windows_of(24, 24, 24)
-    batches = stages.sample_near(windows)
+    batches = make_batches(stages.sample_windows(windows), 1)
     partners = measure_partners(llama, windows[0], job.layers)
     sample = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
     weighed: dict[int, list[torch.Tensor]] = {index: [] for index in sample}

@@ -8,7 +8,6 @@ from hf_fp8kv import ConfigError, KVScales, calibrate
 from hf_fp8kv.calibration import reporting as module
 from hf_fp8kv.calibration.observe import Batch, measure_range, merge_tensors
 from hf_fp8kv.calibration.reporting import head_amax, measure_statistics
-from hf_fp8kv.calibration.rope import limit_length
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
@@ -205,13 +204,6 @@ def test_the_digest_is_of_every_number_and_shape():
 
 
 # -- the length of texts ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_no_text_is_longer_than_the_model_has_positions(name):
-    model = tiny(name)[0]  # of 256 positions
-    lengths = [limit_length(model, length) for length in (1, 255, 256, 257, 100_000)]
-    assert lengths == [1, 255, 256, 256, 256]
 
 
 def test_a_long_text_is_cut_to_the_positions_of_the_model():

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from hf_fp8kv import choose_plan
 from hf_fp8kv.cli.arguments import parse_memory
 from hf_fp8kv.cli.generate import Run, compare_tokens
 from hf_fp8kv.utils.environment import version
@@ -64,6 +66,18 @@ def test_eight_bits_take_their_share(ask, options, ratio):
     fit = 8 * 1024**3
     assert dense["tokens_that_fit"] == fit // dense["bytes_per_token"]
     assert pages["tokens_that_fit"] == fit // pages["bytes_per_token"]
+
+
+def test_a_chosen_plan_and_a_saved_one_are_the_same(ask, model, tmp_path):
+    plan = choose_plan(AutoModelForCausalLM.from_pretrained(model))
+    plan.save_pretrained(tmp_path)
+    chosen, saved = (
+        ask(*options)["runs"][1] | {"tokens_per_second": None}
+        for options in (("--kv-cache-dtype", "adaptive"), ("--plan", tmp_path))
+    )
+    assert chosen == saved
+    assert chosen["cache"].split(", ")[1].startswith(("plans", "K")), chosen  # not the default
+    assert chosen["scales"] == "dynamic"
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager", "fp8_paged"])

@@ -434,7 +434,7 @@ def test_names_of_storage_dtypes(name, canonical):
 )
 def test_other_names_are_refused_with_the_known_ones(name):
     with pytest.raises(
-        ConfigError, match=r"key_dtype: expected one of 'auto', 'model'.*got"
+        ConfigError, match=r"key_dtype: expected one of 'model', 'fp8'.*got"
     ) as info:
         parse_dtype(name, "key_dtype")
     assert repr(name) in str(info.value)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hf_fp8kv import ops
 from hf_fp8kv.formats import FORMATS, codec
-from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
-from hf_fp8kv.ops import Pages, StoredSide
+from hf_fp8kv.formats.codec import decode, dynamic_errors, dynamic_scale, encode, search_scale
+from hf_fp8kv.ops import Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import pack_pages
 from tests.helpers.grids import pairwise
 
@@ -230,3 +230,19 @@ def test_the_largest_number_never_saturates(largest, name, others):
     back = decode(encode(scaled, fmt), fmt)[0].double() * scale.double()
     step = max(largest * 2.0**-fmt.mantissa_bits, fmt.min_subnormal * scale.item())
     assert abs(back - largest) <= step / 2 * (1 + 2.0**-20)
+
+
+@pytest.mark.parametrize("dim", [1, 64, 80])
+def test_errors_of_several_formats_at_once_are_those_of_the_reference(dim: int) -> None:
+    """As V is stored, in each format, for numbers of every size and for zeros."""
+    x = torch.randn(len(NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim))
+    x *= torch.logspace(-35, 30, 200)[:, None]
+    x[..., ::7, 1:] = 0.0
+    found = dynamic_errors(x, tuple(FORMATS[name] for name in NAMES))
+    for name, of_format, errors in zip(NAMES, x, found, strict=True):
+        stored = StoredSide(None, None, name, dim)
+        codes, scales = reference.quantize(of_format, stored, search=False)
+        expected = decode(codes, FORMATS[name]) * scales.float()[..., None] - of_format
+        # A quotient and a product with a reciprocal may differ in their last bit.
+        size = of_format.abs().amax(-1, keepdim=True)
+        torch.testing.assert_close(errors / size, expected / size, rtol=0, atol=1e-6)

@@ -41,7 +41,7 @@ def planned_scales(
         center = torch.randn(heads, dim, generator=chance) / 2 if plan.k.centered else None
         made[index] = LayerScales(scale(6.0, plan.k), scale(4.0, plan.v), center, plan=plan)
     kind = StoragePlan if is_dynamic else KVScales
-    return kind(made, model_type="llama", origin="planned", fingerprint={0: "ab" * 8})
+    return kind(made, model_type="llama", origin="planned", weights_digest="ab" * 8)
 
 
 def as_keyword(scales: KVScales) -> dict[str, KVScales]:

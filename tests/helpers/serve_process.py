@@ -100,7 +100,7 @@ def add_overflow(folder: str) -> None:
     model.save_pretrained(folder)
 
 
-def generate_answer(folder: str, question: str, tokens: int) -> str:
+def generate_answer(folder: str, question: str, tokens: int, **options: object) -> str:
     """Return the answer of `generate()` with FP8 pages, whose prefill reads stored values."""
     model, tokenizer = (
         LlamaForCausalLM.from_pretrained(folder),
@@ -110,7 +110,7 @@ def generate_answer(folder: str, question: str, tokens: int) -> str:
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    cache = FP8PagedCache(model.config, prefill="stored")
+    cache = FP8PagedCache(model.config, prefill="stored", **options)
     with torch.inference_mode():
         found = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=tokens, do_sample=False

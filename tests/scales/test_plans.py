@@ -10,8 +10,8 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.checkpoint.checkpoint import OWN_FILE
 from tests.helpers.planned import PLANS, planned_scales
-from tests.scales.test_fingerprint import read_header, rewrite
 from tests.scales.test_scales import assert_same
+from tests.scales.test_weights_digest import read_header, rewrite
 
 ONE = torch.tensor(1.0)
 CENTERED = LayerPlan.parse("int8 rotated centered", "int8")
@@ -26,7 +26,7 @@ def test_a_plan_is_kept_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> Non
         assert_same(read, scales)
         assert read.plan == scales.plan == dict(enumerate(PLANS))
         assert read.is_dynamic is is_dynamic
-        assert read.fingerprint == scales.fingerprint
+        assert read.weights_digest == scales.weights_digest
         assert read.digest == scales.digest
     kinds = {layer.granularity for layer in scales.layers.values()}
     assert kinds == ({"token"} if is_dynamic else {"head"})

@@ -692,7 +692,7 @@ OWN = "kv_scales.safetensors"
 
 def own(tensors: dict[str, torch.Tensor], **about: object) -> Spoil:
     """Our own file with these tensors and this header."""
-    header = {"version": 1, "dtype": "float8_e4m3fn", "model_type": None, "fingerprint": {}} | about
+    header = {"version": 1, "dtype": "float8_e4m3fn", "model_type": None} | about
     return lambda folder: save_file(
         tensors, folder / OWN, metadata={"hf_fp8kv": json.dumps(header)}
     )

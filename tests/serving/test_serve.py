@@ -16,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
+import hf_fp8kv.serving
+from hf_fp8kv import choose_plan
 from hf_fp8kv.errors import ConfigError, EngineError
 from tests.helpers import command_line
 from tests.helpers.serve_process import (
@@ -84,6 +86,21 @@ def text_of(server, question: str, **options: object) -> str:
 
 
 # -- what it answers -------------------------------------------------------------------------------
+
+
+def test_a_chosen_plan_and_a_saved_one_are_the_same(model, tmp_path, monkeypatch):
+    plan, used = choose_plan(LlamaForCausalLM.from_pretrained(model)), []
+    plan.save_pretrained(tmp_path)
+    resolve = hf_fp8kv.serving.resolve_plan
+    monkeypatch.setattr(
+        hf_fp8kv.serving, "resolve_plan", lambda *given: used.append(resolve(*given)) or used[-1]
+    )
+    expected = generate_answer(model, "which plan", 12, plan=plan)
+    for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
+        with hosting(model, *options) as server:
+            assert text_of(server, "which plan", max_tokens=12) == expected
+        assert used.pop()[1].digest == plan.digest
+        assert not used
 
 
 def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(server, model):

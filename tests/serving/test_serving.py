@@ -499,7 +499,7 @@ class TestErrors:
             (ScaleError, {"scales": KVScales.uniform(1)}, "layer"),
             (ScaleError, {"scales": "/nowhere/kv_cache_scales.json"}, "/nowhere"),
             (ConfigError, {"plan": {0: BYTES, 1: LayerPlan.parse("auto", "int8")}},
-             "plan: expected 'auto' for K, or V"),
+             "plan: expected 'model' for K, or V"),
             (ConfigError, {"plan": {0: BYTES}}, "none for layer 1.*serving has every layer"),
             (ConfigError, {"plan": dict.fromkeys(range(3), BYTES)},
              r"from 0 to 1, .*got \[2\], too"),

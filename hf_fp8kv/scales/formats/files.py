@@ -46,7 +46,7 @@ class HfFp8kv(ScaleFormat):
             "model_type": scales.model_type,
             "origin": scales.origin,
             "read_as": scales.format,
-            "fingerprint": dict(scales.fingerprint),
+            "weights_digest": scales.weights_digest,
         }
         if scales.plan is not None:
             about["plan"] = {i: list(map(str, plan)) for i, plan in scales.plan.items()}
@@ -81,9 +81,10 @@ def read_own_file(path: Path) -> ScaleData:
             )
             for index, part in parts.items()
         }  # fmt: skip
-        fingerprint = {int(index): str(digits) for index, digits in about["fingerprint"].items()}
+        if (weights := about.get("weights_digest")) is not None:
+            bytes.fromhex(weights)  # raises an error for anything else
         scales = ScaleData(
-            layers, HfFp8kv.name, about["model_type"], str(path), fingerprint=fingerprint
+            layers, HfFp8kv.name, about["model_type"], str(path), weights_digest=weights
         )
     place = path.parent / REPORT_FILE
     if not place.is_file():

@@ -1,9 +1,8 @@
-"""The fingerprint of the weights that static scales were made for, and who warns of a stale one."""
+"""The digest of the weights that scales and plans were made for, and who warns of a stale one."""
 
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import KVScales, LayerScales, ScaleError, calibrate, enable, measure, serving
 from hf_fp8kv.cli.scales_table import describe_scales, inspect_table
-from hf_fp8kv.utils.digests import fingerprint_weights
+from hf_fp8kv.utils.digests import digest_decoder, digest_weights
 from tests.helpers.tiny_models import tiny
 
 TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4)).tolist()]
@@ -47,8 +46,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def test_calibration_says_which_weights_it_saw(made: KVScales) -> None:
-    assert made.fingerprint == fingerprint_weights(llama())
-    assert list(made.fingerprint) == [0, 1]
+    assert made.weights_digest == digest_decoder(llama())
     assert made.made_for(llama()) is True
     assert made.made_for(tiny("gqa", seed=1)[0]) is False
 
@@ -57,23 +55,39 @@ def test_a_step_of_an_optimizer_shows(made: KVScales) -> None:
     model = llama()
     take_step(model)
     assert made.made_for(model) is False
+
+
+@pytest.mark.parametrize(
+    "name", ["embed_tokens", "layers.0.mlp.up_proj", "layers.1.self_attn.v_proj"]
+)
+def test_one_value_anywhere_shows(made: KVScales, name: str) -> None:
+    """In place, and in the digest of all bytes also below the precision of bfloat16."""
+    model = llama()
+    exact = digest_weights(model)
+    for factor, expected in ((1 + 2**-20, True), (1 + 2**-6, False)):
+        with torch.no_grad():
+            model.model.get_submodule(name).weight[-1, -1] *= factor
+        assert made.made_for(model) is expected
+        assert digest_weights(model) != exact
+
+
+def test_predictions_do_not_count(made: KVScales) -> None:
+    model = llama()
     with torch.no_grad():
-        one = llama()
-        one.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
-    assert made.made_for(one) is False
-    assert fingerprint_weights(one)[0] == made.fingerprint[0]
+        model.lm_head.weight.mul_(-1)
+    assert made.made_for(model) is True
 
 
 def test_it_survives_saving_wrapping_and_another_dtype(made: KVScales, tmp_path: Path) -> None:
     model = llama().bfloat16()
-    expected = fingerprint_weights(model)
-    assert expected == made.fingerprint  # the same numbers, rounded to bfloat16
+    expected = digest_decoder(model)
+    assert expected == made.weights_digest  # the same numbers, rounded to bfloat16
     model.save_pretrained(tmp_path)
     for dtype in (torch.bfloat16, torch.float32):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-        assert fingerprint_weights(loaded) == expected
-    assert fingerprint_weights(loaded.model) == expected
-    assert fingerprint_weights(torch.nn.Sequential(loaded)) == expected
+        assert digest_decoder(loaded) == expected
+    assert digest_decoder(loaded.model) == expected
+    assert digest_decoder(torch.nn.Sequential(loaded)) == expected
 
 
 def test_an_adapter_counts_once_it_does_something(made: KVScales) -> None:
@@ -93,12 +107,9 @@ def test_an_adapter_counts_once_it_does_something(made: KVScales) -> None:
         assert made.made_for(model) is False
 
 
-def test_nothing_is_said_of_layers_that_are_not_here(made: KVScales) -> None:
+def test_nothing_is_said_of_weights_that_are_not_here(made: KVScales) -> None:
     model = llama()
     model.model.layers[1].to("meta")
-    assert made.made_for(model) is True  # by the other layer
-    assert list(fingerprint_weights(model)) == [0]
-    model.to("meta")
     assert made.made_for(model) is None
     assert made.made_for(torch.nn.Linear(2, 2)) is None
 
@@ -106,26 +117,24 @@ def test_nothing_is_said_of_layers_that_are_not_here(made: KVScales) -> None:
 def test_files_keep_it(made: KVScales, tmp_path: Path) -> None:
     made.save_pretrained(tmp_path)
     read = KVScales.from_pretrained(tmp_path)
-    assert read.fingerprint == made.fingerprint
     assert read.weights_digest == made.weights_digest
-    assert made.weights_digest != replace(made, fingerprint={0: "1"}).weights_digest
     made.save_pretrained(tmp_path / "vllm", format="vllm-json")
     assert KVScales.from_pretrained(tmp_path / "vllm").made_for(llama()) is None
 
 
 def test_people_see_it(made: KVScales) -> None:
     shown = [str(part) for part in inspect_table(made, None, 200)]
-    assert f"for weights with the fingerprint {made.weights_digest}" in shown
+    assert f"for weights with the digest {made.weights_digest}" in shown
     assert describe_scales(made)["weights_digest"] == made.weights_digest
     assert not any(
         "weights" in str(part) for part in inspect_table(KVScales(made.layers), None, 200)
     )
 
 
-@pytest.mark.parametrize("written", [["a"], {"x": "a"}, None, "abc"])
-def test_a_damaged_fingerprint_is_refused(made: KVScales, tmp_path: Path, written: Any) -> None:
+@pytest.mark.parametrize("written", [["a"], {"0": "a"}, 1, "abc", "ax"])
+def test_a_damaged_digest_is_refused(made: KVScales, tmp_path: Path, written: Any) -> None:
     path = made.save_pretrained(tmp_path)[-1]
-    rewrite(path, lambda about: about | {"fingerprint": written})
+    rewrite(path, lambda about: about | {"weights_digest": written})
     with pytest.raises(ScaleError, match="expected a file of scales as save_pretrained writes it"):
         KVScales.from_file(path)
 
@@ -163,18 +172,18 @@ def test_stale_scales_warn_once_and_fresh_ones_do_not(
         CHECKS[check](model, tmp_path)
     (message,) = warnings()
     assert str(tmp_path) in message
-    assert "LlamaForCausalLM has now: the attention of layers 0, 1 differs" in message
+    assert "LlamaForCausalLM has now. What its K and V" in message
     assert "Calibrate again" in message
 
 
-def test_scales_without_a_fingerprint_do_not_warn(
+def test_scales_without_a_digest_do_not_warn(
     made: KVScales, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     """Files of other tools, constants, scales of one's own."""
     path = made.save_pretrained(tmp_path)[-1]
-    rewrite(path, lambda about: about | {"fingerprint": {}})
+    earlier = {"weights_digest": None, "fingerprint": {"0": "ab"}}  # an entry of earlier versions
+    rewrite(path, lambda about: about | earlier)
     old = KVScales.from_file(path)
-    assert old.fingerprint == {}
     assert old.weights_digest is None
     assert old.made_for(llama()) is None
     layer = LayerScales(torch.tensor(0.01), torch.tensor(0.01))
