@@ -7,7 +7,6 @@ to, so that page `n` is the same bytes for every kind; a block starts at a multi
 
 import weakref
 from bisect import bisect_left
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from transformers.generation.continuous_batching import cache
 
 from ...errors import ConfigError
-from ...modeling.tensor_parallel import TensorParallel
 from ...ops import Pages
 from ...prefix.engine import StoredBlocks
 from ...prefix.pages import check_store
@@ -48,16 +46,11 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         dtype: torch.dtype = torch.float16,
         **kwargs: Any,
     ) -> None:
-        helper, chosen, heads = distributed_helper, self.chosen, sizes(config)[0]
-        if helper.tp_size > 1 and helper.are_kv_heads_tp_ed():
-            ranks = TensorParallel(helper.tp_local_rank, helper.tp_size)
-            chosen = replace(chosen, options=replace(chosen.options, tensor_parallel=ranks))
-            # An uneven number is an error of the engine itself, before it allocates anything.
-            heads = max(heads // helper.tp_size, 1)
+        chosen = self.chosen
         page_size = continuous_batching_config.page_size
         self.prefix_hits = self.prefix_tokens = 0
         self.scheduler: weakref.ref[Any] | None = None  # the engine's, if it has one
-        self._prepare(chosen, config, heads, page_size, dtype, device)
+        self._prepare(chosen, config, page_size, dtype, device)
         allocators = {
             kind: type(
                 f"Paged{allocator.__name__}", (_FP8Pages, allocator), {"layout": self.page_layout}
@@ -92,8 +85,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def check(model: Any, chosen: Any) -> None:
         """Raise ConfigError or ScaleError if no engine of this model can have this config."""
         config = model.config.get_text_config()
-        heads = sizes(config)[0] // chosen.options.tensor_parallel.size
-        EngineCache()._prepare(chosen, config, heads, 64, model.dtype, model.device)
+        EngineCache()._prepare(chosen, config, 64, model.dtype, model.device)
         if chosen.store is not None:
             check_store(chosen.store, chosen.options, model.config)
         kinds = list(stock.group_layers_by_attn_type(config))
