@@ -116,7 +116,7 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         unquantized = ServingConfig.parse(
             dtype=AUTO, backend=options.backend, tensor_parallel=options.tensor_parallel
         )
-        self._prepare(unquantized, config, _SLOTS, model.dtype, model.device)
+        self.prepare(unquantized, config, _SLOTS, model.dtype, model.device)
         windows = check_kinds(config)
         kinds = list(dict.fromkeys(windows))
         self.kinds = [LayerKind(window, _SLOTS) for window in kinds]

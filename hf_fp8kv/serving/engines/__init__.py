@@ -6,6 +6,7 @@ of its own runs as a copy with other globals (`rebind_globals`). Every other cal
 runs the original.
 """
 
+import importlib
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -58,7 +59,7 @@ def cache_class(config: Any, identity: str = "") -> Any:
     rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)
     try:
-        from .flat_tensor import Cache
+        base = importlib.import_module(".flat_tensor", __name__).Cache
     except (ImportError, AttributeError) as error:
         raise unsupported_engine(f"lacks a part that is needed: {error}") from error
-    return type("Cache", (Cache,), {"chosen": config, "identity": identity})
+    return type("Cache", (base,), {"chosen": config, "identity": identity})

@@ -65,7 +65,7 @@ class EngineCache:
     _pages: Mapping[int, Pages]  # by layer, as the block tables count them
     backend: str  # one of `ops.BACKENDS`
 
-    def _prepare(
+    def prepare(
         self,
         chosen: ServingConfig,
         config: Any,
