@@ -20,10 +20,12 @@ from ..modeling.exact_states import warn_of_rounding
 from ..modeling.identity import identify_model
 from ..modeling.tensor_parallel import tensor_parallel
 from ..ops import choose_backend, load_backend
+from ..prefix.pages import check_store
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
 from .engines import StockManager, cache_class
+from .engines.common import EngineCache
 from .fp8_manager import Enabled, FP8Manager, enabled_state, require_enabled, running_managers
 from .probe import check_kinds, check_packing
 from .usage import Usage, usage
@@ -108,15 +110,22 @@ def enable(
         plan=plan, backend=backend, prefix_store=prefix_store,
         tensor_parallel=tensor_parallel(model),
     )  # fmt: skip
-    windows = check_kinds(model.config.get_text_config())
-    if deterministic:
-        if any(windows):
+    cache_class(config)  # which this version of transformers may not allow
+    text = model.config.get_text_config()
+    has_windows = any(check_kinds(text))
+    asked = {"deterministic": deterministic, "prefix_store": prefix_store is not None}
+    for name in asked:
+        if asked[name] and has_windows:
             raise ConfigError(
-                "deterministic: expected a model without sliding windows, whose pages an "
-                f"engine uses again, got {type(model).__name__}; use generate() with enable()"
+                f"{name}: expected a model whose layers all attend to the whole text, since an "
+                f"engine uses the pages of windows again, got {type(model).__name__}; leave it "
+                "out, or use generate() with enable()"
             )
+    EngineCache().prepare(config, text, 64, model.dtype, model.device)
+    if prefix_store is not None:
+        check_store(prefix_store, config.options, model.config)
+    if deterministic:
         probe_deterministic(model, config.options)
-    cache_class(config).check(model, config)
     if probe:
         check_packing(model, config)
     warn_of_rounding(model)

@@ -17,6 +17,7 @@ from ..ops import choose_backend
 from .config import ServingConfig
 from .engines import StockCache, StockManager, StockMixin, cache_class, rebind_globals
 from .engines.common import EngineCache
+from .probe import check_kinds
 
 # Where a model keeps the attention that it ran before a manager of ours ran it.
 _BEFORE = "_hf_fp8kv_attention_before"
@@ -153,10 +154,9 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         decode = requested.use_cuda_graph
         if not (decode[1] if isinstance(decode, list | tuple) else decode):
             return
-        chosen = self._enabled.config
-        backend = choose_backend(chosen.options.backend, device)
-        able = cache_class(chosen).has_block_table_steps(self.model.config.get_text_config())
-        if backend != "triton" or not any(resolved) or not able:
+        backend = choose_backend(self._enabled.config.options.backend, device)
+        windows = check_kinds(self.model.config.get_text_config())
+        if backend != "triton" or not any(resolved) or any(windows):
             raise ConfigError(
                 "use_cuda_graph: expected a CUDA device, the triton backend and a model without "
                 f"sliding windows for graphs of steps over FP8 pages, got {device}, {backend!r} "

@@ -17,7 +17,7 @@ from ..formats import AUTO
 from ..modeling.exact_states import exact_states
 from .config import ServingConfig
 from .engines import StockCache
-from .engines.common import EngineCache, sizes
+from .engines.common import EngineCache
 from .step import LayerKind
 
 # Two texts; the last token of each comes in a step of its own.
@@ -116,8 +116,7 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         unquantized = ServingConfig.parse(
             dtype=AUTO, backend=options.backend, tensor_parallel=options.tensor_parallel
         )
-        heads = sizes(config)[0] // options.tensor_parallel.size
-        self._prepare(unquantized, config, heads, _SLOTS, model.dtype, model.device)
+        self.prepare(unquantized, config, _SLOTS, model.dtype, model.device)
         windows = check_kinds(config)
         kinds = list(dict.fromkeys(windows))
         self.kinds = [LayerKind(window, _SLOTS) for window in kinds]

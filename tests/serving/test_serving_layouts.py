@@ -12,8 +12,10 @@ from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching import continuous_api
 
 from hf_fp8kv import ConfigError, serving
+from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.serving import engines
 from hf_fp8kv.serving.config import ServingConfig
+from hf_fp8kv.serving.engines import flat_tensor
 from hf_fp8kv.serving.engines.common import peak_elements
 from tests.helpers.serving_tools import (
     are_exact,
@@ -44,10 +46,9 @@ def a_cache(model: Any, **config: Any) -> Any:
 
 def planned(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, Any]:
     """Return a bfloat16 model, the cache of its manager, and the plan of the cache's memory."""
-    module: Any = engines.engine_module()
-    handler, made = module._MemoryHandler, []
+    handler, made = flat_tensor._MemoryHandler, []
     monkeypatch.setattr(
-        module, "_MemoryHandler", lambda *a, **b: made.append(handler(*a, **b)) or made[-1]
+        flat_tensor, "_MemoryHandler", lambda *a, **b: made.append(handler(*a, **b)) or made[-1]
     )
     model = tiny("llama")[0].to(torch.bfloat16)
     serving.enable(model)
@@ -56,28 +57,14 @@ def planned(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, A
     return model, cache, made[0]
 
 
-def keywords(scales: Any = None) -> ServingConfig:
-    return ServingConfig.parse(
-        scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None,
-        backend="torch",
-    )  # fmt: skip
+def keywords(**chosen: Any) -> ServingConfig:
+    return ServingConfig.parse(dtype="fp8_e4m3", backend="torch", **chosen)
 
 
 class TestChoice:
     def test_by_what_is_there_not_by_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transformers, "__version__", "99.0")
-        assert engines.engine_module().__name__ == "hf_fp8kv.serving.engines.flat_tensor"
-
-    def test_an_unknown_layout(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = tiny("llama", attn_implementation="sdpa")[0]
-        monkeypatch.setattr(engines, "_LAYOUT", "pages")
-        with pytest.raises(ConfigError, match=r"no pages in cache, .*scheduler") as caught:
-            serving.enable(model)
-        for told in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
-            assert told in str(caught.value)
-        # Nothing was changed: the model still has its own engine.
-        manager = model.init_continuous_batching(greedy(), batching())
-        assert type(manager) is continuous_api.ContinuousBatchingManager
+        assert issubclass(engines.cache_class(None), flat_tensor.Cache)
 
     def test_a_function_that_makes_its_cache_in_another_way(
         self, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +72,7 @@ class TestChoice:
         def other(self: Any) -> None:
             raise NotImplementedError
 
+        model = tiny("llama", attn_implementation="sdpa")[0]
         for owner, name, lacks in (
             (continuous_api.ContinuousBatchingManager, "_create_batch_processor", "Cache in other"),
             (stock.PagedAttentionCache, "__init__", "MemoryHandler in other"),
@@ -92,12 +80,16 @@ class TestChoice:
             with monkeypatch.context() as changed:
                 other.__qualname__ = "other"
                 changed.setattr(owner, name, other)
-                with pytest.raises(ConfigError, match=lacks):
-                    serving.enable(tiny("llama")[0])
+                with pytest.raises(ConfigError, match=lacks) as caught:
+                    serving.enable(model)
+                for told in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
+                    assert told in str(caught.value)
+        # Nothing was changed: the model still has its own engine.
+        manager = model.init_continuous_batching(greedy(), batching())
+        assert type(manager) is continuous_api.ContinuousBatchingManager
 
     def test_a_class_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        name = engines.engine_module().__name__
-        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delitem(sys.modules, flat_tensor.__name__)
         monkeypatch.delattr(stock, "PagedAttentionMemoryHandler")
         with pytest.raises(ConfigError, match="PagedAttentionMemoryHandler"):
             serving.enable(tiny("llama")[0])
@@ -160,7 +152,8 @@ class TestBytes:
         )  # fmt: skip
         config = batching()
         config.max_memory_percent = 0.5
-        found = engines.cache_class(keywords(scales=scales))(
+        ranks = TensorParallel(1, 2)
+        found = engines.cache_class(keywords(scales=scales, tensor_parallel=ranks))(
             config=model.config, continuous_batching_config=config, device="cpu",
             distributed_helper=helper, dtype=torch.float32,
         )  # fmt: skip

@@ -7,13 +7,11 @@ runs the original.
 """
 
 import importlib
-import pkgutil
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import transformers
-from transformers.generation import continuous_batching
 from transformers.generation.continuous_batching import cache, continuous_api
 
 from ...errors import ConfigError
@@ -21,9 +19,6 @@ from ...errors import ConfigError
 StockCache: Any = cache.PagedAttentionCache
 StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin
-
-# The module of an engine whose cache is one tensor of bytes. `flat_tensor` is for that layout.
-_LAYOUT = "cache_allocators"
 
 
 def unsupported_engine(what: str) -> ConfigError:
@@ -57,21 +52,14 @@ def rebind_globals(function: Callable[..., Any], **names: Any) -> Callable[..., 
     return copy
 
 
-def engine_module() -> ModuleType:
-    """Return the module for the engine that is installed. Raises ConfigError."""
-    names = sorted(part.name for part in pkgutil.iter_modules(continuous_batching.__path__))
-    if _LAYOUT not in names:
-        raise unsupported_engine(f"has no {_LAYOUT} in {', '.join(names)}")
+def cache_class(config: Any, identity: str = "") -> Any:
+    """Return the class of cache for an engine with this ServingConfig. Raises ConfigError."""
     # These are rebound when a manager and its engine are made. An error comes now, not in a thread.
     rebind_globals(StockMixin.init_continuous_batching, ContinuousBatchingManager=None)
     rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)
     try:
-        return importlib.import_module(".flat_tensor", __name__)
+        base = importlib.import_module(".flat_tensor", __name__).Cache
     except (ImportError, AttributeError) as error:
         raise unsupported_engine(f"lacks a part that is needed: {error}") from error
-
-
-def cache_class(config: Any, identity: str = "") -> Any:
-    """Return the class of cache for an engine with this ServingConfig. Raises ConfigError."""
-    return type("Cache", (engine_module().Cache,), {"chosen": config, "identity": identity})
+    return type("Cache", (base,), {"chosen": config, "identity": identity})

@@ -5,6 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.generation.continuous_batching.utils import (
+    find_head_dim,
+    find_num_key_value_heads,
+)
 
 from ... import ops
 from ...errors import ConfigError
@@ -23,19 +27,13 @@ def sizes(config: Any) -> tuple[int, int]:
             f"expected layers that are alike, got a {type(config).__name__} with layers of "
             "several sizes; the engine has one size of page, use generate() with FP8PagedCache"
         )
-    hidden, queries, heads, dim = (
-        getattr(config, name, None)
-        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    if dim is None and hidden and queries:
-        dim = hidden // queries
-    heads = queries if heads is None else heads
-    if heads is None or dim is None:
+    try:
+        return int(find_num_key_value_heads(config)), int(find_head_dim(config))
+    except ValueError:
         raise ConfigError(
             "expected a config with num_key_value_heads (or num_attention_heads) and head_dim (or "
             f"hidden_size), got {type(config).__name__}; continuous batching cannot run this model"
-        )
-    return int(heads), int(dim)
+        ) from None
 
 
 def peak_elements(config: Any) -> int:
@@ -67,23 +65,23 @@ class EngineCache:
     _pages: Mapping[int, Pages]  # by layer, as the block tables count them
     backend: str  # one of `ops.BACKENDS`
 
-    def _prepare(
+    def prepare(
         self,
         chosen: ServingConfig,
         config: Any,
-        heads: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         """Lay out the pages and look up static numbers, before the engine plans its memory.
 
-        `chosen` and `heads` are those of this rank, `config` is that of the model's text part.
+        `config` is that of the model's text part.
 
         Raises:
             ConfigError, ScaleError, BackendError: what was chosen does not fit the model.
         """
-        self._config, dim, layers = config, sizes(config)[1], config.num_hidden_layers
+        self._config, (heads, dim), layers = config, sizes(config), config.num_hidden_layers
+        heads //= chosen.options.tensor_parallel.size
         self.storage = chosen.layer_storage(layers, heads, dim, device)
         self.page_layout = EnginePages.of(chosen.options, layers, heads, dim, page_size, dtype)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))

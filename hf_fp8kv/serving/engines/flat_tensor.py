@@ -7,18 +7,14 @@ to, so that page `n` is the same bytes for every kind; a block starts at a multi
 
 import weakref
 from bisect import bisect_left
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching import cache
 
-from ...errors import ConfigError
-from ...modeling.tensor_parallel import TensorParallel
 from ...ops import Pages
 from ...prefix.engine import StoredBlocks
-from ...prefix.pages import check_store
 from ..layout import EnginePages, from_page
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
@@ -33,12 +29,6 @@ _PORTIONS = 32
 class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over pages of ours."""
 
-    @staticmethod
-    def has_block_table_steps(config: Any) -> bool:
-        """Return whether an engine of this model can hand over a step as a block table."""
-        kinds = stock.group_layers_by_attn_type(config)
-        return all(stock.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
-
     def __init__(
         self,
         config: Any,
@@ -48,16 +38,11 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         dtype: torch.dtype = torch.float16,
         **kwargs: Any,
     ) -> None:
-        helper, chosen, heads = distributed_helper, self.chosen, sizes(config)[0]
-        if helper.tp_size > 1 and helper.are_kv_heads_tp_ed():
-            ranks = TensorParallel(helper.tp_local_rank, helper.tp_size)
-            chosen = replace(chosen, options=replace(chosen.options, tensor_parallel=ranks))
-            # An uneven number is an error of the engine itself, before it allocates anything.
-            heads = max(heads // helper.tp_size, 1)
+        chosen = self.chosen
         page_size = continuous_batching_config.page_size
         self.prefix_hits = self.prefix_tokens = 0
         self.scheduler: weakref.ref[Any] | None = None  # the engine's, if it has one
-        self._prepare(chosen, config, heads, page_size, dtype, device)
+        self.prepare(chosen, config, page_size, dtype, device)
         allocators = {
             kind: type(
                 f"Paged{allocator.__name__}", (_FP8Pages, allocator), {"layout": self.page_layout}
@@ -87,22 +72,6 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         if chosen.store is not None and self.use_prefix_sharing:
             (allocator,) = self.cache_allocators.values()
             self._stored = StoredBlocks(chosen.store, self.identity, allocator)
-
-    @staticmethod
-    def check(model: Any, chosen: Any) -> None:
-        """Raise ConfigError or ScaleError if no engine of this model can have this config."""
-        config = model.config.get_text_config()
-        heads = sizes(config)[0] // chosen.options.tensor_parallel.size
-        EngineCache()._prepare(chosen, config, heads, 64, model.dtype, model.device)
-        if chosen.store is not None:
-            check_store(chosen.store, chosen.options, model.config)
-        kinds = list(stock.group_layers_by_attn_type(config))
-        if chosen.store is not None and kinds != [stock.FULL_ATTENTION]:
-            raise ConfigError(
-                "prefix_store: expected a model whose layers all attend to the whole text, since "
-                f"an engine reuses no others, got layers of the kinds {', '.join(kinds)}; leave it "
-                "out, or use generate()"
-            )
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Return the tokens of a prompt that are in the cache, as the engine does; count them."""
