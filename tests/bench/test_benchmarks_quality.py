@@ -63,16 +63,14 @@ def test_the_tables_of_the_docs_are_those_of_the_runs(runs, replaced):
               if row["cache"] not in replaced}  # fmt: skip
     text = (docs / "accuracy.md").read_text()
     for cache, title in titles.items():
-        kl, top1 = [], []
+        kl = []
         for result in results:
             found = {row["position"]: row for row in result["predictions"]
                      if (row["cache"], row["kind"]) == (cache, "all")}  # fmt: skip
             for row in map(found.get, result["settings"]["positions"]):
                 error = row and f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}"
                 kl.append(error or "refused")
-                top1.append(f"{100 * row['top1']:.1f} %" if row else "refused")
         assert f"\n| {title} | {' | '.join(kl)} |\n" in text
-        assert f"\n| {title} | {' | '.join(top1)} |\n" in text
 
 
 def test_the_tables_of_a_gpu_are_those_of_the_run():
