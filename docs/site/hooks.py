@@ -74,6 +74,8 @@ def _page_of(path: str) -> str:
         return PAGES[path]
     if path.startswith("examples"):
         return f"{EXAMPLES}#{Path(path).stem}" if path.endswith(".py") else EXAMPLES
+    if path == "docs/benchmarks/cards":
+        return "cards.md"
     if path == "docs/benchmarks":
         return "benchmarks/index.md"
     return path.removeprefix("docs/")

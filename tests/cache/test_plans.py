@@ -166,7 +166,7 @@ SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
         ({"scales": planned_scales(is_dynamic=True)}, "pass it as plan"),
         ({"plan": {}}, "expected a StoragePlan"),
         ({"plan": 7}, "expected a StoragePlan"),
-        ({"plan": "no_such_plan"}, "place of a saved plan, or text that begins with one of model"),
+        ({"plan": "no_such_plan"}, "path of a saved plan, or text that begins with one of model"),
         ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
         ({"plan": ("int8", "int9")}, "expected one of"),
         ({"plan": {0: SAFE}}, "got none for layer 1; add it"),
