@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan, disable, enable, serving
 from hf_fp8kv.attention.deterministic import ROWS
+from hf_fp8kv.ops.cpu import backend as cpu_backend
 from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
@@ -156,8 +157,13 @@ def test_results_and_gradients_of_modules(module: torch.nn.Module, shape: tuple[
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
-def test_sizes_that_fill_no_vector(threads: int) -> None:
-    """torch computes the rest of a vector by other code, at the end of each thread's part."""
+def test_sizes_that_fill_no_vector(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes the rest of a vector by other code, at the end of each thread's part.
+
+    Threads share the spans of a sequence, but not those of a batch.
+    """
+    monkeypatch.setattr(cpu_backend, "GRAIN", 1)
+    monkeypatch.setattr(cpu_backend, "SPAN", 16)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
