@@ -8,7 +8,7 @@ change a code.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..modeling.methods import ModelMethod, remove_methods
-from ..modeling.model_support import CACHE, DETERMINISTIC, EXPAND, moving_rope
+from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, EXPAND, moving_rope
 
 # Minimum number of slots per page.
 LEAST_PAGE = 16
@@ -39,9 +39,10 @@ _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _NO_ACTIVATIONS = re.compile("Softmax|Softmin|LogSoftmax|Softmax2d|GLU|PReLU|MultiheadAttention")
 # Elementwise functions with different code for the remainder of a vector.
 _ELEMENTWISE = frozenset(
-    ("elu", "erf", "expm1", "gelu", "log1p", "log_sigmoid_forward", "mish", "sigmoid", "silu",
-     "softplus")
+    ("celu", "elu", "erf", "expm1", "gelu", "log1p", "log_sigmoid_forward", "mish", "sigmoid",
+     "silu", "softplus")
 )  # fmt: skip
+_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
 
 
 def check_deterministic(model: PreTrainedModel, stock: Sequence[int] = ()) -> None:
@@ -96,11 +97,15 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
     """Make modules compute in blocks of a fixed size, and attention deterministic."""
     owners = vars(model).setdefault(_OWNERS, [])
     if not owners:
-        for module, method in _methods(model):
-            method(module).install()
+        # The weight of this projection is multiplied by queries and results, without its module.
+        absorbed = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
         for module in model.modules():
             vars(module)[DETERMINISTIC] = True
-        model.register_forward_pre_hook(_check_call, with_kwargs=True)
+            if id(module) not in absorbed and (method := _method_for(module)) is not None:
+                method(module).install()
+        # PEFT calls `forward` and some trainers call the decoder, without hooks of the model.
+        for part in {model, model.base_model}:
+            part.register_forward_pre_hook(_check_call, with_kwargs=True)
     owners.append(owner)
 
 
@@ -111,12 +116,12 @@ def remove_deterministic(model: Any, owner: str) -> None:
         owners.remove(owner)
     if owners or vars(model).pop(_OWNERS, None) is None:
         return
-    for number, hook in list(model._forward_pre_hooks.items()):
-        if hook is _check_call:
-            del model._forward_pre_hooks[number]
-            model._forward_pre_hooks_with_kwargs.pop(number, None)
     for module in model.modules():
         vars(module).pop(DETERMINISTIC, None)
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is _check_call:
+                del module._forward_pre_hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
         if isinstance(vars(module).get("forward"), _Forward):
             remove_methods(module)
 
@@ -144,6 +149,13 @@ def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict
     is_padded = isinstance(mask, Tensor) and mask.ndim == 2
     for cache in caches:
         if isinstance(cache, FP8PagedCache):
+            name = str(model.config.get_text_config(decoder=True)._attn_implementation)
+            if not name.startswith(ATTENTION):
+                raise ConfigError(
+                    f"deterministic: expected the attention {ATTENTION!r}, got {name!r}; call "
+                    "enable() again"
+                )
+            cache.options.check_stored("deterministic")
             check_page_size(cache.options.page_size)
             if is_padded:
                 check_padding(mask.bool())
@@ -152,19 +164,12 @@ def _check_call(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict
     return None
 
 
-def _methods(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, "type[_Forward]"]]:
-    """Yield the modules that compute in blocks, and the class of their new `forward`."""
-    # The weight of this projection is multiplied by queries and results, without its module.
-    absorbed = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
-    for module in model.modules():
-        if id(module) not in absorbed and (method := _method_for(module)) is not None:
-            yield module, method
-
-
 def _method_for(module: torch.nn.Module) -> "type[_Forward] | None":
     """Return the class of a module's new `forward`, or None."""
     kind, leaf = type(module), not any(True for _ in module.children())
-    if _EXPERTS.search(kind.__name__) and _has_matrices(module):
+    # A router may multiply by the weight of one of its modules.
+    parts = module.modules() if "Router" in kind.__name__ else [module]
+    if _EXPERTS.search(kind.__name__) and any(map(_has_matrices, parts)):
         return _TokenByToken
     if kind.forward in _FORWARDS:
         return _InBlocks
@@ -185,36 +190,28 @@ def _has_matrices(module: torch.nn.Module) -> bool:
 
 
 class FunctionWatch(TorchDispatchMode):
-    """Detects elementwise functions that a model applies to all tokens outside modules.
+    """Detects functions whose bits depend on the tensor's size, called on all tokens at once.
 
     Attributes:
-        found: Name of the last such function, or "".
+        found: Name of the last such elementwise function or product, or "".
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found, self._inside = "", 0
-        experts = [module for module, method in _methods(model) if method is _TokenByToken]
-        self._hooks = [module.register_forward_pre_hook(self._enter) for module in experts]
-        self._hooks += [module.register_forward_hook(self._leave) for module in experts]
-
-    def _enter(self, *_: Any) -> None:
-        self._inside += 1
-
-    def _leave(self, *_: Any) -> None:
-        self._inside -= 1
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
+        self._tokens, self.found = tokens, ""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = function.overloadpacket.__name__.rstrip("_")
-        if name in _ELEMENTWISE and args[0].ndim > 1 and not self._inside:
+        if name in _ELEMENTWISE and args[0].shape[:-1].numel() >= self._tokens:
             self.found = name
+        if name in _PRODUCTS:
+            one, other = args[-2:]
+            # RoPE multiplies single factors, and latent attention blocks of columns.
+            is_exact = one.shape[-1] == 1 or other.shape[-1] == ROWS
+            if one.shape[-2] >= self._tokens and not is_exact:
+                self.found = name
         return function(*args, **(kwargs or {}))
 
 
@@ -258,7 +255,9 @@ class _TokenByToken(_Forward):
                 return x[i : i + 1] if each and not isinstance(x, torch.nn.Parameter) else x
 
             picked_args, picked_kwargs = tree_map(pick, (args, kwargs))
-            return forward(states.reshape(count, -1)[i : i + 1], *picked_args, **picked_kwargs)
+            # A copy, because alignment decides the order of sums.
+            state = states.reshape(count, -1)[i : i + 1].clone()
+            return forward(state, *picked_args, **picked_kwargs)
 
         if not count:
             return forward(states, *args, **kwargs)
@@ -276,12 +275,13 @@ class _Elementwise(_Forward):
 
 
 def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: int = 0) -> Tensor:
-    """Apply `compute` to blocks of `ROWS` rows. The last block is padded with zeros."""
-    count = rows.shape[axis]
-    if missing := -count % ROWS:
-        shape = [*rows.shape]
-        shape[axis] = missing
-        rows = torch.cat([rows, rows.new_zeros(shape)], axis)
+    """Apply `compute` to blocks of `ROWS` rows. The last block is padded with zeros.
+
+    Rows are copied, because strides and alignment decide the order of sums.
+    """
+    count, shape = rows.shape[axis], [*rows.shape]
+    shape[axis] = -count % ROWS
+    rows = torch.cat([rows, rows.new_zeros(shape)], axis)
     return torch.cat([compute(part) for part in rows.split(ROWS, axis)], axis).narrow(
         axis, 0, count
     )

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan, disable, enable, serving
 from hf_fp8kv.attention.deterministic import ROWS
+from hf_fp8kv.ops.cpu import backend as cpu_backend
 from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
@@ -98,14 +99,17 @@ def test_a_prefix_store_keeps_its_pages_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("plan", ["adaptive", "model"])
 def test_a_trainer_s_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> None:
-    """Positions are those of a text without padding, as trainers leave them out."""
+    """Positions are those of a text without padding, as trainers leave them out.
+
+    PEFT calls `forward`, and here the mask has no name.
+    """
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     plan = choose_plan(model) if plan == "adaptive" else plan
     enable(model, training="stored", deterministic=True, plan=plan, page_size=PAGE)
     lengths = torch.tensor([[70], [35], [5]])
     ids, column = texts(3, 70), torch.arange(70)[None]
     mask = column < lengths if side == "right" else column >= 70 - lengths
-    found = model.train()(ids, attention_mask=mask.long(), use_cache=False).logits
+    found = model.train().forward(ids, mask.long(), use_cache=False).logits
     assert found.requires_grad
     for text, present, logits in zip(ids, mask, found, strict=True):
         cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, plan=plan)
@@ -153,8 +157,13 @@ def test_results_and_gradients_of_modules(module: torch.nn.Module, shape: tuple[
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
-def test_sizes_that_fill_no_vector(threads: int) -> None:
-    """torch computes the rest of a vector by other code, at the end of each thread's part."""
+def test_sizes_that_fill_no_vector(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes the rest of a vector by other code, at the end of each thread's part.
+
+    Threads share the spans of a sequence, but not those of a batch.
+    """
+    monkeypatch.setattr(cpu_backend, "GRAIN", 1)
+    monkeypatch.setattr(cpu_backend, "SPAN", 16)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -179,15 +188,22 @@ def test_pages_and_backends(backend: str, page_size: int) -> None:
     assert torch.equal(read(model, ids, [40, 1, 89], other)[0][:1], logits)
 
 
-@pytest.mark.parametrize(("page_size", "message"), [(8, "page_size=8"), (PAGE, "padding")])
-def test_calls_are_refused_before_they_store(page_size: int, message: str) -> None:
+def test_calls_are_refused_before_they_store() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
-    cache = FP8PagedCache(model.config, prefill="stored", page_size=page_size)
-    for one in (cache, FP8PagedCache(prefill="stored", page_size=page_size)):
-        with pytest.raises(ConfigError, match=message):
-            model(**inputs, past_key_values=one)
-        assert one.get_seq_length() == 0
+    centered = ("fp8_e3m4 centered", "fp8_e3m4")
+    refused: dict[str, dict[str, Any]] = {
+        "page_size=8": {"page_size": 8}, "padding": {}, "prefill": {"prefill": "exact"},
+        "centers": {"plan": centered}, "'sdpa'": {},
+    }  # fmt: skip
+    for message, keywords in refused.items():
+        if "sdpa" in message:
+            model.set_attn_implementation("sdpa")
+        for config in (model.config, None):
+            cache = FP8PagedCache(config, **{"prefill": "stored", **keywords})
+            with pytest.raises(ConfigError, match=message):
+                model.forward(**inputs, past_key_values=cache)
+            assert cache.get_seq_length() == 0
 
 
 class Adapter(torch.nn.Module):
@@ -217,11 +233,28 @@ def test_as_many_tokens_as_experts() -> None:
     assert torch.equal(read(model, ids, [1] * 20)[0][:1], read(model, ids[:1], [20])[0])
 
 
-def test_functions_of_other_numbers_are_left_alone() -> None:
+class Router(torch.nn.Module):
+    """Multiplies by the weight of a module inside, as LongcatFlash does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = torch.nn.Linear(64, 6)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return torch.nn.functional.linear(states, self.classifier.weight)
+
+
+def test_routers_rows_with_gaps_and_functions_of_other_numbers() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    model.extra, states = torch.nn.Softmax(-1), torch.randn(3, 8)
+    model.router, model.linear = Router(), torch.nn.Linear(64, 6)
+    model.softmax = torch.nn.Softmax(-1)
+    wide = torch.randn(2 * ROWS, 129, generator=torch.Generator().manual_seed(0))
+    rows = wide[:, 1:65]
     enable(model, deterministic=True)
-    assert torch.equal(model.extra(states), states.softmax(-1))
+    for module in (model.router, model.linear):
+        together, single = module(rows), [module(row[None]) for row in rows.clone()]
+        assert torch.equal(together, torch.cat(single))
+    assert torch.equal(model.softmax(rows), rows.softmax(-1))
 
 
 def test_it_ends_with_disable_and_lives_in_copies() -> None:
