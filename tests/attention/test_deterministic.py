@@ -160,7 +160,7 @@ def test_results_and_gradients_of_modules(module: torch.nn.Module, shape: tuple[
 def test_sizes_that_fill_no_vector(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch computes the rest of a vector by other code, at the end of each thread's part.
 
-    Threads share the spans of a sequence, but not those of a batch.
+    Threads share the spans of one sequence, and whole sequences of a batch.
     """
     monkeypatch.setattr(cpu_backend, "GRAIN", 1)
     monkeypatch.setattr(cpu_backend, "SPAN", 16)
