@@ -17,8 +17,8 @@ from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
 from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
 
-# Number of parts that a program of `_combine` merges at a time, and channels per warp. This pair was
-# the fastest of five on an H100 in three of four decode cases.
+# Number of parts that a program of `_combine` merges at a time, and channels per warp. This pair
+# was the fastest of five on an H100 in three of four decode cases.
 MERGED = 32
 MERGED_CHANNELS = 128
 
