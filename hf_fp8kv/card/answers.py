@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import compute_logits
 from .caches import UNQUANTIZED, Contender
-from .predictions import Prefix
+from .predictions import read_states
 from .tasks import Haystack, Question
 
 # Below this share of right answers, the unquantized cache may have guessed them.
@@ -33,14 +33,15 @@ def run_task(
         cache; `dropped`; and `caches`, by name the numbers of right answers that are `lost` and
         `won` against the unquantized cache. It is empty for a dropped task.
     """
-    prefixes = [Prefix(model, haystack.ids.to(model.device)) for haystack in haystacks]
+    states = [read_states(model, haystack.ids.to(model.device)) for haystack in haystacks]
 
     def answer_all(contender: Contender) -> list[bool]:
-        return [
-            right
-            for prefix, haystack in zip(prefixes, haystacks, strict=True)
-            for right in _answer_all(model, prefix, haystack, contender)
-        ]
+        right = []
+        for read, haystack in zip(states, haystacks, strict=True):
+            cache = contender.fill(model, read)
+            for question in haystack.questions:
+                right += _answer(model, question, _copy(cache))
+        return right
 
     expected = answer_all(UNQUANTIZED)
     dropped = sum(expected) < CEILING * len(expected)
@@ -49,15 +50,6 @@ def run_task(
         pairs = [*zip(expected, answer_all(contender), strict=True)]
         caches[name] = {"lost": pairs.count((True, False)), "won": pairs.count((False, True))}
     return {"asked": len(expected), "right": sum(expected), "dropped": dropped, "caches": caches}
-
-
-def _answer_all(
-    model: PreTrainedModel, prefix: Prefix, haystack: Haystack, contender: Contender
-) -> list[bool]:
-    cache = prefix.fill(contender, haystack.ids.shape[1])
-    return [
-        right for question in haystack.questions for right in _answer(model, question, _copy(cache))
-    ]
 
 
 def _copy(cache: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,11 @@ def card(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the card. Default: card-NAME. An interrupted card resumes."),
+        typer.Option(
+            file_okay=False,
+            writable=True,
+            help="Folder of the card. Default: card-NAME. An interrupted card resumes.",
+        ),
     ] = None,
     quick: Annotated[
         bool,
@@ -46,7 +51,7 @@ def card(
 
     if quick and long:
         raise typer.BadParameter("expected --quick or --long, got both")
-    name = DEMO if model is None else Path(model).name
+    name = DEMO if model is None else Path(os.path.abspath(model)).name
     folder = out or Path(f"card-{name.split()[0]}")
     parts = folder / "parts.json"
     loaded, tokenizer = load_model(model, device, "float32")

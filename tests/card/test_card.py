@@ -19,7 +19,7 @@ from hf_fp8kv.card.answers import run_task
 from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, round_to_q8_0
 from hf_fp8kv.card.drift import describe_drift, follow_answers, quantile, write_answers
 from hf_fp8kv.card.measure import Size, judge
-from hf_fp8kv.card.predictions import Prefix, check_stored, score_text
+from hf_fp8kv.card.predictions import States, check_stored, read_states, score_text
 from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, Haystack, Question, Step, write_haystacks
 from hf_fp8kv.errors import ConfigError
@@ -147,26 +147,26 @@ def _center_elsewhere(model) -> FP8PagedCache:
     return FP8PagedCache(model.config, plan=StoragePlan(layers))
 
 
-def _findings(contender: Contender, prefix: Prefix, length: int) -> list[str]:
+def _findings(contender: Contender, model: Any, states: list[States]) -> list[str]:
     row = {"kind": measure.ALL, "kl": 1e-4}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-    stored = check_stored(contender, prefix, length)
+    stored = check_stored(contender, model, states)
     cache = {"predictions": [row], "drift": drift, "stored": stored, "tasks": {}}
     return judge(cache, None)["findings"]
 
 
 def test_planted_defects_of_stored_states_are_found():
     model, _ = tiny("llama", num_hidden_layers=2)
-    prefix = Prefix(model, torch.randint(4, 90, (1, 80)))
+    states = read_states(model, torch.randint(4, 90, (1, 80)))
     for name in ("default", "adaptive", "fp8"):
-        assert not _findings(CONTENDERS[name], prefix, 80)
+        assert not _findings(CONTENDERS[name], model, states)
     defects = {
-        "V is stored +2": lambda model: Louder(model.config),
+        "V is stored 2.": lambda model: Louder(model.config),
         "1 stored tokens are lost (at 40).": lambda model: Forgetful(model.config),
         "The centers do not fit": _center_elsewhere,
     }
     for finding, make in defects.items():
-        found = _findings(Contender("defect", make), prefix, 80)
+        found = _findings(Contender("defect", make), model, states)
         assert any(text.startswith(finding) for text in found), (finding, found)
 
 
@@ -315,6 +315,8 @@ def test_standard_caches_and_plans(folder):
     assert "checkpoint" in refused
     with pytest.raises(ConfigError, match="caches: expected some of default"):
         choose_contenders(model, ["fp9"])
+    with pytest.raises(ConfigError, match="caches: expected one that can be measured"):
+        choose_contenders(model, ["checkpoint"])
 
 
 def test_the_docs_show_the_card_of_the_demo_model():
