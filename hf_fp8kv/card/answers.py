@@ -1,12 +1,10 @@
 """Answers to tasks: the right answers that each cache loses and wins."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import compute_logits
 from .caches import UNQUANTIZED, Contender
 from .predictions import read_states
@@ -38,9 +36,8 @@ def run_task(
     def answer_all(contender: Contender) -> list[bool]:
         right = []
         for read, haystack in zip(states, haystacks, strict=True):
-            cache = contender.fill(model, read)
             for question in haystack.questions:
-                right += _answer(model, question, _copy(cache))
+                right += _answer(model, question, contender.fill(model, read))
         return right
 
     expected = answer_all(UNQUANTIZED)
@@ -50,16 +47,6 @@ def run_task(
         pairs = [*zip(expected, answer_all(contender), strict=True)]
         caches[name] = {"lost": pairs.count((True, False)), "won": pairs.count((False, True))}
     return {"asked": len(expected), "right": sum(expected), "dropped": dropped, "caches": caches}
-
-
-def _copy(cache: Any) -> Any:
-    """Return a cache that a question may write to. No stored state is copied."""
-    if isinstance(cache, FP8PagedCache):
-        return cache.fork()
-    twin = copy.copy(cache)
-    # The growing layers of transformers replace their tensors, and write into none.
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
-    return twin
 
 
 def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool]:

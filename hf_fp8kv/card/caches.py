@@ -90,33 +90,31 @@ def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
     return lambda model: FP8PagedCache(model.config, **options)
 
 
-def _adaptive(model: PreTrainedModel) -> FP8PagedCache:
-    return FP8PagedCache(model.config, plan=resolve_plan(model, ADAPTIVE, None)[1])
-
-
-def _checkpoint(model: PreTrainedModel) -> FP8PagedCache:
-    return FP8PagedCache.from_pretrained(str(model.name_or_path), config=model.config)
-
-
-def _rounded(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], Any]:
-    return lambda model: RoundedCache(model.config, rounding)
-
-
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
 CONTENDERS = {
     "default": Contender("FP8PagedCache, the default", _paged()),
-    "adaptive": Contender('FP8PagedCache, dtype="adaptive"', _adaptive),
+    "adaptive": Contender(
+        'FP8PagedCache, dtype="adaptive"',
+        lambda model: FP8PagedCache(model.config, plan=resolve_plan(model, ADAPTIVE, None)[1]),
+    ),
     "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
-    CHECKPOINT: Contender("FP8PagedCache, the checkpoint's scales", _checkpoint),
+    CHECKPOINT: Contender(
+        "FP8PagedCache, the checkpoint's scales",
+        lambda model: FP8PagedCache.from_pretrained(str(model.name_or_path), config=model.config),
+    ),
     "fp8-1.0": Contender('FP8PagedCache, dtype="fp8", scale 1.0', _paged(dtype="fp8", scales=1.0)),
     "q8_0": Contender(
-        "q8_0 of llama.cpp (rounding only)", _rounded(round_to_q8_0), 8 + 16 / _BLOCK
+        "q8_0 of llama.cpp (rounding only)",
+        lambda model: RoundedCache(model.config, round_to_q8_0), 8 + 16 / _BLOCK,
     ),
     "QuantizedCache": Contender(
         'QuantizedCache("fp8")', lambda model: QuantizedCache("fp8", model.config)
     ),
-    FLOOR: Contender("K and V rounded to bfloat16", _rounded(round_to_bfloat16), 16),
-}
+    FLOOR: Contender(
+        "K and V rounded to bfloat16",
+        lambda model: RoundedCache(model.config, round_to_bfloat16), 16,
+    ),
+}  # fmt: skip
 STANDARD = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
 
 
@@ -155,7 +153,7 @@ def choose_contenders(
         made.make(model)
         found["scales"] = made
     if not found:
-        raise ConfigError(f"caches: expected one that can be measured, got {refused}")
+        raise ConfigError(f"caches: expected one to measure. {' '.join(refused.values())}")
     return found, refused
 
 

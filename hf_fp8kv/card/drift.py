@@ -19,6 +19,7 @@ _CHUNK, _LOGITS = 128, 1 << 26  # tokens of a call, and its logits
 _FEW = 8  # rows
 # A window whose divergence is this number of standard deviations above the trend is a jump.
 _JUMP = 8.0
+_LARGEST = math.log(11)
 _POWER = 0.8  # probability with which the detectable slope would have been found
 
 
@@ -148,6 +149,11 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
         "detectable": (wide + quantile(_POWER, freedom)) * error,
         "jump": _find_jump(windows, floor),
     }
+
+
+def format_change(logarithm: float) -> str:
+    """Return a change of a logarithm as a change in percent, at most +1,000 %."""
+    return f"{math.expm1(logarithm):+.0%}" if logarithm < _LARGEST else "> +1,000%"
 
 
 def _log(windows: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,14 @@ from ..utils.environment import describe_run
 from ..utils.files import write_all
 from .answers import run_task
 from .caches import FLOOR, UNQUANTIZED, Contender, choose_contenders, measure_bytes
-from .drift import average_windows, describe_drift, follow_answers, run_freely, write_answers
+from .drift import (
+    average_windows,
+    describe_drift,
+    follow_answers,
+    format_change,
+    run_freely,
+    write_answers,
+)  # fmt: skip
 from .predictions import check_stored, read_states, score_text
 from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
@@ -171,18 +178,17 @@ def measure_card(
     card = _Card(model, tokenizer, size, contenders)
     todo = card.list_parts()
     with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:
-        found: dict[str, Any] = {}
         for part, compute in todo.items():
             bar.set_description(part)
-            found[part] = kept.get(part, partial(compute, found))
+            card.found[part] = kept.get(part, compute)
             bar.update()
-    by_cache = {cache: card.describe(cache, found) for cache in contenders}
+    by_cache = {cache: card.describe(cache) for cache in contenders}
     for described in by_cache.values():
         described["verdict"] = judge(described, by_cache.get(FLOOR))
         described["tokens"] = int(memory_gib * 2**30 / described["bytes_per_token"])
     return {
-        **run, "settings": settings, "bf16_bytes_per_token": found["bytes"][UNQUANTIZED.title],
-        "tasks": {task: {k: v for k, v in found[f"task: {task}"].items() if k != "caches"}
+        **run, "settings": settings, "bf16_bytes_per_token": card.found["bytes"][UNQUANTIZED.title],
+        "tasks": {task: {k: v for k, v in card.found[f"task: {task}"].items() if k != "caches"}
                   for task in card.haystacks},
         "caches": by_cache, "refused": refused | card.refused,
     }  # fmt: skip
@@ -196,6 +202,7 @@ class _Card:
         contenders: dict[str, Contender],
     ) -> None:  # fmt: skip
         self.model, self.size, self.contenders = model, size, contenders
+        self.found: dict[str, Any] = {}
         self.texts = {
             kind: [ids.to(model.device) for ids in read_texts(
                 tokenizer, kind, size.texts, size.positions[-1])]
@@ -214,10 +221,10 @@ class _Card:
         prompts = [ids for kind in KINDS for ids in read_texts(tokenizer, kind, per_kind, _PROMPT)]
         self.prompts = torch.cat(prompts)[: size.answers].to(model.device)
 
-    def list_parts(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
-        """Return functions that compute the parts from the results of earlier parts, in order."""
+    def list_parts(self) -> dict[str, Callable[[], Any]]:
+        """Return functions that compute the parts, in order. Some read earlier parts in `found`."""
         size = self.size
-        parts: dict[str, Callable[[dict[str, Any]], Any]] = {"bytes": self._count_bytes}
+        parts: dict[str, Callable[[], Any]] = {"bytes": self._count_bytes}
         for number in range(size.texts):
             for kind in KINDS:
                 parts[f"text: {kind} {number + 1}"] = partial(self._score, kind, number)
@@ -227,17 +234,17 @@ class _Card:
             parts[f"drift: answers from {start + 1}"] = partial(self._follow, start)
         for name in self.contenders if size.free else ():
             parts[f"free: {name}"] = partial(self._run_freely, name)
-        for task in self.haystacks:
-            parts[f"task: {task}"] = partial(self._run_task, task)
+        for task, haystacks in self.haystacks.items():
+            parts[f"task: {task}"] = partial(run_task, self.model, haystacks, self.contenders)
         for length in size.stored:
             parts[f"steps: {length} tokens"] = partial(self._time_steps, length)
         return parts
 
-    def _count_bytes(self, found: dict[str, Any]) -> dict[str, float]:
+    def _count_bytes(self) -> dict[str, float]:
         both = {UNQUANTIZED.title: UNQUANTIZED, **self.contenders}
         return {name: measure_bytes(cache, self.model, self.sample) for name, cache in both.items()}
 
-    def _score(self, kind: str, number: int, found: dict[str, Any]) -> dict[str, Any]:
+    def _score(self, kind: str, number: int) -> dict[str, Any]:
         scores = score_text(
             self.model, self.texts[kind][number], self.contenders,
             positions=self.size.positions, scored=self.size.scored,
@@ -247,31 +254,30 @@ class _Card:
             for (position, name), of_text in scores.items()
         }
 
-    def _check_stored(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _check_stored(self) -> dict[str, Any]:
         states = read_states(self.model, self.first)
         return {name: check_stored(c, self.model, states) for name, c in self.contenders.items()}
 
-    def _write_answers(self, found: dict[str, Any]) -> list[list[int]]:
+    def _write_answers(self) -> list[list[int]]:
         # Pages in the model's dtype store the bits of DynamicCache, and copy no history.
         pages = Contender("", lambda model: FP8PagedCache(model.config, dtype="model"))
         written = write_answers(self.model, self.prompts, pages, self.size.drift)
         answers: list[list[int]] = written.tolist()
         return answers
 
-    def _follow(self, start: int, found: dict[str, Any]) -> dict[str, list[list[float]]]:
+    def _follow(self, start: int) -> dict[str, list[list[float]]]:
         chosen = slice(start, start + _GROUP)
-        answers = torch.tensor(found["answers"][chosen], device=self.model.device)
+        answers = torch.tensor(self.found["answers"][chosen], device=self.model.device)
         followed = follow_answers(self.model, self.prompts[chosen], answers, self.contenders)
         return {name: average_windows(kl).tolist() for name, kl in followed.items()}
 
-    def _run_freely(self, name: str, found: dict[str, Any]) -> dict[str, Any]:
-        expected = torch.tensor(found["answers"], device=self.model.device)[:, : self.size.free]
+    def _run_freely(self, name: str) -> dict[str, Any]:
+        expected = torch.tensor(self.found["answers"], device=self.model.device)[
+            :, : self.size.free
+        ]
         return run_freely(self.model, self.prompts, expected, self.contenders[name])
 
-    def _run_task(self, task: str, found: dict[str, Any]) -> dict[str, Any]:
-        return run_task(self.model, self.haystacks[task], self.contenders)
-
-    def _time_steps(self, length: int, found: dict[str, Any]) -> dict[str, Any]:
+    def _time_steps(self, length: int) -> dict[str, Any]:
         """Return milliseconds of a decode step, and its ratio to DynamicCache's."""
         times = 1, 1, -(-length // _PROMPT), 1
         states = [(keys.repeat(times), values.repeat(times)) for keys, values in self.sample]
@@ -292,9 +298,9 @@ class _Card:
             for name, taken in seconds.items()
         }
 
-    def describe(self, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    def describe(self, name: str) -> dict[str, Any]:
         """Return the entry of a cache."""
-        followed = [of for part, of in found.items() if part.startswith("drift:")]
+        followed = [of for part, of in self.found.items() if part.startswith("drift:")]
         windows, floor = (
             torch.tensor([row for of in followed for row in of.get(cache, ())], dtype=torch.float64)
             for cache in (name, FLOOR)
@@ -302,33 +308,33 @@ class _Card:
         has_floor = name != FLOOR and FLOOR in self.contenders
         return {
             "title": self.contenders[name].title,
-            "bytes_per_token": found["bytes"][name],
-            "predictions": self._summarize(name, found),
-            "stored": found["stored states"][name],
+            "bytes_per_token": self.found["bytes"][name],
+            "predictions": self._summarize(name),
+            "stored": self.found["stored states"][name],
             "drift": {
                 "kl": windows.mean().item(),
                 "windows": [float(f"{x:.4g}") for x in windows.mean(0).tolist()],
                 **describe_drift(windows, floor if has_floor else None),
             },
-            "free": found.get(f"free: {name}"),
+            "free": self.found.get(f"free: {name}"),
             "tasks": {
                 part.removeprefix("task: "): of["caches"].get(name)
-                for part, of in found.items() if part.startswith("task:")
+                for part, of in self.found.items() if part.startswith("task:")
             },
             "steps": {
-                str(length): found[f"steps: {length} tokens"].get(name)
+                str(length): self.found[f"steps: {length} tokens"].get(name)
                 for length in self.size.stored
             },
         }  # fmt: skip
 
-    def _summarize(self, name: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _summarize(self, name: str) -> list[dict[str, Any]]:
         """Return the scores of all texts, by position and kind of text."""
         rows = []
         for position in self.size.positions:
             for kind in (ALL, *KINDS):
                 texts = [
                     Scores(*(torch.tensor(x, dtype=torch.float64) for x in of.values()))
-                    for part, by_cache in found.items()
+                    for part, by_cache in self.found.items()
                     if part.startswith("text:" if kind == ALL else f"text: {kind} ")
                     for of in [by_cache[f"{position} {name}"]]
                 ]
@@ -371,8 +377,8 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
                 "without centers."
             )
     if cache is not floor and floor is not None and drift["low"] > 0:
-        growth = math.expm1(drift["slope"])
-        findings.append(f"KL grows {growth:+.0%} per 1,000 tokens faster than with bfloat16.")
+        growth = format_change(drift["slope"])
+        findings.append(f"KL grows {growth} per 1,000 tokens faster than with bfloat16.")
     if jump := drift["jump"]:
         findings.append(f"KL jumps {jump['factor']:.0f}-fold at token {jump['position']}.")
     answers = [of for of in cache["tasks"].values() if of]

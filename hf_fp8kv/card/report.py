@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..bench.reporting import build_table
 from .caches import FLOOR
-from .drift import WINDOW
+from .drift import WINDOW, format_change
 from .measure import ALL, TIERS
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def state_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
     cache = card["caches"][name]
     verdict, share = cache["verdict"], cache["bytes_per_token"] / card["bf16_bytes_per_token"]
     most = TIERS[verdict["tier"]]
-    bound = f" up to {most:g}" if most < 1 else ""
+    bound = f"up to {most:g}" if math.isfinite(most) else f"above {TIERS['visible']:g}"
     findings = " ".join(verdict["findings"]) or "Nothing else was found."
     return (
-        f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier{bound}), "
+        f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier {bound}), "
         f"{share:.2f} of the bytes of bf16. {findings}"
     )
 
@@ -120,16 +120,15 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
         scored = [row for row in cache["predictions"] if row["kind"] == ALL]
         drift, steps = cache["drift"], (cache["steps"][str(length)] for length in lengths)
         slope, low, high, least = (
-            math.expm1(drift[field]) for field in ("slope", "low", "high", "detectable")
+            format_change(drift[field]) for field in ("slope", "low", "high", "detectable")
         )
-        slopes = f"{slope:+.0%} [{low:+.0%}, {high:+.0%}]"
         columns[name] = [
             f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
             *(_format_kl(row["kl"], row["kl_error"]) for row in scored),
             _format_kl(scored[-1]["kl_p99"]), _format_kl(scored[-1]["kl_max"]),
             *(f"{row['top1']:.1%}" for row in scored), _format_kl(drift["kl"]),
-            *(["", ""] if name == FLOOR else [slopes, f"{least:.0%}"]),
-            *[_format_first(cache["free"])] * bool(settings["free"]),
+            *(["", ""] if name == FLOOR else [f"{slope} [{low}, {high}]", least]),
+            *map(_format_first, [cache["free"]] * bool(settings["free"])),
             *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
             *(f"{step['ratio']:.2f}" if step else "" for step in steps),
         ]  # fmt: skip

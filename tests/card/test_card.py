@@ -14,9 +14,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan, demo_model_path
 from hf_fp8kv.attention.switching import paged_attention
+from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.card import measure
 from hf_fp8kv.card.answers import run_task
-from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, round_to_q8_0
+from hf_fp8kv.card.caches import (
+    CONTENDERS,
+    UNQUANTIZED,
+    Contender,
+    choose_contenders,
+    measure_bytes,
+    round_to_q8_0,
+)  # fmt: skip
 from hf_fp8kv.card.drift import describe_drift, follow_answers, quantile, write_answers
 from hf_fp8kv.card.measure import Size, judge
 from hf_fp8kv.card.predictions import States, check_stored, read_states, score_text
@@ -28,6 +36,7 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 SMALL = Size(positions=(96, 192), scored=16, answers=2, drift=256, free=8, asked=0, stored=(64,))
+TINIEST = replace(SMALL, positions=(96,), free=0, asked=4, length=512)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +120,51 @@ def test_options_that_are_refused(run, folder, options, code, message, tmp_path)
     assert (found, out) == (code, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert not (tmp_path / "card").exists()
+
+
+def test_a_card_without_free_answers_and_possible_tasks(run, folder, monkeypatch, tmp_path):
+    """The model's tokenizer has the same token for all words of the tasks."""
+    monkeypatch.setitem(measure.SIZES, "quick", TINIEST)
+    monkeypatch.chdir(folder)
+    options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
+    code, _, err = run("card", ".", *options)
+    assert code == 0, err
+    markdown = (tmp_path / "card" / "card.md").read_text()
+    assert markdown.startswith(f"# {Path(folder).name}: losses")
+    assert "* chains was not measured. tasks: expected" in markdown
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
+def test_models_with_windows_latents_and_shared_layers(name):
+    """Bytes are those of stored tokens, whether they are quantized or not."""
+    model, _ = tiny(name)
+    states = read_states(model, torch.randint(4, 90, (1, 80)))
+    assert not _findings(CONTENDERS["default"], model, states)
+    unquantized = measure_bytes(UNQUANTIZED, model, states)
+    assert unquantized == measure_bytes(CONTENDERS["bf16"], model, states)
+    if name == "deepseek_v3":
+        assert unquantized == 2 * 2 * (16 + 8)
+    else:
+        assert unquantized < 2 * sum(x[:, :, 0].numel() for layer in states for x in layer)
+
+
+@pytest.mark.parametrize("name", ["jamba", "seq2seq/t5"])
+def test_models_that_are_refused(name, folder, tmp_path):
+    model, _ = tiny(name, max_position_embeddings=512)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(ConfigError, match="model: expected a decoder of attention layers"):
+        measure.measure_card(model, tokenizer, name=name, parts=tmp_path / "x" / "parts.json")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_broken_cache_is_described():
+    """Infinite divergences have a tier and no slope."""
+    broken = torch.full((4,), math.inf, dtype=torch.float64)
+    row = measure.summarize([Scores(broken, torch.ones_like(broken), broken)] * 2)
+    drift = describe_drift(torch.full((2, 16), math.inf, dtype=torch.float64), None)
+    cache = {"predictions": [{**row, "kind": measure.ALL}], "stored": None, "tasks": {},
+             "drift": {**drift, "kl": math.inf}}  # fmt: skip
+    assert judge(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
 
 
 def test_settings_that_change_start_again(folder, tmp_path):
@@ -315,7 +369,7 @@ def test_standard_caches_and_plans(folder):
     assert "checkpoint" in refused
     with pytest.raises(ConfigError, match="caches: expected some of default"):
         choose_contenders(model, ["fp9"])
-    with pytest.raises(ConfigError, match="caches: expected one that can be measured"):
+    with pytest.raises(ConfigError, match="caches: expected one to measure"):
         choose_contenders(model, ["checkpoint"])
 
 
