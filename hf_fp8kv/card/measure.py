@@ -272,9 +272,8 @@ class _Card:
         return {name: average_windows(kl).tolist() for name, kl in followed.items()}
 
     def _run_freely(self, name: str) -> dict[str, Any]:
-        expected = torch.tensor(self.found["answers"], device=self.model.device)[
-            :, : self.size.free
-        ]
+        answers = torch.tensor(self.found["answers"], device=self.model.device)
+        expected = answers[:, : self.size.free]
         return run_freely(self.model, self.prompts, expected, self.contenders[name])
 
     def _time_steps(self, length: int) -> dict[str, Any]:
@@ -305,7 +304,7 @@ class _Card:
             torch.tensor([row for of in followed for row in of.get(cache, ())], dtype=torch.float64)
             for cache in (name, FLOOR)
         )
-        has_floor = name != FLOOR and FLOOR in self.contenders
+        relative = name != FLOOR and FLOOR in self.contenders
         return {
             "title": self.contenders[name].title,
             "bytes_per_token": self.found["bytes"][name],
@@ -314,7 +313,7 @@ class _Card:
             "drift": {
                 "kl": windows.mean().item(),
                 "windows": [float(f"{x:.4g}") for x in windows.mean(0).tolist()],
-                **describe_drift(windows, floor if has_floor else None),
+                **describe_drift(windows, floor if relative else None),
             },
             "free": self.found.get(f"free: {name}"),
             "tasks": {

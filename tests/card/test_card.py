@@ -136,7 +136,7 @@ def test_a_card_without_free_answers_and_possible_tasks(run, folder, monkeypatch
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
 def test_models_with_windows_latents_and_shared_layers(name):
-    """Bytes are those of stored tokens, whether they are quantized or not."""
+    """Layers with a window count the tokens that they keep, also without quantization."""
     model, _ = tiny(name)
     states = read_states(model, torch.randint(4, 90, (1, 80)))
     assert not _findings(CONTENDERS["default"], model, states)
