@@ -174,7 +174,8 @@ def measure_card(
         "caches": list(contenders), "scales": scales, "memory_gib": memory_gib,
     }  # fmt: skip
     run_of = {key: run[key] for key in ("commit", "versions", "hardware")}
-    kept = Parts(parts, {**settings, **run_of, "weights": digest_weights(model)})
+    of_parts = {**settings, "memory_gib": None, **run_of, "weights": digest_weights(model)}
+    kept = Parts(parts, of_parts)
     card = _Card(model, tokenizer, size, contenders)
     todo = card.list_parts()
     with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:

@@ -100,6 +100,7 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
         measure, "score_text", lambda *a, **k: started.append("text") or score(*a, **k)
     )
     assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 130
+    assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
     assert started == ["text"] * 5 + ["drift"]
     assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 0
     assert started == ["text"] * 5 + ["drift"] * 2, "finished parts are not repeated"
