@@ -1,15 +1,13 @@
 """Answers to tasks: the right answers that each cache loses and wins."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import compute_logits
 from .caches import UNQUANTIZED, Contender
-from .predictions import Prefix
+from .predictions import read_states
 from .tasks import Haystack, Question
 
 # Below this share of right answers, the unquantized cache may have guessed them.
@@ -33,14 +31,14 @@ def run_task(
         cache; `dropped`; and `caches`, by name the numbers of right answers that are `lost` and
         `won` against the unquantized cache. It is empty for a dropped task.
     """
-    prefixes = [Prefix(model, haystack.ids.to(model.device)) for haystack in haystacks]
+    states = [read_states(model, haystack.ids.to(model.device)) for haystack in haystacks]
 
     def answer_all(contender: Contender) -> list[bool]:
-        return [
-            right
-            for prefix, haystack in zip(prefixes, haystacks, strict=True)
-            for right in _answer_all(model, prefix, haystack, contender)
-        ]
+        right = []
+        for read, haystack in zip(states, haystacks, strict=True):
+            for question in haystack.questions:
+                right += _answer(model, question, contender.fill(model, read))
+        return right
 
     expected = answer_all(UNQUANTIZED)
     dropped = sum(expected) < CEILING * len(expected)
@@ -49,25 +47,6 @@ def run_task(
         pairs = [*zip(expected, answer_all(contender), strict=True)]
         caches[name] = {"lost": pairs.count((True, False)), "won": pairs.count((False, True))}
     return {"asked": len(expected), "right": sum(expected), "dropped": dropped, "caches": caches}
-
-
-def _answer_all(
-    model: PreTrainedModel, prefix: Prefix, haystack: Haystack, contender: Contender
-) -> list[bool]:
-    cache = prefix.fill(contender, haystack.ids.shape[1])
-    return [
-        right for question in haystack.questions for right in _answer(model, question, _copy(cache))
-    ]
-
-
-def _copy(cache: Any) -> Any:
-    """Return a cache that a question may write to. No stored state is copied."""
-    if isinstance(cache, FP8PagedCache):
-        return cache.fork()
-    twin = copy.copy(cache)
-    # The growing layers of transformers replace their tensors, and write into none.
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
-    return twin
 
 
 def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool]:

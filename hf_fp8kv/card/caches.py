@@ -18,6 +18,8 @@ FLOOR, CHECKPOINT = "bf16", "checkpoint"
 # Number of values in a block of llama.cpp's q8_0, which share a scale, and its largest code.
 _BLOCK, _LARGEST = 32, 127
 _PAGE = 1024  # tokens that bytes are counted for, in full pages
+# Keys and values of a layer, `[B, Hkv, N, D]`.
+States = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,13 @@ class Contender:
     title: str
     make: Callable[[PreTrainedModel], Any]
     bits: float | None = None
+
+    def fill(self, model: PreTrainedModel, states: list[States], length: int | None = None) -> Any:
+        """Return a new cache that holds the first `length` tokens. None means all tokens."""
+        cache = self.make(model)
+        for index, layer in enumerate(states):
+            cache.update(*(x[:, :, :length] for x in layer), index)
+        return cache
 
 
 class RoundedCache(DynamicCache):
@@ -81,33 +90,31 @@ def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
     return lambda model: FP8PagedCache(model.config, **options)
 
 
-def _adaptive(model: PreTrainedModel) -> FP8PagedCache:
-    return FP8PagedCache(model.config, plan=resolve_plan(model, ADAPTIVE, None)[1])
-
-
-def _checkpoint(model: PreTrainedModel) -> FP8PagedCache:
-    return FP8PagedCache.from_pretrained(str(model.name_or_path), config=model.config)
-
-
-def _rounded(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], Any]:
-    return lambda model: RoundedCache(model.config, rounding)
-
-
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
 CONTENDERS = {
     "default": Contender("FP8PagedCache, the default", _paged()),
-    "adaptive": Contender('FP8PagedCache, dtype="adaptive"', _adaptive),
+    "adaptive": Contender(
+        'FP8PagedCache, dtype="adaptive"',
+        lambda model: FP8PagedCache(model.config, plan=resolve_plan(model, ADAPTIVE, None)[1]),
+    ),
     "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
-    CHECKPOINT: Contender("FP8PagedCache, the checkpoint's scales", _checkpoint),
+    CHECKPOINT: Contender(
+        "FP8PagedCache, the checkpoint's scales",
+        lambda model: FP8PagedCache.from_pretrained(str(model.name_or_path), config=model.config),
+    ),
     "fp8-1.0": Contender('FP8PagedCache, dtype="fp8", scale 1.0', _paged(dtype="fp8", scales=1.0)),
     "q8_0": Contender(
-        "q8_0 of llama.cpp (rounding only)", _rounded(round_to_q8_0), 8 + 16 / _BLOCK
+        "q8_0 of llama.cpp (rounding only)",
+        lambda model: RoundedCache(model.config, round_to_q8_0), 8 + 16 / _BLOCK,
     ),
     "QuantizedCache": Contender(
         'QuantizedCache("fp8")', lambda model: QuantizedCache("fp8", model.config)
     ),
-    FLOOR: Contender("K and V rounded to bfloat16", _rounded(round_to_bfloat16), 16),
-}
+    FLOOR: Contender(
+        "K and V rounded to bfloat16",
+        lambda model: RoundedCache(model.config, round_to_bfloat16), 16,
+    ),
+}  # fmt: skip
 STANDARD = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
 
 
@@ -123,7 +130,7 @@ def choose_contenders(
         scales: Folder or repository of static scales to measure as well.
 
     Raises:
-        ConfigError: A name is neither a cache nor a plan.
+        ConfigError: A name is neither a cache nor a plan, or none of the caches can be measured.
     """
     standard = [*STANDARD, *[CHECKPOINT] * bool(declared_kv_scales(model.config))]
     found: dict[str, Contender] = {}
@@ -145,28 +152,25 @@ def choose_contenders(
         made = Contender(f"FP8PagedCache, scales of {scales}", _paged(scales=scales))
         made.make(model)
         found["scales"] = made
+    if not found:
+        raise ConfigError(f"caches: expected one to measure. {' '.join(refused.values())}")
     return found, refused
 
 
-def measure_bytes(
-    contender: Contender, model: PreTrainedModel, states: list[tuple[torch.Tensor, torch.Tensor]]
-) -> float:
-    """Return the bytes per token of a cache with bfloat16 as the model's dtype.
+def measure_bytes(contender: Contender, model: PreTrainedModel, states: list[States]) -> float:
+    """Return the bytes per token of a cache of 1,024 tokens with bfloat16 as the model's dtype.
 
     Args:
         contender: The cache.
         model: The model.
-        states: Keys and values of each layer, `[1, Hkv, N, D]` with any N.
+        states: Keys and values of each layer with any number of tokens.
     """
     full = [
-        tuple(x.new_ones((*x.shape[:2], _PAGE, x.shape[3]), dtype=torch.bfloat16) for x in layer)
-        for layer in states
-    ]
-    if contender.bits is not None:
-        return sum(x.numel() for layer in full for x in layer) * contender.bits / 8 / _PAGE
-    cache = contender.make(model)
-    for index, (keys, values) in enumerate(full):
-        cache.update(keys, values, index)
-    if isinstance(cache, FP8PagedCache):
-        return cache.memory_footprint().used_bytes / _PAGE
-    return count_bytes(cache) / _PAGE
+        (keys.new_ones((*keys.shape[:2], _PAGE, keys.shape[3]), dtype=torch.bfloat16),
+         values.new_ones((*values.shape[:2], _PAGE, values.shape[3]), dtype=torch.bfloat16))
+        for keys, values in states
+    ]  # fmt: skip
+    cache = contender.fill(model, full)
+    paged = isinstance(cache, FP8PagedCache)
+    used = cache.memory_footprint().used_bytes if paged else count_bytes(cache)
+    return used * (contender.bits or 16) / 16 / _PAGE

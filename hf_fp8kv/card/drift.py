@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ _CHUNK, _LOGITS = 128, 1 << 26  # tokens of a call, and its logits
 _FEW = 8  # rows
 # A window whose divergence is this number of standard deviations above the trend is a jump.
 _JUMP = 8.0
+_LARGEST = math.log(11)
 _POWER = 0.8  # probability with which the detectable slope would have been found
 
 
@@ -74,7 +74,8 @@ def _multiply(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     rows = states.numel() // states.shape[-1]
     if rows > _FEW:
         return torch.nn.functional.linear(states, layer.weight, layer.bias)
-    product = (layer.weight @ states.reshape(rows, -1).T).T.reshape(*states.shape[:-1], -1)
+    product = (layer.weight @ states.reshape(rows, -1).T).T.contiguous()
+    product = product.view(*states.shape[:-1], -1)
     return product if layer.bias is None else product + layer.bias
 
 
@@ -96,9 +97,9 @@ def follow_answers(
         contenders: The caches by name.
     """
     rows, length = answers.shape
-    vocabulary = model.get_output_embeddings().weight.shape[0]
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     chunk = max(min(_CHUNK, _LOGITS // (rows * vocabulary)), 1)
-    makers = {name: _Maker(contender, model) for name, contender in contenders.items()}
+    makers = {name: partial(contender.make, model) for name, contender in contenders.items()}
     scores = compare_caches(
         model, torch.cat((prompts, answers), 1), makers, prefill=prompts.shape[1], chunk=chunk
     )
@@ -107,15 +108,6 @@ def follow_answers(
         name: torch.cat([part.view(rows, -1) for part in scores[name].kl.split(sizes)], 1)
         for name in contenders
     }
-
-
-@dataclass(frozen=True)
-class _Maker:
-    contender: Contender
-    model: PreTrainedModel
-
-    def __call__(self) -> Any:
-        return self.contender.make(self.model)
 
 
 def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
@@ -129,8 +121,8 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     """Return how the divergence changes along answers, relative to the floor's.
 
     One slope is fitted to the logarithms of the divergences of all answers, each answer with its
-    own mean. It is the relative change per 1,000 tokens. The interval covers 95 % by Student's
-    distribution, if the errors of windows of 128 tokens are independent.
+    own mean. It is the change of the logarithm per 1,000 tokens. The interval covers 95 % by
+    Student's distribution, if the errors of windows of 128 tokens are independent.
 
     Args:
         windows: Divergences by answer and window, `[B, W]`.
@@ -159,8 +151,13 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     }
 
 
+def format_change(logarithm: float) -> str:
+    """Return a change of a logarithm as a change in percent, at most +1,000 %."""
+    return f"{math.expm1(logarithm):+.0%}" if logarithm < _LARGEST else "> +1,000%"
+
+
 def _log(windows: torch.Tensor) -> torch.Tensor:
-    return windows.clamp(min=1e-15).log()
+    return windows.clamp(1e-15, 1e15).log()
 
 
 def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention.switching import paged_attention
 from ..bench.contenders import Step, ratios, take_turns
@@ -26,9 +28,16 @@ from ..utils.environment import describe_run
 from ..utils.files import write_all
 from .answers import run_task
 from .caches import FLOOR, UNQUANTIZED, Contender, choose_contenders, measure_bytes
-from .drift import average_windows, describe_drift, follow_answers, run_freely, write_answers
-from .predictions import Prefix, check_stored, score_text
-from .tasks import TASKS, write_haystacks
+from .drift import (
+    average_windows,
+    describe_drift,
+    follow_answers,
+    format_change,
+    run_freely,
+    write_answers,
+)  # fmt: skip
+from .predictions import check_stored, read_states, score_text
+from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
 
 ALL = "all"
@@ -97,16 +106,12 @@ class Parts:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self._path, self._content = (
-            path,
-            {"settings": json.loads(json.dumps(settings)), "parts": {}},
-        )
-        try:
+        self._path = path
+        self._content: Any = {"settings": json.loads(json.dumps(settings)), "parts": {}}
+        with suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(path.read_text())
             if found["settings"] == self._content["settings"]:
                 self._content = found
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
 
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return the result of an earlier run, or compute and keep it."""
@@ -147,14 +152,19 @@ def measure_card(
         and `caches` with an entry for each cache. See docs/accuracy.md for its fields.
 
     Raises:
-        ConfigError: The model is not a decoder, or has too few positions.
+        ConfigError: The model is not a decoder of attention layers, or has too few positions.
     """
     run = describe_run("card", device=str(model.device))
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None) or max(size.positions)
-    if model.config.is_encoder_decoder or limit < _FEWEST:
+    kinds = {type(layer) for layer in UNQUANTIZED.make(model).layers}
+    if (
+        model.config.is_encoder_decoder
+        or limit < _FEWEST
+        or kinds - {DynamicLayer, DynamicSlidingWindowLayer}
+    ):
         raise ConfigError(
-            f"model: expected a decoder with at least {_FEWEST} positions, got "
+            f"model: expected a decoder of attention layers with at least {_FEWEST} positions, got "
             f"{type(model).__name__} with {limit}"
         )
     size = size.fit(limit)
@@ -164,24 +174,24 @@ def measure_card(
         "caches": list(contenders), "scales": scales, "memory_gib": memory_gib,
     }  # fmt: skip
     run_of = {key: run[key] for key in ("commit", "versions", "hardware")}
-    kept = Parts(parts, {**settings, **run_of, "weights": digest_weights(model)})
+    of_parts = {**settings, "memory_gib": None, **run_of, "weights": digest_weights(model)}
+    kept = Parts(parts, of_parts)
     card = _Card(model, tokenizer, size, contenders)
     todo = card.list_parts()
     with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:
-        found: dict[str, Any] = {}
         for part, compute in todo.items():
             bar.set_description(part)
-            found[part] = kept.get(part, partial(compute, found))
+            card.found[part] = kept.get(part, compute)
             bar.update()
-    by_cache = {cache: card.describe(cache, found) for cache in contenders}
+    by_cache = {cache: card.describe(cache) for cache in contenders}
     for described in by_cache.values():
         described["verdict"] = judge(described, by_cache.get(FLOOR))
         described["tokens"] = int(memory_gib * 2**30 / described["bytes_per_token"])
     return {
-        **run, "settings": settings, "bf16_bytes_per_token": found["bytes"][UNQUANTIZED.title],
-        "tasks": {task: {k: v for k, v in found[f"task: {task}"].items() if k != "caches"}
-                  for task in (TASKS if size.asked else ())},
-        "caches": by_cache, "refused": refused,
+        **run, "settings": settings, "bf16_bytes_per_token": card.found["bytes"][UNQUANTIZED.title],
+        "tasks": {task: {k: v for k, v in card.found[f"task: {task}"].items() if k != "caches"}
+                  for task in card.haystacks},
+        "caches": by_cache, "refused": refused | card.refused,
     }  # fmt: skip
 
 
@@ -192,21 +202,30 @@ class _Card:
         self, model: PreTrainedModel, tokenizer: Any, size: Size,
         contenders: dict[str, Contender],
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.size = model, tokenizer, size
-        self.contenders = contenders
+        self.model, self.size, self.contenders = model, size, contenders
+        self.found: dict[str, Any] = {}
         self.texts = {
             kind: [ids.to(model.device) for ids in read_texts(
                 tokenizer, kind, size.texts, size.positions[-1])]
             for kind in KINDS
         }  # fmt: skip
+        self.first = next(iter(self.texts.values()))[0]
+        self.sample = read_states(model, self.first[:, :_PROMPT])
+        self.haystacks: dict[str, list[Haystack]] = {}
+        self.refused: dict[str, str] = {}
+        for task in TASKS if size.asked else ():
+            try:
+                self.haystacks[task] = write_haystacks(tokenizer, task, size.length, size.asked)
+            except ConfigError as error:
+                self.refused[task] = str(error)
         per_kind = -(-size.answers // len(KINDS))
         prompts = [ids for kind in KINDS for ids in read_texts(tokenizer, kind, per_kind, _PROMPT)]
         self.prompts = torch.cat(prompts)[: size.answers].to(model.device)
 
-    def list_parts(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
-        """Return functions that compute the parts from the results of earlier parts, in order."""
+    def list_parts(self) -> dict[str, Callable[[], Any]]:
+        """Return functions that compute the parts, in order. Some read earlier parts in `found`."""
         size = self.size
-        parts: dict[str, Callable[[dict[str, Any]], Any]] = {"bytes": self._count_bytes}
+        parts: dict[str, Callable[[], Any]] = {"bytes": self._count_bytes}
         for number in range(size.texts):
             for kind in KINDS:
                 parts[f"text: {kind} {number + 1}"] = partial(self._score, kind, number)
@@ -216,26 +235,17 @@ class _Card:
             parts[f"drift: answers from {start + 1}"] = partial(self._follow, start)
         for name in self.contenders if size.free else ():
             parts[f"free: {name}"] = partial(self._run_freely, name)
-        for task in TASKS if size.asked else ():
-            parts[f"task: {task}"] = partial(self._run_task, task)
+        for task, haystacks in self.haystacks.items():
+            parts[f"task: {task}"] = partial(run_task, self.model, haystacks, self.contenders)
         for length in size.stored:
             parts[f"steps: {length} tokens"] = partial(self._time_steps, length)
         return parts
 
-    @property
-    def first(self) -> torch.Tensor:
-        return next(iter(self.texts.values()))[0]
+    def _count_bytes(self) -> dict[str, float]:
+        both = {UNQUANTIZED.title: UNQUANTIZED, **self.contenders}
+        return {name: measure_bytes(cache, self.model, self.sample) for name, cache in both.items()}
 
-    def _count_bytes(self, found: dict[str, Any]) -> dict[str, float]:
-        states = Prefix(self.model, self.first[:, :_PROMPT]).states
-        if states is None:
-            raise ConfigError(
-                f"model: expected attention layers only, got {type(self.model).__name__}"
-            )
-        both = {UNQUANTIZED.title: replace(UNQUANTIZED, bits=16), **self.contenders}
-        return {name: measure_bytes(cache, self.model, states) for name, cache in both.items()}
-
-    def _score(self, kind: str, number: int, found: dict[str, Any]) -> dict[str, Any]:
+    def _score(self, kind: str, number: int) -> dict[str, Any]:
         scores = score_text(
             self.model, self.texts[kind][number], self.contenders,
             positions=self.size.positions, scored=self.size.scored,
@@ -245,45 +255,40 @@ class _Card:
             for (position, name), of_text in scores.items()
         }
 
-    def _check_stored(self, found: dict[str, Any]) -> dict[str, Any]:
-        prefix = Prefix(self.model, self.first)
-        length = self.first.shape[1]
-        return {name: check_stored(c, prefix, length) for name, c in self.contenders.items()}
+    def _check_stored(self) -> dict[str, Any]:
+        states = read_states(self.model, self.first)
+        return {name: check_stored(c, self.model, states) for name, c in self.contenders.items()}
 
-    def _write_answers(self, found: dict[str, Any]) -> list[list[int]]:
+    def _write_answers(self) -> list[list[int]]:
         # Pages in the model's dtype store the bits of DynamicCache, and copy no history.
         pages = Contender("", lambda model: FP8PagedCache(model.config, dtype="model"))
         written = write_answers(self.model, self.prompts, pages, self.size.drift)
         answers: list[list[int]] = written.tolist()
         return answers
 
-    def _follow(self, start: int, found: dict[str, Any]) -> dict[str, list[list[float]]]:
+    def _follow(self, start: int) -> dict[str, list[list[float]]]:
         chosen = slice(start, start + _GROUP)
-        answers = torch.tensor(found["answers"][chosen], device=self.model.device)
+        answers = torch.tensor(self.found["answers"][chosen], device=self.model.device)
         followed = follow_answers(self.model, self.prompts[chosen], answers, self.contenders)
         return {name: average_windows(kl).tolist() for name, kl in followed.items()}
 
-    def _run_freely(self, name: str, found: dict[str, Any]) -> dict[str, Any]:
-        expected = torch.tensor(found["answers"], device=self.model.device)[:, : self.size.free]
+    def _run_freely(self, name: str) -> dict[str, Any]:
+        answers = torch.tensor(self.found["answers"], device=self.model.device)
+        expected = answers[:, : self.size.free]
         return run_freely(self.model, self.prompts, expected, self.contenders[name])
 
-    def _run_task(self, task: str, found: dict[str, Any]) -> dict[str, Any]:
-        haystacks = write_haystacks(self.tokenizer, task, self.size.length, self.size.asked)
-        return run_task(self.model, haystacks, self.contenders)
-
-    def _time_steps(self, length: int, found: dict[str, Any]) -> dict[str, Any]:
+    def _time_steps(self, length: int) -> dict[str, Any]:
         """Return milliseconds of a decode step, and its ratio to DynamicCache's."""
-        states = Prefix(self.model, self.first[:, :_PROMPT]).states or []
-        steps: dict[str, Step] = {}
+        times = 1, 1, -(-length // _PROMPT), 1
+        states = [(keys.repeat(times), values.repeat(times)) for keys, values in self.sample]
         real = {name: c for name, c in self.contenders.items() if c.bits is None}
-        for name, contender in {UNQUANTIZED.title: UNQUANTIZED, **real}.items():
-            cache = contender.make(self.model)
-            for index, layer in enumerate(states):
-                repeated = (x.repeat(1, 1, -(-length // _PROMPT), 1)[:, :, :length] for x in layer)
-                cache.update(*repeated, index)
-            steps[name] = partial(
-                compute_logits, self.model, self.first[:, :1], cache, {}, scored=True
+        steps: dict[str, Step] = {
+            name: partial(
+                compute_logits, self.model, self.first[:, :1],
+                contender.fill(self.model, states, length), {}, scored=True,
             )
+            for name, contender in {UNQUANTIZED.title: UNQUANTIZED, **real}.items()
+        }  # fmt: skip
         seconds = take_turns(steps, _TURNS, str(self.model.device))
         return {
             name: {
@@ -293,46 +298,43 @@ class _Card:
             for name, taken in seconds.items()
         }
 
-    def describe(self, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    def describe(self, name: str) -> dict[str, Any]:
         """Return the entry of a cache."""
-        windows = {
-            cache: torch.tensor(
-                [row for part in found if part.startswith("drift:") for row in found[part][cache]],
-                dtype=torch.float64,
-            )
-            for cache in {name, FLOOR} & self.contenders.keys()
-        }  # fmt: skip
-        floor = windows.get(FLOOR) if name != FLOOR else None
-        free = found.get(f"free: {name}")
+        followed = [of for part, of in self.found.items() if part.startswith("drift:")]
+        windows, floor = (
+            torch.tensor([row for of in followed for row in of.get(cache, ())], dtype=torch.float64)
+            for cache in (name, FLOOR)
+        )
+        relative = name != FLOOR and FLOOR in self.contenders
         return {
             "title": self.contenders[name].title,
-            "bytes_per_token": found["bytes"][name],
-            "predictions": self._summarize(name, found),
-            "stored": found["stored states"][name],
+            "bytes_per_token": self.found["bytes"][name],
+            "predictions": self._summarize(name),
+            "stored": self.found["stored states"][name],
             "drift": {
-                "kl": windows[name].mean().item(),
-                "windows": [float(f"{x:.4g}") for x in windows[name].mean(0).tolist()],
-                **describe_drift(windows[name], floor),
+                "kl": windows.mean().item(),
+                "windows": [float(f"{x:.4g}") for x in windows.mean(0).tolist()],
+                **describe_drift(windows, floor if relative else None),
             },
-            "free": free,
+            "free": self.found.get(f"free: {name}"),
             "tasks": {
                 part.removeprefix("task: "): of["caches"].get(name)
-                for part, of in found.items() if part.startswith("task:")
+                for part, of in self.found.items() if part.startswith("task:")
             },
             "steps": {
-                str(length): found[f"steps: {length} tokens"].get(name)
+                str(length): self.found[f"steps: {length} tokens"].get(name)
                 for length in self.size.stored
             },
         }  # fmt: skip
 
-    def _summarize(self, name: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _summarize(self, name: str) -> list[dict[str, Any]]:
         """Return the scores of all texts, by position and kind of text."""
         rows = []
         for position in self.size.positions:
             for kind in (ALL, *KINDS):
                 texts = [
                     Scores(*(torch.tensor(x, dtype=torch.float64) for x in of.values()))
-                    for part, by_cache in found.items()
+                    for part, by_cache in self.found.items()
                     if part.startswith("text:" if kind == ALL else f"text: {kind} ")
                     for of in [by_cache[f"{position} {name}"]]
                 ]
@@ -345,13 +347,11 @@ def summarize(texts: Sequence[Scores]) -> dict[str, Any]:
 
     `kl_error` is the standard error of the mean over the texts, and None for a single text.
     """
-    joined = Scores.concat(texts)
-    row, means = joined.summarize(), [text.kl.mean().item() for text in texts]
-    error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
-    return {
-        "kl": row.kl, "kl_error": error, "kl_p99": joined.kl.quantile(0.99).item(),
-        "kl_max": row.kl_max, "top1": row.top1, "perplexity": row.perplexity, "tokens": row.tokens,
-    }  # fmt: skip
+    joined, means = Scores.concat(texts), torch.stack([text.kl.mean() for text in texts])
+    row = asdict(joined.summarize())
+    del row["cache"]
+    error = means.std().item() / len(means) ** 0.5 if len(means) > 1 else None
+    return {**row, "kl_error": error, "kl_p99": joined.kl.quantile(0.99).item()}
 
 
 def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -359,16 +359,15 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
 
     Returns:
         `tier`, a key of `TIERS` by the largest of the mean divergences at each position and along
-        the answers; `kl`, this divergence; `of_floor`, the divergence at the last position relative
-        to rounding to bfloat16, or None; and `findings`, sentences on what is wrong.
+        the answers; `kl`, this divergence; and `findings`, sentences on what is wrong.
     """
-    rows = [row for row in cache["predictions"] if row["kind"] == ALL]
     drift, stored, findings = cache["drift"], cache["stored"], []
-    kl = max(drift["kl"], *(row["kl"] for row in rows))
+    kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL))
     if stored is not None:
         for side in "kv":
             if abs(gain := stored[f"{side}_gain"]) > _GAIN:
-                findings.append(f"{side.upper()} is stored {gain:+.1%} too large.")
+                size = "large" if gain > 0 else "small"
+                findings.append(f"{side.upper()} is stored {abs(gain):.1%} too {size}.")
         if lost := stored["lost"]:
             shown = ", ".join(map(str, lost[:3])) + ", ..." * (len(lost) > 3)
             findings.append(f"{len(lost)} stored tokens are lost (at {shown}).")
@@ -378,21 +377,16 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
                 "without centers."
             )
     if cache is not floor and floor is not None and drift["low"] > 0:
-        findings.append(
-            f"KL grows {drift['slope']:+.0%} per 1,000 tokens faster than with bfloat16."
-        )
+        growth = format_change(drift["slope"])
+        findings.append(f"KL grows {growth} per 1,000 tokens faster than with bfloat16.")
     if jump := drift["jump"]:
         findings.append(f"KL jumps {jump['factor']:.0f}-fold at token {jump['position']}.")
     answers = [of for of in cache["tasks"].values() if of]
     lost, won = (sum(of[key] for of in answers) for key in ("lost", "won"))
     if _sign_test(lost, won) < _SIGNIFICANT:
         findings.append(f"It loses {lost} right answers and wins {won}.")
-    of_floor = None
-    if floor is not None:
-        far = [row for row in floor["predictions"] if row["kind"] == ALL][-1]
-        of_floor = rows[-1]["kl"] / max(far["kl"], 1e-15)
     tier = next(tier for tier, most in TIERS.items() if kl <= most)
-    return {"tier": tier, "kl": kl, "of_floor": of_floor, "findings": findings}
+    return {"tier": tier, "kl": kl, "findings": findings}
 
 
 def _sign_test(lost: int, won: int) -> float:

@@ -5,66 +5,36 @@ same states to every cache. One call with an unquantized cache therefore fills a
 the recorded states by `update`, layer by layer, and stores what it would have stored in the call.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from ..cache.cache import FP8PagedCache
 from ..cache.paged_tensor import densify
 from ..calibration.divergence import Scores, compute_logits, compute_scores
-from ..errors import ConfigError
 from ..scales import KVScales
-from .caches import UNQUANTIZED, Contender
+from .caches import UNQUANTIZED, Contender, States
 
-# A cache's name and the number of tokens that the model has read for it.
-OnCall = Callable[[str, int], None]
-States = tuple[torch.Tensor, torch.Tensor]
 # A stored token whose error is larger than this share of its norm is lost.
 _LOST = 0.5
 _TINY = 1e-30
 
 
-class Prefix:
-    """The beginning of a text, for filling caches.
+def read_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
+    """Return keys and values of each layer from one call, with all tokens of a window layer.
 
     Args:
-        model: A decoder.
-        ids: Tokens, `[1, N]`, int64, on the model's device.
-
-    Raises:
-        ConfigError: The model is an encoder-decoder.
+        model: A decoder with attention layers only.
+        ids: Tokens, `[B, N]`, int64, on the model's device.
     """
-
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
-        if model.config.is_encoder_decoder:
-            raise ConfigError(f"model: expected a decoder, got {type(model).__name__}")
-        self._model, self._ids = model, ids
-
-    @cached_property
-    def states(self) -> list[States] | None:
-        """Keys and values of each layer from one call, or None with layers of other kinds."""
-        # Without a config, a layer with a window keeps all tokens.
-        recorded = DynamicCache()
-        compute_logits(self._model, self._ids, recorded, {}, scored=False)
-        layers: list[Any] = recorded.layers
-        if any(type(layer) is not DynamicLayer for layer in layers):
-            return None
-        return [(layer.keys, layer.values) for layer in layers]
-
-    def fill(self, contender: Contender, length: int) -> Any:
-        """Return a new cache that holds the first `length` tokens."""
-        cache = contender.make(self._model)
-        if self.states is None:
-            compute_logits(self._model, self._ids[:, :length], cache, {}, scored=False)
-            return cache
-        for index, (keys, values) in enumerate(self.states):
-            cache.update(keys[:, :, :length], values[:, :, :length], index)
-        return cache
+    recorded = DynamicCache()  # without a config, no layer has a window
+    compute_logits(model, ids, recorded, {}, scored=False)
+    layers: list[Any] = recorded.layers
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def score_text(
@@ -87,27 +57,29 @@ def score_text(
         positions: Positions in tokens, each above `scored`.
         scored: Number of tokens.
     """
-    prefix = Prefix(model, ids[:, : max(positions) - scored])
+    states = read_states(model, ids[:, : max(positions) - scored])
     scores: dict[tuple[int, str], Scores] = {}
     for position in positions:
         start = position - scored
         part, known = ids[:, start:position], ids[:, start + 1 : position]
-        filled = prefix.fill(UNQUANTIZED, start)
+        filled = UNQUANTIZED.fill(model, states, start)
         expected = compute_logits(model, part, filled, {}, scored=True)
         for name, contender in contenders.items():
-            cache = prefix.fill(contender, start)
+            cache = contender.fill(model, states, start)
             logits = compute_logits(model, part, cache, {}, scored=True)
             scores[position, name] = compute_scores(expected, logits, known)
     return scores
 
 
-def check_stored(contender: Contender, prefix: Prefix, length: int) -> dict[str, Any] | None:
+def check_stored(
+    contender: Contender, model: PreTrainedModel, states: list[States]
+) -> dict[str, Any] | None:
     """Compare what pages store with what they were given.
 
     Args:
         contender: The cache.
-        prefix: A text of at least `length` tokens.
-        length: Number of tokens.
+        model: The model.
+        states: Keys and values of a text, by layer.
 
     Returns:
         None for caches other than `FP8PagedCache`. Otherwise the largest values over the layers:
@@ -116,20 +88,21 @@ def check_stored(contender: Contender, prefix: Prefix, length: int) -> dict[str,
         K relative to the error without centers; and `lost`, the positions of tokens whose error
         is larger than half of their norm.
     """
-    cache = prefix.fill(contender, length)
-    if not isinstance(cache, FP8PagedCache) or prefix.states is None:
+    cache = contender.fill(model, states)
+    if not isinstance(cache, FP8PagedCache):
         return None
-    plain = prefix.fill(Contender("", partial(_make_uncentered, cache)), length)
+    plain = Contender("", partial(_make_uncentered, cache)).fill(model, states)
     found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain", "center"), 0.0)
     lost: set[int] = set()
-    for layer, without, given in zip(cache.layers, plain.layers, prefix.states, strict=True):
-        for side, handle, states in zip("kv", (layer.keys, layer.values), given, strict=True):
-            kept = handle.shape[2]  # fewer than `length` in layers with a window
-            exact = states[:, :, length - kept : length].float()
+    # The last layers of some models store nothing: they read an earlier layer.
+    for layer, without, given in zip(cache.layers, plain.layers, states, strict=False):
+        for side, handle, whole in zip("kv", (layer.keys, layer.values), given, strict=True):
+            skipped = whole.shape[2] - handle.shape[2]  # by layers with a window
+            exact = whole[:, :, skipped:].float()
             error, gain, by_token = _compare(handle, exact)
             found[f"{side}_error"] = max(found[f"{side}_error"], error)
             found[f"{side}_gain"] = max(found[f"{side}_gain"], gain, key=abs)
-            lost.update(int(n) + length - kept for n in (by_token > _LOST).nonzero())
+            lost.update(int(n) + skipped for n in (by_token > _LOST).nonzero())
             if side == "k":
                 unshifted, _, _ = _compare(without.keys, exact)
                 found["center"] = max(found["center"], error / max(unshifted, _TINY))

@@ -1,13 +1,15 @@
 """A card as a table in a terminal, as Markdown for a model card, as a badge, and as a picture."""
 
 import io
+import math
 import statistics
 from collections.abc import Iterator, Mapping
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..bench.reporting import build_table
 from .caches import FLOOR
-from .drift import WINDOW
+from .drift import WINDOW, format_change
 from .measure import ALL, TIERS
 
 if TYPE_CHECKING:
@@ -32,10 +34,10 @@ def state_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
     cache = card["caches"][name]
     verdict, share = cache["verdict"], cache["bytes_per_token"] / card["bf16_bytes_per_token"]
     most = TIERS[verdict["tier"]]
-    bound = f" up to {most:g}" if most < 1 else ""
+    bound = f"up to {most:g}" if math.isfinite(most) else f"above {TIERS['visible']:g}"
     findings = " ".join(verdict["findings"]) or "Nothing else was found."
     return (
-        f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier{bound}), "
+        f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier {bound}), "
         f"{share:.2f} of the bytes of bf16. {findings}"
     )
 
@@ -79,11 +81,12 @@ def format_markdown(card: Mapping[str, Any]) -> str:
 
 def _explain(card: Mapping[str, Any]) -> Iterator[str]:
     settings = card["settings"]
+    floor = ", relative to rounding to bfloat16" if FLOOR in card["caches"] else ""
     yield (
         f"KL (1e-3) and top-1 compare {settings['scored']} predictions of each of "
         f"{5 * settings['texts']} texts before a position with the unquantized cache. "
         f"Drift is the change of KL per 1,000 tokens along {settings['answers']} answers of "
-        f"{settings['drift']:,} tokens, relative to rounding to bfloat16, with a 95 % interval. "
+        f"{settings['drift']:,} tokens{floor}, with a 95 % interval. "
         "The detectable drift would have been found with a probability of 80 %."
     )
     if settings["free"]:
@@ -116,14 +119,16 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
     for name, cache in card["caches"].items():
         scored = [row for row in cache["predictions"] if row["kind"] == ALL]
         drift, steps = cache["drift"], (cache["steps"][str(length)] for length in lengths)
-        slopes = f"{drift['slope']:+.0%} [{drift['low']:+.0%}, {drift['high']:+.0%}]"
+        slope, low, high, least = (
+            format_change(drift[field]) for field in ("slope", "low", "high", "detectable")
+        )
         columns[name] = [
             f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
             *(_format_kl(row["kl"], row["kl_error"]) for row in scored),
             _format_kl(scored[-1]["kl_p99"]), _format_kl(scored[-1]["kl_max"]),
             *(f"{row['top1']:.1%}" for row in scored), _format_kl(drift["kl"]),
-            *(["", ""] if name == FLOOR else [slopes, f"{drift['detectable']:.0%}"]),
-            *[_format_first(cache["free"])] * bool(settings["free"]),
+            *(["", ""] if name == FLOOR else [f"{slope} [{low}, {high}]", least]),
+            *map(_format_first, [cache["free"]] * bool(settings["free"])),
             *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
             *(f"{step['ratio']:.2f}" if step else "" for step in steps),
         ]  # fmt: skip
@@ -178,7 +183,7 @@ def draw_picture(card: Mapping[str, Any]) -> bytes:
     # pyplot is not used: it would look for a window system.
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    for color, cache in zip(_COLORS, card["caches"].values(), strict=False):
+    for color, cache in zip(cycle(_COLORS), card["caches"].values(), strict=False):
         windows = cache["drift"]["windows"]
         parts = [windows[n : n + _SMOOTHED] for n in range(0, len(windows), _SMOOTHED)]
         middles = [WINDOW * (_SMOOTHED * n + len(part) / 2) for n, part in enumerate(parts)]

@@ -74,10 +74,6 @@ class Haystack:
     ids: torch.Tensor
     questions: tuple[Question, ...]
 
-    @property
-    def answers(self) -> int:
-        return sum(len(question.answers) for question in self.questions)
-
 
 @dataclass(frozen=True)
 class Part:
@@ -286,14 +282,16 @@ def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> lis
         ConfigError: The haystacks are too short, or the tokenizer does not tell answers apart.
     """
     haystacks: list[Haystack] = []
-    while (left := answers - sum(haystack.answers for haystack in haystacks)) > 0:
+    while answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
-        hidden = max(min(left, _HIDDEN, length // _APART), 1)
+        hidden = max(min(answers, _HIDDEN, length // _APART), 1)
         haystacks.append(TASKS[task](writer, hidden))
-        tokens = max(question.ids.shape[1] for question in haystacks[-1].questions)
-        if haystacks[-1].ids.shape[1] + tokens > length:
+        questions, before = haystacks[-1].questions, haystacks[-1].ids.shape[1]
+        answers -= sum(len(question.answers) for question in questions)
+        tokens = max(question.ids.shape[1] for question in questions)
+        if before + tokens > length:
             raise ConfigError(
                 f"tasks: expected room for a question of {tokens} tokens, got {length} tokens for "
-                f"the question and {haystacks[-1].ids.shape[1]} before it"
+                f"the question and {before} before it"
             )
     return haystacks

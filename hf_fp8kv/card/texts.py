@@ -31,6 +31,8 @@ _PARAGRAPH, _LETTERS = 200, 0.97
 # So many characters are tokenised first, per token that is asked for.
 _CHARACTERS = 3
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
+# JSON types of arguments by their default. All others are strings.
+_TYPES = {bool: "boolean", int: "integer", float: "number"}
 _QUESTIONS = ("What does {} do?", "And {}?", "How do I use {}?", "Explain {}, please.")
 
 
@@ -222,11 +224,5 @@ def _list_arguments(arguments: ast.arguments) -> Iterator[tuple[str, str | None]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     for argument, default in pairs:
         if argument.arg not in ("self", "cls"):
-            yield argument.arg, None if default is None else _name_type(default)
-
-
-def _name_type(default: ast.expr) -> str:
-    value = default.value if isinstance(default, ast.Constant) else None
-    # bool before int, which it is, too.
-    names = {bool: "boolean", int: "integer", float: "number"}
-    return names.get(type(value), "string")
+            value = getattr(default, "value", None)
+            yield argument.arg, None if default is None else _TYPES.get(type(value), "string")

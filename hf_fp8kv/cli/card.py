@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,11 @@ def card(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the card. Default: card-NAME. An interrupted card resumes."),
+        typer.Option(
+            file_okay=False,
+            writable=True,
+            help="Folder of the card. Default: card-NAME. An interrupted card resumes.",
+        ),
     ] = None,
     quick: Annotated[
         bool,
@@ -46,14 +51,14 @@ def card(
 
     if quick and long:
         raise typer.BadParameter("expected --quick or --long, got both")
-    name = DEMO if model is None else Path(model).name
+    name = DEMO if model is None else Path(os.path.abspath(model)).name
     folder = out or Path(f"card-{name.split()[0]}")
-    parts = folder / "parts.json"
+    size = "quick" if quick else "long" if long else "normal"
+    parts = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
     loaded, tokenizer = load_model(model, device, "float32")
-    size = SIZES["quick" if quick else "long" if long else "normal"]
     chosen = [part.strip() for part in caches.split(",") if part.strip()]
     result = measure_card(
-        loaded, tokenizer, name=name, parts=parts, size=size, caches=chosen, scales=scales,
+        loaded, tokenizer, name=name, parts=parts, size=SIZES[size], caches=chosen, scales=scales,
         memory_gib=memory_gib,
     )  # fmt: skip
     files = {

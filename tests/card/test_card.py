@@ -14,12 +14,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan, demo_model_path
 from hf_fp8kv.attention.switching import paged_attention
+from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.card import measure
 from hf_fp8kv.card.answers import run_task
-from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, round_to_q8_0
+from hf_fp8kv.card.caches import (
+    CONTENDERS,
+    UNQUANTIZED,
+    Contender,
+    choose_contenders,
+    measure_bytes,
+    round_to_q8_0,
+)  # fmt: skip
 from hf_fp8kv.card.drift import describe_drift, follow_answers, quantile, write_answers
 from hf_fp8kv.card.measure import Size, judge
-from hf_fp8kv.card.predictions import Prefix, check_stored, score_text
+from hf_fp8kv.card.predictions import States, check_stored, read_states, score_text
 from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, Haystack, Question, Step, write_haystacks
 from hf_fp8kv.errors import ConfigError
@@ -28,6 +36,7 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 SMALL = Size(positions=(96, 192), scored=16, answers=2, drift=256, free=8, asked=0, stored=(64,))
+TINIEST = replace(SMALL, positions=(96,), free=0, asked=4, length=512)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +100,7 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
         measure, "score_text", lambda *a, **k: started.append("text") or score(*a, **k)
     )
     assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 130
+    assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
     assert started == ["text"] * 5 + ["drift"]
     assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 0
     assert started == ["text"] * 5 + ["drift"] * 2, "finished parts are not repeated"
@@ -111,6 +121,51 @@ def test_options_that_are_refused(run, folder, options, code, message, tmp_path)
     assert (found, out) == (code, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert not (tmp_path / "card").exists()
+
+
+def test_a_card_without_free_answers_and_possible_tasks(run, folder, monkeypatch, tmp_path):
+    """The model's tokenizer has the same token for all words of the tasks."""
+    monkeypatch.setitem(measure.SIZES, "quick", TINIEST)
+    monkeypatch.chdir(folder)
+    options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
+    code, _, err = run("card", ".", *options)
+    assert code == 0, err
+    markdown = (tmp_path / "card" / "card.md").read_text()
+    assert markdown.startswith(f"# {Path(folder).name}: losses")
+    assert "* chains was not measured. tasks: expected" in markdown
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
+def test_models_with_windows_latents_and_shared_layers(name):
+    """Layers with a window count the tokens that they keep, also without quantization."""
+    model, _ = tiny(name)
+    states = read_states(model, torch.randint(4, 90, (1, 80)))
+    assert not _findings(CONTENDERS["default"], model, states)
+    unquantized = measure_bytes(UNQUANTIZED, model, states)
+    assert unquantized == measure_bytes(CONTENDERS["bf16"], model, states)
+    if name == "deepseek_v3":
+        assert unquantized == 2 * 2 * (16 + 8)
+    else:
+        assert unquantized < 2 * sum(x[:, :, 0].numel() for layer in states for x in layer)
+
+
+@pytest.mark.parametrize("name", ["jamba", "seq2seq/t5"])
+def test_models_that_are_refused(name, folder, tmp_path):
+    model, _ = tiny(name, max_position_embeddings=512)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(ConfigError, match="model: expected a decoder of attention layers"):
+        measure.measure_card(model, tokenizer, name=name, parts=tmp_path / "x" / "parts.json")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_broken_cache_is_described():
+    """Infinite divergences have a tier and no slope."""
+    broken = torch.full((4,), math.inf, dtype=torch.float64)
+    row = measure.summarize([Scores(broken, torch.ones_like(broken), broken)] * 2)
+    drift = describe_drift(torch.full((2, 16), math.inf, dtype=torch.float64), None)
+    cache = {"predictions": [{**row, "kind": measure.ALL}], "stored": None, "tasks": {},
+             "drift": {**drift, "kl": math.inf}}  # fmt: skip
+    assert judge(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
 
 
 def test_settings_that_change_start_again(folder, tmp_path):
@@ -147,26 +202,26 @@ def _center_elsewhere(model) -> FP8PagedCache:
     return FP8PagedCache(model.config, plan=StoragePlan(layers))
 
 
-def _findings(contender: Contender, prefix: Prefix, length: int) -> list[str]:
+def _findings(contender: Contender, model: Any, states: list[States]) -> list[str]:
     row = {"kind": measure.ALL, "kl": 1e-4}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-    stored = check_stored(contender, prefix, length)
+    stored = check_stored(contender, model, states)
     cache = {"predictions": [row], "drift": drift, "stored": stored, "tasks": {}}
     return judge(cache, None)["findings"]
 
 
 def test_planted_defects_of_stored_states_are_found():
     model, _ = tiny("llama", num_hidden_layers=2)
-    prefix = Prefix(model, torch.randint(4, 90, (1, 80)))
+    states = read_states(model, torch.randint(4, 90, (1, 80)))
     for name in ("default", "adaptive", "fp8"):
-        assert not _findings(CONTENDERS[name], prefix, 80)
+        assert not _findings(CONTENDERS[name], model, states)
     defects = {
-        "V is stored +2": lambda model: Louder(model.config),
+        "V is stored 2.": lambda model: Louder(model.config),
         "1 stored tokens are lost (at 40).": lambda model: Forgetful(model.config),
         "The centers do not fit": _center_elsewhere,
     }
     for finding, make in defects.items():
-        found = _findings(Contender("defect", make), prefix, 80)
+        found = _findings(Contender("defect", make), model, states)
         assert any(text.startswith(finding) for text in found), (finding, found)
 
 
@@ -315,6 +370,8 @@ def test_standard_caches_and_plans(folder):
     assert "checkpoint" in refused
     with pytest.raises(ConfigError, match="caches: expected some of default"):
         choose_contenders(model, ["fp9"])
+    with pytest.raises(ConfigError, match="caches: expected one to measure"):
+        choose_contenders(model, ["checkpoint"])
 
 
 def test_the_docs_show_the_card_of_the_demo_model():
