@@ -20,6 +20,7 @@ _FEW = 8  # rows
 # A window whose divergence is this number of standard deviations above the trend is a jump.
 _JUMP = 8.0
 _LARGEST = math.log(11)
+_FEWEST = 8  # windows of 128 tokens: fewer show no slope
 _POWER = 0.8  # probability with which the detectable slope would have been found
 
 
@@ -131,7 +132,11 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     Returns:
         `slope`, `low` and `high`; `detectable`, the smallest slope that is found with a probability
         of 80 %; and `jump`, None or the `position` and `factor` of a window far above the others.
+        The first four are None for answers of fewer than 1,024 tokens.
     """
+    jump = {"jump": _find_jump(windows, floor)}
+    if windows.shape[1] < _FEWEST * _SLOPE_WINDOWS:
+        return dict.fromkeys(("slope", "low", "high", "detectable")) | jump
     y = _log(average_windows(windows, _SLOPE_WINDOWS))
     if floor is not None:
         y = y - _log(average_windows(floor, _SLOPE_WINDOWS))
@@ -147,7 +152,7 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
         "low": slope.item() - wide * error,
         "high": slope.item() + wide * error,
         "detectable": (wide + quantile(_POWER, freedom)) * error,
-        "jump": _find_jump(windows, floor),
+        **jump,
     }
 
 

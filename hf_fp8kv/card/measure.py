@@ -376,7 +376,7 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
                 f"The centers do not fit: the error of K is {stored['center']:.1f} times the error "
                 "without centers."
             )
-    if cache is not floor and floor is not None and drift["low"] > 0:
+    if cache is not floor and floor is not None and (drift["low"] or 0) > 0:
         growth = format_change(drift["slope"])
         findings.append(f"KL grows {growth} per 1,000 tokens faster than with bfloat16.")
     if jump := drift["jump"]:

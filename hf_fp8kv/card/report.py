@@ -86,7 +86,7 @@ def _explain(card: Mapping[str, Any]) -> Iterator[str]:
         f"KL (1e-3) and top-1 compare {settings['scored']} predictions of each of "
         f"{5 * settings['texts']} texts before a position with the unquantized cache. "
         f"Drift is the change of KL per 1,000 tokens along {settings['answers']} answers of "
-        f"{settings['drift']:,} tokens{floor}, with a 95 % interval. "
+        f"{settings['drift']:,} tokens (at least 1,024){floor}, with a 95 % interval. "
         "The detectable drift would have been found with a probability of 80 %."
     )
     if settings["free"]:
@@ -119,15 +119,15 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
     for name, cache in card["caches"].items():
         scored = [row for row in cache["predictions"] if row["kind"] == ALL]
         drift, steps = cache["drift"], (cache["steps"][str(length)] for length in lengths)
-        slope, low, high, least = (
-            format_change(drift[field]) for field in ("slope", "low", "high", "detectable")
-        )
+        slopes = [drift[field] for field in ("slope", "low", "high", "detectable")]
+        has_slope = name != FLOOR and None not in slopes
+        slope, low, high, least = map(format_change, slopes if has_slope else [0.0] * 4)
         columns[name] = [
             f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
             *(_format_kl(row["kl"], row["kl_error"]) for row in scored),
             _format_kl(scored[-1]["kl_p99"]), _format_kl(scored[-1]["kl_max"]),
             *(f"{row['top1']:.1%}" for row in scored), _format_kl(drift["kl"]),
-            *(["", ""] if name == FLOOR else [f"{slope} [{low}, {high}]", least]),
+            *([f"{slope} [{low}, {high}]", least] if has_slope else ["", ""]),
             *map(_format_first, [cache["free"]] * bool(settings["free"])),
             *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
             *(f"{step['ratio']:.2f}" if step else "" for step in steps),

@@ -268,6 +268,8 @@ def test_slopes_and_intervals_are_those_of_planted_drift():
     assert drift["low"] > 0
     assert drift["detectable"] < 0.5
     assert drift["jump"] is None
+    short = describe_drift(torch.exp(0.5 * x + noise - 7).double()[:, :31], floor.double()[:, :31])
+    assert short["slope"] is short["low"] is None, "too few windows"
     still = describe_drift(torch.exp(noise - 7).double(), floor.double())
     assert still["low"] < 0 < still["high"]
 
