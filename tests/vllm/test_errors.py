@@ -235,7 +235,7 @@ class TestWithVLLM:
             (SinkFullAttentionSpec(**sizes, sink_len=32), "got pages of type SinkFull"),
             (RSWASpec(**sizes, rswa_window=8), "got pages of type RSWASpec"),
             (FullAttentionSpec(**sizes, non_causal=True), "that is not causal"),
-            (FullAttentionSpec(**sizes, head_size_v=32), "values of another size"),
+            (FullAttentionSpec(**sizes, head_size_v=32), "values whose size differs"),
         ):
             with pytest.raises(ConfigError, match=message):
                 refuse_spec(name, spec)
