@@ -1,4 +1,4 @@
-"""Training with rounded K and V: whole sequences are stored in pages like those of a cache.
+"""Training with rounded K and V: whole sequences are stored in pages, as in a cache.
 
 The pages only exist during the call. They are written and read by the same operations as a cache's
 pages, so formats, scales and backends behave in the same way.
@@ -47,7 +47,7 @@ class StoredRounding:
         options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
     def store(self, key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV]:
-        """Write whole sequences to new pages, and return handles like those of a cache.
+        """Write whole sequences to new pages, and return handles, as a cache does.
 
         Args:
             key: Keys, `[B, Hkv, T, Dk]`, any floating dtype.

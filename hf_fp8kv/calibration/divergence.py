@@ -1,4 +1,4 @@
-"""Divergence of a model's predictions under a cache from those under the unquantised cache."""
+"""Divergence of a model's predictions under a cache and under the unquantized cache."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -49,23 +49,25 @@ def compare_caches(
     first_position: int | None = None,
     on_call: Callable[[str, int], None] | None = None,
 ) -> dict[str, Scores]:
-    """Score a text under several caches, and under `DynamicCache`, which is the yardstick.
+    """Score a text under several caches against `DynamicCache`.
 
-    The first `prefill` tokens are one call on an empty cache; the rest is scored `chunk` tokens at
-    a call, each call reading what the cache stores. The caches take turns, so that only the logits
-    of one chunk are held at a time.
+    The first `prefill` tokens are one call on an empty cache. Later calls score `chunk` tokens each
+    and read the stored tokens. The caches take turns, so that only the logits of one chunk are held
+    at a time.
 
     Args:
-        model: in the attention to measure; an encoder-decoder reads the whole text in its encoder.
-        ids: `[B, N]`, int64, the text, on the model's device; N is above `prefill`.
-        caches: by name, what makes an empty cache (for the decoder's own attention). The scores
-            have the same names, and `UNQUANTISED` for the yardstick.
-        first_position: of the text, for models that take `position_ids`; None: where the model
-            itself begins.
-        on_call: called after each call of the model, with the name of the cache and the tokens.
+        model: The model, in the attention to measure. An encoder-decoder reads the whole text in
+            its encoder.
+        ids: Text, `[B, N]`, int64, on the model's device. N is above `prefill`.
+        caches: Functions that make an empty cache (of the decoder's own attention), by name. The
+            scores have the same names, and `UNQUANTISED` for `DynamicCache`.
+        first_position: Position of the first token, for models that take `position_ids`. None means
+            the model's first position.
+        on_call: Function that is called after each call of the model, with the name of the cache
+            and the number of tokens.
 
     Raises:
-        ConfigError: `ids` has no token to score, or the model does not give a logit per token.
+        ConfigError: `ids` has no token to score, or the model has no logits of each token.
     """
     if ids.ndim != 2 or ids.shape[1] <= prefill:
         raise ConfigError(

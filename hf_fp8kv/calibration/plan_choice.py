@@ -48,7 +48,7 @@ _SAFE = SidePlan(DEFAULT_DTYPE)
 _OTHERS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _MODEL_PLAN = "_hf_fp8kv_plan"
 
-# Of one window at one position: K and V of a layer, `[N, Hkv, D]`, and some queries.
+# K and V of a layer, `[N, Hkv, D]`, in one window at one position, and some queries.
 _Read = tuple[Tensor, Tensor, Queries | None]
 
 
@@ -191,7 +191,7 @@ def _choose(
 
 
 def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
-    """Return what each plan scales of K or V `[R, N, Hkv, D]`: `[plans, R, N, Hkv, D]`."""
+    """Return the values that each plan scales, for K or V `[R, N, Hkv, D]`: `[plans, ...]`."""
     if len(plans) == 1:
         return x[None]
     variants = x[None] if center is None else torch.stack([x, x - center])

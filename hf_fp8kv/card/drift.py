@@ -89,7 +89,7 @@ def follow_answers(
     """Return the divergence at each token of answers, `[B, T]`, by name of the cache.
 
     The prompt is one call, as in `generate`. The answer follows in chunks, whose tokens attend to
-    stored keys and values, including those of their chunk: they read what decoding reads.
+    stored keys and values, also in their chunk: they read the bytes that decoding reads.
 
     Args:
         model: The model, in the attention to measure.

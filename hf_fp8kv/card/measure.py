@@ -46,7 +46,7 @@ TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
 _PROMPT, _GROUP = 128, 4  # tokens of a prompt, and answers that are followed together
 _TURNS = 5  # of timed steps
 _FEWEST = 512  # positions of a model that can be measured
-# Tolerances of what pages store: a gain, and the error with centers relative to that without.
+# Tolerances of stored states: a gain, and the error with centers relative to no centers.
 _GAIN, _CENTER = 5e-3, 1.1
 _SIGNIFICANT = 0.05
 
@@ -171,11 +171,11 @@ def measure_card(
     contenders, refused = choose_contenders(model, caches, scales)
     settings = {
         "model": name, "dtype": str(model.dtype).removeprefix("torch."), **asdict(size),
-        "caches": list(contenders), "scales": scales, "memory_gib": memory_gib,
+        "caches": list(contenders), "scales": scales,
     }  # fmt: skip
     run_of = {key: run[key] for key in ("commit", "versions", "hardware")}
-    of_parts = {**settings, "memory_gib": None, **run_of, "weights": digest_weights(model)}
-    kept = Parts(parts, of_parts)
+    kept = Parts(parts, {**settings, **run_of, "weights": digest_weights(model)})
+    settings["memory_gib"] = memory_gib  # no part depends on it
     card = _Card(model, tokenizer, size, contenders)
     todo = card.list_parts()
     with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:

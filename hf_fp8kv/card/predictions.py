@@ -74,7 +74,7 @@ def score_text(
 def check_stored(
     contender: Contender, model: PreTrainedModel, states: list[States]
 ) -> dict[str, Any] | None:
-    """Compare what pages store with what they were given.
+    """Compare the states that pages store with the given states.
 
     Args:
         contender: The cache.

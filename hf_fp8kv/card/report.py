@@ -119,15 +119,16 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
     for name, cache in card["caches"].items():
         scored = [row for row in cache["predictions"] if row["kind"] == ALL]
         drift, steps = cache["drift"], (cache["steps"][str(length)] for length in lengths)
-        slopes = [drift[field] for field in ("slope", "low", "high", "detectable")]
-        has_slope = name != FLOOR and None not in slopes
-        slope, low, high, least = map(format_change, slopes if has_slope else [0.0] * 4)
+        slopes = ["", ""]
+        if name != FLOOR and drift["slope"] is not None:
+            slope, low, high = (format_change(drift[field]) for field in ("slope", "low", "high"))
+            slopes = [f"{slope} [{low}, {high}]", format_change(drift["detectable"])]
         columns[name] = [
             f"{cache['bytes_per_token']:,.0f}", f"{cache['tokens']:,}",
             *(_format_kl(row["kl"], row["kl_error"]) for row in scored),
             _format_kl(scored[-1]["kl_p99"]), _format_kl(scored[-1]["kl_max"]),
             *(f"{row['top1']:.1%}" for row in scored), _format_kl(drift["kl"]),
-            *([f"{slope} [{low}, {high}]", least] if has_slope else ["", ""]),
+            *slopes,
             *map(_format_first, [cache["free"]] * bool(settings["free"])),
             *[_format_answers(cache["tasks"])] * bool(card["tasks"]),
             *(f"{step['ratio']:.2f}" if step else "" for step in steps),

@@ -1,9 +1,9 @@
-"""Texts of five kinds, long enough for long contexts, from what comes with Python itself.
+"""Texts of five kinds, long enough for long contexts, from files that come with Python.
 
 Nothing is downloaded: code is the source of the standard library, manual pages are `pydoc_data`,
 prose is the paragraphs of running text in the library's docstrings (technical English, no novel),
-tool JSON describes its functions the way a model is told of tools, and a chat asks for one
-function after the other and is answered with its docstring, in the model's own chat template.
+tool JSON describes its functions as the tools of a model, and a chat asks for one function after
+another. The answers are docstrings, in the model's chat template.
 The same version of Python and tokenizer give the same texts. No paragraph occurs twice in a kind.
 """
 
@@ -24,11 +24,11 @@ import torch
 from ..calibration.texts import read_corpus
 from ..errors import ConfigError
 
-# Modules from so many characters on are long enough to be read as code.
+# Minimum number of characters of a module that is read as code.
 _MODULE = 16_000
-# Paragraphs shorter than this, or with more symbols than that, are no running text.
+# Minimum number of characters of a paragraph of running text, and its minimum share of letters.
 _PARAGRAPH, _LETTERS = 200, 0.97
-# So many characters are tokenised first, per token that is asked for.
+# Number of characters that are tokenized first for each requested token.
 _CHARACTERS = 3
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 # JSON types of arguments by their default. All others are strings.
@@ -42,7 +42,7 @@ class _Documented:
 
     name: str  # with the module
     doc: str
-    # A function's, with the JSON types of their defaults (None: no default).
+    # Names of the arguments of a function, with the JSON types of their defaults or None.
     arguments: tuple[tuple[str, str | None], ...] | None
 
 
@@ -50,7 +50,7 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
     """Return the first `count` texts of a kind, `[1, length]` each, int64.
 
     Raises:
-        ConfigError: there are not that many of that length, or no sources of the library.
+        ConfigError: The kind has fewer texts of this length, or Python has no sources.
     """
     pieces = KINDS[kind]()
     texts: list[torch.Tensor] = []
@@ -66,7 +66,7 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
 
 
 def _read_text(tokenizer: Any, pieces: Iterator[Any], length: int) -> torch.Tensor | None:
-    """Return the tokens of the next pieces, `[1, length]`; None if there are too few."""
+    """Return the tokens of the next pieces, `[1, length]`, or None if there are too few."""
     taken: list[Any] = []
     needed, characters = _CHARACTERS * length, 0
     for piece in pieces:
@@ -85,7 +85,7 @@ def _read_text(tokenizer: Any, pieces: Iterator[Any], length: int) -> torch.Tens
 
 
 def _join(pieces: list[Any], tokenizer: Any) -> str | list[dict[str, str]]:
-    """Return one text, or the messages of a chat where the tokenizer has a template for them."""
+    """Return one text, or the messages of a chat if the tokenizer has a chat template."""
     if isinstance(pieces[0], str):
         return "\n".join(pieces)
     if not tokenizer.chat_template:
@@ -134,7 +134,7 @@ def _read_manual() -> Iterator[str]:
 
 
 def _read_tools() -> Iterator[str]:
-    """Yield functions as JSON, in the form in which a model is told of the tools it has."""
+    """Yield functions as JSON, in the form of a model's tools."""
     for function in _find_functions():
         arguments = function.arguments or ()
         properties = {name: {"type": kind or "string"} for name, kind in arguments}
@@ -167,7 +167,7 @@ def _find_modules() -> tuple[Path, ...]:
     """Return the sources of the standard library, two folders deep, in one order everywhere.
 
     Raises:
-        ConfigError: there are none, as in a Python without sources.
+        ConfigError: Python has no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = [
@@ -191,7 +191,7 @@ def _walk_library() -> Iterator[_Documented]:
 
 @functools.cache
 def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
-    """Return what a module has docstrings for; its syntax tree would take much more memory."""
+    """Return the documented parts of a module, which take less memory than its syntax tree."""
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     found = []
     for node in ast.walk(ast.parse(path.read_bytes())):
@@ -207,7 +207,7 @@ def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
 
 
 def _find_functions() -> Iterator[_Documented]:
-    """Yield the library's functions that have a docstring of their own, of some length."""
+    """Yield the functions of the library with a separate docstring of some length."""
     seen: set[str] = set()
     for function in _walk_library():
         long_enough = len(function.doc) >= _PARAGRAPH // 2
@@ -217,7 +217,7 @@ def _find_functions() -> Iterator[_Documented]:
 
 
 def _list_arguments(arguments: ast.arguments) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of arguments with the JSON types of their defaults; None: no default."""
+    """Yield the names of arguments with the JSON types of their defaults, or None without one."""
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults: list[Any] = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
     pairs = [*zip(plain, defaults, strict=True)]

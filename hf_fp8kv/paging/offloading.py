@@ -132,7 +132,7 @@ class Tiers:
     # -- between the tiers -------------------------------------------------------------------
 
     def missing(self, pages: Numbers) -> Numbers:
-        """Return those of `pages` that are only in host memory."""
+        """Return the pages among `pages` that are only in host memory."""
         missing: Numbers = pages[self._on_host[pages] & ~self._on_device[pages]]
         return missing
 

@@ -40,8 +40,8 @@ class Target:
         sm_count: Number of streaming multiprocessors (SM) or compute units.
         interpreted: Whether kernels run in Triton's interpreter, which does not support inline
             assembly.
-        resources: Resources of one SM as reported by the device. None means those of a chip with
-            this name.
+        resources: Resources of one SM as reported by the device. None means the resources of
+            a chip with this name.
         parameters: For experiments: attributes of `LaunchConfig` and `PlanConfig` by name, and
             `programs`, the result of `expected_programs`.
     """
