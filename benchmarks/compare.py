@@ -1,8 +1,8 @@
-"""Hot loops of two source trees of the package in alternating turns.
+"""Hot loops of two source trees of the package, timed alternately.
 
 A process for each tree runs the loops of `hot_loops.py`. The processes alternate, so that a busy
-machine slows both of them down; the result is the median of the ratios within a turn. Tools such as
-pyperf time one tree after the other.
+machine slows both of them down. The result is the median of the ratios within a turn. Tools such as
+pyperf, in contrast, time one tree after the other.
 
     git worktree add /tmp/before HEAD~1
     python -m benchmarks.compare /tmp/before --turns 30 --backend cpu
@@ -40,7 +40,7 @@ def compare_trees(
     Args:
         old: Folder that contains a folder `hf_fp8kv`.
         new: As `old`, for the tree to compare with it.
-        turns: Number of turns of each loop in each tree, after a turn that does not count.
+        turns: Number of turns of each loop in each tree, after a first one that does not count.
         backend: Backend of `FP8PagedCache`.
         loops: Beginning of the names of the loops to run.
         progress: Function that is called with the number of the turn.

@@ -1,9 +1,9 @@
-"""Attention on a CPU, its rivals, and the rate at which memory is read.
+"""Attention on a CPU, its rivals, and the bandwidth of reads.
 
 Layers: one layer stores its new tokens and attends to all tokens. Slopes: whole decode steps of the
 demo model in float32 at two lengths, and the time that each cached token adds between them. Caches
-of the slopes hold random numbers. llama.cpp runs in another process, which prefills the same number
-of tokens with the same model file. All contenders take turns.
+of the slopes hold random numbers. llama.cpp runs in a separate process, which prefills the same
+number of tokens with the same model file. All contenders alternate.
 """
 
 import functools
@@ -60,7 +60,7 @@ def measure_rivals(
     """Return rows of layers and of slopes.
 
     A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V over the time), `of_read`
-    (its share of the measured rate of reads), and `ratio`: the time over the time of `BASELINE`. A
+    (its share of the measured bandwidth), and `ratio`: the time over the time of `BASELINE`. A
     row of a slope has `us_per_token`, `tokens_per_s` at `LONG` tokens, and `ratio` to
     `DynamicCache`.
 
@@ -68,10 +68,10 @@ def measure_rivals(
         parts: "layers", "slopes" or both.
         context: Numbers of stored tokens.
         batches: Numbers of sequences.
-        new: Numbers of new tokens: 1 is a decode step.
-        llama: A Python interpreter that has llama-cpp-python; None leaves its rows out.
+        new: Numbers of new tokens. 1 means a decode step.
+        llama: A Python interpreter that has llama-cpp-python. None leaves its rows out.
         turns: Number of turns.
-        progress: Function that is called with what is measured next.
+        progress: Function that is called with the name of the next measurement.
     """
     run, rows, reads = describe_run("cpu-rivals"), [], {}
     threads = torch.get_num_threads()
@@ -94,7 +94,7 @@ def measure_rivals(
 
 
 def measure_reads() -> float:
-    """Return the rate at which torch's threads read 256 MiB, in GB/s: the median of nine passes."""
+    """Return the bandwidth of torch's threads over 256 MiB in GB/s, the median of nine passes."""
     x = torch.ones(1 << 26)
     steps: dict[str, Step] = {"read": x.sum}
     return round(x.nbytes / statistics.median(take_turns(steps, 9)["read"]) / 1e9, 1)
@@ -107,7 +107,7 @@ def _measure_layer(
     seconds = take_turns(steps, turns)
     rows = []
     for name, taken in seconds.items():
-        # Bytes of a number: pages of 8 bits, or of the 16 of the model, like DynamicCache.
+        # Bytes of a value: 8-bit pages have one. Pages in the model's dtype, and DynamicCache, two.
         width = 2 if PAGED.get(name, "model") == "model" else 1
         if name in BUFFERS:
             width = BUFFERS[name].itemsize
@@ -123,7 +123,7 @@ def _measure_layer(
 
 
 def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, Step]:
-    """Return a step of each contender: store `chunk` tokens after `tokens`, attend, drop them."""
+    """Return a step of each contender: store `chunk` tokens after `tokens`, attend, remove them."""
     q_heads, kv_heads, dim = heads
     module, scaling = AttentionLayer(q_heads // kv_heads), dim**-0.5
     query = torch.randn(batch, q_heads, chunk, dim).bfloat16()
@@ -138,7 +138,7 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
 
     def over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> None:
         buffer[0, :, :, tokens:], buffer[1, :, :, tokens:] = key, value
-        if chunk == 1:  # query heads of a KV head become its queries
+        if chunk == 1:  # fold the query heads of a KV head
             query = query.view(batch, kv_heads, -1, dim)
         torch.nn.functional.scaled_dot_product_attention(
             query, buffer[0], buffer[1], None if chunk == 1 else mask, enable_gqa=chunk > 1
@@ -193,7 +193,7 @@ def measure_slopes(turns: int, llama: str | None) -> list[Result]:
 def _model_step(
     model: PreTrainedModel, options: Mapping[str, Any] | None, tokens: int
 ) -> Callable[[], float]:
-    """Return a function that takes some decode steps, and returns the seconds of one."""
+    """Return a function that runs some decode steps, and returns the median seconds of a step."""
     config = model.config
     cache: Cache = (
         DynamicCache(config=config) if options is None else FP8PagedCache(config, **options)
@@ -216,7 +216,7 @@ def _model_step(
     return run
 
 
-# Reads a line of JSON with a case, and writes the seconds of a step.
+# Reads the setup as a line of JSON. Then reads numbers of cases, and writes the seconds of a step.
 _LLAMA_PROCESS = """
 import json, statistics, sys, time
 import llama_cpp
@@ -273,7 +273,7 @@ def _llama(python: str | None) -> Iterator[dict[tuple[str, int], Callable[[], fl
 
 OPTIONS = {
     **TURNS,
-    "--parts": {"help": "layers, slopes, or both with a comma."},
+    "--parts": {"help": "layers, slopes, or layers,slopes."},
     "--llama": {"help": "A Python interpreter that has llama-cpp-python (make rivals)."},
     "--context": {"type": int, "nargs": "+", "help": "Numbers of stored tokens."},
     "--batches": {"type": int, "nargs": "+", "help": "Numbers of sequences."},

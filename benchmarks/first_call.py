@@ -1,7 +1,7 @@
-"""First calls of a model: dispatched torch operations and seconds, beside `DynamicCache`.
+"""First calls of a model: torch operations and seconds, compared with `DynamicCache`.
 
 Every `generate()` has a first call, whose cache is empty. Operations inside this package's
-registered operations count, and views do not. The contenders take turns.
+registered operations count, and views do not. The contenders alternate.
 """
 
 import statistics
@@ -24,7 +24,7 @@ TOKENS = (64, 512, 2048)
 
 
 class Operations(TorchDispatchMode):
-    """Count operations inside, without views."""
+    """Counts the dispatched operations, except views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,8 +47,8 @@ def measure_first_calls(
 ) -> Result:  # fmt: skip
     """Return a row for each cache and number of tokens.
 
-    `operations` and `seconds` (the median) are of a whole call of the model; `ratio` is the median
-    over the turns of the seconds divided by those of `DynamicCache`.
+    `operations` and `seconds` (the median) are for a whole call of the model. `ratio` is the median
+    over the turns of the time divided by the time of `DynamicCache`.
     """
     config, rows = model.config, []
     progress("choosing a plan", 0.0)
@@ -80,7 +80,7 @@ def measure_first_calls(
                 call(*contender)
             counts[cache] = operations.count
         seconds: dict[str, list[float]] = {cache: [] for cache in caches}
-        # A short call takes about as long as a pause of the machine.
+        # More turns for short calls, which take about as long as a pause of the machine.
         for _ in range(turns * max(1, 512 // tokens)):
             for cache, contender in caches.items():
                 seconds[cache].append(call(*contender))

@@ -1,15 +1,15 @@
-"""Time of the CPU for a decode step on a GPU, measured on a GPU or without one.
+"""CPU time of a decode step on a GPU, measured on a GPU or without a GPU.
 
 A step of the growing cache, as `generate()` runs it eagerly: `update`, then the attention function
 "fp8_paged" with the backend "triton", at shapes of an 8B model. Two rows leave out a mechanism that
-saves host time: replayed launches, and calls past the dispatcher of torch.
+saves host time: replayed launches, and calls that skip torch's dispatcher.
 
-Without a GPU, Triton compiles the kernels for one, and a driver that starts nothing launches them:
-its launcher takes the arguments and returns. The numbers then exclude Triton's launcher in C, the
-driver's call, and torch's queries of the current device and stream. Tensors and torch's allocator
-are those of the CPU.
+Without a GPU, Triton compiles the kernels for a GPU, and a driver that starts nothing launches
+them: its launcher takes the arguments and returns. The numbers then exclude Triton's launcher in C,
+the driver's call, and torch's queries of the current device and stream. Tensors and torch's
+allocator are on the CPU.
 
-A separate process measures, because Triton keeps the driver from then on.
+A separate process measures, because Triton keeps the driver until its process ends.
 """
 
 import json
@@ -30,27 +30,27 @@ from hf_fp8kv.utils.environment import describe_run
 from .shared import TURNS, Result, main, make_environment, run_process
 
 GPU = "sm_90"
-# Layers of the stacks: a single layer has all costs of a step, 32 layers share them.
+# Layers of the stacks: a single layer has all costs of a step, and 32 layers share them.
 LAYERS = (1, 32)
 HEADS: Heads = (32, 8, 128)
 TOKENS = 1000
-# DynamicCache really computes: its tensors are so small that little but the calls is left.
+# DynamicCache really computes. With small tensors most of its time is the host's time for calls.
 TINY: Heads = (4, 2, 16)
 TINY_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
-# Rows that leave out a mechanism: what is replaced, and by what.
+# Rows that leave out a mechanism: the replaced object, and its replacement.
 WITHOUT: dict[str, tuple[str, object]] = {
     f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._REPLAYS", False),
     f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_unobserved", lambda _: False),
 }
-# Steps of all layers in a turn: few, because the result is an undisturbed turn.
+# Calls of layers in a turn. Few, so that some turn is undisturbed.
 _CALLS = 32
 
 
 def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result:
     """Return rows with `cache`, `layers` and `value`, microseconds per layer and step.
 
-    A value is the least of all turns, because a busy machine only adds time.
+    A value is the minimum of all turns, because a busy machine only adds time.
 
     Raises:
         RuntimeError: Triton is not installed, or does not compile here.
@@ -91,7 +91,7 @@ def _start_nothing(*_: Any) -> None:
 
 
 class Stack:
-    """Layers of a model at a length, and the decode step of all of them."""
+    """Layers of a model with stored tokens, and their decode step."""
 
     def __init__(
         self, cache: Cache, attention: str, heads: Heads, tokens: int, layers: int
@@ -101,7 +101,7 @@ class Stack:
         self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
         queries, kv_heads, dim = heads
         self.modules = [AttentionLayer(queries // kv_heads, i).eval() for i in range(layers)]
-        # The strides that a projection and RoPE leave.
+        # With the strides that a projection and RoPE produce.
         self.query = torch.randn(1, 1, queries, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.key = torch.randn(1, kv_heads, 1, dim, dtype=torch.bfloat16)
         self.value = torch.randn(1, 1, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -128,12 +128,12 @@ class Stack:
 
 
 def make_stack(layers: int) -> Stack:
-    """Return layers of the paged cache on a GPU, or layers that behave as if they were."""
+    """Return layers of the paged cache on a GPU, or on a CPU with the calls of a GPU."""
     from hf_fp8kv.cache.cache import FP8PagedCache
 
     has_gpu = torch.cuda.is_available()
     cache = FP8PagedCache(make_config(HEADS, layers), backend="triton" if has_gpu else "torch")
-    # The stored tokens leave room in a page: growing is not measured.
+    # The stored tokens leave room in a page, so that growth is not measured.
     stack = Stack(cache, "fp8_paged", HEADS, TOKENS, layers)
     for layer in cache.paged_layers:
         layer.store.encoding.backend = "triton"

@@ -1,6 +1,6 @@
-"""Hot loops of one step and layer, through the public API alone.
+"""Hot loops of one step and layer, through the public API only.
 
-`compare.py` runs this file with other versions of the package, so it imports public names only.
+`compare.py` runs this file with different versions of the package, so it imports public names only.
 """
 
 import json
@@ -32,8 +32,8 @@ class Loop:
     steps: int = 48  # of decoding, in a turn
     # Options of FP8PagedCache. The default format differs between versions.
     options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
-    # Before each step: "fork" the cache and decode in the fork, "crop" the last token, or "prefill"
-    # an empty cache.
+    # Action before each step: "fork" the cache and decode in the fork, "crop" the last token, or
+    # "prefill" an empty cache.
     before: str = ""
 
 
@@ -56,7 +56,7 @@ LOOPS = {
 
 
 def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
-    """Return the loops by name; a call returns microseconds per layer and step."""
+    """Return the loops by name. A call returns the microseconds per layer and step."""
     return {name: _make(loop, backend) for name, loop in LOOPS.items() if name.startswith(prefix)}
 
 
@@ -101,12 +101,12 @@ def _make(loop: Loop, backend: str) -> Callable[[], float]:
             cache.crop(-loop.steps)
         return 1e6 * seconds / loop.steps / loop.layers
 
-    run()  # compiled code and threads exist before the measurement
+    run()  # loads code and starts threads before the measurement
     return run
 
 
 def main(backend: str = "auto", prefix: str = "") -> None:
-    """Write the names of the loops; then read names and write the microseconds of each loop."""
+    """Write the names of the loops. Then read names, and write the microseconds of each loop."""
     loops = make_loops(backend, prefix)
     sys.stdout.write(json.dumps(list(loops)) + "\n")
     sys.stdout.flush()

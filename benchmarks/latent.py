@@ -2,7 +2,7 @@
 
 A step stores a token's latent and attends to all latents. It contains everything between the
 layer's projections. transformers' own step expands the history, as the model's code does.
-"absorbed" is the algebra of this package on a 16-bit latent, with torch's own products.
+"absorbed" is this package's algebra on a 16-bit latent, with torch's own products.
 """
 
 import functools
@@ -40,14 +40,14 @@ def measure_latents(
     turns: int = 9,
     progress: Callable[[str], None],
 ) -> Result:
-    """Return rows of decode steps over latents of 512 numbers and 64 of position, batch 1.
+    """Return rows of decode steps over latents of 512 values and positions of 64, batch 1.
 
     Args:
         context: Numbers of stored tokens.
         heads: Numbers of query heads.
         backend: Backend of `FP8PagedCache`.
-        turns: Number of turns. transformers' own step takes seconds and has at most three.
-        progress: Function that is called with what is measured next.
+        turns: Number of turns. transformers' own step takes seconds, so it has at most three.
+        progress: Function that is called with the name of the next measurement.
     """
     run, rows = describe_run("latent"), []
     with torch.inference_mode():
@@ -68,7 +68,7 @@ def make_module(
     Args:
         heads: Number of query heads.
         rank: Size of a latent.
-        positions: Size of its position.
+        positions: Size of the position next to it.
         layers: Number of layers of the model.
         layer: Index of this layer.
     """
@@ -88,15 +88,15 @@ def _measure(
 ) -> list[dict[str, Any]]:
     steps = make_steps(module, heads, tokens, backend)
     stock = take_turns({name: steps[name] for name in (*PAGED, DYNAMIC)}, min(turns, 3))
-    others = take_turns({name: steps[name] for name in (*PAGED, ABSORBED)}, turns)
+    absorbed = take_turns({name: steps[name] for name in (*PAGED, ABSORBED)}, turns)
     label = f"latent, {heads} heads"
     rows = [
         make_row(label, name, [1e3 * x for x in taken], "ms", context=tokens)
-        for name, taken in {**others, DYNAMIC: stock[DYNAMIC]}.items()
+        for name, taken in {**absorbed, DYNAMIC: stock[DYNAMIC]}.items()
     ]
     return rows + [
         make_row(label, name, ratios(taken, name, other), "×", context=tokens, against=other)
-        for other, taken in ((DYNAMIC, stock), (ABSORBED, others))
+        for other, taken in ((DYNAMIC, stock), (ABSORBED, absorbed))
         for name in PAGED
     ]
 

@@ -1,9 +1,9 @@
-"""Predictions of random MLA models by the formats of latents and their positions.
+"""Predictions of random MLA models, by the formats of latents and their positions.
 
-No small MLA model exists. These have DeepSeek V3's code, head sizes and rank, and the properties
-that make real models hard to store: decaying singular values, larger channels of the latent, and
-positions (RoPE) larger than latents. Every cache gets bfloat16 numbers. Rounding before
-transformers' own cache imitates what other software stores.
+No small MLA model exists. These models have DeepSeek V3's code, head sizes and rank, and the
+properties that make real models hard to store: decaying singular values, larger channels of the
+latent, and positions (RoPE) larger than latents. Every cache gets bfloat16 values. Rounding before
+transformers' own cache imitates the formats of other software.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ class Kind:
     """A random model.
 
     Attributes:
-        positions: Factor by which the positions are larger than latents.
-        outliers: Number of channels of each latent that are eight times larger.
+        positions: Size of the positions relative to the latents.
+        outliers: Number of channels of each latent that are eight times as large.
     """
 
     positions: float
@@ -65,7 +65,7 @@ class RoundedCache(DynamicCache):
 
 
 class _PagedBf16(FP8PagedCache):
-    """This package's cache of latents and positions that are bfloat16 numbers."""
+    """This package's cache of latents and positions that are bfloat16 values."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().update(*_round_to_bf16(key_states, value_states), *args, **kwargs)
@@ -81,7 +81,7 @@ def _amax(*parts: Tensor) -> Tensor:
 
 
 def _round_by_blocks(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Round like `fp8_ds_mla` of vLLM and FlashMLA: E4M3 with a scale for each 128 numbers."""
+    """Round like `fp8_ds_mla` of vLLM and FlashMLA: E4M3 with a scale for each 128 values."""
     blocks = latent.unflatten(-1, (-1, 128))
     return _to_e4m3(blocks, _amax(blocks)).flatten(-2), positions.bfloat16().to(positions.dtype)
 
@@ -100,7 +100,7 @@ def _round_to_bf16(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return latent.bfloat16().to(latent.dtype), positions.bfloat16().to(positions.dtype)
 
 
-# Bytes of a token with 512 and 64 numbers, and the rounding.
+# Bytes of a token with 512 and 64 values, and the rounding.
 IMITATED: dict[str, tuple[int, _Rounded]] = {
     "bfloat16": (1152, _round_to_bf16),
     "fp8_ds_mla (e4m3, scale per 128)": (656, _round_by_blocks),
@@ -144,8 +144,8 @@ def measure_latent_accuracy(
             progress(f"{name}, text {text + 1} of {texts}")
             with paged_attention(model):
                 found = compare_caches(model, ids, caches, prefill=prefill, chunk=128)
-            for cache, of_text in found.items():
-                scores.setdefault(cache, []).append(of_text)
+            for cache, text_scores in found.items():
+                scores.setdefault(cache, []).append(text_scores)
         del scores[UNQUANTISED]
         rows += [
             {
@@ -175,7 +175,7 @@ def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
 
 
 def _bytes_per_token(make: Callable[[], Any]) -> float:
-    """Return the bytes of a token in a cache of one layer of DeepSeek's sizes, in bf16."""
+    """Return the bytes of a token in one layer of DeepSeek's sizes, for a model in bf16."""
     cache, tokens = make(), 64
     latent = torch.ones((1, 1, tokens, 512), dtype=torch.bfloat16)
     cache.update(latent, latent[..., :64], 0)
@@ -202,12 +202,11 @@ def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrain
         gains = torch.exp(0.5 * torch.randn(rank, generator=generator))
         gains[torch.randperm(rank, generator=generator)[: kind.outliers]] *= 8
         attention.kv_a_layernorm.weight.copy_(gains)
-        # The projection undoes the gains of the norm.
+        # The projection compensates for the gains of the norm.
         attention.kv_b_proj.weight.div_(gains.clamp(min=0.2))
         attention.kv_a_proj_with_mqa.weight[rank:].mul_(kind.positions)
         attention.q_b_proj.weight.mul_(3)
-    made: PreTrainedModel = model
-    return made
+    return model  # type: ignore[no-any-return]
 
 
 def _random_matrix(shape: torch.Size, generator: torch.Generator, *, flat: bool) -> Tensor:

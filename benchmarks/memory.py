@@ -1,7 +1,7 @@
 """Bytes of models with sliding windows after a prompt, and the peak during it.
 
-The layers have the shapes of real models and hold random numbers; no model runs. A separate process
-measures, whose memory returns to the system as soon as it is free.
+The layers have the shapes of real models and hold random numbers. No model runs. A separate process
+measures. Its freed memory returns to the system at once.
 """
 
 import json
@@ -21,7 +21,7 @@ from hf_fp8kv.utils.environment import describe_run
 
 from .shared import Result, main, run_process
 
-# From their config.json: which tokens a layer keeps, and their size.
+# The fields of their config.json that determine the tokens of a layer and their size.
 MODELS: dict[str, dict[str, Any]] = {
     "Gemma 3 270M": {
         "model_type": "gemma3_text", "num_hidden_layers": 18, "num_attention_heads": 4,
@@ -121,19 +121,19 @@ def measure_prompts(name: str, tokens: int, backend: str) -> Iterator[dict[str, 
 def _feed(
     cache: Cache, key: torch.Tensor, value: torch.Tensor, chunk: int
 ) -> tuple[int, int | None]:
-    """Store a prompt in every layer; return the bytes held after it and the peak during it."""
+    """Store a prompt in every layer, and return the bytes of the cache and the peak growth."""
     before = _reset_peak()
     for start in range(0, key.shape[2], chunk):
         part = slice(start, start + chunk)
         for layer in range(len(cache.layers)):
             cache.update(key[:, :, part], value[:, :, part], layer)
-    # Linux counts in steps: a small prompt may seem to free memory.
+    # Linux counts in steps, so a small prompt may seem to free memory.
     peak = None if before is None else max(_read_peak() - before, 0)
     return count_bytes(cache), peak
 
 
 def _reset_peak() -> int | None:
-    """Reset the peak of this process; return the bytes it holds, or None if that is impossible."""
+    """Reset the peak of this process. Return its resident bytes, or None if it has no peak."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return resident_bytes()

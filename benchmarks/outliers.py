@@ -1,8 +1,8 @@
-"""Predictions of a model with outliers in K, which no center or rotation removes.
+"""Predictions of a model with outliers in K that no center or rotation removes.
 
 Some models have keys that are far larger in a few pairs of channels. RoPE turns them with the
 position, so they have no center, and rotation spreads them over the whole head. No small model has
-such keys, so they are planted: K grows, and Q becomes smaller by the same factor.
+such keys. This benchmark therefore multiplies K by a factor, and divides Q by it.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from .shared import MODEL, Result, main, with_model
 # Largest change of the logits by planting, relative to the logits.
 _TOLERANCE = 0.01
 _PROBE = 32  # tokens
-# Attributes of the attention modules that are planted in.
+# Attributes of the attention modules that get outliers.
 _NEEDED = ("q_proj", "k_proj", "head_dim", "layer_idx")
 _KINDS, _POSITION, _SCORED = ("code", "prose", "manual"), 768, 256
 _ROTATED = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
@@ -49,7 +49,7 @@ def measure_outliers(
         tokenizer: Its tokenizer.
         name: Its name in the result.
         factor: Factor of the planted keys.
-        heads: n plants outliers in every n-th head only.
+        heads: Distance of the heads with outliers. 1 means every head.
         progress: Function that is called with the name of each text.
     """
     run = describe_run("outliers", device=str(model.device))
@@ -83,7 +83,7 @@ def planted_outliers(model: PreTrainedModel, factor: float, every: int = 1) -> I
     Args:
         model: The model, in float32, because both products round.
         factor: Factor of the keys.
-        every: n plants outliers in every n-th head only, from a head that depends on the layer.
+        every: Distance of the heads with outliers. The first head depends on the layer.
 
     Raises:
         ConfigError: The model has no `q_proj` and `k_proj` that RoPE follows directly.
@@ -127,9 +127,9 @@ def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> in
     for head in range(layer % min(every, heads), heads, every):
         # Over the layers, outliers at every speed.
         for pair in {(5 + 7 * layer) % pairs, (20 + 3 * layer + head) % pairs}:
-            both = (2 * pair, 2 * pair + 1) if turns.neighbors else (pair, pair + pairs)
-            planted += len(both)
-            for channel in both:
+            channels = (2 * pair, 2 * pair + 1) if turns.neighbors else (pair, pair + pairs)
+            planted += len(channels)
+            for channel in channels:
                 _scale(module.k_proj, head * dim + channel, factor)
                 for query in range(head * group, (head + 1) * group):
                     _scale(module.q_proj, query * dim + channel, 1 / factor)
@@ -149,6 +149,6 @@ if __name__ == "__main__":
         {
             **MODEL,
             "--factor": {"type": float},
-            "--heads": {"type": int, "help": "Every n-th head."},
+            "--heads": {"type": int, "help": "Distance of the heads with outliers."},
         },
     )

@@ -2,8 +2,8 @@
 
 Each process loads the model, calls `enable` and loads the CPU's kernels. Then its first `generate`
 is timed: a prompt, and one token. A third of the processes have a `PrefixStore` that an earlier
-process filled, a third an empty store, which shows the cost of storing, and a third none. They
-alternate, so that a busy machine slows all of them down.
+process filled. A third have an empty store, which shows the cost of storing. The remaining
+processes have no store. They alternate, so that a busy machine slows all of them down.
 """
 
 import json
@@ -36,13 +36,13 @@ def measure_prefix(
 
     Args:
         model: A folder or a Hub id. None means the demo model.
-        tokens: Number of tokens of the prefix; a question of about ten tokens follows.
+        tokens: Number of tokens of the prefix. A question of about ten tokens follows.
         rounds: Number of processes without a store, with an empty store and with a full store.
         progress: Function that is called with the name of each measurement.
 
     Returns:
         The entries of `describe_run`, `settings`, `rows` with `store` (one of `STORES`), `seconds`
-        (all), `median`, `low`, `high`, `enable` (seconds before) and `found` (tokens from the
+        (all), `median`, `low`, `high`, `enable` (seconds of that call) and `found` (tokens from the
         store), `ratio` of the medians without a store and with a full store, `difference`, the
         largest difference of their logits, and the `bytes` and `files` of the full store.
 
@@ -74,19 +74,19 @@ def measure_prefix(
                 answers[kind].append(ask(question, stores[kind]))
         sizes = [file.stat().st_size for file in full.glob("*.safetensors")]
     rows = []
-    for kind, of_kind in answers.items():
-        median, low, high = quartiles([answer["seconds"] for answer in of_kind])
+    for kind, timed in answers.items():
+        median, low, high = quartiles([answer["seconds"] for answer in timed])
         rows.append(
             {
-                "store": kind, "seconds": [answer["seconds"] for answer in of_kind],
+                "store": kind, "seconds": [answer["seconds"] for answer in timed],
                 "median": median, "low": low, "high": high,
-                "found": min(answer["found"] for answer in of_kind),
-                "enable": quartiles([answer["enable"] for answer in of_kind])[0],
+                "found": min(answer["found"] for answer in timed),
+                "enable": quartiles([answer["enable"] for answer in timed])[0],
             }
         )  # fmt: skip
     difference = max(
-        (torch.tensor(one["logits"]) - torch.tensor(other["logits"])).abs().max().item()
-        for one, other in zip(answers["full"], answers["none"], strict=True)
+        (torch.tensor(restored["logits"]) - torch.tensor(computed["logits"])).abs().max().item()
+        for restored, computed in zip(answers["full"], answers["none"], strict=True)
     )
     return {
         **run, "settings": {"model": name, "tokens": tokens, "rounds": rounds}, "rows": rows,

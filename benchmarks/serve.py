@@ -1,9 +1,9 @@
 """`hf-fp8kv serve` and `transformers serve` under the same load.
 
-All servers run one model with continuous batching, and get the same bytes for their pages; FP8
-pages hold twice as many tokens. A third server has our pages in the model's dtype: the same kernels
+All servers run one model with continuous batching, and have the same number of bytes for pages, so
+FP8 pages hold twice the tokens. A third server has our pages in the model's dtype: the same kernels
 without FP8. Each client sends one request after the other and reads the streamed answer. The
-servers alternate; the result is the median over turns, and percentiles over the requests of all
+servers alternate. The result is the median over turns, and percentiles over the requests of all
 turns. Prompts begin differently, so that no prefix is reused.
 """
 
@@ -51,10 +51,10 @@ def measure_serving(
         device: Device of the servers.
         loads: The loads.
         page_size: Number of tokens of a page.
-        turns: Number of turns of each load, after a turn that does not count.
+        turns: Number of turns of each load, after a first one that does not count.
         dtype: Format of the FP8 pages.
-        batch_tokens: Number of tokens of a step. Beside a long prompt each server has its default.
-        progress: Function that is called with what is measured next.
+        batch_tokens: Number of tokens of a step. With a long prompt each server has its default.
+        progress: Function that is called with the name of the next measurement.
 
     Returns:
         The entries of `describe_run`, `settings`, and `rows` with `load`, `measure`, `server`,
@@ -62,7 +62,7 @@ def measure_serving(
         without an answer).
 
     Raises:
-        ConfigError: A server does not start, or answers nothing.
+        ConfigError: A server does not start, or answers no request.
     """
     run, name = describe_run("serve"), model or str(demo_model_path())
     rows: list[dict[str, Any]] = []
@@ -76,15 +76,15 @@ def measure_serving(
                    str(same_bytes(name, load.blocks, page_size, dtype))],
             PLAIN: [*ours, "--kv-cache-dtype", AUTO, "--cb-num-blocks", str(load.blocks)],
         }  # fmt: skip
-        alike = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
-                 str(page_size)]  # fmt: skip
-        if not load.long_words:  # else the server's default
-            alike += ["--cb-max-batch-tokens", str(batch_tokens)]
+        common = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
+                  str(page_size)]  # fmt: skip
+        if not load.long_words:  # otherwise the server's default
+            common += ["--cb-max-batch-tokens", str(batch_tokens)]
         with contextlib.ExitStack() as stack:
             servers = {}
             for which, command in commands.items():
                 progress(f"{load.name}: starting {which}")
-                servers[which] = stack.enter_context(run_server([*command, *alike], name))
+                servers[which] = stack.enter_context(run_server([*command, *common], name))
             for turn in range(turns + 1):
                 order = list(servers)
                 random.Random(turn).shuffle(order)
@@ -101,7 +101,7 @@ def measure_serving(
 
 
 def same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:
-    """Return how many of our pages have the bytes of `blocks` pages of the stock server."""
+    """Return the number of our pages with the bytes of `blocks` pages of the stock server."""
     return blocks * _page_bytes(name, page_size, "auto") // _page_bytes(name, page_size, dtype)
 
 

@@ -35,14 +35,14 @@ class Load:
     requests: int  # of all clients in a turn
     words: int  # of a prompt, about one token each
     new_tokens: int  # of an answer, maximum
-    blocks: int  # pages of the stock server; the other servers get the same bytes
+    blocks: int  # pages of the stock server, whose bytes all servers get
     long_words: int = 0  # of a long prompt next to a streamed answer
     streamed: int = 300  # tokens of that answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer; seconds since its request."""
+    """Times of an answer, in seconds since its request."""
 
     first: float
     last: float
@@ -78,17 +78,17 @@ class Server:
         began = time.perf_counter()
         first = 1000 * seed
         try:
-            with ThreadPoolExecutor(2) as others, ThreadPoolExecutor(load.clients) as pool:
-                beside = []
+            with ThreadPoolExecutor(2) as extra_pool, ThreadPoolExecutor(load.clients) as pool:
+                extra_requests = []
                 if load.long_words:
                     streamed = replace(load, new_tokens=load.streamed)
                     long = replace(load, words=load.long_words, new_tokens=2)
-                    for number, other in enumerate((streamed, long), first + load.requests):
-                        beside.append(others.submit(self._ask, other, number))
+                    for number, extra in enumerate((streamed, long), first + load.requests):
+                        extra_requests.append(extra_pool.submit(self._ask, extra, number))
                         time.sleep(_AHEAD)
-                ask = [pool.submit(self._ask, load, first + n) for n in range(load.requests)]
-                replies = [request.result() for request in ask]
-                found = [request.result() for request in beside]
+                requests = [pool.submit(self._ask, load, first + n) for n in range(load.requests)]
+                replies = [request.result() for request in requests]
+                extra_replies = [request.result() for request in extra_requests]
         finally:
             seconds = time.perf_counter() - began
             done.set()
@@ -96,16 +96,17 @@ class Server:
         answers = [answer for answer in replies if answer is not None]
         if not answers:
             raise ConfigError(
-                f"the server of {self.model} answers nothing; start it in a terminal to see why"
+                f"the server of {self.model} answers no request; start it in a terminal to see why"
             )
         if counts:
             self.failed += len(replies) - len(answers)
             self.answers += answers
             self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
-            self.failed += found.count(None)
-            for answer, kept in zip(found, (self.streams, self.long_prompts), strict=False):
-                if answer is not None:
-                    kept.append(answer)
+            self.failed += extra_replies.count(None)
+            kinds = (self.streams, self.long_prompts)
+            for reply, kind in zip(extra_replies, kinds, strict=False):
+                if reply is not None:
+                    kind.append(reply)
 
     def _ask(self, load: Load, number: int) -> Answer | None:
         """Send one request and read its streamed answer."""
@@ -131,7 +132,7 @@ class Server:
                         continue
                     chunk = json.loads(line[6:])
                     choice = chunk["choices"][0]
-                    # An answer may consist of its end alone.
+                    # An answer may consist of its end only.
                     ends = choice.get("finish_reason") is not None and not times
                     if choice["delta"].get("content") or ends:
                         times.append(time.perf_counter() - began)
@@ -170,8 +171,8 @@ class Server:
 
 @contextlib.contextmanager
 def run_server(arguments: list[str], model: str) -> Iterator[Server]:
-    """Run a server inside the context; show its log if it does not start."""
-    # Threads that wait by spinning are slow next to other processes, such as the clients.
+    """Run a server inside the context. Show its log if it does not start."""
+    # Threads that spin while they wait slow down the clients, and are slowed down by them.
     environment = {"OMP_WAIT_POLICY": "passive", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
     process = subprocess.Popen(
         [sys.executable, *arguments],

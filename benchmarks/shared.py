@@ -32,7 +32,7 @@ def read_options(doc: str | None, options: Options) -> tuple[dict[str, Any], str
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     for name, given in options.items():
         parser.add_argument(name, **given)
-    parser.add_argument("--json", metavar="PATH", help="Write JSON; - prints it and no table.")
+    parser.add_argument("--json", metavar="PATH", help="Write JSON. - prints it instead.")
     found = vars(parser.parse_args())
     path: str | None = found.pop("json")
     if path is not None and not Path(path).parent.is_dir():
@@ -50,7 +50,7 @@ def main(
 
     Args:
         doc: Docstring whose first line describes the command.
-        measure: Function that takes the options and `progress`, and returns a result.
+        measure: Function that returns a result. It takes the options and `progress`.
         options: Options of the command line.
         format_table: Function that makes a table of the result. None shows all rows.
     """
@@ -88,16 +88,15 @@ def format_rows(result: Result) -> "RenderableType":
 
 def make_environment() -> dict[str, str]:
     """Return the environment of a process that compiles kernels."""
-    # Triton's variables (an interpreter, a debugger, dumps) are meant for a user's runs, except the
-    # place of its cache.
+    # Triton's variables (interpreter, debugger, dumps) are for other runs, except its cache.
     kept = {"TRITON_CACHE_DIR", "TRITON_HOME"}
     variables = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_") or k in kept}
-    # This process may have found the package by its own path.
+    # The new process must find the package where this process found it.
     return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def run_process(call: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """Return the JSON that a call `module:function` writes last, in a separate process.
+    """Call `module:function` in a separate process, and return the last JSON that it writes.
 
     Raises:
         RuntimeError: The process failed.

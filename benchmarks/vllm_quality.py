@@ -1,8 +1,8 @@
-"""KL of a model's predictions in vLLM with stored K and V, against those with its 16-bit cache.
+"""KL of a model's predictions in vLLM with 8-bit caches, relative to vLLM's 16-bit cache.
 
-It runs in the environment of `make vllm`. Each row is a dtype of `--kv-cache-dtype`, some with
-scales that are calibrated on other texts. A text is one prompt. vLLM returns log-probabilities of
-its tokens, and a hook records all logits that the model computes for them.
+It runs in the environment of `make vllm`. Each row is a dtype of `--kv-cache-dtype`, in some rows
+with scales that are calibrated on other texts. A text is one prompt. vLLM returns log-probabilities
+of its tokens, and a hook records all logits that the model computes for them.
 """
 
 import os
@@ -21,7 +21,7 @@ from hf_fp8kv.utils.environment import describe_run
 from .shared import Result, main
 
 TOPICS: dict[str, str] = pydoc_data.topics.topics
-# The topics that are scored first. The shortest other topics follow.
+# Topics to score. If they do not suffice, the shortest other topics follow.
 TEXTS = ("objects", "execmodel", "import", "customization")
 # Topics that share a paragraph of at least this number of characters count as the same text.
 _PARAGRAPH = 80
@@ -29,7 +29,7 @@ BASE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
 )  # fmt: skip
-# Calibrated scales by dtype; vLLM's own dtypes read scales from a copy of the checkpoint.
+# Calibrated scales by dtype. vLLM's own dtypes read scales from a copy of the checkpoint.
 CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
     ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
     ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
@@ -140,7 +140,7 @@ def measure_vllm(
     # In this process, where the hook reaches the model.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Once: with a second engine vLLM 0.32 fails at a module of llvmlite.
+    # Only once, because with a second engine vLLM 0.32 fails at a module of llvmlite.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     checkpoint = str(demo_model_path())

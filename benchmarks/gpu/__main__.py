@@ -14,7 +14,7 @@ from hf_fp8kv.ops import choose_backend
 from .report import format_tables
 from .suite import SECTIONS, run_suite
 
-# Processes that compile share the memory of the device.
+# Maximum number of processes that compile, because they share the memory of the device.
 MOST_PROCESSES = 15
 # Width of the tables in a file or a pipe.
 WIDTH = 140
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     sys.argv[0] = "python -m benchmarks.gpu"
     code = main()
     sys.stdout.flush()
-    # At the end of Python, torch waits minutes for its processes that compile.
+    # A normal exit waits minutes for torch's compiler processes.
     os._exit(code)

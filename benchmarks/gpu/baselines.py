@@ -45,17 +45,17 @@ def measure_decode(record: Record, section: str, case: Case, *, grouped: bool = 
     """Add rows for one new token, with each backend of torch.
 
     Without `grouped`, heads that share K and V are only folded. With different lengths, each
-    sequence is a call. The names of rows say so.
+    sequence is a separate call. The names of rows show the form.
     """
     forms: dict[str, Attention] = {}
     if case.heads.query != case.heads.kv:
         forms[" folded"] = _attend_folded
     if grouped or not forms:
         forms[""] = attend_grouped
-    each = ", a call for each" if case.is_ragged else ""
+    note = ", a call for each" if case.is_ragged else ""
     for name, backend in _backends(record.stage).items():
         for suffix, form in forms.items():
-            _measure_sdpa(record, section, case, f"sdpa {name}{suffix}{each}", backend, form)
+            _measure_sdpa(record, section, case, f"sdpa {name}{suffix}{note}", backend, form)
 
 
 def measure_flex(record: Record, section: str, case: Case) -> None:
@@ -78,7 +78,7 @@ def measure_extend(record: Record, case: Case) -> None:
     square = functools.partial(attend_grouped, is_causal=True)
 
     def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # Only this form of torch's flash attention requires the flag.
+        # Torch's flash attention requires `enable_gqa` with this mask only.
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
 
     for name, backend in _backends(record.stage).items():

@@ -60,9 +60,10 @@ class CacheSteps:
         self.key: Any = None
 
     def _make_mask(self, first: int, tokens: int) -> torch.Tensor | None:
-        like = {"device": self.stage.device}
-        embeddings = torch.empty((len(self.visible), tokens, 1), dtype=torch.bfloat16, **like)
-        positions = torch.arange(first, first + tokens, **like)[None]
+        device = self.stage.device
+        shape = (len(self.visible), tokens, 1)
+        embeddings = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        positions = torch.arange(first, first + tokens, device=device)[None]
         seen = self.visible[:, : first + tokens]
         mask: Any = create_causal_mask(self.config, embeddings, seen, self.cache, positions)
         return mask  # type: ignore[no-any-return]
@@ -82,7 +83,7 @@ class CacheSteps:
         return fp8_paged_attention(self.modules[layer], self.query, key, value, self.mask)[0]
 
     def step(self, layer: int) -> torch.Tensor:
-        """Do a layer's part of a step. The first layer also does the model's part."""
+        """Run one layer of a step. The first layer also makes the mask."""
         if layer == 0:
             self.begin()
         return self.attend(layer, *self.update(layer))
@@ -122,7 +123,8 @@ def measure_attention(
 def measure_layers(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for one layer of a step of a growing cache: mask, write, plan and attention.
 
-    The steps are captured in a graph, and of one kind also called from Python, like by generate().
+    The steps are captured in a graph. Steps of one kind are also called from Python, as generate()
+    does.
     """
     first = sizes.layer_kinds[0]
     names = [*((kind, kind.name) for kind in sizes.layer_kinds), (first, f"{first.name} eager")]

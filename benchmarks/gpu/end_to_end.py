@@ -39,8 +39,8 @@ from .stage import Stage
 SPARE = 8
 SECTION = "end to end"
 STOCK_OFFLOADED = "DynamicCache offloaded"
-# Name, implementation of attention, class, and options. generate() compiles the step of a cache
-# with the name "compiled".
+# Name, attention implementation, class, and options. generate() compiles the step of caches whose
+# name ends in "compiled".
 Contender = tuple[str, str, type[Cache], dict[str, Any]]
 CACHES: list[Contender] = [
     (FLASH, "sdpa", DynamicCache, {}),
@@ -50,7 +50,7 @@ CACHES: list[Contender] = [
     ("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
     (PAGED, "fp8_paged", FP8PagedCache, {}),
     (AUTO, "fp8_paged", FP8PagedCache, {"dtype": "auto"}),
-    # With transformers' mask, SDPA takes K and V with as many heads as the query has.
+    # With transformers' mask, SDPA needs a head of K and V for each query head.
     ("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, {}),
 ]
 OFFLOADED: list[Contender] = [
@@ -81,9 +81,9 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
 
 
 def measure_offloaded(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each context and each cache whose layers lie in host memory.
+    """Add a row for each context and each cache with layers in host memory.
 
-    The bus takes most of the time of such a step, so a few tokens suffice.
+    Copies over the bus take most of the time of such a step, so a few tokens suffice.
     """
     few = replace(sizes, tokens=(4, 4), warm=(2, 2))
     model = _make_model(record, sizes)
@@ -100,11 +100,11 @@ def _measure(
     shapes: tuple[tuple[int, int], ...],
 ) -> None:  # fmt: skip
     for batch, context in shapes:
-        for name, attention, kind, given in caches:
+        for name, attention, kind, keywords in caches:
             if why := _why_not(record.stage, name, attention, kind, model.config):
                 record.skip(f"{section}, {name}: {why}")
                 continue
-            options = dict(given)
+            options = dict(keywords)
             if kind is FP8PagedCache:
                 options["backend"] = backend
             if options.get("offloading") == "half":
@@ -151,7 +151,7 @@ def _measure_first_calls(record: Record, model: Any, sizes: Sizes, backend: str)
 
 
 def _why_not(stage: Stage, name: str, attention: str, kind: type[Cache], config: Any) -> str:
-    """Return why a cache cannot run here, or nothing."""
+    """Return the reason why a cache cannot run here, or ""."""
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
     if name == STOCK_OFFLOADED and not stage.is_gpu:
@@ -179,7 +179,7 @@ def make_model(shape: ModelShape, stage: Stage) -> Any:
 
 
 class _Marks(LogitsProcessor):
-    """Record the time of each token, and change nothing."""
+    """Records the time of each token, and returns the logits unchanged."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -207,7 +207,7 @@ def _work(
     tokens, warm = sizes.tokens[compiled], sizes.warm[compiled]
     _forget_graphs(model)
     model.set_attn_implementation(attention)
-    # This row is only about torch's flash attention.
+    # The row `FLASH` is for torch's flash attention only.
     only_flash = name == FLASH and stage.is_gpu and not stage.dry
     backend = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if only_flash else nullcontext()
     try:

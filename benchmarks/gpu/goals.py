@@ -29,14 +29,14 @@ class Goal:
 
     what: str
     sign: str  # ">=" or "<="
-    bound: float  # of the worst value
+    bound: float  # for the worst value
     section: str
     field: str
     names: tuple[str, ...] = ()  # contenders, by default all
     over: tuple[str, ...] = ()  # contenders that the field is divided by, in the same case
     cases: tuple[str, ...] = ()  # by default all
-    ending: str = ""  # of the names of cases
-    least: int = 0  # tokens that a case reads
+    ending: str = ""  # end of the names of cases
+    least: int = 0  # minimum number of tokens that a case reads
     needed: tuple[str, ...] = ()  # values without which the goal is not met
 
     def values(self, rows: list[Row]) -> dict[str, float]:
@@ -106,9 +106,9 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
         why = "a dry run"
     elif not gpu:
         why = "no GPU"
-    named = next((given for name, given in DATASHEETS.items() if name in str(gpu)), None)
-    reads = result["ceilings"]["read_gb_per_s"]
-    datasheet = named / reads if named and reads else None
+    specified = next((rate for name, rate in DATASHEETS.items() if name in str(gpu)), None)
+    measured = result["ceilings"]["read_gb_per_s"]
+    datasheet = specified / measured if specified and measured else None
     return [goal.judge(result["rows"], why, datasheet) for goal in GOALS]
 
 
@@ -118,9 +118,9 @@ def find_rows(rows: Iterable[Row], section: str, **fields: Any) -> list[Row]:
     return [row for row in rows if "failed" not in row and required <= row.items()]
 
 
-def _decode(name: str, what: str, sign: str, bound: float, field: str, **more: Any) -> Goal:
+def _decode(name: str, what: str, sign: str, bound: float, field: str, **options: Any) -> Goal:
     what = f"decode {name}, {what}, 256k tokens on"
-    return Goal(what, sign, bound, "decode", field, (name,), least=LARGE, **more)
+    return Goal(what, sign, bound, "decode", field, (name,), least=LARGE, **options)
 
 
 def _layer(field: str, bound: float) -> Goal:

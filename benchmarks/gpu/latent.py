@@ -34,7 +34,7 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for steps of this package's cache, of torch and of a model, and for kernels."""
     first, remaining = sizes.latents[: sizes.compared], sizes.latents[sizes.compared :]
     for cases in (first, remaining):
-        # Goals are about steps, and kernels may have to be compiled.
+        # Steps come first, because goals are about steps and kernels may need compilation.
         for case in cases:
             for kind in sizes.layer_kinds:
                 _measure_paged(record, case, kind, backend)
@@ -148,7 +148,7 @@ def _measure_stock(record: Record, case: Case) -> None:
         for step in steps:
             output = step()
         error = layers.error(output, *handles)
-        # The operations of the absorbed form are not the operations of this step.
+        # The fields count operations of the absorbed form, which this step does not use.
         return {**record.stage.time(steps), "error": error, "flops": None}
 
     # K and V from the projection, and their copies with positions.
@@ -175,7 +175,7 @@ def _measure_absorbed(record: Record, case: Case) -> None:
 
 
 def absorb(module: Any, query: torch.Tensor, new: torch.Tensor, store: torch.Tensor) -> Any:
-    """Store `new` in the last place of `store`, `[B, N, R + P]`, and attend to all tokens."""
+    """Store `new` in the last slot of `store`, `[B, N, R + P]`, and attend to all tokens."""
     store[:, -1:] = new
     projections = _projections(module, store.dtype)
     absorbed = projections.absorb(query * module.scaling)[:, :, 0]

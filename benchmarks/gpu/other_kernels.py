@@ -1,4 +1,4 @@
-"""vLLM's Triton kernel, if its file is there."""
+"""vLLM's Triton kernel, if it is installed or its file is given."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ from .shapes import Case, Sizes
 from .stage import Stage
 from .vllm_file import VLLM_ATTENTION, load_vllm_attention
 
-# vLLM splits sequences into this number of parts, unless it has this number of programs without.
+# vLLM splits each sequence into this number of parts, unless a batch has this number of programs.
 VLLM_PARTS, VLLM_GRID = 16, 128
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 Pair = tuple[torch.Tensor, torch.Tensor]

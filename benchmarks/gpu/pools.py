@@ -37,7 +37,7 @@ def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> 
         codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
         scale = None
         if kind.static and fmt != AUTO:
-            # Different for each head. Normal random values reach about 5.
+            # Each head has a different scale. Normal random values reach about 5.
             scale = 5.5 / FORMATS[fmt].max * torch.linspace(*steps, heads.kv, device=device)
             scale = scale[:, None].expand(-1, dim).contiguous()
         return StoredSide(scale, None, fmt, dim), codes
@@ -64,9 +64,11 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
     The pages of a sequence are scattered over the pool. `count` pages differ.
     """
     sample = _make_sample(kind, case.heads, count, stage.device)
-    each = [-(-length // PAGE_SIZE) for length in case.lengths]
-    order = torch.randperm(sum(each), device=stage.device).int()
-    table = torch.nn.utils.rnn.pad_sequence(order.split(each), batch_first=True, padding_value=-1)
+    counts = [-(-length // PAGE_SIZE) for length in case.lengths]
+    order = torch.randperm(sum(counts), device=stage.device).int()
+    table = torch.nn.utils.rnn.pad_sequence(
+        order.split(counts), batch_first=True, padding_value=-1
+    )
     layer_pages = []
     for _ in range(layers):
         chosen = torch.randint(0, count, (len(order),), device=stage.device)

@@ -89,7 +89,7 @@ class Record:
             row["failed"] = f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
             lost = error if self.stage.is_lost() else None
         if is_out_of_memory or ("failed" in row and lost is None):
-            # Outside the handlers, because an exception refers to the tensors of its frames.
+            # Not in the handlers, because an exception refers to the tensors of its frames.
             self.stage.clean()
         if is_out_of_memory:
             self.skip(f"{place}: out of memory")
@@ -99,7 +99,7 @@ class Record:
             row.pop("us", None)
             row["failed"] = f"relative error {row['error']:.1e}, at most {TOLERANCE:g} is rounding"
         took = time.perf_counter() - began
-        # A row that compiles takes longer than the others.
+        # A first row compiles, so the fastest row counts.
         self._took[section, name] = min(took, self._took.get((section, name), took))
         self.report(f"{place}: {took:.1f} s")
         self.rows.append(row)

@@ -99,9 +99,9 @@ def _experiments(rows: list[Row]) -> Table:
     for key in dict.fromkeys((row["case"], row["kind"]) for row in rows):
         good = [row for row in rows if (row["case"], row["kind"]) == key and "failed" not in row]
         if good:
-            usual = next((row for row in good if not row["parameters"]), None)
+            default = next((row for row in good if not row["parameters"]), None)
             best = min(good, key=lambda row: float(row["us"]))
-            times = (_cell(row, ("us", "of_read")) for row in (usual, best))
+            times = (_cell(row, ("us", "of_read")) for row in (default, best))
             body.append([*key, *times, best["name"].split(": ")[1], str(len(good))])
     columns = ["", "stored as", "default", "best", "with", "attempts"]
     return _table("launch parameters of decode: us, share of the read bandwidth", columns, body)
@@ -136,8 +136,8 @@ def _failures(result: dict[str, Any]) -> list[str]:
         reasons = Counter(text.rpartition(": ")[2] for text in section["skipped"])
         for reason, count in reasons.items():
             first = next(text for text in section["skipped"] if text.endswith(reason))
-            more = f" (and {count - 1} more in the JSON)" if count > 1 else ""
-            lines.append(f"not measured: {first}{more}")
+            suffix = f" (and {count - 1} more in the JSON)" if count > 1 else ""
+            lines.append(f"not measured: {first}{suffix}")
     return lines
 
 

@@ -27,7 +27,7 @@ from .shapes import Served, Sizes
 
 # Free memory for the planner, in GiB.
 PLANNED = 40
-# K and V of a random model are about 1, so that any scale does.
+# K and V of a random model are about 1, so the scale hardly matters.
 SCALE = 0.02
 # Maximum delay of an engine after the end of the section, in seconds.
 LATE = 10
@@ -44,7 +44,7 @@ class _Engine:
 
 
 def _engines(record: Record, config: Any, backend: str) -> Iterator[_Engine]:
-    # Transformers' engine may choose flash-attn with graphs, which is a separate engine.
+    # transformers' engine may switch to flash-attn with graphs, which has a separate row.
     older = "auto_switch_to_flash" not in inspect.signature(ContinuousBatchingConfig).parameters
     stay = {} if older else {"auto_switch_to_flash": False}
     dynamic: dict[str, Any] = {"backend": backend}

@@ -73,12 +73,12 @@ class Case:
 
     lengths: tuple[int, ...]  # stored tokens of each sequence, including the new ones
     heads: Heads = Heads(32, 8, 128)
-    tokens: int = 1  # new ones of each sequence
+    tokens: int = 1  # new tokens of each sequence
     window: int = 0
     softcap: float = 0.0
     label: str = ""  # name in rows, by default batch and length
     padding: tuple[int, ...] = ()  # hidden tokens at the start of each sequence
-    scaling: float = 0.0  # of the logits, by default from the size of a query
+    scaling: float = 0.0  # factor of the logits, by default from the size of a query
 
     def __str__(self) -> str:
         return self.label or f"{len(self.lengths)} x {format_tokens(self.lengths[0])}"
@@ -148,12 +148,12 @@ class ModelShape:
 class Served(ModelShape):
     """A model and its requests, for engines."""
 
-    requests: tuple[int, ...]  # simultaneous ones, the most important number first
+    requests: tuple[int, ...]  # numbers of simultaneous requests, the most important first
     prompts: tuple[int, int]  # tokens of the shortest and of the longest prompt
     new: int  # tokens of each answer
     warm: int  # tokens of each answer in the warm-up
     page_size: int
-    batch_tokens: int  # maximum of a step
+    batch_tokens: int  # maximum number of tokens of a step
 
 
 @dataclass(frozen=True)
@@ -163,24 +163,24 @@ class Sizes(ModelShape):
     decode: tuple[Case, ...]
     padded: tuple[str, ...]  # names of decode cases that are also measured with left padding
     compared: int  # number of cases with all contenders
-    layer: tuple[Case, ...]  # of a step
+    layer: tuple[Case, ...]  # steps of one layer
     layer_kinds: tuple[Kind, ...]  # the first one is also called eagerly
     others: tuple[Case, ...]  # other heads and attention, and several new tokens
     writes: tuple[int, ...]  # batches of one new token for each sequence
     prefill: int  # tokens of a prompt that is written
     extend: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
-    latents: tuple[Case, ...]  # of a step over latents
-    generate: tuple[tuple[int, int], ...]  # batch and context, the most important ones first
+    latents: tuple[Case, ...]  # steps over latents
+    generate: tuple[tuple[int, int], ...]  # batch and context, the most important first
     prompt: int  # tokens of a first call
     offloaded: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
     tokens: tuple[int, int]  # timed new tokens, eager and compiled
-    warm: tuple[int, int]  # tokens before them, which compile and capture graphs
+    warm: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
     served: Served
     pages: int  # number of different random pages
     seconds: dict[str, float]  # share of the time of each section
 
 
-# The cases of goals come first, because time may run out.
+# Cases that goals need come first, because time may run out.
 _DECODE = [
     Case((1024 * n,) * batch)
     for batch, n in (
@@ -252,12 +252,12 @@ TINY = replace(
     pages=4, seconds=dict.fromkeys(FULL.seconds, 120.0),
 )  # fmt: skip
 
-# Stored tokens that kernels are compiled with. More make no other kernel.
+# Number of stored tokens for compilation. More tokens use the same kernels.
 _SHORT = 1024
 
 
 def shorten(sizes: Sizes) -> Sizes:
-    """Return the sizes without cases that need no further kernel, and with shorter sequences."""
+    """Return the sizes with shorter sequences, without cases that need no additional kernel."""
 
     def short(cases: tuple[Case, ...]) -> tuple[Case, ...]:
         found = (

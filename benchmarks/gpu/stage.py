@@ -11,7 +11,7 @@ from hf_fp8kv.bench.reporting import quartiles
 
 Step = Callable[[], object]
 
-# Minimum length of a graph in milliseconds, so that its launch does not count.
+# Minimum length of a graph in milliseconds, so that the time of its launch is negligible.
 GRAPH = 2.0
 # Length of a measurement in milliseconds, and the limits of its number of replays.
 REPLAYED, FEWEST, MOST = 60.0, 5, 40
@@ -20,7 +20,7 @@ LARGEST_GRAPH = 512
 
 
 class Stage:
-    """A device. With `dry`, everything runs on tiny shapes and no time means anything.
+    """A device. With `dry`, everything runs on tiny shapes, and times are meaningless.
 
     With `compiling`, a step is called once and not timed, and sections leave out baselines.
     """

@@ -44,10 +44,10 @@ SECTIONS: dict[str, Section] = {
 }
 # Sections whose kernels are compiled before anything is measured.
 COMPILED = ("decode", "layer", "write", "extend", "latent", "others")
-# Time limit of that in seconds.
+# Time limit of compilation in seconds.
 COMPILING = 60.0
 # Sections that are measured only on request.
-MORE: dict[str, Section] = {"experiments": experiments.measure}
+ON_REQUEST: dict[str, Section] = {"experiments": experiments.measure}
 
 
 def run_suite(
@@ -67,7 +67,7 @@ def run_suite(
         device: A CUDA or ROCm device. In a dry run any device.
         backend: The backend of the operations.
         dry: Whether to run everything on tiny shapes, on any machine.
-        sections: Names from `SECTIONS` and `MORE`, in this order.
+        sections: Names from `SECTIONS` and `ON_REQUEST`, in this order.
         seconds: Time limit of all sections. Rows that it excludes are noted as skipped.
         processes: Number of processes that compile kernels first.
         save: File that is rewritten after each row.
@@ -77,7 +77,7 @@ def run_suite(
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
         `rows` and `goals`. A section that did not end has None as `seconds`.
     """
-    stage, known = Stage(device, dry=dry), {**SECTIONS, **MORE}
+    stage, known = Stage(device, dry=dry), {**SECTIONS, **ON_REQUEST}
     settings: dict[str, Any] = {
         "device": device, "backend": backend, "dry": dry, "seconds": seconds,
     }  # fmt: skip
@@ -107,9 +107,9 @@ def run_suite(
         progress(f"compiled in {compiled['seconds']} s")
         keep()
     for index, part in enumerate(parts):
-        # A section leaves the time that it does not need to later ones.
-        shares = [sizes.seconds.get(other, 100.0) for other in sections[index:]]
-        share = (ends - time.perf_counter()) * shares[0] / sum(shares)
+        # Later sections get the time that a section does not need.
+        weights = [sizes.seconds.get(name, 100.0) for name in sections[index:]]
+        share = (ends - time.perf_counter()) * weights[0] / sum(weights)
         progress(f"== {part['name']}: up to {max(share, 0):.0f} s")
         part |= {"share": round(share, 1), "skipped": record.begin(share)}
         began = time.perf_counter()
@@ -136,7 +136,7 @@ def compile_kernels(
 ) -> dict[str, float]:
     """Fill Triton's cache on the disk, and return the `seconds` and the number that `failed`.
 
-    Each process runs its share of the rows. After `seconds`, it is ended.
+    Each process runs its share of the rows, and is ended after `seconds`.
     """
     began, context = time.perf_counter(), multiprocessing.get_context("spawn")
     pool = [

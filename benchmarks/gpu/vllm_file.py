@@ -32,7 +32,7 @@ _KVQuantMode = enum.IntEnum(
 
 
 class _Off(ModuleType):
-    """A stand-in for settings and platforms. Its attributes are false, and return False."""
+    """A stand-in for settings and platforms. Its attributes are falsy, and calls return False."""
 
     def __bool__(self) -> bool:
         return False
@@ -59,7 +59,7 @@ def load_vllm_attention(name: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{VARIABLE}: expected triton_unified_attention.py, got {path}")
-    # The context restores all modules, so that nothing else finds a stand-in.
+    # The context restores all modules, so that no other import finds a stand-in.
     with mock.patch.dict(sys.modules, _stand_ins(file.parent)):
         return importlib.import_module(f"{_OPS}.{file.stem}")
 

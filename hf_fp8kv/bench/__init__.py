@@ -1,1 +1,1 @@
-"""Benchmarks for a user's machine: speed, memory and quality, behind `hf-fp8kv bench`."""
+"""Benchmarks for a user's machine, behind `hf-fp8kv bench`: speed and memory."""

@@ -1,7 +1,7 @@
 """The number of tokens that transformers' continuous batching plans for, with FP8 pages and bf16.
 
-The planner gets the memory of a GPU as a number. Nothing is allocated, and no GPU is needed: the
-pages are on torch's "meta" device, which has shapes and no memory.
+The planner gets the memory of a GPU as a number. It needs no GPU and allocates nothing, because the
+pages are on torch's "meta" device.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from ..serving.config import ServingConfig
 from ..serving.engines import cache_class, rebind_globals
 from ..serving.engines.common import sizes
 
-# Shapes of well-known models, from their config.json: the fields that decide the size of a token.
+# Shapes of well-known models: the fields of their config.json that determine the size of a token.
 _FIELDS = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "sliding_window",
@@ -45,7 +45,7 @@ OURS: dict[str, dict[str, Any]] = {
     "K 16 bit, V fp8": {"scales": 1.0, "key_dtype": "auto"},
 }
 GIB = 2**30
-PERCENT = 0.9  # of the free memory; the engine's default on a GPU
+PERCENT = 0.9  # share of the free memory, the engine's default on a GPU
 PAGE = 256
 # Limits of a step: the engine reserves memory for its activations.
 BATCH_TOKENS, REQUESTS = 8192, 256
@@ -68,7 +68,7 @@ def planned_tokens(
     *,
     attention: str = ATTENTION,
 ) -> int:
-    """Return how many tokens the engine's planner makes room for, in layers of every kind.
+    """Return the number of tokens for which the engine's planner has room in every layer.
 
     Args:
         config: Config of the model, or of its text part.
@@ -131,7 +131,7 @@ def plan_capacity(
     Args:
         models: Configs by name.
         memory_gib: Memory in GiB that is free once the model is loaded.
-        report: Function that is called with what is planned next.
+        report: Function that is called with the name of the next model.
 
     Returns:
         Rows with `model`, `cache`, `bytes_per_token`, `tokens`, and `ratio` to bf16 with flash.
@@ -142,22 +142,22 @@ def plan_capacity(
         report(f"capacity of {model}")
         text = config.get_text_config()
         heads, dim = sizes(text)
-        plain = 4.0 * heads * dim * text.num_hidden_layers
+        token_bytes = 4.0 * heads * dim * text.num_hidden_layers
         planned = {
-            cache: (plain, planned_tokens(text, memory, None, attention=attention))
+            cache: (token_bytes, planned_tokens(text, memory, None, attention=attention))
             for cache, attention in STOCK.items()
         }
-        _, base = planned["bf16, flash"]
+        _, stock_tokens = planned["bf16, flash"]
         for cache, keywords in OURS.items():
             settings = ServingConfig.parse(backend="torch", **keywords)
-            each = cache_class(settings).bytes_per_token(text, settings, torch.bfloat16)
-            planned[cache] = each, planned_tokens(text, memory, settings)
+            token_bytes = cache_class(settings).bytes_per_token(text, settings, torch.bfloat16)
+            planned[cache] = token_bytes, planned_tokens(text, memory, settings)
         rows += [
             {
-                "model": model, "cache": cache, "bytes_per_token": each, "tokens": tokens,
-                "ratio": tokens / base,
+                "model": model, "cache": cache, "bytes_per_token": size, "tokens": tokens,
+                "ratio": tokens / stock_tokens,
             }
-            for cache, (each, tokens) in planned.items()
+            for cache, (size, tokens) in planned.items()
         ]  # fmt: skip
     return rows
 

@@ -27,13 +27,13 @@ PAGED: dict[str, dict[str, Any]] = {
     **{f"FP8PagedCache {fmt.name.removeprefix('fp8_')}": {"dtype": fmt.name} for fmt in DISTINCT},
     f"{E4M3} static": {"dtype": "fp8_e4m3", "scales": 0.01},
 }
-# Relative RMS between a step and torch's attention on the same bytes: both round to bfloat16.
+# Largest relative RMS error against torch's attention on the same bytes. Both round to bfloat16.
 TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The attention layer that is measured, and where it runs.
+    """Shape, backend and device of the attention layer to measure.
 
     Attributes:
         heads: Query heads, key/value heads, head size.
@@ -94,14 +94,13 @@ def random_states(heads: int, tokens: int, dim: int, device: str = "cpu") -> tor
 def take_turns(
     steps: Mapping[str, Step], turns: int, device: str = "cpu"
 ) -> dict[str, list[float]]:
-    """Return the seconds of each step in each turn, after a turn that does not count.
+    """Return the seconds of each step in each turn. A first turn, which warms up, does not count.
 
     The order changes from turn to turn, because torch's threads spin for a while after their work
     and disturb the next step.
     """
-    wait: Step = lambda: None  # noqa: E731
-    if torch.device(device).type == "cuda":
-        wait = functools.partial(torch.cuda.synchronize, device)
+    is_gpu = torch.device(device).type == "cuda"
+    wait: Step = functools.partial(torch.cuda.synchronize, device) if is_gpu else (lambda: None)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order, shuffle = list(steps), random.Random(0).shuffle
     for turn in range(turns + 1):
@@ -161,7 +160,7 @@ def make_steps(tokens: int, setup: Setup) -> dict[str, Step]:
 def _make_folded(
     tokens: int, setup: Setup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Step:
-    """Return torch's fastest step in bfloat16: query heads of a KV head become its queries."""
+    """Return torch's fastest step in bfloat16, which folds the query heads of a KV head."""
     stored = [setup.states(tokens) for _ in range(2)]
     folded = query.view(1, setup.heads[1], -1, setup.heads[2])
 
@@ -175,7 +174,7 @@ def _make_folded(
 def _check(
     output: torch.Tensor, module: torch.nn.Module, query: torch.Tensor, cache: Cache, name: str
 ) -> None:
-    """Raise RuntimeError unless a step computes attention: a wrong step is not worth timing."""
+    """Raise RuntimeError unless a step computes attention."""
     layer: Any = cache.layers[0]
     expected = sdpa_attention_forward(
         module, query, layer.keys + 0, layer.values + 0, None, scaling=query.shape[3] ** -0.5

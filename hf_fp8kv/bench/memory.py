@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,7 +21,7 @@ from .reporting import build_rows_table, build_table, make_row
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_LAYERS = 8  # of the process that grows
+_LAYERS = 8  # of a cache in a separate process
 
 
 def measure_memory(
@@ -33,14 +33,14 @@ def measure_memory(
     grow: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Count bytes, measure processes, and calculate capacities; return a result for JSON.
+    """Count bytes, measure processes, calculate capacities, and return a result for JSON.
 
     Args:
         setup: Shape of the layer, backend and device. None means the shape of an 8B model on a CPU.
         models: Configs by name, for the capacity. None means well-known models.
         memory_gib: Memory next to the model in GiB, for the capacity.
         tokens: Number of tokens in the caches whose bytes are counted or measured.
-        grow: Whether separate processes store `tokens` tokens, which shows how much they grow.
+        grow: Whether to measure the growth of separate processes that store `tokens` tokens.
         progress: Function that is called with the name of the next measurement.
 
     Returns:
@@ -71,13 +71,13 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 
     settings, heads = result["settings"], result["settings"]["heads"]
     where = result["hardware"]["device"]
-    held = build_rows_table(
+    bytes_table = build_rows_table(
         result["rows"],
         title=f"{heads[1]} key/value heads, head size {heads[2]}, bf16",
         caption=f"bytes per token and layer; growth of a process with {_LAYERS} layers on {where}",
     )
     left, right = ("model", "cache"), ("KiB / token", "tokens", "x")
-    capacity = build_table(
+    capacity_table = build_table(
         {**dict.fromkeys(left, "left"), **dict.fromkeys(right, "right")},
         (
             (
@@ -92,30 +92,30 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens; "
         f"{result['date'][:10]}",
     )  # fmt: skip
-    return Group(held, capacity)
+    return Group(bytes_table, capacity_table)
 
 
 def count_bytes_per_token(setup: Setup, tokens: int) -> list[dict[str, Any]]:
     """Return rows of bytes per token and layer, with `tokens` stored."""
-    plain = 4 * setup.heads[1] * setup.heads[2]
-    rows = [make_row("bytes per token", "DynamicCache", [plain], "B", context=tokens)]
+    bf16_bytes = 4 * setup.heads[1] * setup.heads[2]
+    rows = [make_row("bytes per token", "DynamicCache", [bf16_bytes], "B", context=tokens)]
     ratios = []
     for name in PAGED:
         cache = setup.fill(setup.make_paged(name), tokens)
-        each = cache.memory_footprint().total_bytes / tokens
-        rows.append(make_row("bytes per token", name, [each], "B", context=tokens))
-        ratios.append(make_row("bytes per token, ratio", name, [each / plain], "×",
+        size = cache.memory_footprint().total_bytes / tokens
+        rows.append(make_row("bytes per token", name, [size], "B", context=tokens))
+        ratios.append(make_row("bytes per token, ratio", name, [size / bf16_bytes], "×",
                                context=tokens, against="DynamicCache"))  # fmt: skip
     return rows + ratios
 
 
 def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
-    """Return rows of how much a separate process grows that stores 8 layers.
+    """Return rows with the growth of separate processes that store 8 layers.
 
     Raises:
         RuntimeError: A process failed.
     """
-    rows, grown = [], {}
+    rows, growth = [], {}
     for name in ("DynamicCache", E4M3):
         task = json.dumps({"name": name, "tokens": tokens, "setup": vars(setup)})
         script = f"import sys; from {__name__} import _grow; _grow(sys.argv[1])"
@@ -128,9 +128,9 @@ def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
         )
         if run.returncode:
             raise RuntimeError(f"the process that measures {name} ended with:\n{run.stderr}")
-        grown[name] = float(run.stdout.split()[-1])
-        rows.append(make_row("process grows", name, [grown[name] / 2**20], "MiB", context=tokens))
-    ratio = grown[E4M3] / grown["DynamicCache"]
+        growth[name] = float(run.stdout.split()[-1])
+        rows.append(make_row("process grows", name, [growth[name] / 2**20], "MiB", context=tokens))
+    ratio = growth[E4M3] / growth["DynamicCache"]
     return [*rows, make_row("process grows, ratio", E4M3, [ratio], "×", context=tokens,
                             against="DynamicCache")]  # fmt: skip
 
@@ -138,23 +138,23 @@ def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
 def make_environment() -> dict[str, str]:
     """Return the environment of a process whose memory is measured.
 
-    glibc keeps freed pieces of up to 32 MiB unless the environment sets the limit.
+    glibc keeps freed blocks of up to 32 MiB unless the environment sets the limit.
     """
     return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def _grow(task: str) -> None:
-    """Write by how many bytes this process grew while it filled a cache and ran a step."""
-    given = json.loads(task)
-    setup = Setup(tuple(given["setup"].pop("heads")), **given["setup"])
+    """Write the bytes by which this process grows while it fills a cache and runs a step."""
+    options = json.loads(task)
+    setup = Setup(tuple(options["setup"].pop("heads")), **options["setup"])
     query, key = setup.queries(1), setup.states(1)
     module: AttentionLayer = setup.module
 
-    def use(tokens: int) -> Cache:
+    def fill_and_attend(tokens: int) -> Cache:
         cache: Cache = DynamicCache()
         attention: Attention = sdpa_attention_forward
-        if given["name"] in PAGED:
-            cache = setup.make_paged(given["name"], _LAYERS)
+        if options["name"] in PAGED:
+            cache = setup.make_paged(options["name"], _LAYERS)
             attention = fp8_paged_attention
         for layer in range(_LAYERS):
             setup.fill(cache, tokens, layer)
@@ -162,25 +162,20 @@ def _grow(task: str) -> None:
         return cache
 
     with torch.inference_mode():
-        use(64)  # compiled code and threads exist before the measurement
-        before = _held_bytes(setup.device)
-        cache = use(given["tokens"])
-        sys.stdout.write(f"{_held_bytes(setup.device) - before}\n")
+        fill_and_attend(64)  # loads code and starts threads before the measurement
+        before = _allocated_bytes(setup.device)
+        cache = fill_and_attend(options["tokens"])
+        sys.stdout.write(f"{_allocated_bytes(setup.device) - before}\n")
         del cache
 
 
-def _held_bytes(device: str) -> int:
-    """Return the bytes of this process, or on a GPU the bytes of its tensors."""
+def _allocated_bytes(device: str) -> int:
+    """Return the resident bytes of this process, or on a GPU the bytes of its tensors."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return resident_bytes()
 
 
 def resident_bytes() -> int:
-    """Return the bytes of memory that this process holds."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    import psutil
-
+    """Return the resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)

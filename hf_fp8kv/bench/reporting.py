@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the median and the first and third quartile; a single value has no quartiles."""
+    """Return the median, and the first and third quartile unless there is only one value."""
     if len(values) == 1:
         return values[0], None, None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -29,7 +29,7 @@ def make_row(
     context: int | None = None,
     against: str | None = None,
 ) -> dict[str, Any]:
-    """Return a row of a result: the median of the values and their quartiles.
+    """Return a row of a result, with the median of the values and their quartiles.
 
     Args:
         measure: Name of the measured quantity.
@@ -37,7 +37,7 @@ def make_row(
         values: One value for each turn.
         unit: Unit of the values.
         context: Number of tokens in the cache.
-        against: Name of the other cache, if the values are ratios.
+        against: Name of the cache that ratios are relative to.
     """
     value, low, high = quartiles(values)
     return {
@@ -65,7 +65,7 @@ def build_table(
     Args:
         columns: Headings and the alignment of their cells.
         rows: Cells of each row.
-        grouped: Whether rows with the same first cell form a section, which shows the cell once.
+        grouped: Whether rows with the same first cell form a section that shows the cell once.
         options: Title, caption and other arguments of `rich.table.Table`.
     """
     from rich.table import Table

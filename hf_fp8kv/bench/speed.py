@@ -1,8 +1,8 @@
-"""`hf-fp8kv bench speed`: one attention layer against transformers' own caches.
+"""`hf-fp8kv bench speed`: one attention layer, compared with transformers' own caches.
 
 A decode step stores a new token in the cache, then attention reads all tokens. The contenders
-alternate, so that a busy machine slows all of them down; the result is the median of the ratios
-within a turn. Contexts are random numbers, because speed does not depend on the values.
+alternate, so that a busy machine slows all of them down. The result is the median of the ratios
+within a turn. Keys and values are random, because the time of a step does not depend on them.
 """
 
 import functools
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Number of tokens in a chunk of a prompt.
 CHUNK = 256
-# The default has a center of K, which plain fp8_e3m4 has not.
+# The default centers K. The format by name does not.
 _DEFAULT, _PLAIN = "FP8PagedCache default", "FP8PagedCache e3m4"
 _FIRST: dict[str, dict[str, Any]] = {_DEFAULT: {}, _PLAIN: {"dtype": "fp8_e3m4"}}
 
@@ -56,7 +56,7 @@ def measure_speed(
         setup: Shape of the layer, backend and device. None means the shape of an 8B model on a CPU.
         context: Numbers of tokens stored before a decode step or a chunk.
         first: Numbers of tokens of a first call.
-        turns: Number of turns; each contender runs once in each turn.
+        turns: Number of turns. Each contender runs once in each turn.
         progress: Function that is called with the name of the next measurement.
 
     Returns:
@@ -105,9 +105,9 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 
 
 def _measure_first_call(setup: Setup, tokens: int, turns: int) -> list[dict[str, Any]]:
-    """Return rows of a layer's first call: storing its tokens, and attention among them."""
+    """Return rows of a layer's first call, which stores its tokens and attends among them."""
     config = make_config(setup.heads)
-    config.max_position_embeddings = 2**17  # the default tests keys at positions up to this one
+    config.max_position_embeddings = 2**17  # the center of the default depends on it
     query, key, value = setup.queries(tokens), setup.states(tokens), setup.states(tokens)
     attend = functools.partial(attend_step, setup.module, query, key, value)
 
@@ -123,7 +123,7 @@ def _measure_first_call(setup: Setup, tokens: int, turns: int) -> list[dict[str,
 
 
 def _measure_chunk(setup: Setup, tokens: int, turns: int) -> list[dict[str, Any]]:
-    """Return rows of a chunk of a prompt after `tokens` tokens: storing it, and its attention."""
+    """Return rows of a call that stores a chunk of a prompt after `tokens` tokens, and attends."""
     module, query = setup.module, setup.queries(CHUNK)
     key, value = setup.states(CHUNK), setup.states(CHUNK)
 
@@ -134,7 +134,7 @@ def _measure_chunk(setup: Setup, tokens: int, turns: int) -> list[dict[str, Any]
 
     paged = setup.fill(setup.make_paged(E4M3), tokens)
     dynamic = setup.fill(DynamicCache(), tokens)
-    # transformers makes this mask for sdpa; fp8_paged needs none.
+    # transformers makes this mask for sdpa. fp8_paged needs no mask.
     mask = torch.ones((1, 1, CHUNK, tokens + CHUNK), dtype=torch.bool, device=setup.device)
     steps: dict[str, Step] = {
         E4M3: functools.partial(call, paged, fp8_paged_attention, None),

@@ -1,1 +1,1 @@
-"""Cards: what a model loses with each cache, measured (`hf-fp8kv card`)."""
+"""Cards: measured losses of a model with each cache (`hf-fp8kv card`)."""

@@ -10,8 +10,8 @@ from .caches import UNQUANTIZED, Contender
 from .predictions import read_states
 from .tasks import Haystack, Question
 
-# Below this share of right answers, the unquantized cache may have guessed them.
-CEILING = 0.5
+# Share of right answers under the unquantized cache below which a task is too hard for the model.
+_LEAST_RIGHT = 0.5
 
 
 def run_task(
@@ -35,13 +35,13 @@ def run_task(
 
     def answer_all(contender: Contender) -> list[bool]:
         right = []
-        for read, haystack in zip(states, haystacks, strict=True):
+        for haystack_states, haystack in zip(states, haystacks, strict=True):
             for question in haystack.questions:
-                right += _answer(model, question, contender.fill(model, read))
+                right += _answer(model, question, contender.fill(model, haystack_states))
         return right
 
     expected = answer_all(UNQUANTIZED)
-    dropped = sum(expected) < CEILING * len(expected)
+    dropped = sum(expected) < _LEAST_RIGHT * len(expected)
     caches = {}
     for name, contender in {} if dropped else contenders.items():
         pairs = [*zip(expected, answer_all(contender), strict=True)]
@@ -50,7 +50,7 @@ def run_task(
 
 
 def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool]:
-    """Return for each answer whether every right token is above its wrong candidates."""
+    """Return for each answer whether all its tokens have higher logits than their candidates."""
     logits = compute_logits(model, question.ids.to(model.device), cache, {}, scored=True)[0].cpu()
     return [
         all(logits[s.index, s.right] > logits[s.index, list(s.wrong)].max() for s in steps)

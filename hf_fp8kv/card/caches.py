@@ -15,9 +15,9 @@ from ..formats import ADAPTIVE
 from ..scales.checkpoint.configs import declared_kv_scales
 
 FLOOR, CHECKPOINT = "bf16", "checkpoint"
-# Number of values in a block of llama.cpp's q8_0, which share a scale, and its largest code.
+# Number of values that share a scale in llama.cpp's q8_0, and its largest code.
 _BLOCK, _LARGEST = 32, 127
-_PAGE = 1024  # tokens that bytes are counted for, in full pages
+_TOKENS = 1024  # tokens that bytes are counted for, a multiple of every page size
 # Keys and values of a layer, `[B, Hkv, N, D]`.
 States = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,8 +29,8 @@ class Contender:
     Attributes:
         title: Name in tables.
         make: Function that returns an empty cache for a model.
-        bits: Bits per value in the cache that this contender stands in for: it rounds values, but
-            stores them unquantized. None means that the cache itself is measured.
+        bits: Bits per value of the cache that this contender imitates by rounding, while it stores
+            unquantized values. None means that the cache itself is measured.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Contender:
 
 
 class RoundedCache(DynamicCache):
-    """An unquantized cache of rounded keys and values, as a stand-in for another cache."""
+    """An unquantized cache of rounded keys and values, which imitates a quantized cache."""
 
     def __init__(
         self, config: PreTrainedConfig, rounding: Callable[[torch.Tensor], torch.Tensor]
@@ -58,7 +58,7 @@ class RoundedCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
         *args: Any, **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Store rounded states. A first call attends to its unrounded states."""
+        """Store rounded states. On an empty cache, return the unrounded states."""
         is_first = not self.get_seq_length(layer_idx)
         rounded = self._rounding(key_states), self._rounding(value_states)
         keys, values = super().update(*rounded, layer_idx, *args, **kwargs)
@@ -121,12 +121,12 @@ STANDARD = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
 def choose_contenders(
     model: PreTrainedModel, names: Iterable[str] = (), scales: str | None = None
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return the caches that a card measures, and why other caches cannot be measured.
+    """Return the caches that a card measures, and the reasons why other caches are left out.
 
     Args:
         model: The model.
         names: Keys of `CONTENDERS`, or plans such as "int8 rotated centered". Empty means the
-            standard caches, and the checkpoint's scales if it declares some.
+            standard caches, and the checkpoint's scales if it declares any.
         scales: Folder or repository of static scales to measure as well.
 
     Raises:
@@ -166,11 +166,11 @@ def measure_bytes(contender: Contender, model: PreTrainedModel, states: list[Sta
         states: Keys and values of each layer with any number of tokens.
     """
     full = [
-        (keys.new_ones((*keys.shape[:2], _PAGE, keys.shape[3]), dtype=torch.bfloat16),
-         values.new_ones((*values.shape[:2], _PAGE, values.shape[3]), dtype=torch.bfloat16))
+        (keys.new_ones((*keys.shape[:2], _TOKENS, keys.shape[3]), dtype=torch.bfloat16),
+         values.new_ones((*values.shape[:2], _TOKENS, values.shape[3]), dtype=torch.bfloat16))
         for keys, values in states
     ]  # fmt: skip
     cache = contender.fill(model, full)
-    paged = isinstance(cache, FP8PagedCache)
-    used = cache.memory_footprint().used_bytes if paged else count_bytes(cache)
-    return used * (contender.bits or 16) / 16 / _PAGE
+    is_paged = isinstance(cache, FP8PagedCache)
+    size = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
+    return size * (contender.bits or 16) / 16 / _TOKENS

@@ -1,4 +1,4 @@
-"""Drift: the divergence along a long answer that is stored whole, and answers that run freely."""
+"""Drift of the divergence along long answers, and answers that each cache samples by itself."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from .caches import Contender
 WINDOW = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
 _TEMPERATURE = 0.7
-_CHUNK, _LOGITS = 128, 1 << 26  # tokens of a call, and its logits
-_FEW = 8  # rows
+_CHUNK, _LOGITS = 128, 1 << 26  # most tokens and most logits of a call
+_FEW = 8  # most rows that are multiplied as weight times input
 # A window whose divergence is this number of standard deviations above the trend is a jump.
 _JUMP = 8.0
 _LARGEST = math.log(11)
-_FEWEST = 8  # windows of 128 tokens: fewer show no slope
-_POWER = 0.8  # probability with which the detectable slope would have been found
+_FEWEST = 8  # windows of 128 tokens that a slope needs
+_POWER = 0.8  # probability of finding the detectable slope
 
 
 def write_answers(
@@ -56,9 +56,9 @@ def write_answers(
 
 @contextmanager
 def _few_rows(model: PreTrainedModel) -> Iterator[None]:
-    """Compute linear layers of few rows as weight times input, two to four times as fast on a CPU.
+    """Compute linear layers on few rows as weight times input, two to four times as fast on a CPU.
 
-    For 2 to 8 rows torch 2.13 reads float32 weights at 6 GB/s in `linear`.
+    For 2 to 8 rows `linear` of torch 2.13 reads float32 weights at only 6 GB/s.
     """
     layers = [part for part in model.modules() if type(part) is torch.nn.Linear]
     layers = [layer for layer in layers if layer.weight.device.type == "cpu"]
@@ -88,8 +88,8 @@ def follow_answers(
 ) -> dict[str, torch.Tensor]:
     """Return the divergence at each token of answers, `[B, T]`, by name of the cache.
 
-    The prompt is one call, as in `generate`. The answer follows in chunks, whose tokens attend to
-    stored keys and values, also in their chunk: they read the bytes that decoding reads.
+    The prompt is one call, as in `generate`. The answer follows in chunks. Their tokens attend to
+    stored keys and values only, even within the chunk, so they read the bytes that decoding reads.
 
     Args:
         model: The model, in the attention to measure.
@@ -127,7 +127,7 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
 
     Args:
         windows: Divergences by answer and window, `[B, W]`.
-        floor: As `windows`, for the rounding to bfloat16. None fits the divergences themselves.
+        floor: As `windows`, for rounding to bfloat16. None fits the divergences themselves.
 
     Returns:
         `slope`, `low` and `high`; `detectable`, the smallest slope that is found with a probability
@@ -146,12 +146,12 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     slope = (y * x).sum() / weight
     freedom = y.numel() - len(y) - 1
     error = ((y - slope * x).square().sum() / freedom / weight).sqrt().item()
-    wide = quantile(0.975, freedom)
+    width = quantile(0.975, freedom)
     return {
         "slope": slope.item(),
-        "low": slope.item() - wide * error,
-        "high": slope.item() + wide * error,
-        "detectable": (wide + quantile(_POWER, freedom)) * error,
+        "low": slope.item() - width * error,
+        "high": slope.item() + width * error,
+        "detectable": (width + quantile(_POWER, freedom)) * error,
         **jump,
     }
 
@@ -166,7 +166,7 @@ def _log(windows: torch.Tensor) -> torch.Tensor:
 
 
 def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any] | None:
-    """Return the window that is far above the others in the mean over the answers."""
+    """Return the window whose mean over the answers is far above the trend, or None."""
     trend = _log(windows.mean(0))
     if floor is not None:
         trend = trend - _log(floor.mean(0))
@@ -179,20 +179,20 @@ def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, A
 
 
 def quantile(probability: float, freedom: int) -> float:
-    """Return a quantile above the median of Student's distribution.
+    """Return a quantile above the median of Student's distribution with `freedom` degrees.
 
     The density is integrated over the angle whose tangent is the value over sqrt(freedom).
     """
     angle = torch.linspace(0, math.pi / 2, 1 << 16, dtype=torch.float64)
     share = torch.cumulative_trapezoid(angle.cos() ** (freedom - 1), angle)
-    at = int((share / share[-1] / 2 + 0.5 < probability).sum())
-    return float(freedom**0.5 * math.tan(angle[at + 1].item()))
+    below = int((share / share[-1] / 2 + 0.5 < probability).sum())
+    return float(freedom**0.5 * math.tan(angle[below + 1].item()))
 
 
 def run_freely(
     model: PreTrainedModel, prompts: torch.Tensor, expected: torch.Tensor, contender: Contender
 ) -> dict[str, Any]:
-    """Let a model answer under a cache, and compare it with the unquantized answer.
+    """Sample answers under a cache, and compare them with the unquantized answers.
 
     Args:
         model: The model, in the attention to measure.
@@ -202,7 +202,7 @@ def run_freely(
 
     Returns:
         `first`, the position of the first different token of each answer or None, and `kl_before`
-        and `kl_after`, the mean divergence along the cache's own answers before and from there on.
+        and `kl_after`, the mean divergence along the cache's answers before and from that token on.
     """
     own = write_answers(model, prompts, contender, expected.shape[1])
     kl = follow_answers(model, prompts, own, {"": contender})[""]

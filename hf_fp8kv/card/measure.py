@@ -1,4 +1,4 @@
-"""Measure a card: the parts, their order, and the verdict.
+"""Measurement of a card: its parts, their order, and the verdict.
 
 Each part is written to a file when it is done, so that an interrupted card resumes.
 """
@@ -44,8 +44,8 @@ ALL = "all"
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
 _PROMPT, _GROUP = 128, 4  # tokens of a prompt, and answers that are followed together
-_TURNS = 5  # of timed steps
-_FEWEST = 512  # positions of a model that can be measured
+_TURNS = 5  # timed steps
+_FEWEST = 512  # positions that a model must have
 # Tolerances of stored states: a gain, and the error with centers relative to no centers.
 _GAIN, _CENTER = 5e-3, 1.1
 _SIGNIFICANT = 0.05
@@ -53,18 +53,18 @@ _SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class Size:
-    """How much a card measures.
+    """Numbers of texts, tokens and answers that a card measures.
 
     Attributes:
-        texts: Texts of each of five kinds whose predictions are scored.
-        positions: Positions in tokens before which they are scored.
-        scored: Scored tokens before each position.
-        answers: Long answers.
-        drift: Tokens of a long answer.
-        free: Tokens of an answer that runs freely. 0 leaves this part out.
-        asked: Answers to each task. 0 leaves the tasks out.
-        length: Tokens before and in a question of a task.
-        stored: Stored tokens before a timed decode step.
+        texts: Number of scored texts of each of five kinds.
+        positions: Positions in tokens before which predictions are scored.
+        scored: Number of scored tokens before each position.
+        answers: Number of long answers.
+        drift: Number of tokens of a long answer.
+        free: Number of tokens of a freely sampled answer. 0 leaves this part out.
+        asked: Number of answers to each task. 0 leaves the tasks out.
+        length: Number of tokens before and in a question of a task.
+        stored: Numbers of stored tokens before a timed decode step.
     """
 
     texts: int = 1
@@ -78,7 +78,7 @@ class Size:
     stored: tuple[int, ...] = (1024, 4096, 16384)
 
     def fit(self, limit: int) -> "Size":
-        """Return a size that a model with `limit` positions can compute."""
+        """Return this size, reduced for a model with `limit` positions."""
         positions = sorted({min(position, limit) for position in self.positions})
         drift = min(self.drift, limit - _PROMPT)
         return replace(
@@ -101,7 +101,7 @@ class Parts:
     """Results by name, kept in a file from one run to the next.
 
     Args:
-        path: The file. A file of other settings is replaced.
+        path: The file. A file with different settings is replaced.
         settings: Everything that the results depend on.
     """
 
@@ -141,11 +141,11 @@ def measure_card(
         tokenizer: The model's tokenizer.
         name: Name of the model in the card.
         parts: File that keeps the results of an interrupted run.
-        size: How much is measured.
+        size: Numbers of texts, tokens and answers.
         caches: Names or plans, as in `choose_contenders`. Empty means the standard caches.
         scales: Folder or repository of static scales to measure as well.
-        memory_gib: Memory that is filled with tokens, in GiB.
-        progress: Whether a bar is shown on stderr.
+        memory_gib: Memory for the tokens that are counted, in GiB.
+        progress: Whether to show a bar on stderr.
 
     Returns:
         The entries of `describe_run`, `settings`, `bf16_bytes_per_token` of an unquantized cache,
@@ -173,15 +173,15 @@ def measure_card(
         "model": name, "dtype": str(model.dtype).removeprefix("torch."), **asdict(size),
         "caches": list(contenders), "scales": scales,
     }  # fmt: skip
-    run_of = {key: run[key] for key in ("commit", "versions", "hardware")}
-    kept = Parts(parts, {**settings, **run_of, "weights": digest_weights(model)})
+    conditions = {key: run[key] for key in ("commit", "versions", "hardware")}
+    results = Parts(parts, {**settings, **conditions, "weights": digest_weights(model)})
     settings["memory_gib"] = memory_gib  # no part depends on it
     card = _Card(model, tokenizer, size, contenders)
     todo = card.list_parts()
     with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:
         for part, compute in todo.items():
             bar.set_description(part)
-            card.found[part] = kept.get(part, compute)
+            card.found[part] = results.get(part, compute)
             bar.update()
     by_cache = {cache: card.describe(cache) for cache in contenders}
     for described in by_cache.values():
@@ -242,8 +242,8 @@ class _Card:
         return parts
 
     def _count_bytes(self) -> dict[str, float]:
-        both = {UNQUANTIZED.title: UNQUANTIZED, **self.contenders}
-        return {name: measure_bytes(cache, self.model, self.sample) for name, cache in both.items()}
+        all_caches = {UNQUANTIZED.title: UNQUANTIZED, **self.contenders}
+        return {name: measure_bytes(c, self.model, self.sample) for name, c in all_caches.items()}
 
     def _score(self, kind: str, number: int) -> dict[str, Any]:
         scores = score_text(
@@ -251,8 +251,8 @@ class _Card:
             positions=self.size.positions, scored=self.size.scored,
         )  # fmt: skip
         return {
-            f"{position} {name}": {field: x.tolist() for field, x in vars(of_text).items()}
-            for (position, name), of_text in scores.items()
+            f"{position} {name}": {field: x.tolist() for field, x in vars(text_scores).items()}
+            for (position, name), text_scores in scores.items()
         }
 
     def _check_stored(self) -> dict[str, Any]:
@@ -281,13 +281,13 @@ class _Card:
         """Return milliseconds of a decode step, and its ratio to DynamicCache's."""
         times = 1, 1, -(-length // _PROMPT), 1
         states = [(keys.repeat(times), values.repeat(times)) for keys, values in self.sample]
-        real = {name: c for name, c in self.contenders.items() if c.bits is None}
+        timed = {name: c for name, c in self.contenders.items() if c.bits is None}
         steps: dict[str, Step] = {
             name: partial(
                 compute_logits, self.model, self.first[:, :1],
                 contender.fill(self.model, states, length), {}, scored=True,
             )
-            for name, contender in {UNQUANTIZED.title: UNQUANTIZED, **real}.items()
+            for name, contender in {UNQUANTIZED.title: UNQUANTIZED, **timed}.items()
         }  # fmt: skip
         seconds = take_turns(steps, _TURNS, str(self.model.device))
         return {
@@ -300,9 +300,9 @@ class _Card:
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return the entry of a cache."""
-        followed = [of for part, of in self.found.items() if part.startswith("drift:")]
+        groups = [group for part, group in self.found.items() if part.startswith("drift:")]
         windows, floor = (
-            torch.tensor([row for of in followed for row in of.get(cache, ())], dtype=torch.float64)
+            torch.tensor([row for x in groups for row in x.get(cache, ())], dtype=torch.float64)
             for cache in (name, FLOOR)
         )
         relative = name != FLOOR and FLOOR in self.contenders
@@ -318,8 +318,8 @@ class _Card:
             },
             "free": self.found.get(f"free: {name}"),
             "tasks": {
-                part.removeprefix("task: "): of["caches"].get(name)
-                for part, of in self.found.items() if part.startswith("task:")
+                part.removeprefix("task: "): task["caches"].get(name)
+                for part, task in self.found.items() if part.startswith("task:")
             },
             "steps": {
                 str(length): self.found[f"steps: {length} tokens"].get(name)
@@ -333,10 +333,10 @@ class _Card:
         for position in self.size.positions:
             for kind in (ALL, *KINDS):
                 texts = [
-                    Scores(*(torch.tensor(x, dtype=torch.float64) for x in of.values()))
+                    Scores(*(torch.tensor(x, dtype=torch.float64) for x in fields.values()))
                     for part, by_cache in self.found.items()
                     if part.startswith("text:" if kind == ALL else f"text: {kind} ")
-                    for of in [by_cache[f"{position} {name}"]]
+                    for fields in [by_cache[f"{position} {name}"]]
                 ]
                 rows.append({"position": position, "kind": kind, **summarize(texts)})
         return rows
@@ -381,8 +381,8 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
         findings.append(f"KL grows {growth} per 1,000 tokens faster than with bfloat16.")
     if jump := drift["jump"]:
         findings.append(f"KL jumps {jump['factor']:.0f}-fold at token {jump['position']}.")
-    answers = [of for of in cache["tasks"].values() if of]
-    lost, won = (sum(of[key] for of in answers) for key in ("lost", "won"))
+    tasks = [task for task in cache["tasks"].values() if task]
+    lost, won = (sum(task[key] for task in tasks) for key in ("lost", "won"))
     if _sign_test(lost, won) < _SIGNIFICANT:
         findings.append(f"It loses {lost} right answers and wins {won}.")
     tier = next(tier for tier, most in TIERS.items() if kl <= most)

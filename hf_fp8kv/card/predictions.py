@@ -1,8 +1,8 @@
-"""Predictions behind long texts, and what a cache stores, against the unquantized cache.
+"""Predictions after long texts, and stored states, compared with the unquantized cache.
 
 With `prefill="exact"` a first call attends to its own unquantized keys and values, so it passes the
-same states to every cache. One call with an unquantized cache therefore fills all caches: each gets
-the recorded states by `update`, layer by layer, and stores what it would have stored in the call.
+same states to every cache. One call with an unquantized cache therefore fills all caches: `update`
+passes the recorded states to each cache, layer by layer, which stores the same as in the call.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,8 +47,8 @@ def score_text(
 ) -> dict[tuple[int, str], Scores]:
     """Score the last `scored` tokens before each position under each cache.
 
-    One call scores them, and reads what the cache stores of all earlier tokens, which were one call
-    on an empty cache.
+    One call scores them. It reads the stored states of all earlier tokens, which were one call on
+    an empty cache.
 
     Args:
         model: The model, in the attention to measure.
@@ -74,46 +74,47 @@ def score_text(
 def check_stored(
     contender: Contender, model: PreTrainedModel, states: list[States]
 ) -> dict[str, Any] | None:
-    """Compare the states that pages store with the given states.
+    """Compare the states that pages store with the exact states.
 
     Args:
         contender: The cache.
         model: The model.
-        states: Keys and values of a text, by layer.
+        states: Exact keys and values of a text, by layer.
 
     Returns:
         None for caches other than `FP8PagedCache`. Otherwise the largest values over the layers:
         `k_error` and `v_error`, the RMS error relative to the RMS of the states; `k_gain` and
-        `v_gain`, the mean factor between stored and given states, minus 1; `center`, the error of
+        `v_gain`, the mean factor between stored and exact states, minus 1; `center`, the error of
         K relative to the error without centers; and `lost`, the positions of tokens whose error
         is larger than half of their norm.
     """
     cache = contender.fill(model, states)
     if not isinstance(cache, FP8PagedCache):
         return None
-    plain = Contender("", partial(_make_uncentered, cache)).fill(model, states)
+    uncentered = Contender("", partial(_make_uncentered, cache)).fill(model, states)
     found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain", "center"), 0.0)
     lost: set[int] = set()
-    # The last layers of some models store nothing: they read an earlier layer.
-    for layer, without, given in zip(cache.layers, plain.layers, states, strict=False):
-        for side, handle, whole in zip("kv", (layer.keys, layer.values), given, strict=True):
-            skipped = whole.shape[2] - handle.shape[2]  # by layers with a window
-            exact = whole[:, :, skipped:].float()
+    # The last layers of some models store nothing, because they read an earlier layer.
+    layers = zip(cache.layers, uncentered.layers, states, strict=False)
+    for layer, uncentered_layer, sides in layers:
+        for side, handle, exact in zip("kv", (layer.keys, layer.values), sides, strict=True):
+            skipped = exact.shape[2] - handle.shape[2]  # tokens before the window of the layer
+            exact = exact[:, :, skipped:].float()
             error, gain, by_token = _compare(handle, exact)
             found[f"{side}_error"] = max(found[f"{side}_error"], error)
             found[f"{side}_gain"] = max(found[f"{side}_gain"], gain, key=abs)
             lost.update(int(n) + skipped for n in (by_token > _LOST).nonzero())
             if side == "k":
-                unshifted, _, _ = _compare(without.keys, exact)
-                found["center"] = max(found["center"], error / max(unshifted, _TINY))
+                uncentered_error, _, _ = _compare(uncentered_layer.keys, exact)
+                found["center"] = max(found["center"], error / max(uncentered_error, _TINY))
     return {**found, "lost": sorted(lost)}
 
 
 def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:
     """Return an empty cache with the plan and scales of `cache`, but without centers."""
     plan = {
-        index: of_layer._replace(k=replace(of_layer.k, centered=False))
-        for index, of_layer in cache.plan.items()
+        index: layer_plan._replace(k=replace(layer_plan.k, centered=False))
+        for index, layer_plan in cache.plan.items()
     }
     scales = cache.options.scales
     if not isinstance(scales, KVScales) or scales.is_dynamic:

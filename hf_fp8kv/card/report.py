@@ -94,11 +94,10 @@ def _explain(card: Mapping[str, Any]) -> Iterator[str]:
             f'"First" is the position of the first different token of {settings["free"]} sampled '
             "tokens, for each answer."
         )
-    asked = {task: of for task, of in card["tasks"].items() if not of["dropped"]}
-    if asked:
-        tasks = ", ".join(f"{task} ({of['right']} of {of['asked']})" for task, of in asked.items())
-        yield f"Right answers of the unquantized cache: {tasks}."
-    if dropped := [task for task, of in card["tasks"].items() if of["dropped"]]:
+    tasks = card["tasks"].items()
+    if scores := [f"{n} ({x['right']} of {x['asked']})" for n, x in tasks if not x["dropped"]]:
+        yield f"Right answers of the unquantized cache: {', '.join(scores)}."
+    if dropped := [name for name, task in tasks if task["dropped"]]:
         yield f"Too hard for this model: {', '.join(dropped)}."
 
 
@@ -148,8 +147,8 @@ def _format_first(free: Mapping[str, Any]) -> str:
 
 
 def _format_answers(tasks: Mapping[str, Any]) -> str:
-    found = [of for of in tasks.values() if of]
-    return f"{sum(of['lost'] for of in found)}, {sum(of['won'] for of in found)}"
+    lost, won = (sum(task[key] for task in tasks.values() if task) for key in ("lost", "won"))
+    return f"{lost}, {won}"
 
 
 def _describe_run(card: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ _MOST = "\n\nThe most frequent words in the list above are:"
 _VOCABULARY = 40  # different words in a list
 _COMMON, _RATIO = 3, 30  # frequent words, and their number for each of the rare words
 _CHOICES = 4  # wrong words next to a right word of a list
-_QUESTION = 96  # tokens that are kept free behind a haystack
+_QUESTION = 96  # tokens that are reserved for a question after a haystack
 _TOOL = (
     '{{"type": "function", "function": {{"name": "{0}", "description": "Use it for the {1}.", '
     '"parameters": {{"type": "object", "properties": {{"{2}": {{"type": "integer"}}}}}}}}}}'
@@ -85,7 +85,7 @@ class Part:
 
 
 class Writer:
-    """Write haystacks in the tokens of a model.
+    """A writer of haystacks in the tokens of a model.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -112,7 +112,7 @@ class Writer:
         return [str(n) for n in self.random.sample(range(10 ** (_DIGITS - 1), 10**_DIGITS), count)]
 
     def hide(self, sentences: Sequence[str]) -> torch.Tensor:
-        """Return prose with the sentences in it, in their order, `[1, N]`."""
+        """Return the tokens of prose that contains the sentences in this order, `[1, N]`."""
         start, lines = self._start(), [self.encode(f"{sentence}\n") for sentence in sentences]
         room = self.length - len(start) - sum(map(len, lines))
         prose: list[list[int]] = []
@@ -122,14 +122,14 @@ class Writer:
                 break
             prose.append(ids)
             room -= len(ids)
-        # Sentence n of m gets a place in the part n of m of the text.
+        # Sentence n of m is inserted into part n of m of the text.
         for number, line in reversed([*enumerate(lines)]):
             first, last = (len(prose) * n // len(lines) for n in (number, number + 1))
             prose.insert(self.random.randint(first, last), line)
         return torch.tensor([start + [token for line in prose for token in line]])
 
     def join(self, text: str) -> torch.Tensor:
-        """Return the tokens of a text, `[1, N]`, cut at the end of the room."""
+        """Return the tokens of a text, `[1, N]`, truncated to the length of a haystack."""
         return torch.tensor([(self._start() + self.encode(text))[: self.length]])
 
     def ask(self, *parts: Part) -> Question:
@@ -146,9 +146,9 @@ class Writer:
             wrong = [self.encode(candidate) for candidate in part.wrong]
             steps = []
             for n, token in enumerate(right):
-                others = {other[n] for other in wrong if other[:n] == right[:n] and other[n:]}
-                if others := others - {token}:
-                    steps.append(Step(len(ids) + n - 1, token, tuple(sorted(others))))
+                tokens = {x[n] for x in wrong if x[:n] == right[:n] and x[n:]} - {token}
+                if tokens:
+                    steps.append(Step(len(ids) + n - 1, token, tuple(sorted(tokens))))
             if not steps:
                 raise ConfigError(
                     f"tasks: expected different tokens for {part.answer!r} and "
@@ -159,13 +159,13 @@ class Writer:
         return Question(torch.tensor([ids[:-1]]), tuple(answers))
 
     def _start(self) -> list[int]:
-        """Return the tokens that the tokenizer puts in front of a text: <bos>, or nothing."""
+        """Return the tokens that the tokenizer adds before a text: <bos>, or nothing."""
         bos = self._tokenizer.bos_token_id
         return [bos] if self._tokenizer("a")["input_ids"][0] == bos else []
 
 
 def _read_sentences(seed: int) -> Iterable[str]:
-    """Yield sentences of prose endlessly, from a beginning that depends on the seed."""
+    """Yield sentences of prose without end. The seed determines the first sentence."""
     paragraphs = list(islice(read_prose(), 200))
     first = 37 * seed % len(paragraphs)
     for paragraph in cycle(paragraphs[first:] + paragraphs[:first]):
@@ -195,42 +195,42 @@ def _ask_number(key: str, numbers: dict[str, str]) -> Part:
 
 
 def write_chains(writer: Writer, hidden: int) -> Haystack:
-    """Return a haystack of chains: words that stand for words, and the last for a number."""
+    """Return a haystack of chains of words, in which the last word stands for a number."""
     count = max(hidden // _CHAIN, 2)
     words, numbers = writer.draw_words(count * _CHAIN), writer.draw_numbers(count)
     chains = [words[n::count] for n in range(count)]
-    ends = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
+    number_of = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
     # A word is defined before the words that stand for it, as in programs.
-    said = [f"{_NUMBER.format(word)} {number}." for word, number in ends.items()]
+    sentences = [f"{_NUMBER.format(word)} {number}." for word, number in number_of.items()]
     for link in range(1, _CHAIN):
-        said += [f"{_WORD.format(chain[link])} {chain[link - 1]}." for chain in chains]
+        sentences += [f"{_WORD.format(chain[link])} {chain[link - 1]}." for chain in chains]
     questions = []
     for chain in chains:
         parts = [
             Part(
-                _ASK + _WORD.format(word), f" {before}",
-                [f" {other}" for other in words if other != before],
+                _ASK + _WORD.format(word), f" {target}",
+                [f" {candidate}" for candidate in words if candidate != target],
             )
-            for word, before in pairwise(chain[::-1])
+            for word, target in pairwise(chain[::-1])
         ]  # fmt: skip
-        questions.append(writer.ask(*parts, _ask_number(chain[0], ends)))
-    return Haystack(writer.hide(said), tuple(questions))
+        questions.append(writer.ask(*parts, _ask_number(chain[0], number_of)))
+    return Haystack(writer.hide(sentences), tuple(questions))
 
 
 def write_aggregation(writer: Writer, hidden: int) -> Haystack:
     """Return a list in which three words are far more frequent than all other words."""
     words = writer.draw_words(_VOCABULARY)
     bag = words[:_COMMON] * _RATIO + words[_COMMON:]
-    drawn = (word for _ in count() for word in writer.random.sample(bag, len(bag)))
-    text = _LIST + "".join(f" {word}," for word in islice(drawn, writer.length))
+    stream = (word for _ in count() for word in writer.random.sample(bag, len(bag)))
+    text = _LIST + "".join(f" {word}," for word in islice(stream, writer.length))
     questions = []
     for first in range(_COMMON):
-        around = (*words[first:_COMMON], *words[:first])
+        answers = (*words[first:_COMMON], *words[:first])
         parts = [
             Part(
                 head, f" {word}", [f" {x}" for x in writer.random.sample(words[_COMMON:], _CHOICES)]
             )
-            for head, word in zip((_MOST, *"," * (_COMMON - 1)), around, strict=True)
+            for head, word in zip((_MOST, *"," * (_COMMON - 1)), answers, strict=True)
         ]
         questions.append(writer.ask(*parts))
     return Haystack(writer.join(text), tuple(questions))
@@ -248,16 +248,16 @@ def write_tool_calls(writer: Writer, hidden: int) -> Haystack:
 
     def ask(row: tuple[str, str, str]) -> list[Part]:
         wrong = ([other[place] for other in rows if other != row] for place in range(3))
-        given = (_REQUEST.format(row[0], row[2]) + _NAME, _ARGUMENT, _VALUE)
-        return [*map(Part, given, row, wrong)]
+        texts = (_REQUEST.format(row[0], row[2]) + _NAME, _ARGUMENT, _VALUE)
+        return [*map(Part, texts, row, wrong)]
 
-    example, *asked = writer.random.sample(rows, tools)
-    shown = "".join(part.given + part.answer for part in ask(example)) + "}}"
+    example, *requests = writer.random.sample(rows, tools)
+    call = "".join(part.given + part.answer for part in ask(example)) + "}}"
     text = "\n".join(
         _TOOL.format(name, topic, argument)
         for (name, argument, _), topic in zip(rows, words[2 * tools :], strict=True)
     )
-    return Haystack(writer.join(text + shown), tuple(writer.ask(*ask(row)) for row in asked))
+    return Haystack(writer.join(text + call), tuple(writer.ask(*ask(row)) for row in requests))
 
 
 # Functions that write a haystack with a number of hidden sentences.
@@ -279,19 +279,19 @@ def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> lis
         answers: Number of answers in all haystacks.
 
     Raises:
-        ConfigError: The haystacks are too short, or the tokenizer does not tell answers apart.
+        ConfigError: The haystacks are too short, or the tokenizer has the same tokens for answers.
     """
     haystacks: list[Haystack] = []
     while answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
         hidden = max(min(answers, _HIDDEN, length // _APART), 1)
         haystacks.append(TASKS[task](writer, hidden))
-        questions, before = haystacks[-1].questions, haystacks[-1].ids.shape[1]
+        questions, position = haystacks[-1].questions, haystacks[-1].ids.shape[1]
         answers -= sum(len(question.answers) for question in questions)
         tokens = max(question.ids.shape[1] for question in questions)
-        if before + tokens > length:
+        if position + tokens > length:
             raise ConfigError(
                 f"tasks: expected room for a question of {tokens} tokens, got {length} tokens for "
-                f"the question and {before} before it"
+                f"the question and {position} before it"
             )
     return haystacks

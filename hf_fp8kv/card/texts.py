@@ -1,10 +1,10 @@
-"""Texts of five kinds, long enough for long contexts, from files that come with Python.
+"""Texts of five kinds for long contexts, from files that come with Python.
 
-Nothing is downloaded: code is the source of the standard library, manual pages are `pydoc_data`,
-prose is the paragraphs of running text in the library's docstrings (technical English, no novel),
-tool JSON describes its functions as the tools of a model, and a chat asks for one function after
-another. The answers are docstrings, in the model's chat template.
-The same version of Python and tokenizer give the same texts. No paragraph occurs twice in a kind.
+Nothing is downloaded. Code is the source of the standard library. Manual pages are `pydoc_data`.
+Prose is the running text in the library's docstrings, which is technical English. Tool JSON
+describes the library's functions as the tools of a model. A chat asks about one function after the
+other, in the model's chat template, and the answers are docstrings. The same version of Python and
+the same tokenizer give the same texts. No paragraph occurs twice in a kind.
 """
 
 import ast
@@ -59,7 +59,7 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
         if ids is None:
             raise ConfigError(
                 f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
-                f"got {count}: what comes with Python is not longer; ask for fewer or shorter ones"
+                f"got {count}; choose fewer or shorter texts, because Python comes with no more"
             )
         texts.append(ids)
     return texts
@@ -67,15 +67,15 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
 
 def _read_text(tokenizer: Any, pieces: Iterator[Any], length: int) -> torch.Tensor | None:
     """Return the tokens of the next pieces, `[1, length]`, or None if there are too few."""
-    taken: list[Any] = []
+    used: list[Any] = []
     needed, characters = _CHARACTERS * length, 0
     for piece in pieces:
-        taken.append(piece)
+        used.append(piece)
         characters += len(piece if isinstance(piece, str) else piece[0] + piece[1])
         if characters < needed:
             continue
         corpus = read_corpus(
-            [_join(taken, tokenizer)], tokenizer, max_tokens=length, max_length=length, held_out=0
+            [_join(used, tokenizer)], tokenizer, max_tokens=length, max_length=length, held_out=0
         )
         ids = corpus.windows[0]
         if len(ids) == length:
@@ -164,7 +164,7 @@ KINDS: dict[str, Callable[[], Iterator[Any]]] = {
 
 @functools.cache
 def _find_modules() -> tuple[Path, ...]:
-    """Return the sources of the standard library, two folders deep, in one order everywhere.
+    """Return the sources of the standard library, two folders deep, in a fixed order.
 
     Raises:
         ConfigError: Python has no sources.
@@ -178,8 +178,8 @@ def _find_modules() -> tuple[Path, ...]:
     ]
     if not found:
         raise ConfigError(
-            f"texts: expected the sources of Python's standard library in {root}, got none; use a "
-            "Python that has them"
+            f"texts: expected the sources of Python's standard library in {root}, got none; use an "
+            "interpreter that has them"
         )
     return tuple(found)
 
@@ -191,7 +191,7 @@ def _walk_library() -> Iterator[_Documented]:
 
 @functools.cache
 def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
-    """Return the documented parts of a module, which take less memory than its syntax tree."""
+    """Return the documented parts of a module. They take less memory than its syntax tree."""
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     found = []
     for node in ast.walk(ast.parse(path.read_bytes())):
@@ -207,7 +207,7 @@ def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
 
 
 def _find_functions() -> Iterator[_Documented]:
-    """Yield the functions of the library with a separate docstring of some length."""
+    """Yield the library's functions with a docstring of some length that no other function has."""
     seen: set[str] = set()
     for function in _walk_library():
         long_enough = len(function.doc) >= _PARAGRAPH // 2
@@ -217,10 +217,10 @@ def _find_functions() -> Iterator[_Documented]:
 
 
 def _list_arguments(arguments: ast.arguments) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of arguments with the JSON types of their defaults, or None without one."""
-    plain = [*arguments.posonlyargs, *arguments.args]
-    defaults: list[Any] = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
-    pairs = [*zip(plain, defaults, strict=True)]
+    """Yield the names of arguments with the JSON types of their defaults, or None."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[Any] = [None] * (len(positional) - len(arguments.defaults))
+    pairs = [*zip(positional, defaults + arguments.defaults, strict=True)]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     for argument, default in pairs:
         if argument.arg not in ("self", "cls"):

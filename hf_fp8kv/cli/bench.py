@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..bench.contenders import Setup
 
 app = typer.Typer(
-    help="Measure this machine: is FP8PagedCache faster and smaller than transformers' own caches?",
+    help="Measure FP8PagedCache and transformers' own caches on this machine.",
     no_args_is_help=True,
 )
 Shape = Annotated[
@@ -59,7 +59,7 @@ def memory(
     ] = 40.0,
     json_path: JsonPath = None,
 ) -> None:
-    """Count bytes per token, measure processes, and calculate how many tokens fit into a GPU."""
+    """Count bytes per token, measure processes, and calculate the tokens that fit into a GPU."""
     from ..bench.memory import format_table, measure_memory
 
     setup, config = _make_setup(model, device)
@@ -74,7 +74,7 @@ def show_result(
     format_table: Callable[[dict[str, Any]], RenderableType],
     json_path: str | None,
 ) -> None:
-    """Print a result as tables, or as JSON if the path is "-"; write it as JSON to other paths."""
+    """Print a result as tables, or as JSON if the path is "-". Write JSON to any other path."""
     if json_path == "-":
         print(json.dumps(result))
         return

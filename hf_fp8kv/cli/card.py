@@ -1,4 +1,4 @@
-"""`hf-fp8kv card`: what a model loses with an 8-bit cache, measured."""
+"""`hf-fp8kv card`: measured losses of a model with an 8-bit cache."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def card(
         str,
         typer.Option(
             help="Caches to measure: default, adaptive, fp8, fp8-1.0, checkpoint, q8_0, "
-            "QuantizedCache, bf16, or plans such as 'int8 rotated'. With commas between them."
+            "QuantizedCache, bf16, or plans such as 'int8 rotated', separated by commas."
         ),
     ] = "",
     scales: Annotated[
@@ -44,7 +44,7 @@ def card(
     ] = 8.0,
     device: arguments.Device = "auto",
 ) -> None:
-    """Measure what a model loses with each cache: KL, drift, tasks, bytes and speed."""
+    """Measure a model with each cache: KL, drift, lost answers, bytes and speed."""
     from ..card.measure import SIZES, measure_card
     from ..card.report import draw_badge, draw_picture, format_markdown, format_table
     from ..utils.files import write_all
@@ -56,9 +56,9 @@ def card(
     size = "quick" if quick else "long" if long else "normal"
     parts = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
     loaded, tokenizer = load_model(model, device, "float32")
-    chosen = [part.strip() for part in caches.split(",") if part.strip()]
+    names = [part.strip() for part in caches.split(",") if part.strip()]
     result = measure_card(
-        loaded, tokenizer, name=name, parts=parts, size=SIZES[size], caches=chosen, scales=scales,
+        loaded, tokenizer, name=name, parts=parts, size=SIZES[size], caches=names, scales=scales,
         memory_gib=memory_gib,
     )  # fmt: skip
     files = {
