@@ -74,9 +74,9 @@ def fp8_paged_mask(
     ends_together = is_preallocated or (
         not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     )
-    # On an empty cache attention receives new keys, which do not carry the window of their layer. A
-    # window that hides tokens then needs a complete mask, which is made here once for all layers.
-    fresh = q_length > 1 and q_length == kv_length and not is_preallocated
+    # New keys, unlike stored keys, do not carry the window of their layer. If it hides tokens, they
+    # need a complete mask, which is made here once for all layers.
+    fresh = q_length > 1 and q_length == kv_length and not (is_preallocated or request.stored)
     adds = adds_mask(config)
     if adds or not ends_together or window is None or (fresh and 0 < window < kv_length):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

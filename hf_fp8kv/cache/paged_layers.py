@@ -136,12 +136,12 @@ class PagedLayers:
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
         skipped, turns_of = find_layers(skip_layers, config, layers), Turns.of(config)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            room, shares = self.options.max_cache_len, shares_keys(config, index)
-            if index not in skipped and type(layer) in _REPLACED and not shares:
+            room, reads_keys = self.options.max_cache_len, shares_keys(config, index)
+            if index not in skipped and type(layer) in _REPLACED and not reads_keys:
                 indexed = isinstance(layer, INDEXED)
                 turns = turns_of(index)
                 layers[index] = self.new_layer(index, window, turns=turns, indexed=indexed)
-            elif shares and room is not None:
+            elif reads_keys and room is not None:
                 layers[index] = FixedIndexer(room)
             elif type(layer) is StaticSlidingWindowLayer and room is not None:
                 # All layers with a window share a mask, in the width of the paged layers.
@@ -171,22 +171,22 @@ class PagedLayers:
         Growing caches share the snapshot's pages. Preallocated caches copy them.
         """
         copies = self.options.is_preallocated
-        shares = not copies and any(group.table.count for group in snapshot.groups)
+        pages_shared = not copies and any(group.table.count for group in snapshot.groups)
         for group in snapshot.groups:
-            if shares:
+            if pages_shared:
                 self.groups[group.window] = group
             self._group(group.window).record_past = group.record_past
         self._link_groups()
         layers: list[Any] = [
             self.new_layer(
-                i, x.group.window, x.pool if shares else None, x.turns,
+                i, x.group.window, x.pool if pages_shared else None, x.turns,
                 indexed=x.indexer is not None,
             )
             if isinstance(x, LayerSnapshot) else x
             for i, x in enumerate(snapshot.layers)
         ]  # fmt: skip
         states = [x for x in snapshot.layers if isinstance(x, LayerSnapshot)]
-        if shares or copies:
+        if pages_shared or copies:
             # Only after all layers exist, because a preallocated layer allocates pages in every
             # group, and the layers of a group determine how many it needs.
             for store, state in zip(self.stores, states, strict=True):
@@ -223,7 +223,7 @@ class PagedLayers:
         preallocated = is_stored and columns == options.max_cache_len
         observer = self.first_tokens if observes else None
         growing = not options.is_preallocated
-        return MaskRequest((tokens, columns, start), preallocated, growing, observer)
+        return MaskRequest((tokens, columns, start), preallocated, growing, is_stored, observer)
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if `crop` would need tokens that have left a window."""

@@ -118,6 +118,8 @@ def refuse_config(config: Any) -> None:
     why = refusal(kind) if (kind := model_class(config_class)) else ""
     if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
         why = "it has no attention layers"
+    elif config_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:
+        why = "it does not list the layers of one decoder"
     if why:
         raise ConfigError(
             f"expected the config of a model that can use this cache, got {config_class.__name__}: "

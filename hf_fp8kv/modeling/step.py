@@ -3,9 +3,8 @@
 The state is in one thread-local object. (Dynamo of torch 2.13 can trace its attributes in one
 graph, but not `ContextVar.set`.)
 
-When transformers reads the sizes of a mask, the cache sets a `MaskRequest`, which "fp8_paged"
-takes. With a different attention the request stays until the next one, and masks of other sizes
-ignore it.
+The cache sets a `MaskRequest` when transformers reads the sizes of a mask, and "fp8_paged" takes
+it. With a different attention it stays until the next request. Masks of other sizes ignore it.
 """
 
 import threading
@@ -16,16 +15,17 @@ class MaskRequest(NamedTuple):
     """A mask that a cache needs.
 
     Attributes:
-        sizes: Number of new tokens, number of columns of the mask, and position of the first
-            column.
+        sizes: Numbers of new tokens and of mask columns, and position of the first column.
         preallocated: Whether columns after the new tokens are unfilled room.
         growing: Whether the cache is growing. The padding mask must then cover all columns.
+        stored: Whether attention receives stored keys.
         observer: The `FirstTokens` of the cache, or None if nothing depends on padding.
     """
 
     sizes: tuple[int, int, int] | None = None
     preallocated: bool = False
     growing: bool = False
+    stored: bool = False
     observer: Any = None
 
 

@@ -64,6 +64,17 @@ def test_any_batch_and_any_chunks(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(one[row], other[0]), order
 
 
+@pytest.mark.parametrize("name", ["gqa", "sliding"])
+def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
+    model, _ = tiny(name, attn_implementation="fp8_paged")
+    enable(model, deterministic=True, page_size=PAGE)
+    ids, mask = texts(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[1, 25:] = 0
+    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
+    found = model(ids, attention_mask=mask, past_key_values=cache).logits[1, :25]
+    assert torch.equal(found, read(model, ids[1:, :25], 25)[0][0])
+
+
 def test_forks_crops_and_a_preallocated_cache() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, page_size=PAGE)

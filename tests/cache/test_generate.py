@@ -420,13 +420,15 @@ def test_check_model(name: str, path: str) -> None:
         assert "dense" in str(report)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "openai-gpt", "minimax"])
+@pytest.mark.parametrize("kind", ["mamba", "openai-gpt", "minimax", "blt"])
 def test_models_without_attention_are_refused(kind: str) -> None:
     model, _ = tiny(kind)
     assert check_model(model).path == "refused"
-    for call in (lambda: FP8PagedCache(model.config), lambda: enable(model)):
+    with pytest.raises(ConfigError, match="can use this cache"):
+        FP8PagedCache(model.config)
+    for keywords in ({}, {"deterministic": True}, {"dtype": "adaptive"}):
         with pytest.raises(ConfigError, match="can use this cache"):
-            call()
+            enable(model, **keywords)
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(["past_key_values", CACHE]))
