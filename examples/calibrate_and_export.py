@@ -3,8 +3,8 @@
     python examples/calibrate_and_export.py
     python examples/calibrate_and_export.py --model path/to/folder --max-tokens 262144 --out scales
 
-The texts are a few pages of Python's documentation: enough for a demonstration, not for scales to
-keep. --model must be a folder, since one of the two formats is written into a copy of it.
+The texts are a few pages of Python's documentation, which suffice for a demonstration only. --model
+must be a folder, because one of the two formats is written into a copy of it.
 """
 
 import argparse
@@ -30,15 +30,15 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="fp8_paged")
 
     texts = list(pydoc_data.topics.topics.values())
-    # What other servers support: one scale per layer for K and one for V, and no centers.
-    simple = {"granularity": "tensor", "center": False, "tokenizer": tokenizer}
+    # Other servers support one scale per layer for K and one for V, and no centers.
+    options = {"granularity": "tensor", "center": False, "tokenizer": tokenizer}
     limits = {"max_tokens": args.max_tokens, "held_out": args.held_out}
-    scales = calibrate(model, texts, **simple, **limits)
+    scales = calibrate(model, texts, **options, **limits)
     print(f"{scales}, from {scales.report.tokens} tokens in {scales.report.seconds:.0f} s")
     for row in scales.report.quality:
         print(f"{row.cache}: KL {row.kl:.1e}, same top-1 {row.top1:.1%}, over {row.tokens} tokens")
 
-    # This format has one scale for both K and V; a warning says what is reduced.
+    # This format has one scale for both K and V, so a warning reports the reduction.
     scales.save_pretrained(out / "json", format="vllm-json")
     scales.save_pretrained(out / "copy", format="compressed-tensors", checkpoint=folder)
     for part in ("json", "copy"):

@@ -1,10 +1,10 @@
-"""A chat: one cache, the whole conversation at each turn, and only what is new is computed.
+"""A chat: one cache gets the whole conversation at each turn, and computes new tokens only.
 
     python examples/chat.py
     python examples/chat.py --model path/or/hub-id --questions "Who are you?" "Why?"
 
-After `enable`, `generate()` tells a cache its tokens. It goes on where a prompt and the cache part,
-whether the prompt is longer, an answer was edited, or the question is asked again.
+After `enable`, `generate()` passes the token ids to the cache. It continues after the tokens that
+the prompt and the cache share, even if an answer was edited or a question is repeated.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv import FP8PagedCache, demo_model_path, enable
 
-QUESTIONS = ["Name a fruit.", "Name another one.", "And one more?"]
+QUESTIONS = ["Name a fruit.", "Name another fruit.", "And one more?"]
 
 
 def main() -> None:
@@ -28,17 +28,17 @@ def main() -> None:
     chat: list[dict[str, str]] = []
     for question in [*args.questions, args.questions[-1]]:
         if chat and chat[-2]["content"] == question:
-            chat = chat[:-2]  # the last question once more
+            chat = chat[:-2]  # repeat the last question
         chat.append({"role": "user", "content": question})
         inputs = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-        length, before = inputs.input_ids.shape[1], cache.reused
+        length, reused = inputs.input_ids.shape[1], cache.reused
         out = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False
         )
         answer = tokenizer.decode(out[0, length:], skip_special_tokens=True)
-        print(f"{question} {answer!r} ({length} tokens, {cache.reused - before} of them known)")
+        print(f"{question} {answer!r} ({length} tokens, {cache.reused - reused} of them reused)")
         chat.append({"role": "assistant", "content": answer})
 
 

@@ -4,7 +4,7 @@
     python examples/encoder_decoder.py --model path/or/hub-id --text "translate to German: Hello"
 
 Without --model it creates a small BART with random weights, which does not need the Hub. Its text
-is meaningless, but with dtype="model" it is the same with both caches; compare the bytes in FP8.
+is meaningless, but with dtype="model" it is the same with both caches. In FP8, compare the bytes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from hf_fp8kv import FP8PagedCache, enable
 
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 TINY = {"d_model": 256, "vocab_size": 1000, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
-TINY["init_std"] = 0.2  # large, so that it does not repeat one token
+TINY["init_std"] = 0.2  # large weights, so that the model does not repeat one token
 
 
 def main() -> None:
@@ -39,17 +39,17 @@ def main() -> None:
         inputs = {"input_ids": torch.randint(10, 1000, (1, 500))}
     how = {"num_beams": 1, "return_dict_in_generate": True, "max_length": 251, "min_length": 251}
 
-    usual = model.generate(**inputs, **how)
-    # The second cache takes no config: every layer's cross-attention stores the encoder's output.
+    default = model.generate(**inputs, **how)
+    # The second cache takes no config, because every cross-attention stores the encoder's output.
     caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
     stored = model.generate(**inputs, **how, past_key_values=EncoderDecoderCache(*caches))
-    print(f"{usual.sequences.shape[1]} tokens, {usual.sequences.unique().numel()} different ones")
-    print(f"the same tokens with dtype='model': {torch.equal(usual.sequences, stored.sequences)}")
-
-    enable(model)  # from now on each call creates such a pair itself, in FP8
+    tokens = default.sequences
+    print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} different ones")
+    print(f"the same tokens with dtype='model': {torch.equal(tokens, stored.sequences)}")
+    enable(model)  # from now on each call creates such a pair, in FP8
     small = model.generate(**inputs, **how).past_key_values
     for part in ("self_attention_cache", "cross_attention_cache"):
-        layers = getattr(usual.past_key_values, part).layers
+        layers = getattr(default.past_key_values, part).layers
         before = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         size = getattr(small, part).memory_footprint()
         share = f"{size.used_bytes:,} in FP8 ({size.used_bytes / before:.3f} of it)"

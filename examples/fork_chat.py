@@ -1,10 +1,10 @@
-"""Several questions about a document that is read once: `cache.fork()`.
+"""Several questions about a document that the model reads once: `cache.fork()`.
 
     python examples/fork_chat.py
     python examples/fork_chat.py --model path/or/hub-id --questions "Who?" "When?"
 
-The document is the system prompt of a chat. A fork shares its pages and copies only the last one,
-which is partly filled. With prefill="stored", in float32, a fork answers as its own cache would.
+The document is the system prompt of a chat. A fork shares its pages, and copies only the last page,
+which is partly filled. With prefill="stored", in float32, a fork answers like a separate cache.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
     answers = [ask(ids, fork) for ids, fork in zip(prompts, forks, strict=True)]
     times.append(time.perf_counter())
     caches = [FP8PagedCache(model.config, prefill="stored") for _ in prompts]
-    separate = [ask(ids, own) for ids, own in zip(prompts, caches, strict=True)]
+    separate = [ask(ids, x) for ids, x in zip(prompts, caches, strict=True)]
     times.append(time.perf_counter())
     print(*map("{} {!r}".format, args.questions, answers), sep="\n")
     print(f"the same answers without forks: {answers == separate}")

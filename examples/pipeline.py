@@ -1,10 +1,10 @@
-"""A pipeline with an FP8 cache and without a keyword: `enable(model)` and `disable(model)`.
+"""A pipeline with an FP8 cache, without further keywords: `enable(model)` and `disable(model)`.
 
     python examples/pipeline.py
     python examples/pipeline.py --model path/or/hub-id --dtype fp8
 
-The prompts differ in length, so the batch is padded on the left. `disable` restores the model: the
-last line prints which cache it uses then.
+The prompts differ in length, so the batch is padded on the left. `disable` restores the model. The
+last line prints the cache that it then uses.
 """
 
 import argparse

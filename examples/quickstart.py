@@ -1,10 +1,10 @@
-"""What 8-bit pages save, how fast they decode, and how close the predictions are (`make demo`).
+"""Bytes, speed and predictions with 8-bit pages and with transformers' own cache (`make demo`).
 
     python examples/quickstart.py
     python examples/quickstart.py --model path/or/hub-id --dtype fp8
 
-One long prompt, whose last tokens are scored, is continued with transformers' own cache and with
-8-bit pages. The default is the small demo model, which does not need the Hub.
+The model continues one long prompt with each cache. The last tokens of the prompt are scored. The
+default is the small demo model, which does not need the Hub.
 """
 
 import argparse
@@ -33,22 +33,22 @@ def main() -> None:
     text = pydoc_data.topics.topics["typesseq"]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : args.prompt_tokens].to(device)
     model.to(device)
-    usual = DynamicCache(config=model.config)
+    dynamic = DynamicCache(config=model.config)
     # Line 2: the cache.
     paged = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
-    new = args.new_tokens  # a fixed number, because times and bytes are compared
-    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    count = args.new_tokens  # a fixed number, because times and bytes are compared
+    how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
     logits, answers = [], []
-    for cache in (usual, paged):
+    for cache in (dynamic, paged):
         with torch.no_grad():
             model(ids[:, :-64], past_key_values=cache)
             logits.append(model(ids[:, -64:], past_key_values=cache).logits.log_softmax(-1))
-        begun, prompt = time.perf_counter(), torch.cat([ids, logits[-1][:, -1:].argmax(-1)], dim=1)
+        began, prompt = time.perf_counter(), torch.cat([ids, logits[-1][:, -1:].argmax(-1)], dim=1)
         answer = model.generate(prompt, past_key_values=cache, **how)[0, ids.shape[1] :]
-        speed = new / (time.perf_counter() - begun)
+        speed = count / (time.perf_counter() - began)
         answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: ")
         answers[-1] += repr(tokenizer.decode(answer))
-    in_16_bits = sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in usual.layers)
+    in_16_bits = sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in dynamic.layers)
     size, kl = paged.memory_footprint(), (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
     print(f"tokens held: {size.tokens}\nin 16 bits: {in_16_bits:,} bytes")
     print(f"8-bit pages: {size.used_bytes:,} bytes, {size.used_bytes / in_16_bits:.3f} of it")

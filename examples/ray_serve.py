@@ -1,8 +1,8 @@
-"""Two replicas under Ray Serve (2.60): a conversation goes where its beginning is in the pages.
+"""Two replicas under Ray Serve (2.60). Each conversation stays on the replica with its pages.
 
     python examples/ray_serve.py
 
-Asks eight conversations with the header x-session-id, and eight without.
+It sends eight conversations with the header x-session-id, and eight without.
 """
 
 import sys
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatching
 from hf_fp8kv import application, demo_model_path, serving
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-FACT = "Fact {} of {} is kept in a page of its own, number {}, and a page has many slots. "
+FACT = "Fact {} of {} is kept in a separate page, number {}, and a page has many slots. "
 
 
 def replicas(name: str) -> serve.Application:

@@ -1,8 +1,8 @@
-"""GRPO of the demo model with TRL, whose rollouts come from 8-bit pages that its trainer replays.
+"""GRPO of the demo model with TRL. Rollouts come from 8-bit pages, which the trainer replays.
 
     python examples/rl.py
 
-`make rl` prepares an environment with TRL for it.
+`make rl` prepares an environment with TRL.
 """
 
 import argparse
@@ -36,27 +36,27 @@ def main() -> None:
         serving.enable(model, deterministic=args.case == "ours", **fp8)
     if args.case == "ours":
         enable(model, training="stored", deterministic=True)
-    # TRL does not pass the engine's log-probabilities on: keep them by the tokens of each answer.
-    rolled: dict[tuple[int, ...], list[float]] = {}
+    # Log-probabilities by the tokens of each answer, because TRL drops the engine's.
+    rollouts: dict[tuple[int, ...], list[float]] = {}
     ratios, generate_batch = [], model.generate_batch
 
-    def keep(*given: Any, **named: Any) -> Any:
-        answers = generate_batch(*given, **named)
-        rolled.update((tuple(x.generated_tokens), x.logprobs) for x in answers.values())
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        answers = generate_batch(*args, **kwargs)
+        rollouts.update((tuple(x.generated_tokens), x.logprobs) for x in answers.values())
         return answers
 
-    def score(*given: Any, fused_lm_head: bool = False, **named: Any) -> Any:
+    def score(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
-            return forward(*given, **named)
-        labels = named.pop("labels")[:, 1:]
-        log = forward(*given, use_cache=False, **named).logits[:, :-1].float().log_softmax(-1)
-        chosen = log.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
-        for row, found in zip(labels, chosen.detach(), strict=True):
-            wanted = rolled[tuple(row[row != -100].tolist())]
-            ratios.append((found[row != -100] - torch.tensor(wanted)).exp())
-        return SimpleNamespace(log_probs=chosen, entropy=-(log.exp() * log).sum(-1))
+            return forward(*args, **kwargs)
+        labels = kwargs.pop("labels")[:, 1:]
+        log = forward(*args, use_cache=False, **kwargs).logits[:, :-1].float().log_softmax(-1)
+        log_probs = log.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        for row, in_trainer in zip(labels, log_probs.detach(), strict=True):
+            in_rollout = rollouts[tuple(row[row != -100].tolist())]
+            ratios.append((in_trainer[row != -100] - torch.tensor(in_rollout)).exp())
+        return SimpleNamespace(log_probs=log_probs, entropy=-(log.exp() * log).sum(-1))
 
-    model.generate_batch = keep
+    model.generate_batch = generate
     config = GRPOConfig(
         output_dir="build/rl", max_steps=args.steps, seed=args.seed, learning_rate=1e-5,
         per_device_train_batch_size=4, num_generations=4, max_completion_length=12, use_cpu=True,
@@ -66,13 +66,13 @@ def main() -> None:
     )  # fmt: skip
     prompts = Dataset.from_dict({"prompt": ["The sea is", "I like to eat", "Once upon a time"]})
     trainer = GRPOTrainer(model, vowels, config, train_dataset=prompts)
-    # TRL multiplies the head's weights itself, in another order than the model does.
+    # TRL's own product with the head's weights adds in a different order.
     forward, model.forward = model.forward, score
     trainer.train()
     ratio, log = torch.cat(ratios), trainer.state.log_history
     rewards = [entry["reward"] for entry in log if "reward" in entry]
-    far, kl = (ratio - 1).abs().max(), (ratio - 1 - ratio.log()).mean()
-    print(f"{args.case}, {len(ratio)} tokens: |ratio - 1| up to {far:.1e}, std {ratio.std():.1e}")
+    peak, kl = (ratio - 1).abs().max(), (ratio - 1 - ratio.log()).mean()
+    print(f"{args.case}, {len(ratio)} tokens: |ratio - 1| up to {peak:.1e}, std {ratio.std():.1e}")
     print(f"KL {kl:.1e}, reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
 
 

@@ -2,7 +2,7 @@
 
     python examples/serve_client.py
 
---url is a running server; without it the script starts `hf-fp8kv serve`.
+--url is a running server. Without it the script starts `hf-fp8kv serve`.
 """
 
 import argparse

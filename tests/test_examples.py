@@ -4,12 +4,14 @@ The fast tier runs them with the first layers of the demo model, `make test-all`
 """
 
 import ast
+import json
 import pydoc_data.topics
 import re
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,11 +128,11 @@ def test_forks_answer_like_separate_caches_and_share_their_pages(run, layers):  
 
 
 def test_a_chat_computes_new_tokens_only(run):
-    turns = re.findall(r"\((\d+) tokens, (\d+) of them known\)", run("chat.py"))
-    (first, none), (second, known), (third, again) = [tuple(map(int, turn)) for turn in turns]
+    turns = re.findall(r"\((\d+) tokens, (\d+) of them reused\)", run("chat.py"))
+    (first, none), (second, reused), (third, again) = [tuple(map(int, turn)) for turn in turns]
     assert none == 0
     # The cache does not hold the last of the answer's six tokens.
-    assert first < known <= first + 5 < second
+    assert first < reused <= first + 5 < second
     assert (third, again) == (second, second - 1)
 
 
@@ -206,6 +208,25 @@ def test_calibrated_scales_are_written_and_read_back(run, layers, tmp_path):  # 
     # A whole checkpoint and the scales: two bytes of each embedding and each layer.
     assert sum(weights) > 2 * (28_311_552 + layers * 3_540_096)
 
+
+def test_the_notebook_measures_each_cache(layers, capsys):  # noqa: F811
+    cells = json.loads((FOLDER / "measure_your_model.ipynb").read_text())["cells"]
+    first, *others = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    exec(first, names)
+    assert names.keys() >= {"MODEL", "TOKENS", "SCORED", "TURNS"}
+    names |= {"TOKENS": 320, "TURNS": 2}
+    for cell in others:
+        exec(cell, names)
+    printed = capsys.readouterr().out
+    assert f"LlamaForCausalLM: {layers} layers: {layers} fused" in printed
+    for title in ("DynamicCache", "default", "adaptive", "E4M3"):
+        (size,) = _numbers(rf"{title} +([\d,]+) bytes per token", printed)
+        assert size == layers * (BF16 if title == "DynamicCache" else STORED)
+        kl, same = _numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", printed)
+        assert kl == 0 if title == "DynamicCache" else 0 < kl < 0.1
+        assert 80 < same <= 100
+        assert _numbers(rf"{title} +([\d.]+) ms, ([\d.]+) of DynamicCache", printed)
 
 @pytest.mark.full  # the fast tier of tests/serving asks a server with several clients
 def test_sixteen_clients_are_answered_by_one_server(monkeypatch, capsys, tmp_path):

@@ -73,7 +73,7 @@ def _page_of(path: str) -> str:
     if path in PAGES:
         return PAGES[path]
     if path.startswith("examples"):
-        return f"{EXAMPLES}#{Path(path).stem}" if path.endswith(".py") else EXAMPLES
+        return f"{EXAMPLES}#{Path(path).stem}" if Path(path).suffix else EXAMPLES
     if path == "docs/benchmarks/cards":
         return "cards.md"
     if path == "docs/benchmarks":
@@ -98,6 +98,13 @@ def _examples() -> Iterator[str]:
     yield "# Examples\n\nEach runs from a clone, after `make venv`, with `.venv/bin/python`.\n\n"
     for path in sorted((ROOT / "examples").glob("*.py")):
         yield f"## {path.name} {{ #{path.stem} }}\n\n```python\n{path.read_text()}```\n\n"
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        yield f"## {path.name} {{ #{path.stem} }}\n\n"
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            is_code = cell["cell_type"] == "code"
+            text = f"```python\n{source}\n```" if is_code else re.sub("(?m)^#", "###", source)
+            yield f"{text}\n\n"
 
 
 def _board(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
