@@ -228,6 +228,7 @@ def test_the_notebook_measures_each_cache(layers, capsys):  # noqa: F811
         assert 80 < same <= 100
         assert _numbers(rf"{title} +([\d.]+) ms, ([\d.]+) of DynamicCache", printed)
 
+
 @pytest.mark.full  # the fast tier of tests/serving asks a server with several clients
 def test_sixteen_clients_are_answered_by_one_server(monkeypatch, capsys, tmp_path):
     # In float32, where an answer does not depend on the rest of the batch.

@@ -66,9 +66,7 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
     sample = _make_sample(kind, case.heads, count, stage.device)
     counts = [-(-length // PAGE_SIZE) for length in case.lengths]
     order = torch.randperm(sum(counts), device=stage.device).int()
-    table = torch.nn.utils.rnn.pad_sequence(
-        order.split(counts), batch_first=True, padding_value=-1
-    )
+    table = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True, padding_value=-1)
     layer_pages = []
     for _ in range(layers):
         chosen = torch.randint(0, count, (len(order),), device=stage.device)

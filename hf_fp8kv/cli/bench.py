@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from ..bench.contenders import Setup
 
 app = typer.Typer(
-    help="Measure FP8PagedCache and transformers' own caches on this machine.",
-    no_args_is_help=True,
+    help="Measure FP8PagedCache and transformers' own caches on this machine.", no_args_is_help=True
 )
 Shape = Annotated[
     str | None,
