@@ -289,7 +289,8 @@ def test_a_lost_token_shows_in_predictions():
         "forgetful": Contender("", lambda model: Forgetful(model.config, dtype="model")),
     }
     with paged_attention(model):
-        scores = score_text(model, ids, contenders, positions=[60], scored=10)
+        states = read_states(model, ids)
+        scores = score_text(model, ids, states, contenders, positions=[60], scored=10)
     assert scores[60, "whole"].summarize().kl == 0
     assert scores[60, "forgetful"].summarize().kl > 1e-6
 
