@@ -5,6 +5,7 @@ same states to every cache. One call with an unquantized cache therefore fills a
 the recorded states by `update`, layer by layer, and stores what it would have stored in the call.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -84,17 +85,18 @@ def check_stored(
 
     Returns:
         None for caches other than `FP8PagedCache`. Otherwise the largest values over the layers:
-        `k_error` and `v_error`, the RMS error relative to the RMS of the states; `k_gain` and
-        `v_gain`, the mean factor between stored and given states, minus 1; `center`, the error of
-        K relative to the error without centers; and `lost`, the positions of tokens whose error
-        is larger than half of their norm.
+        `k_error` and `v_error`, the RMS error relative to the RMS of the states; and `k_gain` and
+        `v_gain`, the mean factor between stored and given states, minus 1. `center` is the error
+        of K relative to the error without centers, by the squares of all layers, and `lost` the
+        positions of tokens whose error is larger than half of their norm.
     """
     cache = contender.fill(model, states)
     if not isinstance(cache, FP8PagedCache):
         return None
     plain = Contender("", partial(_make_uncentered, cache)).fill(model, states)
-    found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain", "center"), 0.0)
+    found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
     lost: set[int] = set()
+    centered = uncentered = 0.0
     # The last layers of some models store nothing: they read an earlier layer.
     for layer, without, given in zip(cache.layers, plain.layers, states, strict=False):
         for side, handle, whole in zip("kv", (layer.keys, layer.values), given, strict=True):
@@ -105,9 +107,10 @@ def check_stored(
             found[f"{side}_gain"] = max(found[f"{side}_gain"], gain, key=abs)
             lost.update(int(n) + skipped for n in (by_token > _LOST).nonzero())
             if side == "k":
-                unshifted, _, _ = _compare(without.keys, exact)
-                found["center"] = max(found["center"], error / max(unshifted, _TINY))
-    return {**found, "lost": sorted(lost)}
+                centered += error**2
+                uncentered += _compare(without.keys, exact)[0] ** 2
+    center = math.sqrt(centered / max(uncentered, _TINY))
+    return {**found, "center": center, "lost": sorted(lost)}
 
 
 def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:
