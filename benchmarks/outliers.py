@@ -17,7 +17,7 @@ from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.turns import STILL, Turns
 from hf_fp8kv.card.caches import CONTENDERS, Contender
 from hf_fp8kv.card.measure import summarize
-from hf_fp8kv.card.predictions import score_text
+from hf_fp8kv.card.predictions import read_states, score_text
 from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils.environment import describe_run
@@ -60,7 +60,10 @@ def measure_outliers(
         for kind in _KINDS:
             progress(kind)
             ids = read_texts(tokenizer, kind, 1, _POSITION)[0].to(model.device)
-            scores.append(score_text(model, ids, rows, positions=[_POSITION], scored=_SCORED))
+            states = read_states(model, ids)
+            scores.append(
+                score_text(model, ids, states, rows, positions=[_POSITION], scored=_SCORED)
+            )
         plans = {name: row.make(model).plan for name, row in rows.items()}
     return {
         **run,

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -22,6 +23,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, disable, enable, serving
 from hf_fp8kv.cli.shared import DEMO, load_model
@@ -31,8 +33,14 @@ from hf_fp8kv.utils.environment import describe_run
 from .shared import Result, main
 
 Tensor = torch.Tensor
+_OFFLOAD = OffloadingManager.offload_requests
 PAGE, VOCABULARY = 64, 200
+<<<<<<< HEAD
 # Maximum number of tokens and of sequences. Attention adds spans of 512 tokens.
+=======
+BLOCK, ANSWER = 32, 24  # tokens of a block and of an answer in an engine
+# Tokens and sequences, at most. Sums are over spans of 512 tokens.
+>>>>>>> card
 SIZES, SIZES_OF_DEMO = (600, 16), (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
 # issue 25790.
@@ -64,6 +72,7 @@ class Reader:
     ) -> None:
         self.model: Any = model
         self.rng, self.tokens, self.sequences = rng, tokens, sequences
+        self.evicted = 0  # requests of engines
         self.enable()
         self.texts = torch.randint(3, VOCABULARY, (sequences, tokens))
         self.windows = any(layer.is_sliding for layer in self.cache().layers)
@@ -175,34 +184,55 @@ class Reader:
         return compared, differing, 0
 
     def engine(self) -> tuple[int, int, int]:
+<<<<<<< HEAD
         """Answer in an engine among other requests, one of which is cancelled."""
+=======
+        """Answer in an engine that evicts and recomputes requests, and cancels one that decodes."""
+>>>>>>> card
         length, count = self.rng.randint(1, self.tokens), self.rng.randint(1, self.sequences)
-        others = [
+        neighbors = [
             self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, count)
         ]
+        own = self.texts[0, :length].tolist()
+        largest = -(-(max(map(len, [own, *neighbors])) + ANSWER) // BLOCK)
+
+        def offload(manager: OffloadingManager) -> bool:
+            before = len(manager.scheduler.waiting_requests)
+            done: bool = _OFFLOAD(manager)
+            self.evicted += len(manager.scheduler.waiting_requests) - before
+            return done
+
         serving.enable(self.model, deterministic=True)
-        config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
-        steps = ContinuousBatchingConfig(
-            return_logprobs=True, max_batch_tokens=self.rng.choice([64, 100, 256]), num_blocks=512
-        )
-        with self.model.continuous_batching_context_manager(
-            generation_config=config, continuous_batching_config=steps
-        ) as manager:
-            waiting = [manager.add_request(other, max_new_tokens=4) for other in others]
-            own = manager.add_request(self.texts[0, :length].tolist(), max_new_tokens=4)
-            if waiting:
-                manager.cancel_request(waiting[0])
+        config = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1)
+        batching = ContinuousBatchingConfig(
+            return_logprobs=True, max_batch_tokens=self.rng.choice([64, 100, 256]),
+            page_size=BLOCK, num_blocks=largest + self.rng.randint(1, 12),
+        )  # fmt: skip
+        with (
+            patch.object(OffloadingManager, "offload_requests", offload),
+            self.model.continuous_batching_context_manager(
+                generation_config=config, continuous_batching_config=batching
+            ) as manager,
+        ):
+            requests = [
+                manager.add_request(ids, max_new_tokens=ANSWER, streaming=not place)
+                for place, ids in enumerate(neighbors)
+            ]
+            streamed = requests[0] if requests else None
+            request = manager.add_request(own, max_new_tokens=ANSWER)
             answer: Any = None
-            while (answer is None or answer.request_id != own) and manager.is_running():
+            while (answer is None or answer.request_id != request) and manager.is_running():
                 answer = manager.get_result(timeout=1)
+                if answer is not None and answer.request_id == streamed:
+                    manager.cancel_request(streamed)
         serving.disable(self.model)
         self.enable()
         tokens = answer.generated_tokens
-        ids = torch.tensor([self.texts[0, :length].tolist() + tokens])
+        ids = torch.tensor([own + tokens])
         logits, _ = self.read(ids[:, :-1], [ids.shape[1] - 1])
         rows = logits[length - 1 :].float().softmax(-1)
         wanted = rows.gather(1, torch.tensor(tokens)[:, None]).log()[:, 0].tolist()
-        return 4, sum(x != y for x, y in zip(answer.logprobs, wanted, strict=True)), 0
+        return ANSWER, sum(x != y for x, y in zip(answer.logprobs, wanted, strict=True)), 0
 
     @torch.no_grad()
     def decode(self) -> tuple[int, int, int]:
@@ -225,9 +255,15 @@ def build(name: str, dtype: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
+<<<<<<< HEAD
 def measure_cost(turns: int = 7) -> list[dict[str, Any]]:
     """Return the seconds of calls of the demo model with and without determinism, and ratios."""
     model: Any = build(DEMO, "float32")
+=======
+def measure_cost(dtype: str, turns: int = 7) -> list[dict[str, Any]]:
+    """Return the seconds of calls of the demo model, and the ratio of deterministic ones."""
+    model: Any = build(DEMO, dtype)
+>>>>>>> card
     ids = torch.randint(3, VOCABULARY, (8, 512))
     batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
@@ -263,7 +299,7 @@ def measure_cost(turns: int = 7) -> list[dict[str, Any]]:
                 seconds[name][deterministic].append(time.perf_counter() - began)
     return [
         {
-            "call": name, "seconds": round(statistics.median(stock), 4),
+            "call": name, "dtype": dtype, "seconds": round(statistics.median(stock), 4),
             "deterministic": round(statistics.median(ours), 4),
             "ratio": round(statistics.median(map(operator.truediv, ours, stock)), 2),
         }
@@ -282,8 +318,14 @@ def measure_reproducibility(
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
 
+<<<<<<< HEAD
     `compared` is the number of compared values. `logits` and `pages` are numbers of different
     values. `costs` is the result of `measure_cost` if `cost` is True.
+=======
+    `compared` is the count of numbers, `logits` and `pages` are counts of different ones, and
+    `evicted` is the count of requests that an engine had to compute again. `costs` is the result of
+    `measure_cost`, if asked for.
+>>>>>>> card
     """
     run, rows = describe_run("reproducible"), []
     known = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
@@ -303,18 +345,19 @@ def measure_reproducibility(
         drawn = Counter(kinds + reader.rng.choices(kinds, k=max(0, todo - len(kinds) - 1)))
         for kind, count in [*drawn.items(), (Reader.decode, 1)]:
             progress(f"{name}, {dtype}, {kind.__name__}", place / len(cases))
-            began = time.perf_counter()
+            began, reader.evicted = time.perf_counter(), 0
             compared, logits, pages = map(
                 sum, zip(*(kind(reader) for _ in range(count)), strict=True)
             )
             rows.append({
                 "model": name, "dtype": dtype, "kind": kind.__name__, "combinations": count,
-                "compared": compared, "logits": logits, "pages": pages,
+                "compared": compared, "logits": logits, "pages": pages, "evicted": reader.evicted,
                 "seconds": round(time.perf_counter() - began, 1),
             })  # fmt: skip
         disable(model)
     settings = {"seed": seed, "threads": torch.get_num_threads()}
-    return {**run, "settings": settings, "rows": rows, "costs": measure_cost() if cost else []}
+    costs = [row for dtype in dtypes.split(",") if cost for row in measure_cost(dtype)]
+    return {**run, "settings": settings, "rows": rows, "costs": costs}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """GRPO of the demo model with TRL. Rollouts come from 8-bit pages, which the trainer replays.
 
     python examples/rl.py
-
-`make rl` prepares an environment with TRL.
 """
 
 import argparse
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # `make rl` installs it
 
 from hf_fp8kv import demo_model_path, enable, serving
 
@@ -28,6 +26,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, default="ours")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a step of the engine")
     args = parser.parse_args()
     dtype = "bfloat16" if args.case == "16-bit cache" else "float32"
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype)
@@ -57,12 +56,13 @@ def main() -> None:
         return SimpleNamespace(log_probs=log_probs, entropy=-(log.exp() * log).sum(-1))
 
     model.generate_batch = generate
+    engine = {"return_logprobs": True, "num_blocks": 64, "max_batch_tokens": args.chunk}
     config = GRPOConfig(
         output_dir="build/rl", max_steps=args.steps, seed=args.seed, learning_rate=1e-5,
         per_device_train_batch_size=4, num_generations=4, max_completion_length=12, use_cpu=True,
         gradient_checkpointing=False, bf16=False, report_to="none", logging_steps=1,
         disable_tqdm=True, use_transformers_continuous_batching=True,
-        transformers_continuous_batching_config={"return_logprobs": True, "num_blocks": 64},
+        transformers_continuous_batching_config=engine,
     )  # fmt: skip
     prompts = Dataset.from_dict({"prompt": ["The sea is", "I like to eat", "Once upon a time"]})
     trainer = GRPOTrainer(model, vowels, config, train_dataset=prompts)

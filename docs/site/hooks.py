@@ -213,7 +213,47 @@ def _draw_serving(axes: Axes, run: dict[str, Any]) -> None:
     axes.set_ylabel("tokens per second")
 
 
+def draw_overview(models: dict[str, dict[str, Any]]) -> bytes:
+    """Return a PNG with the bytes and the divergence of caches, by model and cache of a card."""
+    caches = list(dict.fromkeys(cache for model in models.values() for cache in model))
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    memory, quality = figure.subplots(1, 2)
+
+    def draw(axes: Axes, read: Callable[[dict[str, Any]], float]) -> None:
+        series = {
+            name: [read(model[cache]) if cache in model else None for cache in caches]
+            for name, model in models.items()
+        }
+        _bars(axes, caches, series)
+        axes.tick_params("x", rotation=20)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.2)
+        axes.set_axisbelow(True)
+
+    draw(memory, lambda cache: cache["bytes_per_token"] / 1000)
+    memory.set_ylabel("kB per token")
+    draw(quality, lambda cache: 1e3 * _last_divergence(cache))
+    quality.set_ylabel("mean KL at 2,048 tokens, 1e-3")
+    quality.set_yscale("log")
+    memory.legend(frameon=False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()
+
+
+def _last_divergence(cache: dict[str, Any]) -> float:
+    return float([row["kl"] for row in cache["predictions"] if row["kind"] == "all"][-1])
+
+
 CHARTS = (
     ("cpu-xeon", "One step of decoding on a CPU", _draw_decode),
     ("serve-xeon", "Serving on a CPU, SmolLM2-135M", _draw_serving),
 )
+
+
+if __name__ == "__main__":  # writes the picture of the README
+    models: dict[str, dict[str, Any]] = {}
+    for path in (*CARDS.glob("*.json"), *BENCHMARKS.glob("*-rivals-of-cards-*.json")):
+        card = json.loads(path.read_text())
+        models.setdefault(card["settings"]["model"], {}).update(card["caches"])
+    (ROOT / "docs" / "images" / "overview.png").write_bytes(draw_overview(models))

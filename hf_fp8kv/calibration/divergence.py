@@ -14,6 +14,7 @@ from ..modeling.model_support import accepts, with_cache
 from ..scales.report import QualityRow
 
 UNQUANTISED = "unquantised"
+_TOKENS = 8  # whose logits are compared together
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,17 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, known: torch.Te
         logits: Logits under the cache, of the same shape.
         known: Next tokens of the text, `[B, T or T - 1]`, int64.
     """
+    # Temporaries of few tokens stay in a CPU's caches: a third of the time.
+    compared = map(_compare, expected.split(_TOKENS, 1), logits.split(_TOKENS, 1))
+    kl, same, norm = (torch.cat(parts, 1) for parts in zip(*compared, strict=True))
+    count = known.shape[1]
+    following = logits[:, :count].gather(-1, known[..., None].to(logits.device))[..., 0]
+    surprise = norm[:, :count] - following
+    return Scores(*(x.flatten().double().cpu() for x in (kl, same, surprise)))
+
+
+def _compare(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return divergences, whether the argmax is the same, and the logsumexp of `logits`."""
     expected, logits = (
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
     )
@@ -144,11 +156,7 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, known: torch.Te
     gained = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
     kl = torch.where(p > 0, p * (change - mean).expm1(), gained).sum(-1).log1p().clamp(min=0)
     kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
-    same = (expected.argmax(-1) == logits.argmax(-1)).double()
-    logits = logits[:, : known.shape[1]]
-    of_text = logits.gather(-1, known[..., None].to(logits.device))[..., 0]
-    surprise = logits.logsumexp(-1) - of_text
-    return Scores(*(x.flatten().double().cpu() for x in (kl, same, surprise)))
+    return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1)
 
 
 def last_logit_only(model: PreTrainedModel) -> dict[str, int]:

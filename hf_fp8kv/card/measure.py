@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..utils.digests import digest_weights
 from ..utils.environment import describe_run
 from ..utils.files import write_all
 from .answers import run_task
-from .caches import FLOOR, UNQUANTIZED, Contender, choose_contenders, measure_bytes
+from .caches import FLOOR, UNQUANTIZED, Contender, States, choose_contenders, measure_bytes
 from .drift import (
     average_windows,
     describe_drift,
@@ -241,13 +241,20 @@ class _Card:
             parts[f"steps: {length} tokens"] = partial(self._time_steps, length)
         return parts
 
+    @cached_property
+    def states(self) -> list[States]:
+        """Keys and values of the first text, by layer."""
+        return read_states(self.model, self.first)
+
     def _count_bytes(self) -> dict[str, float]:
         all_caches = {UNQUANTIZED.title: UNQUANTIZED, **self.contenders}
         return {name: measure_bytes(c, self.model, self.sample) for name, c in all_caches.items()}
 
     def _score(self, kind: str, number: int) -> dict[str, Any]:
+        ids = self.texts[kind][number]
+        states = self.states if ids is self.first else read_states(self.model, ids)
         scores = score_text(
-            self.model, self.texts[kind][number], self.contenders,
+            self.model, ids, states, self.contenders,
             positions=self.size.positions, scored=self.size.scored,
         )  # fmt: skip
         return {
@@ -256,8 +263,10 @@ class _Card:
         }
 
     def _check_stored(self) -> dict[str, Any]:
-        states = read_states(self.model, self.first)
-        return {name: check_stored(c, self.model, states) for name, c in self.contenders.items()}
+        return {
+            name: check_stored(cache, self.model, self.states)
+            for name, cache in self.contenders.items()
+        }
 
     def _write_answers(self) -> list[list[int]]:
         # Pages in the model's dtype store the bits of DynamicCache, and copy no history.

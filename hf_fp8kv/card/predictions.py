@@ -5,6 +5,7 @@ same states to every cache. One call with an unquantized cache therefore fills a
 passes the recorded states to each cache, layer by layer, which stores the same as in the call.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ def read_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
 def score_text(
     model: PreTrainedModel,
     ids: torch.Tensor,
+    states: list[States],
     contenders: Mapping[str, Contender],
     *,
     positions: Sequence[int],
@@ -83,17 +85,18 @@ def check_stored(
 
     Returns:
         None for caches other than `FP8PagedCache`. Otherwise the largest values over the layers:
-        `k_error` and `v_error`, the RMS error relative to the RMS of the states; `k_gain` and
-        `v_gain`, the mean factor between stored and exact states, minus 1; `center`, the error of
-        K relative to the error without centers; and `lost`, the positions of tokens whose error
-        is larger than half of their norm.
+        `k_error` and `v_error`, the RMS error relative to the RMS of the states; and `k_gain` and
+        `v_gain`, the mean factor between stored and exact states, minus 1. `center` is the error
+        of K relative to the error without centers, by the squares of all layers, and `lost` the
+        positions of tokens whose error is larger than half of their norm.
     """
     cache = contender.fill(model, states)
     if not isinstance(cache, FP8PagedCache):
         return None
     uncentered = Contender("", partial(_make_uncentered, cache)).fill(model, states)
-    found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain", "center"), 0.0)
+    found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
     lost: set[int] = set()
+    error_power = uncentered_power = 0.0  # sums over the layers
     # The last layers of some models store nothing, because they read an earlier layer.
     layers = zip(cache.layers, uncentered.layers, states, strict=False)
     for layer, uncentered_layer, sides in layers:
@@ -105,9 +108,10 @@ def check_stored(
             found[f"{side}_gain"] = max(found[f"{side}_gain"], gain, key=abs)
             lost.update(int(n) + skipped for n in (by_token > _LOST).nonzero())
             if side == "k":
-                uncentered_error, _, _ = _compare(uncentered_layer.keys, exact)
-                found["center"] = max(found["center"], error / max(uncentered_error, _TINY))
-    return {**found, "lost": sorted(lost)}
+                error_power += error**2
+                uncentered_power += _compare(uncentered_layer.keys, exact)[0] ** 2
+    center = math.sqrt(error_power / max(uncentered_power, _TINY))
+    return {**found, "center": center, "lost": sorted(lost)}
 
 
 def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:

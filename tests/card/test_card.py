@@ -289,7 +289,8 @@ def test_a_lost_token_shows_in_predictions():
         "forgetful": Contender("", lambda model: Forgetful(model.config, dtype="model")),
     }
     with paged_attention(model):
-        scores = score_text(model, ids, contenders, positions=[60], scored=10)
+        states = read_states(model, ids)
+        scores = score_text(model, ids, states, contenders, positions=[60], scored=10)
     assert scores[60, "whole"].summarize().kl == 0
     assert scores[60, "forgetful"].summarize().kl > 1e-6
 
@@ -376,10 +377,14 @@ def test_standard_caches_and_plans(folder):
         choose_contenders(model, ["checkpoint"])
 
 
-def test_the_docs_show_the_card_of_the_demo_model():
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b"])
+def test_the_docs_show_the_cards(name):
     docs = Path(__file__).parents[2] / "docs"
-    card = json.loads((docs / "benchmarks" / "cards" / "smollm2-135m.json").read_text())
-    text = (docs / "accuracy.md").read_text()
-    columns = make_columns(card)
-    for row in zip(*columns.values(), strict=True):
-        assert f"\n| {' | '.join(row)} |\n" in text
+    card = json.loads((docs / "benchmarks" / "cards" / f"{name}.json").read_text())
+    lines = (docs / "accuracy.md").read_text().splitlines()
+    header = next(line for line in lines if line.startswith("| model | cache |"))
+    measures, *columns = make_columns(card).values()
+    shown = [measures.index(title) for title in header.strip("| ").split(" | ")[2:]]
+    for cache, column in zip(card["caches"], columns, strict=True):
+        row = [name, cache, *(column[measure] for measure in shown)]
+        assert f"| {' | '.join(row)} |" in lines
