@@ -157,21 +157,21 @@ def test_a_warning_about_what_is_written_names_its_place(tmp_path, caplog):
     replace(random_scales("head"), report=found()).save_pretrained(tmp_path / "b")
     [message] = [r.message for r in caplog.records]
     assert message == (
-        f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about other scales, so it is not "
-        "read with these"
+        f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about different scales, so it will "
+        "not be read"
     )
 
 
 def test_the_warnings_say_what_is_lost(tmp_path, caplog):
     random_scales("centered-channel").save_pretrained(tmp_path / "a", format="vllm-json")
     assert [r.message for r in caplog.records] == [
-        f"{tmp_path / 'a'}: written as vllm-json: K's scales make room for the centers, which are "
+        f"{tmp_path / 'a'}: written as vllm-json: K's scales are enlarged by the centers, which are "
         "left out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2); K "
         "and V share the larger scale (layers 0, 1, 2)"
     ]
     KVScales.uniform(2, k=0.5, v=0.5).save_pretrained(tmp_path / "b", format="vllm-json")
     assert KVScales.from_pretrained(tmp_path / "b").model_type is None
-    assert "model_type is not known and null" in caplog.text
+    assert "model_type is unknown and written as null" in caplog.text
 
 
 @pytest.mark.parametrize(("kind", "is_copy"), [("tensor", False), ("centered-head", True)])
@@ -937,7 +937,7 @@ def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
 )
 def test_the_config_of_a_repository_is_never_replaced(hub, format, weights):
     fake = hub("config.json", *weights)
-    with refused("expected a place without weights"):
+    with refused("expected a repository without weights"):
         random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert not fake.uploaded
 

@@ -57,7 +57,7 @@ def refused(message: str, path: Path | str = "") -> Iterator[pytest.ExceptionInf
     assert str(path) in text
     assert "expected" in text
     assert ", got " in text or ", found " in text
-    assert "; " in text.split("expected", 1)[1]
+    assert re.search(r"[;.] [A-Z`a-z]", text.split("expected", 1)[1])
 
 
 def copied(name: str, tmp_path: Path) -> Path:
@@ -303,7 +303,7 @@ def test_an_undeclared_checkpoint_is_read_with_a_warning(caplog):
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     KVScales.from_pretrained(DATA / "tgi")
     assert [r.message for r in caplog.records] == [
-        f"{DATA / 'tgi'}: the config declares no KV cache; its KV scales are taken to be of "
+        f"{DATA / 'tgi'}: the config declares no KV cache. Its KV scales are read as "
         "float8_e4m3fn"
     ]
 
@@ -566,9 +566,9 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     ),
     "layer-missing": (
         lambda folder: set_scales(folder, [1], None),
-        "expected scales for 3 layers, got 2: missing 1",
+        "expected scales for 3 layers, got 2 without layers 1",
     ),
-    "more-layers-in-the-model": (spoiled_config(num_hidden_layers=5), "got 3: missing 3, 4"),
+    "more-layers-in-the-model": (spoiled_config(num_hidden_layers=5), "got 3 without layers 3, 4"),
     "two-names-that-differ": (
         spoiled_tensor("attn.k_scale", torch.tensor(9.0)),
         "expected one scale for K of layer 1, got .*which differ",
@@ -729,8 +729,8 @@ def test_a_bad_file_of_ours_is_refused_and_nothing_else_is_tried(tmp_path, spoil
 
 
 BAD_FILES = {
-    "missing": ("scales.json", "expected a file, found none; check the path"),
-    "a-folder": (".", "expected a file, found none; use from_pretrained"),
+    "missing": ("scales.json", "expected a file, found none. Check the path"),
+    "a-folder": (".", "expected a file, found none. Use from_pretrained"),
     "pt": ("scales.pt", "pickles are never loaded"),
     "bin": ("pytorch_model.bin", "pickles are never loaded"),
     "npz": ("rank0.npz", "pickles are never loaded"),

@@ -478,7 +478,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "trtllm-rank-with-less": (
         TENSORRT | {"num_hidden_layers": 2},
         {"rank0": without(TRT, *list(TRT)[2:]), "rank1": without(TRT, *list(TRT)[:1])},
-        "missing 0",
+        "without layers 0",
     ),
     "trtllm-rank-without-scales": (
         TENSORRT, {"rank0": TRT, "rank1": {"a.weight": torch.ones(1)}}, "got none"
@@ -487,7 +487,7 @@ BAD: dict[str, tuple[Any, ...]] = {
         TENSORRT,
         {f"rank{r}": {n: t.expand(2).reshape(2, 1, 1).clone() for n, t in TRT.items()}
          for r in range(2)},
-        "expected one number a side",
+        "expected one number for K and for V",
     ),
     "trtllm-a-vector": (
         TENSORRT, {"rank0": {n: t.expand(3).clone() for n, t in TRT.items()}}, r"got \[3\]"
