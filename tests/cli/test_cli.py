@@ -169,7 +169,7 @@ GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "conver
         (2, INSPECT + "--max-tokens 9", "--max-tokens"),
         (2, INSPECT + "--texts x --dtype int4", "fp8_e5m2, fp8_e3m4, fp8_e2m5, int8"),
         (2, INSPECT + "--texts x --dtype model", "--dtype"),
-        (2, INSPECT + "--plot /no/such/folder/x.png", "expected a file in a folder that exists"),
+        (2, INSPECT + "--plot /no/such/folder/x.png", "expected a file in an existing folder"),
         (2, INSPECT + "--plot scales.pdf", ".png"),
         (2, CONVERT + "OUT", "--to"),
         (2, CONVERT + "OUT --to gguf", "vllm-json, tgi, compressed-tensors, autofp8"),
