@@ -124,8 +124,8 @@ def calibrate(
             for layers in choose.choose_scales(job, corpus.windows, beyond, scaled)
         )  # fmt: skip
         scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
-        held_out, counts = corpus.held_out, (corpus.texts, corpus.tokens)
-        report = make_report(job, scales, ranges, centers, held_out, held_out, beyond, *counts)
+        held, counts = corpus.held_out, (corpus.texts, corpus.tokens)
+        report = make_report(job, scales, ranges, centers, held, held, beyond, *counts)
     return replace(scales, report=report)
 
 

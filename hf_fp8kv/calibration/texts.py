@@ -117,7 +117,7 @@ def read_corpus(
             break
     if left == max_tokens:
         short = len(windows_by_text)
-        got = f"{short} of one token" if short else "only blank texts"
+        got = f"{short} of one token" if short else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
         raise _error("texts", f"a text of at least {_SHORTEST} tokens", got, hint)
     contents = _choose_held_out(windows_by_text, held_out)

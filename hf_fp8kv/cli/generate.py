@@ -59,11 +59,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Random seed for a temperature above 0.")] = 0,
     device: arguments.Device = "auto",
     memory: Annotated[
-        Any,
-        typer.Option(
-            help="Memory to fill with tokens: 8GiB, 500MB, ...",
-            **arguments.SIZE,
-        ),
+        Any, typer.Option(help="Memory to fill with tokens: 8GiB, 500MB, ...", **arguments.SIZE)
     ] = "8GiB",
     as_json: arguments.Json = False,
 ) -> None:

@@ -62,7 +62,8 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
             panels[name].grid(visible=True, alpha=0.3)
         elif not panels[name].texts:
             _write_text(panels[name], "0 everywhere")
-    labels, look = panels["kv"].get_legend_handles_labels(), {"frameon": False}
+    look: dict[str, Any] = {"frameon": False}
+    labels = panels["kv"].get_legend_handles_labels()
     panels["kv"].legend(*labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, **look)
     labels = panels["v error"].get_legend_handles_labels()
     figure.legend(*labels, loc="outside lower center", ncols=len(FORMATS), **look)

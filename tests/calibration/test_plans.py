@@ -382,7 +382,7 @@ def test_a_plan_on_texts(llama: Any) -> None:
 def test_a_plan_on_few_tokens_is_one_warning(llama: Any, caplog: Any) -> None:
     choose_plan(llama, [[5, 6, 7], list(range(3, 75))])
     (message,) = caplog.messages
-    assert "chosen on 75 tokens, fewer than the 128 random ones" in message
+    assert "chosen on 75 tokens, fewer than the 128 random tokens" in message
     choose_plan(llama, [list(range(3, 67))] * 2)
     assert caplog.messages == [message]
 

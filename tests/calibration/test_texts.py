@@ -303,7 +303,7 @@ def test_a_huge_file_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
         ({"train": ["a b"], "test": ["a"]}, ["'train'", "one split"]),
         (torch.tensor([A, B]), ["integers [N]", "got tensor(6)", "each text as one item"]),
         ([], ["texts: ", "got none"]),
-        (["", " "], ["got only blank texts"]),
+        (["", " "], ["got none except blank texts"]),
         (["a", "b"], ["at least 2 tokens", "got 2 of one token"]),
         (["a b", 3.5], ["texts[1]: ", "got 3.5"]),
         (["a b", None], ["texts[1]: ", "got None", "leave out"]),
@@ -388,7 +388,7 @@ def test_what_needs_a_tokenizer(tmp_path):
 
     assert "the `tokenizer` of a processor" in error_of(["a"], Processor())
     (path := tmp_path / "x.txt").write_text("a b")
-    assert "there is no tokenizer" in error_of(path, None)
+    assert "without a tokenizer" in error_of(path, None)
 
 
 # -- windows and parts -----------------------------------------------------------------------------

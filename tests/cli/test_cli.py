@@ -191,7 +191,7 @@ GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "conver
         (1, "generate --model /no/such/folder --plan no_such_plan", "path of a saved plan"),
         (1, "generate --model /no/such/folder --plan int8 --key-dtype fp8", "key_dtype: expected"),
         (1, "serve /no/such/folder --plan no_such_plan", "path of a saved plan"),
-        (2, GENERATE + "--backend abacus", "auto, torch, cpu, triton; got 'abacus'"),
+        (2, GENERATE + "--backend abacus", "auto, torch, cpu, triton, got 'abacus'"),
         (1, GENERATE + "--page-size 48", "page_size"),
         (1, GENERATE + "--attn no_such_attention", "no_such_attention"),
         (1, GENERATE + "--device no_such_device", "no_such_device"),

@@ -207,7 +207,7 @@ def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
     calibration.scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
     err = run.fails("--format", "vllm-json")
     assert "a file with gaps" in err
-    assert f"the scales are in {tmp_path / 'out'}" in err
+    assert f"The scales are in {tmp_path / 'out'}" in err
     assert set(KVScales.from_pretrained(tmp_path / "out").layers) == {0, 2}
 
 

@@ -18,7 +18,7 @@ DATA = Path(__file__).parents[1] / "data" / "tools"
 ATTENTION = "self_attn.{}_scale"
 PROJECTION = "self_attn.{0}_proj.{0}_scale"
 OUTPUT = "self_attn.{}_proj.output_scale"
-BEFORE_ROPE = "Quark took the scales of K before RoPE"
+BEFORE_ROPE = "Quark measured the scales of K before RoPE"
 ONES = "every KV scale is exactly 1.0"
 
 # The format that each is read as, the name of its tensors in a layer, and the warning.

@@ -226,7 +226,7 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
         k, v = values[k_name], values[v_name]
         shared = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
         if shared not in (k_name, v_name) and values[shared].max() != max(k.max(), v.max()):
-            oddities["kv_scale is not the larger scale of K and V, which are used"].append(index)
+            oddities["kv_scale is not the larger scale of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
         source = f"{checkpoint.origin}/{checkpoint.files[k_name]}: {names}"
         layers[index] = LayerScales(k, v, source=source)
