@@ -30,7 +30,7 @@ FLOORS = (
 # folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
 # The sum only falls.
 BUDGETS = {
-    "attention": 1968, "bench": 812, "cache": 3175, "calibration": 2296, "card": 1709, "cli": 1717,
+    "attention": 1968, "bench": 812, "cache": 3175, "calibration": 2296, "card": 1709, "cli": 1714,
     "enabling": 248, "errors": 63, "formats": 416, "__init__": 62, "modeling": 624, "ops": 6497,
     "paging": 1690, "prefix": 1153, "scales": 2889, "server": 3955, "serving": 1739, "utils": 497,
     "vllm": 1007,
