@@ -166,8 +166,8 @@ def test_the_warnings_say_what_is_lost(tmp_path, caplog):
     random_scales("centered-channel").save_pretrained(tmp_path / "a", format="vllm-json")
     assert [r.message for r in caplog.records] == [
         f"{tmp_path / 'a'}: written as vllm-json: K's scales are enlarged by the centers, which "
-        "are left out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2); "
-        "K and V share the larger scale (layers 0, 1, 2)"
+        "are left out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2)"
+        "; K and V share the larger scale (layers 0, 1, 2)"
     ]
     KVScales.uniform(2, k=0.5, v=0.5).save_pretrained(tmp_path / "b", format="vllm-json")
     assert KVScales.from_pretrained(tmp_path / "b").model_type is None
