@@ -17,7 +17,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, 
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.calibration.divergence import UNQUANTISED, Scores, compare_caches
+from hf_fp8kv.calibration.divergence import UNQUANTIZED, Scores, compare_caches
 from hf_fp8kv.card.measure import summarize
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import round_to_format
@@ -146,7 +146,7 @@ def measure_latent_accuracy(
                 found = compare_caches(model, ids, caches, prefill=prefill, chunk=128)
             for cache, text_scores in found.items():
                 scores.setdefault(cache, []).append(text_scores)
-        del scores[UNQUANTISED]
+        del scores[UNQUANTIZED]
         rows += [
             {
                 "model": name,

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fp8kv.bench.reporting import build_table
 from hf_fp8kv.cli.bench import show_result
 from hf_fp8kv.cli.shared import DEMO, load_model, show_progress
 from hf_fp8kv.errors import FP8KVError
-from hf_fp8kv.utils.terminal import make_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,9 +81,13 @@ def format_rows(result: Result) -> "RenderableType":
         {name: value for name, value in row.items() if not isinstance(value, list | None)}
         for row in result["rows"]
     ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = ([row.get(name, "") for name in names] for row in rows)
+    texts = ([f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in cells)
+    table = build_table(dict.fromkeys(names, "left"), texts)
     conditions = ("suite", "settings", "date", "commit", "idle")
-    texts = [f"{name}: {result[name]}" for name in conditions]
-    return Group(make_table(rows), *texts, f"cpu: {result['hardware']['cpu']}")
+    notes = [f"{name}: {result[name]}" for name in conditions]
+    return Group(table, *notes, f"cpu: {result['hardware']['cpu']}")
 
 
 def make_environment() -> dict[str, str]:

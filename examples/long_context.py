@@ -52,7 +52,7 @@ def main() -> None:
     size = cache.memory_footprint().total_bytes
     # PagedKV tensors have the shape and dtype of dense ones: this is the size of those.
     dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    print(f"{cache.budget.held} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantised")
+    print(f"{cache.budget.held} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantized")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_a_budget_that_is_used_up_shortens_the_text(run, layers, monkeypatch):  
     read, whole = _numbers(r"read (\d+) of (\d+) tokens", printed)
     assert 8 * PAGE - 40 < read < 8 * PAGE - 24 < whole
     pages, total, share, dense = _numbers(
-        r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantised", printed
+        r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantized", printed
     )
     assert pages == 8
     assert dense == (8 * PAGE - 1) * layers * BF16

@@ -47,10 +47,10 @@ def make_row(
 
 
 def format_number(value: float | None) -> str:
-    """Return three digits without an exponent, or "-" for None."""
+    """Return three digits, or all digits of an integer from 100 to a million. None gives "-"."""
     if value is None:
         return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def build_table(
@@ -63,22 +63,25 @@ def build_table(
     """Return a table for a terminal.
 
     Args:
-        columns: Headings and the alignment of their cells.
-        rows: Cells of each row.
-        grouped: Whether rows with the same first cell form a section that shows the cell once.
+        columns: Headings and the alignment of their cells. Text on the left is folded if needed.
+        rows: Cells of each row, without markup.
+        grouped: Whether rows with the same first cell form a section, which shows the cell once.
         options: Title, caption and other arguments of `rich.table.Table`.
     """
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(**options)
     for name, side in columns.items():
-        table.add_column(name, justify=side, no_wrap=side == "right")
+        right = side == "right"
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if right else "fold"
+        table.add_column(name, justify=side, no_wrap=right, overflow=overflow)
     previous: str | None = None
     for first, *cells in rows:
         repeated = grouped and first == previous
         if grouped and not repeated and previous is not None:
             table.add_section()
-        table.add_row("" if repeated else first, *cells)
+        table.add_row(*map(Text, ("" if repeated else first, *cells)))
         previous = first
     return table
 

@@ -1,20 +1,21 @@
 """Choice of how a layer is stored: the scales of least cost, and the plan of least cost.
 
-A scale must be at least `amax / 448`, so that nothing saturates. Within the octave above that scale
-some suit the numbers better than others. Candidates are tried on queries of a text, by
+A scale must be at least `amax / 448`, so that nothing saturates. The best scale within the octave
+above is searched. Candidates are tried on queries of a text, by
 
     K:  sum over queries of  Var_a(q . e)      V:  sum over queries of  |sum_a e|^2
 
-where `e` are the rounding errors, and `a` the weights that the query gives to the tokens. The first
-is twice the KL divergence of the weights, to second order. docs/architecture.md has the reasons.
+where `e` are the rounding errors, and `a` the weights that the query gives to the tokens. The sum
+for K is twice the KL divergence of the weights, to second order. docs/architecture.md has the
+reasons.
 
-Then there is headroom: a scale that is larger by whole octaves is taken if it loses next to
-nothing, up to the norm of the pairs that RoPE rotates, which K can reach at positions that the text
-did not have. A scale per channel always covers that norm.
+Headroom is added next. A scale that is larger by whole octaves is used if it costs almost nothing,
+up to the norm of the pairs that RoPE rotates. K can reach that norm at positions that the text did
+not have. A scale per channel always covers it.
 
-Plans are tried at the positions of the windows and at others, with a static scale for each. All
-candidates take the same bytes, and the first one is the fallback. The predictions of the model
-decide at the end (scoring.py).
+Plans are tried at the positions of the windows and at far positions, with a static scale for each.
+All candidates take the same bytes, and the first candidate is the fallback. The predictions of the
+model decide at the end (scoring.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,38 +33,38 @@ from .queries import Queries
 from .rope import SPREAD, Beyond, Partners
 from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_windows
 
-# The largest relative cost of a larger scale, and how many octaves up are tried.
+# Maximum relative cost of a larger scale, and number of octaves that are tried.
 _ROOM_COST = 1.02
 _ROOM_OCTAVES = 3
-# Tokens whose squared error decides on headroom, which only depends on the smallest numbers.
+# Number of tokens whose squared errors decide on headroom. It only affects the smallest values.
 _ROOM_TOKENS = 128
 # Added to the weight of a channel in its center, as a share of the largest weight of the head.
 _LEAST_WEIGHT = 1e-6
 _KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
-# The largest cost of a candidate that is preferred to the first, relative to it.
+# Maximum cost of a preferred candidate, relative to the first candidate.
 _MOST = 0.95
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """How K or V ("k" or "v") of a layer may be stored, and the smallest static scales for that."""
+    """A way to store K or V ("k" or "v") of a layer, and its smallest static scales."""
 
     side: str
     plan: SidePlan
     center: torch.Tensor | None  # [Hkv, Dk], subtracted from K
     first: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: no observed value saturates
-    reach: torch.Tensor  # the same, for K at other positions
+    reach: torch.Tensor  # as `first`, but it also covers K at far positions
     granularity: Granularity = "head"
 
     @property
     def fmt(self) -> Format:
-        """The format of the scales. For values that are stored as they are, the unit's format."""
+        """The format of the scales. For unquantized values it is the format of the unit."""
         return FORMATS[STATIC_DTYPE if self.plan.is_auto else self.plan.format]
 
     def transform(
         self, x: torch.Tensor, queries: Queries | None
     ) -> tuple[torch.Tensor, Queries | None]:
-        """Return the values that are scaled, `[N, Hkv, D]`, and queries for their errors."""
+        """Return the values to scale, `[N, Hkv, D]`, and the queries for their errors."""
         if queries is not None and self.plan.rotated and self.side == "k":
             queries = replace(queries, q=rotate(queries.q))  # the products stay the same
         return transform(x, self.center, rotated=self.plan.rotated), queries
@@ -73,8 +74,8 @@ class Candidate:
     ) -> torch.Tensor:
         """Return the cost of K or V, `x` `[N, Hkv, D]`, in each head: `[Hkv, 1]`.
 
-        `scale` is in the unit of E4M3. Without queries the squared error of every value is
-        returned.
+        `scale` is in the unit of E4M3. Without queries the result has the squared error of every
+        value.
         """
         x, queries = self.transform(x, queries)
         unit = (scale * self.fmt.scale_from_e4m3).to(x.device)
@@ -89,7 +90,7 @@ Scaled = tuple[Candidate, torch.Tensor]
 
 
 def transform(x: torch.Tensor, center: torch.Tensor | None, *, rotated: bool) -> torch.Tensor:
-    """Return `x`, `[N, Hkv, D]`, float32, minus a center `[Hkv, D]`, and rotated after that."""
+    """Return `x`, `[N, Hkv, D]`, in float32. Subtract a center `[Hkv, D]`, then rotate."""
     x = x.float() if center is None else x.float() - center.to(x.device)
     return rotate(x) if rotated else x
 
@@ -104,24 +105,26 @@ def list_candidates(
     *,
     may_turn: bool,
 ) -> dict[str, list[Candidate]]:
-    """Return how K and V of a layer may be stored, by side.
+    """Return the candidates of K and V of a layer, by side.
 
     Args:
         ranges: The layer's range on all texts, and with a plan the range of the rotated values.
         partners: The channels that RoPE turns together.
-        options: An explicit plan leaves only centers to choose, no plan only whether to use one.
+        options: With an explicit plan, candidates differ by their centers only. Without a plan,
+            they differ by whether they have a center.
         near: Ranges and sums of a sample of windows, as for `find_centers`.
-        far: As `near`, at other positions.
-        may_turn: K may turn at positions that cannot be observed, so it stays as it is.
+        far: As `near`, at far positions.
+        may_turn: Whether K may turn at positions that cannot be observed. It then has no center
+            and no rotation.
     """
     centers, covered = find_centers(ranges, near, far)
     candidates: dict[str, list[Candidate]] = {"k": [], "v": []}
     for side, plans in _list_plans(index, options, may_turn=may_turn).items():
         for plan in plans:
-            # Scales for any server do not depend on the other positions, which centers need.
+            # Only centers and plans depend on far positions. Scales for other servers do not.
             seen = covered if plan.centered or options.plan is not None else ranges
-            # Rotated channels are alike, so a head has one scale. If it is not known which channels
-            # turn together, their ranges do not bound K at other positions.
+            # Rotated channels are alike, so a head has one scale. If the channels that turn
+            # together are unknown, their ranges do not bound K at far positions.
             kind, unknown = options.granularity, side == "k" and partners.k is None
             if kind == "channel" and (plan.rotated or unknown):
                 kind = "head"
@@ -151,27 +154,26 @@ def find_centers(
 ) -> tuple[list[torch.Tensor], TensorDict]:
     """Return the centers of a layer's K to try, `[Hkv, Dk]`, float32, and the ranges to cover.
 
-    `near` and `far` are the ranges of some windows at their own and at other positions, with the
-    sums of `weigh_keys`. The first center is their weighted mean, which minimizes the cost as far
-    as errors grow with the stored value. Positions that are far apart may differ too much for it,
-    so with `far` there is a second center: the mean over all positions, in which K cancels if it
-    turns a lot. Scales cover K at these positions. Without `near`, the center is the mean of
-    `ranges`.
+    `near` and `far` are the ranges of a sample of windows at near and far positions, with the sums
+    of `weigh_keys`. The first center is their weighted mean. It minimizes the cost as far as errors
+    grow with the stored value. K at distant positions may differ too much for it, so with `far`
+    there is a second center: the mean over all positions, in which K cancels if it turns a lot.
+    Scales cover K at these positions. Without `near`, the center is the mean of `ranges`.
     """
-    of_text = ranges["k_sum"] / ranges["count"]
+    text_mean = ranges["k_sum"] / ranges["count"]
     if near is None:
-        return [of_text.float()], ranges
+        return [text_mean.float()], ranges
     sample = near if far is None else merge_tensors(near, far)
-    # By `weigh_keys`, or the plain mean if the weights are next to zero.
+    # Weighted by `weigh_keys`, or the plain mean if the weights are almost zero.
     weights, weighted = sample["weight_sum"], sample["weighted_sum"]
     plain = (sample["k_sum"] / sample["count"]).to(weights)
     least = _LEAST_WEIGHT * weights.amax(-1, keepdim=True)
     mean = (weighted + least * plain) / (weights + least)
     centers = [torch.where(weights + least > 0, mean, plain)]
     if far is not None:
-        # The windows of `far` stand for all positions. The text itself counts as one more.
-        even = SPREAD * (far["k_sum"] / far["count"]).to(of_text)
-        centers.append((of_text + even) / (1 + SPREAD))
+        # The far windows represent `SPREAD` positions, and the text one more.
+        far_sum = SPREAD * (far["k_sum"] / far["count"]).to(text_mean)
+        centers.append((text_mean + far_sum) / (1 + SPREAD))
     return [center.float() for center in centers], merge_tensors(ranges, sample)
 
 
@@ -179,27 +181,27 @@ def make_candidate(
     side: str, plan: SidePlan, ranges: TensorDict, granularity: Granularity, margin: float,
     center: torch.Tensor | None = None,
 ) -> Candidate:  # fmt: skip
-    """Return a plan of a side with its smallest scales. A "centered" plan takes a `center`."""
-    start = f"{ROTATED}{side}" if plan.rotated else side
-    # On the CPU, since GPUs divide slightly differently.
-    high, low, reach = (ranges[f"{start}_{name}"].cpu() for name in ("max", "min", "pair"))
+    """Return a plan of a side with its smallest scales. A centered plan needs a `center`."""
+    prefix = f"{ROTATED}{side}" if plan.rotated else side
+    # On the CPU, because GPUs divide slightly differently.
+    high, low, reach = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
     if center is not None:
         center = center.cpu()
         middle = rotate(center) if plan.rotated else center
         high, low, reach = high - middle, low - middle, reach + middle.abs()
     amax = torch.maximum(high.abs(), low.abs()) * margin
-    # Every rotated channel has a part of all pairs, so only other positions show how they turn.
+    # Every rotated channel has a part of all pairs. Only far positions show how these turn.
     reach = amax if plan.rotated else reach * margin
-    # The range of a channel says little about other positions. Over a head, the fastest pairs have
-    # been everywhere.
+    # The range of a channel says little about far positions. In a head, the fastest pairs have
+    # turned completely.
     amax = reach if granularity == "channel" else amax
     if axes := _AXES[granularity]:
         amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
-    # Any scale stores zeros, so their range becomes the range of their neighbors, or 1.
+    # Any scale stores zeros, so their range becomes the largest range, or 1.
     largest = amax.max()
     amax = torch.where(amax > 0, amax, torch.where(largest > 0, largest, 1.0))
-    made = Candidate(side, plan, center, amax, reach, granularity)
-    return replace(made, first=amax / made.fmt.max, reach=reach / made.fmt.max)
+    candidate = Candidate(side, plan, center, amax, reach, granularity)
+    return replace(candidate, first=amax / candidate.fmt.max, reach=reach / candidate.fmt.max)
 
 
 # The axes of `[Hkv, D]` that share a scale.
@@ -207,22 +209,22 @@ _AXES: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "ch
 
 
 def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None) -> torch.Tensor:
-    """Return the costs of all scales on K or V of a text, `x` `[N, Hkv, D]`. Costs add up.
+    """Return the costs of all scales on K or V of a text, `x` `[N, Hkv, D]`. Costs are additive.
 
-    The result is `[2 + octaves, SEARCH_STEPS, ...]`, float64 on the CPU: the costs of the scales of
-    an octave, which are zeros without queries, then the squared errors under these scales, and
-    under scales that are larger by whole octaves.
+    The result is `[2 + octaves, SEARCH_STEPS, ...]`, float64 on the CPU. First are the costs of the
+    scales of an octave, or zeros without queries. The squared errors under these scales follow, and
+    those under scales that are larger by whole octaves.
     """
     x, queries = candidate.transform(x, queries)
     kind, fmt = candidate.granularity, candidate.fmt
     axes = _AXES[kind]
-    thin = x[:: -(-len(x) // _ROOM_TOKENS)]
+    sample = x[:: -(-len(x) // _ROOM_TOKENS)]
     costs = []
     for step in range(SEARCH_STEPS):
         scale = candidate.first.to(x.device) * 2.0 ** (step / SEARCH_STEPS)
         rooms = []
         for octave in range(_ROOM_OCTAVES + 1):
-            error = rounding_error(thin, scale * 2.0**octave, fmt)
+            error = rounding_error(sample, scale * 2.0**octave, fmt)
             squares = error.square().sum(0, dtype=torch.float64)
             rooms.append(squares.sum(axes, keepdim=True) if axes else squares)
         cost = torch.zeros_like(rooms[0])
@@ -234,10 +236,10 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
 
 
 def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
-    """Return the scale of least cost in the unit of E4M3. Without queries it is the smallest."""
+    """Return the scale of least cost, in the unit of E4M3. Without queries it is the smallest."""
     first, reach = candidate.first, candidate.reach
     cost, room = costs[0], costs[1:]
-    step = cost.argmin(0, keepdim=True)  # the first of equals
+    step = cost.argmin(0, keepdim=True)  # the first if several are equal
     rooms = room.gather(1, step[None].expand(len(room), *step.shape))[:, 0]
     scale = first * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
         step[0].float() / SEARCH_STEPS
@@ -245,7 +247,7 @@ def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
     kept = scale
     for octave in range(1, _ROOM_OCTAVES + 1):
         larger = scale * 2.0**octave
-        # Not further than is of use, and only if no octave below costs more either.
+        # Up to `reach`, and only if every smaller octave is good as well.
         good = (kept < reach) & (kept == larger / 2) & (rooms[octave] <= _ROOM_COST * rooms[0])
         kept = torch.where(good, larger, kept)
     result = kept / candidate.fmt.scale_from_e4m3
@@ -255,7 +257,7 @@ def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
 def make_scales(
     job: Job, windows: Sequence[torch.Tensor], candidates: Mapping[int, Sides]
 ) -> dict[int, dict[str, list[Scaled]]]:
-    """Return the candidates of each layer with their scales, tried on a sample of the windows."""
+    """Return the candidates of each layer with scales, which are tried on a sample of windows."""
 
     def cost(index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None) -> TensorDict:
         return {
@@ -276,41 +278,41 @@ def make_scales(
 
 def choose_scales(
     job: Job, windows: Sequence[torch.Tensor], beyond: Beyond,
-    made: Mapping[int, Mapping[str, Sequence[Scaled]]],
+    scaled: Mapping[int, Mapping[str, Sequence[Scaled]]],
 ) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:  # fmt: skip
-    """Return the scales of each layer for the first candidates, and for the best ones."""
+    """Return the scales of each layer for the first candidates, and for the best candidates."""
 
     def cost(
         sides: str, index: int, k: torch.Tensor, v: torch.Tensor, queries: Queries | None
     ) -> TensorDict:
         return {
             side: torch.stack(
-                [c.measure(x, queries, scale).sum(dtype=torch.float64).cpu() for c, scale in tried]
+                [c.measure(x, queries, scale).sum(dtype=torch.float64).cpu() for c, scale in pairs]
             )
             for side, x in (("k", k), ("v", v))
-            if side in sides and len(tried := made[index][side]) > 1
+            if side in sides and len(pairs := scaled[index][side]) > 1
         }
 
-    costs, near = [], make_batches(sample_windows(windows), 1)
+    stages, near = [], make_batches(sample_windows(windows), 1)
     far = sample_far(windows, beyond)
     for name, sides, batches in (("plans", "kv", near), ("far plans", "k", far)):
-        several = any(len(of[side]) > 1 for of in made.values() for side in sides)
-        costs.append(fold_layers(job, name, batches if several else [], partial(cost, sides)))
+        several = any(len(layer[side]) > 1 for layer in scaled.values() for side in sides)
+        stages.append(fold_layers(job, name, batches if several else [], partial(cost, sides)))
     first, best = {}, {}
-    for index, of in made.items():
-        found = [of_stage[index] for of_stage in costs if index in of_stage]
-        tried = ([of[side].tolist() for of in found if side in of] for side in "kv")
-        k, v = (pick_candidate([*zip(*costs, strict=True)], _MOST) for costs in tried)
-        first[index] = join_sides(job.options, of["k"][0], of["v"][0])
-        best[index] = join_sides(job.options, of["k"][k], of["v"][v])
+    for index, layer in scaled.items():
+        sums = [stage[index] for stage in stages if index in stage]
+        costs_by_side = ([costs[side].tolist() for costs in sums if side in costs] for side in "kv")
+        k, v = (pick_candidate([*zip(*costs, strict=True)], _MOST) for costs in costs_by_side)
+        first[index] = join_sides(job.options, layer["k"][0], layer["v"][0])
+        best[index] = join_sides(job.options, layer["k"][k], layer["v"][v])
     return first, best
 
 
 def pick_candidate(costs: Sequence[Sequence[float]], most: float) -> int:
-    """Return the number of the candidate of least cost, or 0 for the first one.
+    """Return the index of the candidate of least cost. It is 0 if no candidate is good.
 
-    `costs` are `[candidates][parts]`: heads, or near and far positions. In each part a candidate
-    must cost at most `most` of the first.
+    `costs` is `[candidates][parts]`. A part is a head, or near or far positions. In each part the
+    cost of a good candidate is at most `most` times the cost of the first candidate.
     """
     good = [
         number

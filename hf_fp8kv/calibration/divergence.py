@@ -13,7 +13,7 @@ from ..modeling.exact_states import exact_states
 from ..modeling.model_support import accepts, with_cache
 from ..scales.report import QualityRow
 
-UNQUANTISED = "unquantised"
+UNQUANTIZED = "unquantized"
 _TOKENS = 8  # whose logits are compared together
 
 
@@ -22,13 +22,13 @@ class Scores:
     """The divergence at each scored token, float64 on the CPU."""
 
     kl: torch.Tensor  # [n]
-    same: torch.Tensor  # [n]: 1 where the most likely next token is the same, else 0
-    surprise: torch.Tensor  # [m]: minus the log-probability of the text's next token, where one is
+    same: torch.Tensor  # [n], 1 if the most likely next token is the same, otherwise 0
+    surprise: torch.Tensor  # [m], minus the log-probability of the next token, if the text has it
 
     def summarize(self, cache: str = "") -> QualityRow:
         """Return the means over all tokens, under the name of a cache.
 
-        The perplexity is NaN where no token of the text is known to follow a scored one.
+        The perplexity is NaN if the text has no next token of any scored token.
         """
         kl, top1, surprise = self.kl.mean().item(), self.same.mean().item(), self.surprise.mean()
         tokens = self.kl.numel()
@@ -36,7 +36,7 @@ class Scores:
 
     @classmethod
     def concat(cls, parts: Iterable["Scores"]) -> "Scores":
-        """Return the scores of several texts as one."""
+        """Return the scores of several texts together."""
         return cls(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
@@ -52,16 +52,16 @@ def compare_caches(
 ) -> dict[str, Scores]:
     """Score a text under several caches against `DynamicCache`.
 
-    The first `prefill` tokens are one call on an empty cache. Later calls score `chunk` tokens each
-    and read the stored tokens. The caches take turns, so that only the logits of one chunk are held
-    at a time.
+    The first `prefill` tokens are one call on an empty cache. Each later call scores `chunk` tokens
+    and reads the stored tokens. Each chunk is scored under all caches before the next chunk, so
+    that only its logits are in memory.
 
     Args:
         model: The model, in the attention to measure. An encoder-decoder reads the whole text in
             its encoder.
         ids: Text, `[B, N]`, int64, on the model's device. N is above `prefill`.
         caches: Functions that make an empty cache (of the decoder's own attention), by name. The
-            scores have the same names, and `UNQUANTISED` for `DynamicCache`.
+            scores have the same names, and `UNQUANTIZED` for `DynamicCache`.
         first_position: Position of the first token, for models that take `position_ids`. None means
             the model's first position.
         on_call: Function that is called after each call of the model, with the name of the cache
@@ -74,7 +74,7 @@ def compare_caches(
         raise ConfigError(
             f"ids: expected [B, N] with N > prefill={prefill}, got {tuple(ids.shape)}"
         )
-    filled: dict[str, Any] = {UNQUANTISED: DynamicCache(config=model.config)}
+    filled: dict[str, Any] = {UNQUANTIZED: DynamicCache(config=model.config)}
     filled |= {name: make() for name, make in caches.items()}
     inputs: dict[str, Any] = {}
     if model.config.is_encoder_decoder:
@@ -107,19 +107,19 @@ def compare_caches(
 def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return logits `[B, T, vocabulary]` of a call, or without `scored` of its last token alone.
+    """Return the logits of a call, `[B, T, vocabulary]`. If not `scored`, only the last token's.
 
-    `ids` is `[B, T]`, int64, the tokens that follow those in the cache. ConfigError is raised for a
-    model that does not give a logit per token.
+    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Raise ConfigError if the
+    model does not return logits of each token.
     """
-    text = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = with_cache(model, cache) | ({} if scored else last_logit_only(model))
-    with exact_states():  # also under the yardstick
-        logits: torch.Tensor = model(**{text: ids}, **inputs, **options).logits
+    with exact_states():  # for the unquantized cache as well
+        logits: torch.Tensor = model(**{name: ids}, **inputs, **options).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
-            f"{type(model).__name__}; its predictions cannot be compared"
+            f"{type(model).__name__}. Its predictions cannot be compared"
         )
     return logits
 
@@ -127,7 +127,7 @@ def compute_logits(
 def compute_scores(expected: torch.Tensor, logits: torch.Tensor, known: torch.Tensor) -> Scores:
     """Return the scores of one chunk.
 
-    The divergence is computed from the differences of logits, whose mean is subtracted first. In
+    The divergence is computed from the differences of logits after subtracting their mean. In
     float32 the difference of two log-probabilities would lose the digits of a small divergence.
 
     Args:
@@ -150,7 +150,7 @@ def _compare(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
     )
     p = expected.softmax(-1)
-    # A token that cannot follow, with a logit of -inf, has no change, but may get a probability.
+    # A token with a logit of -inf has no change here. Below, it may get a probability.
     change = torch.where(p > 0, logits - expected, 0.0)
     mean = (p * change).sum(-1, keepdim=True)
     gained = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
@@ -160,5 +160,5 @@ def _compare(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor
 
 
 def last_logit_only(model: PreTrainedModel) -> dict[str, int]:
-    """Return the argument that spares all logits but the last, where the model takes it."""
+    """Return the keyword that restricts logits to the last token, if the model has it."""
     return {"logits_to_keep": 1} if accepts(type(model), "logits_to_keep") else {}

@@ -1,4 +1,4 @@
-"""Observed K and V: after RoPE, exactly the numbers that a model's cache would store."""
+"""Observation of K and V after RoPE: exactly the values that a model's cache would store."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,18 +17,18 @@ from .divergence import last_logit_only
 # Called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
 OnStates = Callable[[int, torch.Tensor, torch.Tensor], None]
 TensorDict = dict[str, torch.Tensor]
-# Precedes the names of a range of the same values, rotated.
+# Prefix of the names in a range of the rotated values.
 ROTATED = "rotated."
-# How a model's own code ends when it is called in a way that it does not expect.
+# Exceptions of a model's code if it is called in an unexpected way.
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 class Batch:
     """Windows of text, padded on the right to the longest, for one call of the model.
 
-    `ids` is `[B, T]`, int64, on the CPU. `valid`, `[B, T]`, bool, is False for padding, and None
-    without any. `tokens` is the number of tokens of text. `start` is the position of the first
-    token, for models that take `position_ids`. None means the default of the model.
+    `ids` is `[B, T]`, int64, on the CPU. `valid`, `[B, T]`, bool, is False for padding. It is None
+    without padding. `tokens` is the number of tokens except padding. `start` is the position of the
+    first token, for models that take `position_ids`. None means the default of the model.
     """
 
     def __init__(self, windows: tuple[torch.Tensor, ...], start: int | None = None) -> None:
@@ -41,12 +41,12 @@ class Batch:
 
 
 def make_batches(windows: Sequence[torch.Tensor], size: int) -> list[Batch]:
-    """Return the windows in batches of `size`, in their order."""
+    """Return the windows in batches of `size`, in the same order."""
     return [Batch(tuple(windows[i : i + size])) for i in range(0, len(windows), size)]
 
 
 class _ObservedCache(DynamicCache):
-    """transformers' own cache, which also shows K and V of some layers to a callback."""
+    """transformers' cache. It also passes K and V of the observed layers to a callback."""
 
     def __init__(
         self, config: Any, layers: frozenset[int], on_states: OnStates, valid: Any
@@ -59,7 +59,7 @@ class _ObservedCache(DynamicCache):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         def without_padding(states: torch.Tensor) -> torch.Tensor:  # [B, H, T, D] -> [N, H, D]
-            # mps has no float64, which sums are made in.
+            # Sums are float64, which mps does not have.
             states = states.cpu() if states.device.type == "mps" else states
             rows = states.detach().transpose(1, 2)
             return rows.flatten(0, 1) if self._valid is None else rows[self._valid.to(rows.device)]
@@ -74,26 +74,26 @@ def not_finite(layer: int, what: str) -> ConfigError:
     """Return the error for NaN or infinity in K or V of a layer."""
     return ConfigError(
         f"layer {layer}: expected finite {what}, got NaN or infinity. Load the model in bfloat16 "
-        "or float32, and look at the text"
+        "or float32, and check the text"
     )
 
 
 def paged_layers(model: PreTrainedModel) -> frozenset[int]:
-    """Return the layers that `FP8PagedCache` stores in 8 bits; raise ConfigError without any."""
+    """Return the layers that `FP8PagedCache` stores in 8 bits. Raise ConfigError if it has none."""
     parts = tensor_parallel(model).size
     if model.main_input_name != "input_ids":
         raise ConfigError(
             f"model: expected a model that reads text, got {type(model).__name__}, which reads "
-            f"{model.main_input_name}; use dynamic scales, which need no calibration"
+            f"{model.main_input_name}. Use dynamic scales, which need no calibration"
         )
     if parts > 1:
         raise ConfigError(
-            f"model: expected one with all of its heads, got one of {parts} parts "
-            "(tensor parallelism); load it in one process (device_map='auto' spreads its layers), "
-            "and use the scales with any number of processes"
+            f"model: expected a model with all heads, got one of {parts} tensor-parallel parts. "
+            "Load it in one process (device_map='auto' spreads its layers), and use the scales "
+            "with any number of processes"
         )
     warn_of_rounding(model)
-    # A constant scale, since there is nothing to say of scales that the checkpoint declares.
+    # A constant scale avoids the message about scales that the checkpoint declares.
     layers = FP8PagedCache(model.config, scales=1.0, backend="torch").paged_layers
     if not layers:
         raise ConfigError(
@@ -106,10 +106,10 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
 def observe(
     model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_states: OnStates
 ) -> None:
-    """Call the model, in eval mode, once on an empty cache, and `on_states` for each layer.
+    """Run a model in eval mode once, on an empty cache, and call `on_states` for each layer.
 
-    An encoder-decoder reads the text on both sides; only its decoder's own attention is shown.
-    ConfigError is raised for a model that cannot read token ids into a cache.
+    An encoder-decoder reads the text on both sides. Only its decoder's self-attention is observed.
+    Raise ConfigError if the model cannot read token ids into a cache.
     """
     device = input_device(model)
     ids = batch.ids.to(device)
@@ -132,28 +132,24 @@ def observe(
     except MODEL_ERRORS as error:
         raise ConfigError(
             f"model: expected a model that reads token ids into a cache, got "
-            f"{type(model).__name__}: {type(error).__name__}: {error}; use dynamic scales, which "
+            f"{type(model).__name__}: {type(error).__name__}: {error}. Use dynamic scales, which "
             "need no calibration"
         ) from error
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return where token ids go: with parts on other devices or on disk, to the embedding."""
-    hook = getattr(model, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    if device is not None:
-        return torch.device(device)
+    """Return the device of token ids. If a model is spread or offloaded, its hooks move them."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def measure_range(
     k: torch.Tensor, v: torch.Tensor, k_partner: torch.Tensor | None, v_partner: torch.Tensor | None
 ) -> TensorDict:
-    """Return the range of K and V of one layer, each `[N, Hkv, D]`; partners as in `Partners`.
+    """Return the range of K and V of one layer, each `[N, Hkv, D]`. `Partners` has the partners.
 
-    `k_max`, `k_min`, `v_max`, `v_min` are `[Hkv, D]`, float32, as are `k_pair` and `v_pair`, the
-    largest norm of the pair of channels that is rotated. `k_sum` is float64, the sum of K; `count`
-    int64, tokens.
+    `k_max`, `k_min`, `v_max` and `v_min` are `[Hkv, D]`, float32. So are `k_pair` and `v_pair`, the
+    largest norm of each channel and the channel that it is rotated with. `k_sum` is the sum of K,
+    float64, and `count` the number of tokens, int64.
     """
     k, v = k.float(), v.float()
     ranges = {"count": torch.tensor(k.shape[0], device="cpu")}
@@ -169,13 +165,13 @@ def measure_range(
     return ranges
 
 
-# How tensors are merged, by the end of their names. All others are sums.
+# How a tensor is merged, by the last word of its name. All other tensors are added.
 _MERGES = {"min": torch.minimum, "max": torch.maximum, "pair": torch.maximum}
 
 
-def merge_tensors(one: TensorDict, other: TensorDict) -> TensorDict:
-    """Return the ranges and sums over the tokens of both, on the devices of `one`."""
+def merge_tensors(first: TensorDict, second: TensorDict) -> TensorDict:
+    """Merge the ranges and sums of different tokens, on the devices of `first`."""
     return {
-        name: _MERGES.get(name.rpartition("_")[2], torch.add)(x, other[name].to(x.device))
-        for name, x in one.items()
+        name: _MERGES.get(name.rpartition("_")[2], torch.add)(x, second[name].to(x.device))
+        for name, x in first.items()
     }

@@ -1,7 +1,7 @@
 """The storage plan of a model: for each layer, the formats whose errors cost attention least.
 
-The model reads the same tokens at several positions, and a format must be better at all of them
-together. docs/architecture.md has the reasons ("A plan is chosen once for a model").
+The model reads the same tokens at several positions, and the costs at all positions are added.
+docs/architecture.md has the reasons ("A plan is chosen once for a model").
 
 In a layer all candidates, windows of one length and positions are compared in at most 60 torch
 operations. Each call of the model adds 11 for K, V and queries, and each weight 6 for its digest.
@@ -32,23 +32,23 @@ from ..utils.digests import digest_decoder
 from .choose import pick_candidate
 from .observe import Batch, not_finite, paged_layers
 from .queries import Queries, observe_queries
-from .rope import find_limit, find_ropes
+from .rope import find_limit, has_rope
 from .stages import sample_windows
 from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a window, which is read at each of the positions that the model has.
+# Number of tokens of a window, and its first positions, as far as the model has them.
 _TOKENS, _POSITIONS = 128, (0, 1024, 4096, 16384)
-# The largest cost of a format in each head, relative to the fallback. Costs are for the smallest
-# scales. Those of least error, which a cache searches for K, take a quarter off E3M4's cost for
-# Gaussian values, and two thirds if two channels are 50 times larger.
+# Maximum cost of a format in each head, relative to the fallback. Costs are computed with the
+# smallest scales. A cache searches K's scales of least error. These reduce E3M4's cost by a quarter
+# for Gaussian values, and by two thirds if two channels are 50 times larger.
 _GAIN = 0.5
 _SAFE = SidePlan(DEFAULT_DTYPE)
-_OTHERS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
+_ROTATED = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _MODEL_PLAN = "_hf_fp8kv_plan"
 
-# K and V of a layer, `[N, Hkv, D]`, in one window at one position, and some queries.
+# K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
 _Read = tuple[Tensor, Tensor, Queries | None]
 
 
@@ -56,15 +56,15 @@ def choose_plan(
     model: PreTrainedModel, texts: Any = None, *, tokenizer: Any = None, text_column: str = "text",
     chat_template: bool | None = None,
 ) -> StoragePlan:  # fmt: skip
-    """Return how a model's layers are best stored: the format, rotation and center of each.
+    """Choose the storage plan of a model: the format, rotation and center of each layer.
 
-    The model reads some hundred tokens, or some thousand of `texts`. The plan is for this model in
-    any cache, engine or process. The same weights give the same plan on the same machine.
+    The model reads some hundred tokens, or some thousand tokens of `texts`. The plan is for this
+    model in any cache, engine or process. The same weights give the same plan on the same machine.
 
     Args:
         model: A language model in one process, on any device or devices.
-        texts: As in `calibrate`. Some windows of them are read. None means random token ids, always
-            the same.
+        texts: As in `calibrate`. A sample of their windows is read. None means a fixed sequence of
+            random token ids.
         tokenizer, text_column, chat_template: As in `calibrate`, for `texts`.
 
     Raises:
@@ -85,20 +85,20 @@ def choose_plan(
     tokens = sum(map(len, windows))
     if texts is not None and tokens < _TOKENS:
         logger.warning(
-            "texts: the plan is chosen on %d tokens, fewer than the %d random ones that are read "
-            "without texts; pass more texts, or none", tokens, _TOKENS,
+            "texts: the plan is chosen on %d tokens, fewer than the %d random tokens that are read "
+            "without texts. Pass more texts, or None", tokens, _TOKENS,
         )  # fmt: skip
     with eval_mode(model):
         reads, positions = _read(model, layers, windows)
     latent = caches_latents(model.config.get_text_config(decoder=True))
-    may_move = positions > 1 or not find_ropes(model)
+    may_move = positions > 1 or not has_rope(model)
     source = f"chosen on {tokens} {'random tokens' if texts is None else 'tokens of text'}"
     chosen = {}
     for index in sorted(layers):
         center, plan = None, LayerPlan(_SAFE, SidePlan(AUTO) if latent else _SAFE)
-        of_layer = [found.pop(index) for found in reads if index in found]
-        if of_layer and all(queries is not None for *_, queries in of_layer):
-            center, plan = _choose(index, of_layer, may_move=may_move, latent=latent)
+        layer_reads = [layers_read.pop(index) for layers_read in reads if index in layers_read]
+        if layer_reads and all(queries is not None for *_, queries in layer_reads):
+            center, plan = _choose(index, layer_reads, may_move=may_move, latent=latent)
         chosen[index] = LayerScales(None, None, center, source, plan)
     return StoragePlan(
         chosen, model_type=model.config.model_type, origin=source,
@@ -109,11 +109,11 @@ def choose_plan(
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
     """Return the arguments `dtype` and `plan` of a cache of this model.
 
-    With dtype="adaptive" the model keeps the plan that is chosen on random tokens, until its
-    weights change. A plan in a file is read.
+    With dtype="adaptive" the plan is chosen on random tokens. The model keeps it until its weights
+    change. A plan in a file is read.
 
     Raises:
-        ConfigError: "adaptive" with a plan. `choose_plan` and `plan` raise other errors.
+        ConfigError: "adaptive" with a plan. `choose_plan` and `parse_plan` raise further errors.
     """
     if dtype != ADAPTIVE:
         return dtype, parse_plan(plan)
@@ -130,19 +130,19 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
 def _read(
     model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
 ) -> tuple[list[dict[int, _Read]], int]:
-    """Return K, V and queries of layers in every window, and the number of its positions."""
+    """Return K, V and queries of layers for each window and position, and the positions' number."""
     positions: list[int | None] = [None]
     if accepts(type(model), "position_ids") and not model.config.is_encoder_decoder:
-        most = find_limit(model) - max(map(len, windows))
-        positions += [first for first in _POSITIONS[1:] if first <= most]
+        last = find_limit(model) - max(map(len, windows))
+        positions += [first for first in _POSITIONS[1:] if first <= last]
     reads: list[dict[int, _Read]] = []
     for window in windows:
         for first in positions:
-            found: dict[int, _Read] = {}
+            layers_read: dict[int, _Read] = {}
             try:
                 observe_queries(
                     model, Batch((window,), first), layers,
-                    lambda index, *read, found=found: found.update({index: read}),
+                    lambda index, *read, states=layers_read: states.update({index: read}),
                 )  # fmt: skip
             except ConfigError as error:
                 if first is None:
@@ -150,48 +150,48 @@ def _read(
                 logger.warning("positions from %d are not tried: %s", first, error)
                 positions = positions[: positions.index(first)]
                 break
-            reads.append(found)
+            reads.append(layers_read)
     return reads, len(positions)
 
 
 def _choose(
     index: int, reads: Sequence[_Read], *, may_move: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
-    """Return the center of K on the CPU, if it has one, and the plan of least cost of a layer."""
-    plain = [_SAFE, *_OTHERS]
+    """Return K's center on the CPU, or None without a center, and a layer's plan of least cost."""
+    plain = [_SAFE, *_ROTATED]
     centered = [replace(plan, centered=True) for plan in plain]
     k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_SAFE]
     v_plans = [] if latent else plain
     count, formats = len(k_plans), tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     center = torch.cat([k for k, *_ in reads]).mean(0, dtype=torch.float32)
     costs = []
-    for _, alike in groupby(reads, lambda read: len(read[0])):
-        k, v, queries = zip(*alike, strict=True)
-        of_k = _candidates(torch.stack(k).float(), center, k_plans)
-        of_v = of_k[:0] if latent else _candidates(torch.stack(v).float(), None, v_plans)
-        if of_k.shape[1:] == of_v.shape[1:]:
-            errors = dynamic_errors(torch.cat([of_k, of_v]), formats)
+    for _, equal_reads in groupby(reads, lambda read: len(read[0])):
+        k, v, queries = zip(*equal_reads, strict=True)
+        keys = _transform(torch.stack(k).float(), center, k_plans)
+        values = keys[:0] if latent else _transform(torch.stack(v).float(), None, v_plans)
+        if keys.shape[1:] == values.shape[1:]:
+            errors = dynamic_errors(torch.cat([keys, values]), formats)
             k_errors, v_errors = errors[:count], errors[count:]
         else:
-            k_errors = dynamic_errors(of_k, formats[:count])
-            v_errors = dynamic_errors(of_v, formats[count:])
-        q, weights = (torch.stack([getattr(x, of) for x in queries]) for of in ("q", "weights"))
+            k_errors = dynamic_errors(keys, formats[:count])
+            v_errors = dynamic_errors(values, formats[count:])
+        q, weights = (torch.stack([getattr(x, n) for x in queries]) for n in ("q", "weights"))
         # Rotated queries and rotated errors have the same products, and rotation changes no cost
-        # of values.
+        # of V.
         q = torch.stack([q, q @ _hadamard(q.shape[-1], q.device)])
-        tried = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
-        both = tried.cost("k", k_errors, "head"), tried.cost("v", v_errors, "head")
-        costs.append(torch.cat(both).sum((1, 3)))
-    found = torch.stack(costs).sum(0).tolist()  # at once, since it waits for a GPU
-    if not all(map(math.isfinite, chain(*found))):
+        sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
+        sides = sample.cost("k", k_errors, "head"), sample.cost("v", v_errors, "head")
+        costs.append(torch.cat(sides).sum((1, 3)))
+    sums = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
+    if not all(map(math.isfinite, chain(*sums))):
         raise not_finite(index, "K and V")
-    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(found[count:], _GAIN)]
-    plan = LayerPlan(k_plans[pick_candidate(found[:count], _GAIN)], v_plan)
+    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[count:], _GAIN)]
+    plan = LayerPlan(k_plans[pick_candidate(sums[:count], _GAIN)], v_plan)
     return (center.cpu() if plan.k.centered else None), plan
 
 
-def _candidates(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
-    """Return the values that each plan scales, for K or V `[R, N, Hkv, D]`: `[plans, ...]`."""
+def _transform(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
+    """Return the values that each plan scales, `[plans, R, N, Hkv, D]`, for K or V, `x`."""
     if len(plans) == 1:
         return x[None]
     variants = x[None] if center is None else torch.stack([x, x - center])

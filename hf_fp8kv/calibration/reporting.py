@@ -1,6 +1,6 @@
-"""Report of scales: their statistics and the quality of predictions, on a text.
+"""Report of scales: statistics of K and V on a text, and the quality of the model's predictions.
 
-Statistics are shares that saturate or vanish, and the error of each format.
+Statistics are the shares of values that saturate or vanish, and the error of each format.
 """
 
 import logging
@@ -21,21 +21,21 @@ from ..scales.report import DYNAMIC, CalibrationReport, LayerStatistics, Quality
 from ..utils.environment import hardware, utc_now, versions
 from . import scoring
 from .choose import transform
-from .divergence import UNQUANTISED
+from .divergence import UNQUANTIZED
 from .observe import Batch, TensorDict, make_batches, not_finite, observe
 from .rope import Beyond
 from .stages import Job, fold_layers
 
 logger = logging.getLogger(__name__)
 
-# Tokens that are read once more at other positions. Half of them are scored.
+# Number of tokens that are read again at far positions. Half of them are scored.
 _FAR_TOKENS = 2048
-# Tokens that errors are measured on; shares are of all tokens.
+# Number of tokens on which errors are measured. Shares are measured on all tokens.
 _ERROR_TOKENS = 1024
 
 
 def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
-    """Return the largest magnitude of each KV head, of K and V, from what `measure_range` gave."""
+    """Return the largest magnitude of each KV head, for K and V, from a `measure_range` result."""
     ends = {side: torch.stack([ranges[f"{side}_max"], ranges[f"{side}_min"]]) for side in "kv"}
     return {side: tuple(x.abs().amax((0, -1)).tolist()) for side, x in ends.items()}
 
@@ -43,15 +43,15 @@ def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
 def measure_statistics(
     job: Job, batches: Sequence[Batch], scales: KVScales, ranges: Mapping[int, TensorDict]
 ) -> dict[int, LayerStatistics]:
-    """Return the statistics of every layer on a text; raise ConfigError for NaN or infinity.
+    """Return the statistics of every layer on a text. Raise ConfigError for NaN or infinity.
 
-    `ranges` are those of the texts that the scales are made on, without layers that saw none.
+    `ranges` belong to the texts of the calibration, for the layers that stored something.
     """
     fmt = job.options.fmt
     tokens = sum(batch.tokens for batch in batches)
     formats = list(dict.fromkeys((*DISTINCT, fmt)))
     every = max(1, -(-tokens // _ERROR_TOKENS))
-    read = Counter[int]()  # tokens of each layer, so that not every window counts its first token
+    read = Counter[int]()  # tokens of each layer, so that the sample continues across windows
 
     def measure(index: int, k: torch.Tensor, v: torch.Tensor) -> TensorDict:
         sample = slice(-read[index] % every, None, every)
@@ -81,10 +81,10 @@ def _count(
     x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format],
     sample: slice,
 ) -> torch.Tensor:  # fmt: skip
-    """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32.
+    """Return a row of counts, float64, of `x` `[N, Hkv, D]`, float32.
 
-    It ends with an error for each format, under static scales, if there are any, and dynamic ones.
-    `fmt` is the format of the layer, unless it has a plan.
+    The row ends with an error for each format under static scales, if any, and under dynamic
+    scales. `fmt` is the format of a layer without a plan.
     """
     plan = None if scales.plan is None else getattr(scales.plan, side)
     center, choose = (scales.k_center, search_scale) if side == "k" else (None, dynamic_scale)
@@ -100,7 +100,7 @@ def _count(
     zero = stored == 0
     counts = [
         torch.tensor(x.numel(), device=x.device),
-        # Up to this number, values round to the largest code.
+        # Up to this magnitude, values round to the largest code.
         (scaled.abs() > fmt.max + fmt.max_step / 2).sum(),
         (~zero).sum(),
         ((round_to_format(scaled, fmt) == 0) & ~zero).sum(),
@@ -128,25 +128,23 @@ def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format])
 def _score_quality(
     job: Job, name: str, batches: list[Batch], scales: KVScales
 ) -> tuple[QualityRow, ...]:
-    """Score how far caches move the model's predictions; nothing if there is nothing to score."""
+    """Compare the model's predictions with each cache. Return no rows if that is not possible."""
     batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
     if not batches or job.model.get_output_embeddings() is None:
-        why = "there is no text for it that is long enough" if not batches else "it has no logits"
-        logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
+        why = "no text is long enough" if not batches else "the model has no logits"
+        logger.info("%s: predictions are not compared: %s", type(job.model).__name__, why)
         return ()
     fmt = job.options.fmt.name
-    if scales.plan is None:
-        given = {f"static {fmt}": scales}
-    elif scales.is_dynamic:
-        given = {"dynamic, the plan": scales}
-    else:
+    by_cache: dict[str, KVScales | float | None] = {f"static {fmt}": scales}
+    if scales.plan is not None:
         layers = {i: replace(layer, k=None, v=None) for i, layer in scales.layers.items()}
         plan = StoragePlan(**{**vars(scales), "layers": layers, "report": None})
-        given = {"static, the plan": scales, "dynamic, the plan": plan}
-    others = {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
+        by_cache = {} if scales.is_dynamic else {"static, the plan": scales}
+        by_cache["dynamic, the plan"] = plan
+    by_cache |= {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
     caches = {
-        cache: scoring.cache_factory(job, these, scales.layers)
-        for cache, these in {**given, **others}.items()
+        cache: scoring.cache_factory(job, cache_scales, scales.layers)
+        for cache, cache_scales in by_cache.items()
     }
     try:
         scores = scoring.score_caches(job, name, batches, caches)
@@ -155,13 +153,13 @@ def _score_quality(
         return ()
     if not scales.is_dynamic:
         static, dynamic = (scores[cache].kl for cache in list(caches)[:2])
-        what = fmt if scales.plan is None else "the plan"
-        scoring.warn_if_worse(static, dynamic, what, batches)
-    rows = [scores[name].summarize(name) for name in (UNQUANTISED, *caches)]
+        stored = fmt if scales.plan is None else "the plan"
+        scoring.warn_if_worse(static, dynamic, stored, batches)
+    rows = [scores[name].summarize(name) for name in (UNQUANTIZED, *caches)]
     finite = [row for row in rows if math.isfinite(row.kl) and math.isfinite(row.perplexity)]
     if len(finite) < len(rows):
         lost = ", ".join(sorted(row.cache for row in rows if row not in finite))
-        logger.warning("the model gives logits that are not finite: %s not compared", lost)
+        logger.warning("the model returns logits that are not finite: %s not compared", lost)
     return tuple(finite)
 
 
@@ -176,7 +174,7 @@ def make_report(
     texts: int = 0,
     tokens: int = 0,
 ) -> CalibrationReport:
-    """Measure the scales on `windows`, and the model's predictions on `scored`, also beyond."""
+    """Measure the scales on `windows`, and predictions on `scored` and at far positions."""
     model, options = job.model, job.options
     statistics = measure_statistics(job, make_batches(windows, 1), scales, ranges)
     rows = _score_quality(job, "quality", make_batches(scored, 1), scales)

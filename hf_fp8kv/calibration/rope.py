@@ -1,10 +1,10 @@
 """RoPE: the positions beyond the windows, and the pairs of channels of K that it turns together.
 
-RoPE turns K, and with it the center of K, with the position. It turns a pair of channels by an
-angle: each of the two changes, and the norm of the pair does not. So pairs are measured instead of
-assumed: the text is run at two first positions, and the pairs are those whose changes of the
-squares cancel. It finds halves (Llama), neighbours (GPT-J, Cohere), partial rotation, layers
-without any, and the positions that an MLA model keeps in V.
+RoPE turns K, and therefore the center of K, with the position. It turns a pair of channels by an
+angle. Both channels change, but the norm of the pair does not. So pairs are measured instead of
+assumed. The text is read at two first positions, and the squares of a pair's channels change by
+opposite amounts. This finds halves (Llama), neighbors (GPT-J, Cohere), partial rotation, layers
+without RoPE, and the positions that an MLA model keeps in V.
 """
 
 import logging
@@ -23,26 +23,26 @@ from .observe import Batch, observe
 
 logger = logging.getLogger(__name__)
 
-# What configs call the number of positions.
+# Fields of configs with the number of positions.
 _LIMITS = (
     "max_position_embeddings", "n_positions", "max_target_positions",
     "max_encoder_position_embeddings", "max_decoder_position_embeddings",
 )  # fmt: skip
-# Pairs are measured at 0 and half of this, or half of the model's positions if these are fewer.
+# Pairs are measured at position 0, and at half of this or of the model's positions, if fewer.
 _MEASURED = 2048
 # The default of `max_position`, in windows.
 _WINDOWS = 8
-# The windows' places as parts of the way to the last one. Multiples of the golden ratio are spread
-# evenly without a period, so no pair of channels turns by the same angle from each to the next.
+# The windows' positions as shares of the last position. Multiples of the golden ratio are spread
+# evenly without a period, so no pair of channels turns by the same angle between all neighbors.
 SPREAD = 8
 _GOLDEN = (5**0.5 - 1) / 2
 _PLACES = [n * _GOLDEN % 1 / (SPREAD * _GOLDEN % 1) for n in range(SPREAD, 0, -1)]
-# Tokens that pairs are measured on.
+# Number of tokens on which pairs are measured.
 TOKENS = 128
-# The share by which a channel's squares must change (RMS) before it counts as rotated: 16-bit
-# rounding through many layers changes them by about one hundredth.
-_MOVED = 0.1
-# The correlation of the changes of the two squares; of a true pair it is -1.
+# Minimum relative change (RMS) of the squares of a rotated channel. 16-bit rounding through many
+# layers changes the squares by about one hundredth.
+_LEAST_CHANGE = 0.1
+# Maximum correlation of the changes of a pair's squares. It is -1 for a true pair.
 _CANCELLED = -0.8
 
 
@@ -50,14 +50,13 @@ _CANCELLED = -0.8
 class Beyond:
     """Positions beyond the windows at which scales are tried."""
 
-    reach: int  # up to here
-    untried: str = ""  # why the model cannot be run there, if it cannot
+    reach: int  # the last position
+    untried: str = ""  # reason why the model cannot be run there, or ""
 
     def spread(self, windows: Sequence[torch.Tensor], count: int = 0) -> list[Batch]:
-        """Return windows at other positions than their own, the farthest first.
+        """Return windows at far positions, the farthest first. Windows without room are left out.
 
-        `count` repeats them, at other places; 0: each once. Windows that there is no room for are
-        left out.
+        With a `count`, windows are repeated at different positions until there are `count` batches.
         """
         shorter = [w for w in windows if len(w) < self.reach and not self.untried]
         pairs = islice(zip(cycle(shorter), cycle(_PLACES), strict=False), count or len(shorter))
@@ -73,7 +72,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 
 def find_reach(model: PreTrainedModel, max_length: int, max_position: int | None) -> int:
-    """Return up to which position centers are tried.
+    """Return the last position at which centers are tried.
 
     Raises:
         ConfigError: The model has fewer positions than `max_position`.
@@ -100,18 +99,17 @@ def find_limit(model: PreTrainedModel) -> int:
     )
 
 
-def find_ropes(model: PreTrainedModel) -> list[dict[str, object]]:
-    """Return the parameters of RoPE in a config, in some models for each type of layer."""
-    rope = config_field(model.config.get_text_config(decoder=True), "rope_parameters")
-    ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
-    return [r for r in ropes if isinstance(r, dict) and r]
+def has_rope(model: PreTrainedModel) -> bool:
+    """Return whether the config has parameters of RoPE, for all layers or for types of layers."""
+    return bool(config_field(model.config.get_text_config(decoder=True), "rope_parameters"))
 
 
 @dataclass(frozen=True)
 class Partners:
-    """For each channel of a layer the one it is rotated with, or itself: `[D]`, int64, on the CPU.
+    """The channel that each channel of a layer is rotated with, `[D]`, int64, on the CPU.
 
-    None: not known, since the model takes no `position_ids`.
+    A channel without rotation is its own partner. None means that the partners are unknown, because
+    the model takes no `position_ids`.
     """
 
     k: torch.Tensor | None = None
@@ -121,7 +119,7 @@ class Partners:
 def measure_partners(
     model: PreTrainedModel, window: torch.Tensor, layers: frozenset[int]
 ) -> dict[int, Partners]:
-    """Return the partners of every layer, from the first `TOKENS` of the token ids `[T]`."""
+    """Measure the partners of every layer on the first `TOKENS` token ids of a window, `[T]`."""
     unknown = dict.fromkeys(layers, Partners())
     if not accepts(type(model), "position_ids") or model.config.is_encoder_decoder:
         return unknown
@@ -129,37 +127,37 @@ def measure_partners(
     ids = window[: min(TOKENS, max(room // 4, 2))]
 
     def record(first: int) -> dict[int, list[torch.Tensor]]:
-        found: dict[int, list[torch.Tensor]] = {}
+        states: dict[int, list[torch.Tensor]] = {}
         observe(
             model, Batch((ids,), first), layers,
-            lambda index, *pair: found.update({index: [x.double().cpu() for x in pair]}),
+            lambda index, *pair: states.update({index: [x.double().cpu() for x in pair]}),
         )  # fmt: skip
-        return found
+        return states
 
     try:
-        here, there = record(0), record(room // 2)
+        near, far = record(0), record(room // 2)
     except torch.OutOfMemoryError:
         raise
-    except (ConfigError, RuntimeError) as error:  # it does not expect such positions
+    except (ConfigError, RuntimeError) as error:  # raised by models that expect fixed positions
         logger.info("%s cannot be run at other positions: %s", type(model).__name__, error)
         return unknown
     return unknown | {
-        index: Partners(match_channels(k, there[index][0]), match_channels(v, there[index][1]))
-        for index, (k, v) in here.items()
+        index: Partners(match_channels(k, far[index][0]), match_channels(v, far[index][1]))
+        for index, (k, v) in near.items()
     }
 
 
-def match_channels(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """Return for each channel the one whose square changes against its own, or itself: `[D]`.
+def match_channels(near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
+    """Return each channel's partner, whose square changes by the opposite amount, or itself, `[D]`.
 
-    `here` and `there` are K of the same tokens at two positions, `[N, H, D]`, float64.
+    `near` and `far` are K of the same tokens at two positions, `[N, H, D]`, float64.
     """
-    if not here.shape[-1]:  # layers of latents without positions
+    if not near.shape[-1]:  # layers of latents without positions
         return torch.arange(0, device="cpu")
-    before, after = (x.flatten(0, 1).square() for x in (here, there))
+    before, after = (x.flatten(0, 1).square() for x in (near, far))
     change = after - before
     energy = change.square().sum(0)
-    turns = energy > _MOVED**2 * (before.square().sum(0) + after.square().sum(0))
+    turns = energy > _LEAST_CHANGE**2 * (before.square().sum(0) + after.square().sum(0))
     size = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     correlation = (change / size).T @ (change / size)
     best = correlation.argmin(0)
@@ -170,9 +168,9 @@ def match_channels(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
 
 
 def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
-    """Add the pairs that turn too slowly to be seen, by the pattern of the others.
+    """Add the pairs that turn too slowly to be measured, by the pattern of the measured pairs.
 
-    The pairs start with the fastest one, so what is missing comes after those that were seen.
+    Pairs are ordered by speed, the fastest first, so missing pairs follow the measured pairs.
     """
     alone = torch.arange(len(partner), device=partner.device)
     distance = (partner - alone)[partner > alone]
@@ -181,12 +179,12 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
     step = int(distance.mode().values)
     first = int(alone[partner != alone].min())
     size = len(partner)
-    if step == 1:  # neighbours, up to the last channel
+    if step == 1:  # neighbors, up to the last channel
         low = torch.arange(first, size - 1, 2, device=partner.device)
     else:  # two halves of a block of 2 * step channels
         low = torch.arange(first, min(first + step, size - step), device=partner.device)
     guess = alone.clone()
     guess[low], guess[low + step] = low + step, low
     known = partner != alone
-    # In another pattern, what was seen is all that is known.
+    # If the measured pairs have a different pattern, there are no further pairs.
     return guess if torch.equal(guess[known], partner[known]) else partner

@@ -1,4 +1,4 @@
-"""Calibration of static scales on texts, and measurement of given ones."""
+"""Calibration of static scales on texts, and measurement of given scales."""
 
 import logging
 import os
@@ -26,13 +26,13 @@ from . import choose, scoring, stages
 from .observe import TensorDict, make_batches, paged_layers
 from .queries import observe_queries
 from .reporting import make_report
-from .rope import Beyond, Partners, check_count, find_reach, find_ropes, measure_partners
+from .rope import Beyond, Partners, check_count, find_reach, has_rope, measure_partners
 from .stages import CalibrationOptions, Job
 from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
-# Texts that `measure` scores, in tokens.
+# Number of tokens that `measure` scores.
 _SCORED = 4096
 
 
@@ -55,7 +55,7 @@ def calibrate(
     held_out: int = 4096,
     progress: bool = True,
 ) -> KVScales:
-    """Make static scales for a model on texts. `.report` of the result shows how good they are.
+    """Calibrate static scales of a model on texts. `.report` of the result shows their quality.
 
     The model reads the texts, and K (after RoPE) and V are observed where they would be stored. A
     scale covers the largest observed magnitude, see `calibration.choose`. The result does not
@@ -66,38 +66,36 @@ def calibrate(
         model: A language model, on any device or devices.
         texts: The path of a `.txt` or `.jsonl` file, or an iterable (a list, a `datasets` dataset)
             of texts, conversations or token ids, see `read_corpus`.
-        tokenizer: The tokenizer of the model. None loads it from where the model came from.
+        tokenizer: The tokenizer of the model. None loads it from the path of the model.
         granularity: A scale for each layer and side ("tensor"), each KV head ("head"), or each head
             and channel ("channel"). For dynamic scales see `choose_plan`.
-        center: Whether to try to store K minus its mean, which is kept where it helps. Only the
-            format "hf_fp8kv" can hold a center. Latents (MLA) get none, unless an explicit plan
-            says so.
-        dtype: The format that scales are chosen for. They can be used for any. None means
+        center: Whether to try to subtract the mean of K. A layer keeps its center if it helps. Only
+            the format "hf_fp8kv" can hold a center. Latents (MLA) only get a center by an explicit
+            plan.
+        dtype: The format for which scales are chosen. They can be used with any format. None means
             "fp8_e4m3".
         plan: How each layer is stored, in 8 bits. "measured" chooses the format, rotation and
-            center of least cost. Other plans are as of a cache, and centers are calibrated with
-            the scales. The scales then only fit caches with this plan, and no other server. None
-            leaves the format to the cache, without rotation.
+            center of least cost. Any plan of a cache is accepted, and its centers are calibrated
+            with the scales. The scales then only fit caches with this plan, and no other server.
+            None leaves the format to the cache, without rotation.
         margin: Factor of the largest magnitude. 1.1 leaves a tenth of room for other texts.
-        max_tokens: Maximum number of tokens, where reading stops.
-        max_length: Tokens of the longest window that the model reads.
-        max_position: Centers are also tried on windows that are moved to positions up to this one,
-            and the report has a separate part for these. Pass the longest context that you will
-            use. None means 8 * max_length, or the positions of the model.
-        batch_size: Windows in a call.
-        text_column: The column of a row that holds the text.
+        max_tokens: Maximum number of tokens that are read.
+        max_length: Maximum number of tokens in a window.
+        max_position: Last position at which centers are also tried. The report has a separate part
+            for far positions. Pass the longest context that you will use. None means
+            8 * max_length, or the number of positions of the model if that is less.
+        batch_size: Number of windows in a call.
+        text_column: The column of a row that has the text.
         chat_template: None renders conversations with the tokenizer's chat template. True also
             renders plain texts, as a user's turn. False refuses conversations.
         held_out: Number of tokens that are only used for the report. 0 means no report on quality.
-        progress: Whether to draw a bar with tokens per second on stderr.
+        progress: Whether to show a progress bar with tokens per second on stderr.
 
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
     layers = paged_layers(model)
     options = _options(model, granularity, center, dtype, margin, plan)
-    if caches_latents(model.config.get_text_config(decoder=True)):
-        options = replace(options, latent=True, center=False)
     check_count("batch_size", batch_size)
     reach = find_reach(model, max_length, max_position)
     corpus = read_model_corpus(
@@ -108,22 +106,22 @@ def calibrate(
     with read as (job, ranges, partners, beyond):
         _warn_of_gaps(job, ranges, partners)
         beyond, near, far = _collect_samples(job, corpus.windows, partners, beyond)
-        may_turn = bool(beyond.untried) and bool(find_ropes(model))
+        may_turn = bool(beyond.untried) and has_rope(model)
         candidates = {
             index: choose.list_candidates(
-                index, of, partners[index], options, near.get(index), far.get(index),
+                index, layer_ranges, partners[index], options, near.get(index), far.get(index),
                 may_turn=may_turn,
             )
-            for index, of in ranges.items()
+            for index, layer_ranges in ranges.items()
         }  # fmt: skip
-        made = choose.make_scales(job, corpus.windows, candidates)
+        scaled = choose.make_scales(job, corpus.windows, candidates)
         source, weights = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
         safe, best = (
             KVScales(
                 {i: replace(layer, source=source) for i, layer in layers.items()},
                 model_type=model.config.model_type, origin=source, weights_digest=weights,
             )
-            for layers in choose.choose_scales(job, corpus.windows, beyond, made)
+            for layers in choose.choose_scales(job, corpus.windows, beyond, scaled)
         )  # fmt: skip
         scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
         held, counts = corpus.held_out, (corpus.texts, corpus.tokens)
@@ -145,13 +143,13 @@ def measure(
     chat_template: bool | None = None,
     progress: bool = True,
 ) -> CalibrationReport:
-    """Measure how good scales are for a model on texts, as the report of `calibrate` does.
+    """Measure the quality of scales for a model on texts, as in the report of `calibrate`.
 
     Args:
         model, texts, tokenizer, max_tokens, max_length, max_position: As in `calibrate`.
         text_column, chat_template, progress: As in `calibrate`.
         scales: Scales from any source, or a path, a folder or a repository of the Hub.
-        dtype: The format to store in. None means "fp8_e4m3", or the plan of the scales.
+        dtype: The format of the stored values. None means "fp8_e4m3", or the plan of the scales.
 
     Raises:
         ConfigError: As `calibrate`.
@@ -160,15 +158,16 @@ def measure(
     layers = paged_layers(model)
     options = _options(model, "head", False, dtype, 1.0, None)
     reach = find_reach(model, max_length, max_position)
-    if not isinstance(found := resolve(scales), KVScales):
+    if not isinstance(resolved := resolve(scales), KVScales):
         raise ConfigError(
-            f"scales: expected KVScales, a path or a repository id, got {scales!r}; "
+            f"scales: expected KVScales, a path or a repository id, got {scales!r}. "
             "KVScales.uniform(num_layers) has a constant for each layer"
         )
-    scales = found
+    scales = resolved
     warn_if_stale(model, scales)
     stored = dtype if scales.plan is not None else options.fmt.name
-    FP8PagedCache(model.config, dtype=stored, **scoring.keyword(scales))  # layers that are missing
+    # Raises an error if the scales do not fit, for example if layers are missing.
+    FP8PagedCache(model.config, dtype=stored, **scoring.keyword(scales))
     corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
@@ -192,32 +191,34 @@ def _options(
         raise ConfigError(f"center: expected True or False, got {center!r}")
     if plan is not None and dtype is not None:
         raise ConfigError(
-            f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}; "
-            "leave it out, or pass plan=LayerPlan.parse('fp8_e3m4', 'fp8_e3m4') and such"
+            f"dtype: expected None with a plan, which has the format of each layer, got {dtype!r}. "
+            "Leave it out, or pass a plan such as LayerPlan.parse('fp8_e3m4', 'fp8_e3m4')"
         )
     chosen: Any = plan
     if plan is not None and plan != "measured":
         chosen = FP8PagedCache(model.config, plan=plan, backend="torch").plan  # of each layer
-        if not center and any(of_layer.k.centered for of_layer in chosen.values()):
+        if not center and any(layer.k.centered for layer in chosen.values()):
             raise ConfigError(
                 "center: expected True for a plan with centers, got False. Leave it out"
             )
     name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
     if name == AUTO:
         raise ConfigError(f"dtype: expected an 8-bit format, got {dtype!r}, which needs no scales")
-    number = isinstance(margin, int | float) and not isinstance(margin, bool)
-    if not number or not 1.0 <= margin <= 16.0:  # type: ignore[operator]
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not 1.0 <= margin <= 16.0:  # type: ignore[operator]
         raise ConfigError(
-            f"margin: expected a factor from 1 to 16, got {format_value(margin)}; less than 1 "
-            "would saturate what was seen"
+            f"margin: expected a factor from 1 to 16, got {format_value(margin)}. With less than "
+            "1, observed values would saturate"
         )
-    return CalibrationOptions(granularity, FORMATS[name], float(margin), center, chosen)  # type: ignore[arg-type]
+    latent = caches_latents(model.config.get_text_config(decoder=True))
+    center = center and not latent
+    return CalibrationOptions(granularity, FORMATS[name], float(margin), center, chosen, latent)  # type: ignore[arg-type]
 
 
 def _collect_samples(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners], beyond: Beyond
 ) -> tuple[Beyond, dict[int, TensorDict], dict[int, TensorDict]]:
-    """Return the ranges near and far for `find_centers`; far ones only where they are known."""
+    """Return the near and far ranges for `find_centers`. Far ranges may be missing."""
     if not job.options.center and job.options.plan is None:
         return beyond, {}, {}
     batches = make_batches(stages.sample_windows(windows), 1)
@@ -227,7 +228,7 @@ def _collect_samples(
         far = stages.collect_ranges(job, "far sample", batches, partners, observe_queries)
     except ConfigError as error:
         logger.warning("positions up to %d are not tried: %s", beyond.reach, error)
-        return replace(beyond, untried=f"the model cannot be run at others: {error}"), near, {}
+        return replace(beyond, untried=f"the model cannot be run there: {error}"), near, {}
     return beyond, near, far
 
 
@@ -237,16 +238,16 @@ def _warn_of_gaps(
     missing = sorted(job.layers - set(ranges))
     if missing:
         logger.warning(
-            "layers %s stored nothing while the model read the texts, and have no scales; a cache "
+            "layers %s stored nothing while the model read the texts, and have no scales. A cache "
             "with these scales needs skip_layers=%s",
             format_list(missing),
             missing,
         )
-    unknown = sorted(index for index, of in partners.items() if of.k is None)
+    unknown = sorted(index for index, layer in partners.items() if layer.k is None)
     if unknown and job.options.granularity == "channel":
         logger.warning(
-            "layers %s: K has a scale for each head, not for each channel, since it is not known "
-            "which channels are rotated together: the model takes no position_ids",
+            "layers %s: K has a scale for each head, not for each channel, because the channels "
+            "that are rotated together are unknown: the model takes no position_ids",
             format_list(unknown),
         )
 
@@ -256,15 +257,15 @@ def _read_windows(
     model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, progress: bool,
     windows: Sequence[torch.Tensor], batch_size: int, reach: int,
 ) -> Iterator[tuple[Job, dict[int, TensorDict], dict[int, Partners], Beyond]]:  # fmt: skip
-    """Read windows in eval mode, with a bar that starts over at each stage of the block."""
+    """Read windows in eval mode, with a progress bar that restarts at each stage."""
     with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
         job = Job(model, layers, options, bar)
         partners = measure_partners(model, windows[0], layers)
         ranges = stages.collect_ranges(job, "text", make_batches(windows, batch_size), partners)
-        known, kind = any(of.k is not None for of in partners.values()), type(model).__name__
         why = (
             "is an encoder-decoder" if model.config.is_encoder_decoder else "takes no position_ids"
         )
-        untried = "" if known else f"{kind} cannot be run at other positions: it {why}"
-        yield job, ranges, partners, Beyond(reach, untried)
+        untried = f"{type(model).__name__} cannot be run at other positions: it {why}"
+        known = any(layer.k is not None for layer in partners.values())
+        yield job, ranges, partners, Beyond(reach, "" if known else untried)
         bar.set_description("done")

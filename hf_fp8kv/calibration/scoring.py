@@ -1,4 +1,4 @@
-"""Scores of scales by the model's predictions, which also decide on centers and plans."""
+"""Scores of scales by the model's predictions. They also decide on centers and plans."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,18 +14,18 @@ from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales, StoragePlan
 from .divergence import Scores, compare_caches
 from .observe import MODEL_ERRORS, Batch, input_device
-from .rope import Beyond, find_ropes
+from .rope import Beyond, has_rope
 from .stages import Job
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a window: two to read first, and two to score.
+# Minimum number of tokens of a window: two to read first, and two to score.
 SHORTEST = 4
-# Tokens scored to see whether centers and plans help.
+# Number of tokens that are scored to decide whether centers and plans help.
 _TRIAL_TOKENS = 1024
-# Static scales with more than this times the KL of dynamic ones give a warning.
+# Minimum KL of static scales that gives a warning, relative to dynamic scales.
 _WORSE = 1.5
-# Tokens of a later call when a text is scored, and the most logits that it may have.
+# Maximum number of tokens and of logits in a call that is scored.
 _CHUNK = 128
 _LOGITS = 2**23
 
@@ -33,42 +33,42 @@ _LOGITS = 2**23
 def check_plans(
     job: Job, windows: Sequence[torch.Tensor], safe: KVScales, chosen: KVScales, beyond: Beyond
 ) -> tuple[KVScales, str]:
-    """Return the chosen scales if they help, else the safe ones, and a sentence on that.
+    """Return the chosen scales if they help, otherwise the safe scales, and the reason in words.
 
-    Centers and plans must help inside the windows and at other positions, by the model's
-    predictions.
+    Centers and plans must improve the model's predictions in the windows and at far positions.
     """
     if isinstance(job.options.plan, Mapping):
         return chosen, "The plan was given."
-    what, kept = "Centers", "No centers:"
+    subject, refusal = "Centers", "No centers:"
     if safe.plan is not None:
-        what, kept = "Measured plans", f"Measured plans: {summarize_plan(safe.plan)}, since"
+        subject = "Measured plans"
+        refusal = f"Measured plans: {summarize_plan(safe.plan)}, because"
     elif not job.options.center:
-        return safe, "Centers of K were not asked for."
-    note = f" Other positions: {beyond.untried}." if beyond.untried else ""
-    if note and find_ropes(job.model):
-        note = f" RoPE turns K with the position, and {beyond.untried}: K stays as it is."
+        return safe, "Centers of K were not requested."
+    note = f" Far positions: {beyond.untried}." if beyond.untried else ""
+    if note and has_rope(job.model):
+        note = f" RoPE turns K with the position, and {beyond.untried}: K is stored unchanged."
     layers = chosen.layers
     changed = sum(
         layer.k_center is not None or layer.plan != safe.layers[index].plan
         for index, layer in layers.items()
     )
     if not changed:
-        return safe, f"{kept} nothing else that was tried costs much less in any layer.{note}"
-    where = f"{what} in {changed} of {len(layers)} layers"
+        return safe, f"{refusal} no other candidate costs much less in any layer.{note}"
+    change = f"{subject} in {changed} of {len(layers)} layers"
     if job.model.get_output_embeddings() is None:
-        return chosen, f"{where}, by what errors do to attention: no logits to compare.{note}"
-    # Their second halves hold about `_TRIAL_TOKENS`.
+        return chosen, f"{change}, by the errors of attention: no logits to compare.{note}"
+    # About `_TRIAL_TOKENS` are in the second halves of these windows.
     trial = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
     if not trial:
-        return safe, f"{kept} the texts are too short to try others.{note}"
+        return safe, f"{refusal} the texts are too short to compare predictions.{note}"
     scales_by_cache = {"without": safe, "with": chosen}
     caches = {name: cache_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
     stages = {
         f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
-        f"at others up to {beyond.reach}": beyond.spread(trial),
+        f"at far positions up to {beyond.reach}": beyond.spread(trial),
     }
-    found = []
+    findings = []
     for place, batches in stages.items():
         if not batches:
             continue
@@ -76,21 +76,21 @@ def check_plans(
         try:
             scores = score_caches(job, stage, batches, caches)
         except ConfigError as error:
-            logger.warning("%s are not tried: %s", what.lower(), error)
-            return safe, f"{kept} the model's predictions could not be compared.{note}"
+            logger.warning("%s are not tried: %s", subject.lower(), error)
+            return safe, f"{refusal} the model's predictions could not be compared.{note}"
         gain = scores["without"].kl - scores["with"].kl
         kl = [f"{scores[cache].summarize().kl:.2e} {cache}" for cache in caches]
-        found.append(f"KL {', '.join(kl)}, on {len(gain)} tokens {place}")
+        findings.append(f"KL {', '.join(kl)}, on {len(gain)} tokens {place}")
         deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
         if not gain.mean().item() > 2 * deviation:
-            return safe, f"{kept} others do not help for certain: {'; '.join(found)}.{note}"
-    return chosen, f"{where}: {'; '.join(found)}.{note}"
+            return safe, f"{refusal} the gain is uncertain: {'; '.join(findings)}.{note}"
+    return chosen, f"{change}: {'; '.join(findings)}.{note}"
 
 
 def cache_factory(
     job: Job, scales: KVScales | float | None, covered: Collection[int]
 ) -> Callable[[], Any]:
-    """Return what makes caches; layers not among `covered` stay unquantised."""
+    """Return a function that makes caches. Layers that are not `covered` stay unquantized."""
     skipped = sorted(job.layers.difference(covered))
     planned = isinstance(scales, KVScales) and scales.plan is not None
     dtype = None if planned else job.options.fmt.name
@@ -100,12 +100,12 @@ def cache_factory(
 
 
 def keyword(scales: KVScales | float | None) -> dict[str, Any]:
-    """Return the argument of a cache that scales are, or a plan."""
+    """Return scales or a plan as a keyword argument of a cache."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
 def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """Return the first windows that together have `tokens` tokens."""
+    """Return the first windows, which have at least `tokens` tokens if there are enough."""
     before = accumulate(map(len, windows), initial=0)
     return [window for window, count in zip(windows, before, strict=False) if count < tokens]
 
@@ -122,7 +122,7 @@ def score_caches(
         ids = batch.ids.to(input_device(job.model))
         try:
             with paged_attention(job.model):
-                of_window = compare_caches(
+                window_scores = compare_caches(
                     job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
                     first_position=batch.start, on_call=lambda _, tokens: job.bar.update(tokens),
                 )  # fmt: skip
@@ -130,32 +130,32 @@ def score_caches(
             raise
         except MODEL_ERRORS as error:
             raise ConfigError(
-                "model: expected one that reads several tokens onto a cache that holds some, got "
+                "model: expected a model that reads several tokens with a filled cache, got "
                 f"{type(job.model).__name__}: {type(error).__name__}: {error}"
             ) from error
-        scores.append(of_window)
-    return {cache: Scores.concat(of[cache] for of in scores) for cache in scores[0]}
+        scores.append(window_scores)
+    return {cache: Scores.concat(window[cache] for window in scores) for cache in scores[0]}
 
 
 def warn_if_worse(
     static: torch.Tensor, dynamic: torch.Tensor, fmt: str, batches: Sequence[Batch]
 ) -> None:
-    """Say so where static scales are much worse than dynamic ones for certain: KL by token.
+    """Warn if static scales are significantly worse than dynamic scales, by the KL of each token.
 
-    `fmt` is what both are stored in: a format, or else a plan.
+    `fmt` is the format of both, or "the plan".
     """
     excess = static - _WORSE * dynamic
     if len(excess) < 2 or not excess.mean() > 2 * excess.std() / len(excess) ** 0.5:
         return
     last = max((batch.start or 0) + batch.ids.shape[1] for batch in batches)
-    better = "scales=None needs no calibration"
+    advice = "Use scales=None, which needs no calibration"
     if fmt not in FORMATS:
-        better = "choose_plan(model) makes plan and centers alone"
+        advice = "Use choose_plan(model), which makes a plan without static scales"
     elif fmt != DEFAULT_DTYPE:
-        better += f", and {DEFAULT_DTYPE} is closer at the same size"
+        advice += f", and {DEFAULT_DTYPE}, which is more accurate at the same size"
     logger.warning(
-        "at positions up to %d static scales in %s have %.1f times the KL of dynamic ones (%.1e, "
-        "%.1e); %s",
+        "at positions up to %d static scales in %s have %.1f times the KL of dynamic scales (%.1e, "
+        "%.1e). %s",
         last, fmt, (static.mean() / dynamic.mean()).item(), static.mean().item(),
-        dynamic.mean().item(), better,
+        dynamic.mean().item(), advice,
     )  # fmt: skip

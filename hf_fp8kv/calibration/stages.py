@@ -1,4 +1,4 @@
-"""Stages of a calibration: each goes over windows and merges a few tensors for every layer."""
+"""Stages of a calibration. Each reads windows and merges a few tensors for every layer."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ class CalibrationOptions:
     """The options of `calibrate` that decide on scales.
 
     `plan` is how each layer is stored, "measured" for the plan of least cost, or None for `fmt`.
-    With `latent`, layers hold latents and positions (MLA): there are no centers, and positions keep
-    16 bits in a plan.
+    With `latent`, layers store latents and positions (MLA). They have no centers, and positions
+    keep 16 bits in a plan.
     """
 
     granularity: Granularity
@@ -58,11 +58,12 @@ class Job:
 
 def fold_layers(
     job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
-    see: Callable[..., None] = observe_queries,
+    observer: Callable[..., None] = observe_queries,
 ) -> dict[int, TensorDict]:  # fmt: skip
     """Merge the tensors that `measure` returns for each layer over batches.
 
-    `see` calls `measure`: `observe_queries`, or `observe` without queries.
+    The observer runs the model and calls `measure`: `observe_queries`, or `observe` without
+    queries.
     """
     merged: dict[int, TensorDict] = {}
 
@@ -72,16 +73,16 @@ def fold_layers(
 
     job.start(name, sum(batch.tokens for batch in batches))
     for batch in batches:
-        see(job.model, batch, job.layers, on_layer)
+        observer(job.model, batch, job.layers, on_layer)
         job.bar.update(batch.tokens)
     return dict(sorted(merged.items()))
 
 
 def collect_ranges(
     job: Job, name: str, batches: Sequence[Batch], partners: Mapping[int, Partners],
-    see: Callable[..., None] = observe,
+    observer: Callable[..., None] = observe,
 ) -> dict[int, TensorDict]:  # fmt: skip
-    """Return the range of K and V of each layer, and the sums of `weigh_keys` if `see` has queries.
+    """Return the range of K and V of each layer. With queries, add the sums of `weigh_keys`.
 
     Raises:
         ConfigError: K or V has NaN or infinity, or a layer has no V.
@@ -93,7 +94,7 @@ def collect_ranges(
         if not v.shape[-1]:
             raise ConfigError(
                 f"layer {index}: expected keys and values, got latents without positions, which "
-                "hold no V. Leave scales out: dynamic ones are right for every layer"
+                "hold no V. Use dynamic scales (scales=None), which work for every layer"
             )
         statistics = measure_range(k, v, partners[index].k, partners[index].v)
         for side in "kv":
@@ -104,26 +105,29 @@ def collect_ranges(
             statistics |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
         return statistics | (weigh_keys(k, *queries) if queries else {})
 
-    return fold_layers(job, name, batches, measure, see)
+    return fold_layers(job, name, batches, measure, observer)
 
 
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
     """Return sums of K `[N, Hkv, Dk]` for `find_centers`, each `[Hkv, Dk]`, float64 on the CPU.
 
-    In `weighted_sum` each number has the cost of its error as its weight, and `weight_sum` is the
-    sum of these. Without queries all weights are equal.
+    In `weighted_sum` the weight of each value is the expected cost of its squared error, if errors
+    are independent. `weight_sum` is the sum of the weights. Without queries all weights are equal.
     """
-    weights = torch.ones_like(k, dtype=torch.float32) if queries is None else queries.weigh_keys()
+    weights = torch.ones_like(k, dtype=torch.float32)
+    if queries is not None:
+        spread = queries.weights * (1 - queries.weights)
+        weights = torch.einsum("hqn,hqd->nhd", spread, queries.q.square())
     sums = {"weight_sum": weights, "weighted_sum": weights * k.float()}
     return {name: x.sum(0, dtype=torch.float64).cpu() for name, x in sums.items()}
 
 
 def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `SAMPLE_WINDOWS` of the windows, of every length: from all over the list."""
+    """Return `SAMPLE_WINDOWS` windows of all lengths, evenly spaced in the list."""
     return list(windows[:: max(1, len(windows) // SAMPLE_WINDOWS)][:SAMPLE_WINDOWS])
 
 
 def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
-    """Return a sample of the windows at other positions, with at most the tokens of the text."""
+    """Return a sample of the windows at far positions. It is not longer than the text."""
     room = max(_FAR_PIECE, sum(map(len, windows)) // SPREAD)
     return beyond.spread([w[:room] for w in sample_windows(windows)], SPREAD)

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 # A window of one token has nothing to attend to.
 _SHORTEST = 2
-# In text files, lines with more characters than this share of a window, and than this number, are
-# cut at a space, so that pieces fill their windows.
+# Lines of text files are cut at a space if they have more characters than a window has tokens
+# divided by 8, and more than 32, so that pieces fill their windows.
 _LINES_PER_WINDOW, _SHORTEST_LINE = 8, 32
-# Lines that are tokenized in one call, and characters of a text file that are read at once.
+# Number of lines that are tokenized in one call, and of characters that are read at once.
 _LINES, _CHARACTERS = 1024, 1 << 16
 
 
@@ -41,7 +41,7 @@ class Corpus:
 
     windows: tuple[torch.Tensor, ...]  # int32 [T] on the CPU, the longest first
     held_out: tuple[torch.Tensor, ...]  # for the quality report; none has a copy in `windows`
-    texts: int  # how many were read, without blank ones
+    texts: int  # number of texts that are not blank
 
     @property
     def tokens(self) -> int:
@@ -59,7 +59,7 @@ def read_model_corpus(
     """
     name = getattr(model, "name_or_path", "")
     if tokenizer is None and name:
-        from transformers import AutoTokenizer  # loads modules that nothing else here needs
+        from transformers import AutoTokenizer  # loads many modules
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -79,7 +79,7 @@ def read_corpus(
     texts: Any, tokenizer: Any, *, max_tokens: int, max_length: int, held_out: int,
     text_column: str = "text", chat_template: bool | None = None,
 ) -> Corpus:  # fmt: skip
-    """Return texts as windows of at most `max_length` tokens, in a canonical order.
+    """Read texts as windows of at most `max_length` tokens, in a canonical order.
 
     A text is cut into consecutive windows, and a window of one token is left out. The tokenizer
     adds its special tokens once per text. Blank texts are skipped.
@@ -87,17 +87,17 @@ def read_corpus(
     Args:
         texts: The path of a `.txt` file (UTF-8) or of a `.jsonl` file, or an iterable such as a
             list or a `datasets` dataset. An item, or the JSON value of a line, is a text, a list of
-            messages with `role` and `content`, token ids, or a row with one of these in
-            `text_column` (or in `messages`, while `text_column` is "text"). A text file becomes
-            texts of about a window, cut where paragraphs end.
+            messages with `role` and `content`, token ids, or a row with such a value in
+            `text_column` (or in `messages`, if `text_column` is "text"). A text file is cut into
+            texts of about a window, at the ends of paragraphs.
         tokenizer: A tokenizer of transformers, or None if all items are token ids.
         max_tokens: Maximum number of tokens in both parts. Reading stops there.
-        max_length: Tokens of a window.
-        held_out: About this number of tokens is held out, see `_choose_held_out`.
+        max_length: Maximum number of tokens in a window.
+        held_out: Approximate number of tokens to hold out, see `_choose_held_out`.
         text_column, chat_template: As in `calibrate`.
 
     Raises:
-        ConfigError: The texts are none of these, or no text has two tokens.
+        ConfigError: The type of the texts is not supported, or no text has two tokens.
     """
     check_count("max_tokens", max_tokens, _SHORTEST)
     check_count("max_length", max_length, _SHORTEST)
@@ -109,7 +109,7 @@ def read_corpus(
         ids = encoder.encode(where, item)
         if ids is None:
             continue
-        # A clone does not keep the whole text in memory.
+        # A view would keep the complete text in memory.
         windows = [w.clone() for w in ids[:left].split(max_length) if len(w) >= _SHORTEST]
         windows_by_text.append(windows)
         left -= sum(map(len, windows))
@@ -117,19 +117,19 @@ def read_corpus(
             break
     if left == max_tokens:
         short = len(windows_by_text)
-        got = f"{short} of one token" if short else "none that is not blank"
+        got = f"{short} of one token" if short else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
         raise _error("texts", f"a text of at least {_SHORTEST} tokens", got, hint)
-    apart = _choose_held_out(windows_by_text, held_out)
+    contents = _choose_held_out(windows_by_text, held_out)
     ordered = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _content(w)))
-    kept, held = (
-        tuple(w for w in ordered if (_content(w) in apart) == out) for out in (False, True)
+    read, held = (
+        tuple(w for w in ordered if (_content(w) in contents) == out) for out in (False, True)
     )
-    return Corpus(kept, held, len(windows_by_text))
+    return Corpus(read, held, len(windows_by_text))
 
 
 class _Encoder:
-    """Token ids of items, with arguments of `read_corpus`."""
+    """Converter of items to token ids, with arguments of `read_corpus`."""
 
     def __init__(self, tokenizer: Any, text_column: str, chat_template: bool | None) -> None:
         from transformers import PreTrainedTokenizerBase
@@ -155,9 +155,8 @@ class _Encoder:
                 hint = "Name the column with text_column, and pass a conversation as a list"
                 raise _error(where, rule, got, hint)
             where, item = f"{where}, column {column!r}", item[column]
-        if isinstance(item, str):
-            item = item if item.strip() else ""
-        if isinstance(item, str | list | tuple) and not item:
+        is_blank = isinstance(item, str) and not item.strip()
+        if is_blank or (isinstance(item, list | tuple) and not item):
             return None
         if isinstance(item, str) and self._chat_template:
             item = [{"role": "user", "content": item}]
@@ -166,8 +165,8 @@ class _Encoder:
             return self._check_ids(where, item)
         if self._tokenizer is None:
             hint = "Pass tokenizer=AutoTokenizer.from_pretrained(...)"
-            raise _error(where, "token ids, since there is no tokenizer", "text", hint)
-        # A chat template writes the special tokens itself.
+            raise _error(where, "token ids without a tokenizer", "text", hint)
+        # A chat template contains the special tokens.
         text = self._render(where, item) if chat else item
         (ids,) = self.tokenize(where, [text], special=not chat)
         return torch.tensor(ids, dtype=torch.int32, device="cpu")
@@ -180,15 +179,15 @@ class _Encoder:
         except (TypeError, UnicodeError) as error:
             wrong = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
             hint = "Replace its characters: text.encode('utf-8', 'replace').decode()"
-            raise _error(where, "text that UTF-8 can hold", ascii(wrong)[:120], hint) from error
+            raise _error(where, "text that UTF-8 can encode", ascii(wrong)[:120], hint) from error
         return list(ids)
 
     def _render(self, where: str, messages: Sequence[Any]) -> str:
         if self._chat_template is False:
-            hint = "Leave chat_template out, or pass the texts"
-            raise _error(where, "a text, since chat_template=False", "a list of messages", hint)
+            hint = "Leave chat_template out, or pass texts"
+            raise _error(where, "a text with chat_template=False", "a list of messages", hint)
         for message in messages:
-            # Templates render other names as nothing.
+            # Templates render nothing for other names.
             if not (isinstance(message, Mapping) and message.keys() >= {"role", "content"}):
                 rule = "messages {'role': ..., 'content': ...}"
                 hint = "Rename its keys, or pass each text as one item"
@@ -222,7 +221,7 @@ def _error(name: str, rule: str, got: object, hint: str) -> ConfigError:
 
 
 def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
-    """Yield the items, each after its name in errors."""
+    """Yield each item with its name in errors, as (name, item)."""
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
             hint = "Pass a path, a list of str, or one split of a dataset"
@@ -266,20 +265,20 @@ def _read_lines(path: Path, most: int = -1) -> Iterator[str]:
 def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str]:
     """Yield a text file as consecutive texts, each of about a window.
 
-    A piece ends where a paragraph ends if it is then at least half full, else where a line ends,
-    else after a space. Only white space around pieces is lost.
+    A piece ends at a paragraph's end if it is then at least half full. Otherwise it ends at a
+    line's end, or else after a space. Only white space around pieces is lost.
     """
-    own = encoder.encode(str(path), "a")
-    room = max(max_length - (0 if own is None else len(own)), 1)
+    special = encoder.encode(str(path), "a")
+    room = max(max_length - (0 if special is None else len(special)), 1)
     longest = max(max_length // _LINES_PER_WINDOW, _SHORTEST_LINE)
     parts = _cut_lines(_read_lines(path, _CHARACTERS), longest)
     held: list[tuple[str, int]] = []
     size = 0
     while batch := list(islice(parts, _LINES)):
-        full = [part for part in batch if not part.isspace()]
-        ids = iter(encoder.tokenize(str(path), full, special=False) if full else ())
+        words = [part for part in batch if not part.isspace()]
+        ids = iter(encoder.tokenize(str(path), words, special=False) if words else ())
         for part in batch:
-            # A blank line counts as one token, so any number of them is cut.
+            # A blank line counts as one token, so that a long run of blank lines is cut.
             tokens = 1 if part.isspace() else max(len(next(ids)), 1)
             while held and size + tokens > room:
                 end = _find_end(held, size)
@@ -309,7 +308,7 @@ def _cut_lines(lines: Iterable[str], longest: int) -> Iterator[str]:
 
 
 def _find_end(held: Sequence[tuple[str, int]], size: int) -> int:
-    """Return the number of parts up to the last paragraph in the second half, or else line."""
+    """Return the number of parts up to the last paragraph, or else line, ending in the 2nd half."""
     totals = accumulate(tokens for _, tokens in held)
     half = [n for n, total in enumerate(totals, 1) if 2 * total >= size]
     for is_end in (str.isspace, lambda part: part.endswith("\n")):
@@ -319,7 +318,7 @@ def _find_end(held: Sequence[tuple[str, int]], size: int) -> int:
 
 
 def _join(held: Sequence[tuple[str, int]]) -> str:
-    # The indent of a first line is text, but a line break before it is not.
+    # The indent of the first line is part of the text. A line break before it is not.
     return "".join(part for part, _ in held).strip("\n").rstrip()
 
 
@@ -330,10 +329,11 @@ def _content(window: torch.Tensor) -> bytes:
 def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: int) -> set[bytes]:
     """Return the contents of the windows to hold out. All copies of a window are in one part.
 
-    These are about `wanted` tokens, at most twice that number, and at most a quarter of all. Down
-    the list of texts, by their longest window and then by a hash, each text that still fits is held
-    out with all of its windows. If it is longer than that, single windows are. A window that also
-    occurs in a different text stays. If nothing fits, one window is held out, unless all are equal.
+    These have about `wanted` tokens, at most twice that number, and at most a quarter of all
+    tokens. Texts are ordered by their longest window and then by a hash. In this order, each text
+    that still fits is held out with all its windows. If a text is too long, single windows are held
+    out. A window that also occurs in a different text stays. If nothing fits, one window is held
+    out, unless all windows are equal.
     """
     texts = [tuple(map(_content, windows)) for windows in windows_by_text if windows]
     size = {content: len(content) // 4 * n for content, n in Counter(chain(*texts)).items()}
@@ -341,19 +341,19 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: 
         return set()
     distinct = set(texts)
     owners = Counter(content for text in distinct for content in set(text))
-    groups = [own for text in distinct if (own := {c for c in text if owners[c] == 1})]
+    groups = [unique for text in distinct if (unique := {c for c in text if owners[c] == 1})]
     quarter = sum(size.values()) // 4
     limit = min(2 * wanted, quarter)
     chosen: set[bytes] = set()
     held = 0
     for group in sorted(groups, key=_rank):
-        whole = sum(size[c] for c in group) <= limit
-        for unit in [group] if whole else sorted(({c} for c in group), key=_rank):
+        fits = sum(size[c] for c in group) <= limit
+        for unit in [group] if fits else sorted(({c} for c in group), key=_rank):
             tokens = sum(size[c] for c in unit)
             if held < wanted and held + tokens <= limit:
                 chosen |= unit
                 held += tokens
-    # The first window within a quarter, else the smallest.
+    # The first window of at most a quarter, or else the smallest window.
     ranked = sorted(size, key=lambda c: _rank([c]))
     return chosen or {min(ranked, key=lambda c: max(size[c], quarter))}
 

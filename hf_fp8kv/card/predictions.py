@@ -55,11 +55,11 @@ def score_text(
     Args:
         model: The model, in the attention to measure.
         ids: Tokens, `[1, N]`, int64, on the model's device. N is at least the last position.
+        states: Keys and values of the text, by layer, with at least N - `scored` tokens.
         contenders: The caches by name.
         positions: Positions in tokens, each above `scored`.
         scored: Number of tokens.
     """
-    states = read_states(model, ids[:, : max(positions) - scored])
     scores: dict[tuple[int, str], Scores] = {}
     for position in positions:
         start = position - scored

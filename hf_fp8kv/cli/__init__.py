@@ -22,7 +22,7 @@ NAME = "hf-fp8kv"
 
 
 class _Commands(TyperGroup):
-    """The commands; an interruption prints one line, not a traceback."""
+    """The commands. An interruption prints one line instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,13 +50,13 @@ app.command("serve", cls=serve.Serve)(serve.serve)
 
 
 def main() -> None:
-    """Run the command line and exit; print one of our errors as one message, with exit code 1."""
+    """Run the command line and exit. Print an error of this package as a message, with code 1."""
     try:
         try:
-            # The same name under `python -m`: shell completion uses a variable named after it.
+            # `python -m` needs the same name, because a variable of shell completion contains it.
             app(prog_name=NAME)
         finally:
-            # Flush here: at the exit of Python a closed pipe would print a traceback.
+            # Flush here, because a closed pipe would print a traceback at the exit of Python.
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

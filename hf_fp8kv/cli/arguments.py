@@ -1,9 +1,10 @@
-"""Arguments that several commands have: their help, their values, and the completions of a shell.
+"""Arguments that several commands share: their help, values, and completions in a shell.
 
 An invalid value raises `typer.BadParameter`, which exits with 2.
 """
 
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,30 +12,31 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration import calibrate
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
 from ..ops import CHOICES
 
 
 def offer(values: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a function with which a shell completes one of the values."""
+    """Return a function that completes the values in a shell."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def choice(values: Iterable[str], aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the keywords of an option that has one of the values, or an alias of one."""
+    """Return keywords for an option whose value is one of `values`, or an alias."""
     known = {**(aliases or {}), **{value: value for value in values}}
 
     def parse(text: str) -> str:
         if text not in known:
-            raise typer.BadParameter(f"expected one of: {', '.join(known)}; got {text!r}")
+            raise typer.BadParameter(f"expected one of {', '.join(known)}, got {text!r}")
         return known[text]
 
     return {"parser": parse, "autocompletion": offer(known), "metavar": "TEXT"}
 
 
 def parse_memory(text: str) -> int:
-    """Return the number of bytes for a text such as "8GiB", "16 GB", "512M" or "1000000"."""
+    """Parse a number of bytes such as "8GiB", "16 GB", "512M" or "1000000"."""
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     if size is None:
         raise typer.BadParameter(f"expected a size such as 8GiB or 500MB, got {text!r}")
@@ -43,14 +45,14 @@ def parse_memory(text: str) -> int:
 
 
 def parse_path(path: str) -> str:
-    """Return the path of a file to write, if its folder exists, before minutes are spent."""
+    """Return the path of a file to write. Its folder must exist."""
     if not Path(path).parent.is_dir():
-        raise typer.BadParameter(f"expected a file in a folder that exists, got {path!r}")
+        raise typer.BadParameter(f"expected a file in an existing folder, got {path!r}")
     return path
 
 
 def parse_plot(path: str) -> str:
-    """Return the path of a picture, if it can be drawn."""
+    """Return the path of a picture. The picture must be a PNG, and matplotlib installed."""
     if Path(path).suffix.lower() != ".png":
         raise typer.BadParameter(f"expected a file that ends in .png, got {path!r}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -59,7 +61,7 @@ def parse_plot(path: str) -> str:
 
 
 def parse_scales(text: str) -> str | float:
-    """Return a number if the text is one, else the text: a file, folder or repository."""
+    """Parse a number, or return the name of a file, folder or repository."""
     try:
         return float(text)
     except ValueError:
@@ -94,20 +96,20 @@ Scales = Annotated[
 CacheDtype = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(FORMATS)}; model: its own dtype; {ADAPTIVE}: measured once for the "
-        f"model; {', '.join(f'{alias} = {x}' for alias, x in ALIASES.items() if x in FORMATS)}. "
-        f"Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
+        help=f"{', '.join(FORMATS)}, model (the model's dtype), or {ADAPTIVE} (measured once for "
+        f"the model). {', '.join(f'{alias} = {x}' for alias, x in ALIASES.items() if x in FORMATS)}"
+        f". Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
         **choice((*FORMATS, AUTO, ADAPTIVE), ALIASES),
     ),
 ]
-KeyDtype = Annotated[str | None, typer.Option(help="A format or model, for K only.", **_SIDE)]
-ValueDtype = Annotated[str | None, typer.Option(help="A format or model, for V only.", **_SIDE)]
+KeyDtype = Annotated[str | None, typer.Option(help="Format of K only, or model.", **_SIDE)]
+ValueDtype = Annotated[str | None, typer.Option(help="Format of V only, or model.", **_SIDE)]
 Plan = Annotated[
     str | None,
     typer.Option(
         metavar="PATH|TEXT",
-        help="How layers are stored, instead of the three above: where choose_plan's result was "
-        "saved, or text such as 'fp8_e3m4 centered'.",
+        help="Storage plan, instead of the three options above: the path of a saved result of "
+        "choose_plan, or text such as 'fp8_e3m4 centered'.",
     ),
 ]
 StaticScales = Annotated[
@@ -115,36 +117,37 @@ StaticScales = Annotated[
     typer.Option(
         metavar="PATH|FLOAT",
         parser=parse_scales,
-        help="Static scales: a file, a folder, a Hub id or a constant. They may say how each layer "
-        "is stored (calibrate --plan). Default: dynamic scales.",
+        help="Static scales: a file, a folder, a Hub id or a constant. They may include a storage "
+        "plan (calibrate --plan). Default: dynamic scales.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace existing scales; never weights.")
+    bool, typer.Option("--overwrite", help="Replace existing scales, but never weights.")
 ]
 
 PYDOC = "pydoc"
-TEXTS_HELP = "A .txt file, or JSON lines (.jsonl). pydoc stands for Python's own documentation."
+TEXTS_HELP = "A .txt file, JSON lines (.jsonl), or pydoc for Python's documentation."
 
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="The format to choose scales for, or to measure them in. Default: fp8_e4m3.", **FORMAT
+        help="Format of the cache for which scales are made or measured. Default: fp8_e4m3.",
+        **FORMAT,
     ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="Number of tokens to read.")]
-MaxLength = Annotated[int | None, typer.Option(min=2, help="Tokens in one sequence.")]
+MaxLength = Annotated[int | None, typer.Option(min=2, help="Maximum tokens in a sequence.")]
 MaxPosition = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Also try the scales at other positions, up to this one; centers of K must help "
-        "there, too. Default: eight times --max-length, or as many as the model has.",
+        help="Last position at which scales are also tried. Centers of K must help there as well. "
+        "Default: eight times --max-length, at most the positions of the model.",
     ),
 ]
 TextColumn = Annotated[
-    str | None, typer.Option(help="JSON lines: the key of the text. Default: text.")
+    str | None, typer.Option(help="Key of the text in JSON lines. Default: text.")
 ]
 ChatTemplate = Annotated[
     bool | None,
@@ -155,15 +158,12 @@ ChatTemplate = Annotated[
     ),
 ]
 
-# The arguments of the library among the options of `calibrate` and `inspect`.
-_OPTIONS = {
-    "dtype", "max_tokens", "max_length", "max_position", "text_column", "chat_template",
-    "granularity", "center", "plan", "margin", "batch_size", "held_out",
-}  # fmt: skip
+# The options of `calibrate` and `inspect` that they pass to the library unchanged.
+_OPTIONS = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
 
 
 def load_texts(name: str) -> Path | list[str]:
-    """Return the file, or pydoc's text on each of Python's topics."""
+    """Return the path of a file, or pydoc's text on each of Python's topics."""
     if name == PYDOC:
         from pydoc_data.topics import topics
 
@@ -171,18 +171,18 @@ def load_texts(name: str) -> Path | list[str]:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(
-            f"--texts: expected a file, or {PYDOC} for Python's own documentation, got {name!r}; "
-            "check the path"
+            f"--texts: expected a file, or {PYDOC} for Python's documentation, got {name!r}. Check "
+            "the path"
         )
     return path
 
 
 def page_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the arguments of a cache that `generate` and `serve` have in common."""
+    """Return the arguments of a cache that `generate` and `serve` share."""
     names = ("key_dtype", "value_dtype", "plan", "scales", "backend")
     return {"dtype": ctx.params["kv_cache_dtype"], **{name: ctx.params[name] for name in names}}
 
 
 def given_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options of the library that were given; it has the defaults of the others."""
+    """Return the given options of the library. The library has the defaults of all others."""
     return {n: value for n, value in ctx.params.items() if n in _OPTIONS and value is not None}

@@ -9,7 +9,7 @@ import typer
 from .. import calibration
 from ..errors import ScaleError
 from ..scales import SCALE_FORMATS, Granularity, KVScales
-from ..scales.checkpoint.checkpoint import JSON_FILE, OWN_FILE, SCALES_FILE
+from ..scales.checkpoint.checkpoint import JSON_FILE, SCALES_FILE
 from ..scales.report import REPORT_FILE
 from ..scales.save import open_place
 from . import arguments
@@ -23,7 +23,7 @@ def calibrate(
     ctx: typer.Context,
     texts: Annotated[str, typer.Option(metavar="FILE", help=arguments.TEXTS_HELP)],
     out: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder for the scales; created if missing.")
+        str, typer.Option(metavar="FOLDER", help="Folder of the scales. Created if missing.")
     ],
     model: arguments.Model = None,
     granularity: Annotated[
@@ -38,7 +38,7 @@ def calibrate(
         bool | None,
         typer.Option(
             "--center/--no-center",
-            help="Try centers of K, and keep those that help. "
+            help="Try centers of K, and keep the centers that help. "
             "Default: on for hf_fp8kv, the only format that can hold them.",
         ),
     ] = None,
@@ -46,7 +46,7 @@ def calibrate(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="measured: choose for each layer the format, rotation and center that cost least. "
+            help="measured: choose the format, rotation and center of least cost for each layer. "
             "Only this package can use such scales.",
             **arguments.choice(("measured",)),
         ),
@@ -56,14 +56,14 @@ def calibrate(
         typer.Option(
             min=1,
             max=16,
-            help="Factor between the range of the scales and the largest value seen. Default: 1.0.",
+            help="Range of the scales relative to the largest observed value. Default: 1.0.",
         ),
     ] = None,
     to: Annotated[
         str,
         typer.Option(
             "--format",
-            help="Format of the files; see convert --to.",
+            help="Format of the files, see convert --to.",
             **arguments.choice(SCALE_FORMATS),
         ),
     ] = "hf_fp8kv",
@@ -74,7 +74,7 @@ def calibrate(
     text_column: arguments.TextColumn = None,
     chat_template: arguments.ChatTemplate = None,
     held_out: Annotated[
-        int | None, typer.Option(min=0, help="Tokens to hold out for checking the scales.")
+        int | None, typer.Option(min=0, help="Number of tokens to hold out for the report.")
     ] = None,
     device: arguments.Device = "auto",
     model_dtype: arguments.ModelDtype = "auto",
@@ -93,10 +93,10 @@ def calibrate(
     """Calibrate static scales on texts."""
     options = arguments.given_options(ctx)
     if plan is not None and not SCALE_FORMATS[to].holds_centers:
-        message = f"requires --format hf_fp8kv, got {to}, whose readers know no plans"
+        message = f"requires --format hf_fp8kv, got {to}, which cannot hold a plan"
         raise typer.BadParameter(message, param_hint="--plan")
     if plan is not None and dtype is not None:
-        message = "chooses the format of each layer: omit --dtype"
+        message = "chooses the format of each layer. Omit --dtype"
         raise typer.BadParameter(message, param_hint="--plan")
     if not SCALE_FORMATS[to].holds_centers:
         options = {"center": False, "granularity": SCALE_FORMATS[to].granularity} | options
@@ -105,16 +105,10 @@ def calibrate(
         source = arguments.load_texts(texts)
         # With a checkpoint, its copy has the scales in --format, and OUT has them as hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else to
-        # Check that the scales can be written before minutes are spent: next to no others, although
-        # some formats can lie next to each other.
-        files = SCALE_FORMATS[out_format].files(KVScales.uniform(1))
-        scale_files = {JSON_FILE, OWN_FILE, REPORT_FILE, SCALES_FILE, *files}
-        existing = sorted(name for name in scale_files if (folder / name).exists())
-        if existing and not overwrite:
-            raise ScaleError(
-                f"{folder}: expected a folder without {', '.join(existing)}, got one with it; "
-                "choose another --out, or pass --overwrite"
-            )
+        # Check that the scales can be written before minutes are spent. The folder may not have
+        # other scales, although some formats can be next to each other.
+        written = SCALE_FORMATS[out_format].files(KVScales.uniform(1))
+        files = {JSON_FILE, REPORT_FILE, SCALES_FILE, *written}
         open_place(folder, SCALE_FORMATS[out_format], files, None, overwrite=overwrite)
         if checkpoint is not None:
             copy = folder / COPY
@@ -126,10 +120,10 @@ def calibrate(
         except ScaleError as error:
             if SCALE_FORMATS[out_format].holds_centers:
                 raise
-            scales.save_pretrained(folder, overwrite=overwrite)  # so that they are not lost
-            raise ScaleError(f"{error}; the scales are in {folder}, as hf_fp8kv") from error
+            scales.save_pretrained(folder, overwrite=overwrite)  # otherwise they would be lost
+            raise ScaleError(f"{error}. The scales are in {folder}, as hf_fp8kv") from error
         if checkpoint is not None:
-            print_note(f"{folder}: scales written; copying {checkpoint}")
+            print_note(f"{folder}: scales are written. Copying {checkpoint}")
             paths += scales.save_pretrained(
                 folder / COPY, format=to, checkpoint=checkpoint, overwrite=overwrite
             )

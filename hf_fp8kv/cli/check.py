@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from ..attention.check_model import check_model
+from ..bench.reporting import build_table
 from ..ops import available_backends
 from ..utils.environment import versions
-from ..utils.terminal import make_table
 from .arguments import Device, Json, Model
 from .shared import load_model, print_parts
 
 
 def check(model: Model = None, device: Device = "cpu", as_json: Json = False) -> None:
-    """Show versions and backends. With --model, also how each of its layers will run."""
+    """Show versions and backends. With --model, also show how each of its layers runs."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     installed = versions()
     facts: dict[str, Any] = {
@@ -32,6 +32,6 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         return
     rows = {"python": facts["python"], **facts["versions"], "gpus": ", ".join(gpus) or "none"}
     rows |= {f"backend {name}": why for name, why in facts["backends"].items()}
-    print_parts([make_table([{"": name, "found": value} for name, value in rows.items()])])
+    print_parts([build_table({"": "left", "found": "left"}, rows.items())])
     if report is not None:
         print(report)

@@ -1,4 +1,4 @@
-"""`hf-fp8kv convert`: static scales from any format to any other, and to the Hub."""
+"""`hf-fp8kv convert`: conversion of static scales between formats, and upload to the Hub."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def convert(
     scales: Scales,
     to: Annotated[str, typer.Option(help=f"{', '.join(SCALE_FORMATS)}.", **choice(SCALE_FORMATS))],
     out: Annotated[
-        str | None, typer.Argument(help="The folder to write to; created if missing.")
+        str | None, typer.Argument(help="The folder to write to. Created if missing.")
     ] = None,
     checkpoint: Annotated[
         str | None,
@@ -31,7 +31,7 @@ def convert(
     weights: Annotated[
         Any,
         typer.Option(
-            help="copy, or link: hard links to the weights, on the same disk.",
+            help="copy, or link (hard links to the weights, on the same disk).",
             **choice(get_args(Weights)),
         ),
     ] = "copy",
@@ -41,12 +41,12 @@ def convert(
     ] = 1,
     model_type: Annotated[
         str | None,
-        typer.Option(help="Model type of the scales (llama, ...), if they do not name it."),
+        typer.Option(help="Model type of the scales (llama, ...), if the file does not have it."),
     ] = None,
     lenient: Annotated[
         bool,
         typer.Option(
-            "--lenient", help="Missing layers or another model type are a warning, not an error."
+            "--lenient", help="Warn about missing layers or a different model type, do not fail."
         ),
     ] = False,
     push_to_hub: Annotated[
@@ -54,23 +54,23 @@ def convert(
         typer.Option(metavar="REPO", help="Upload the scales instead of writing them to a folder."),
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(metavar="REPO", help="The model on the Hub that the card names.")
+        str | None, typer.Option(metavar="REPO", help="The base model on the Hub, for the card.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write static scales in another format; print the paths of the new files, one per line.
+    """Convert static scales to a different format. Print the paths of the new files, one per line.
 
-    What the format cannot hold is reduced so that nothing saturates, with a warning.
+    Scales that the format cannot hold are reduced so that nothing saturates, with a warning.
     """
     if (out is None) == (push_to_hub is None):
         got = "both" if out else "neither"
-        message = f"expected a folder to write to, or --push-to-hub; got {got}"
+        message = f"expected a folder to write to, or --push-to-hub, got {got}"
         raise typer.BadParameter(message, param_hint="OUT")
     if out is not None and Path(out).suffix in (".json", ".safetensors"):
         message = f"expected a folder (the format names the files in it), got {out!r}"
         raise typer.BadParameter(message, param_hint="OUT")
     if push_to_hub is not None and checkpoint is not None:
-        message = "uploads only the scales: omit --checkpoint, or write the copy to a folder"
+        message = "uploads only the scales. Omit --checkpoint, or write the copy to a folder"
         raise typer.BadParameter(message, param_hint="--push-to-hub")
     if weights == "link" and checkpoint is None:
         raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
@@ -86,7 +86,7 @@ def convert(
                 got = repr(source.model_type)
                 message = f"{source.origin}: expected scales of {model_type!r}, got {got}"
                 if not lenient:
-                    raise ScaleError(f"{message}; omit --model-type, or pass --lenient")
+                    raise ScaleError(f"{message}. Omit --model-type, or pass --lenient")
                 logger.warning("%s: written as %r", message, model_type)
         files: list[str] = []
         if push_to_hub is not None:

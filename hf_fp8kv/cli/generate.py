@@ -1,4 +1,4 @@
-"""`hf-fp8kv generate`: a prompt answered with the default cache and with FP8 pages."""
+"""`hf-fp8kv generate`: answers to a prompt with the default cache and with FP8 pages."""
 
 import json
 import sys
@@ -12,11 +12,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
+from ..bench.reporting import build_table, count_bytes
 from ..cache.cache import FP8PagedCache
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
@@ -47,7 +46,7 @@ def generate(
     attn: Annotated[
         str,
         typer.Option(
-            help="The attention for the FP8 run: fp8_paged, sdpa, eager, ...",
+            help="Attention of the FP8 run: fp8_paged, sdpa, eager, ...",
             autocompletion=arguments.offer(ATTENTIONS),
         ),
     ] = "fp8_paged",
@@ -57,39 +56,35 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0: always the most likely token.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Random seed, for a temperature above 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for a temperature above 0.")] = 0,
     device: arguments.Device = "auto",
     memory: Annotated[
-        Any,
-        typer.Option(
-            help="Show how many tokens fit into this much memory: 8GiB, 500MB, ...",
-            **arguments.SIZE,
-        ),
+        Any, typer.Option(help="Memory to fill with tokens: 8GiB, 500MB, ...", **arguments.SIZE)
     ] = "8GiB",
     as_json: arguments.Json = False,
 ) -> None:
     """Answer a prompt with the default cache and with FP8 pages, side by side."""
     options = arguments.page_options(ctx) | {"page_size": page_size}
     if kv_cache_dtype != ADAPTIVE:
-        FP8PagedCache(**options)  # raises for wrong options before minutes are spent
+        FP8PagedCache(**options)  # raises an error for wrong options before the model is loaded
     text = sys.stdin.read().strip() if prompt == "-" else prompt
     loaded, tokenizer = load_model(model, device)
     # None overrides what the checkpoint recommends for sampling.
     sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
                 "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
-    compared = Comparison(model or DEMO, loaded, tokenizer, text, chat, sampling, seed, memory)
-    runs = [compared.run_dense(), compared.run_paged(attn, options)]
+    comparison = Comparison(model or DEMO, loaded, tokenizer, text, chat, sampling, seed, memory)
+    runs = [comparison.run_dense(), comparison.run_paged(attn, options)]
     if as_json:
-        facts = {"prompt": text, "model": compared.name, "options": options, "memory_bytes": memory}
+        facts = {"prompt": text, "model": comparison.name, "options": options}
         answers = {"agreement": compare_tokens(*runs), "runs": [asdict(run) for run in runs]}
-        print(json.dumps(facts | answers))
+        print(json.dumps({**facts, "memory_bytes": memory, **answers}))
     else:
-        print_parts(comparison_table(compared.name, text, runs, memory))
+        print_parts(comparison_table(comparison.name, text, runs, memory))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One answer and the size of its cache; sizes in bytes, speed in tokens per second."""
+    """An answer and the size of its cache. Sizes are in bytes."""
 
     cache: str
     scales: str
@@ -105,7 +100,7 @@ class Run:
 
 @dataclass
 class Comparison:
-    """A model and a prompt, with `chat` as a user's message. Each answer is one `Run`."""
+    """A model and a prompt, with `chat` as the message of a user."""
 
     name: str
     model: Any
@@ -123,7 +118,7 @@ class Comparison:
             encoded = self.tokenizer(self.prompt, return_tensors="pt")
         elif self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"--chat: expected a chat template, {self.name} has none; omit the option"
+                f"--chat: expected a chat template, got none in {self.name}. Omit the option"
             )
         else:
             encoded = self.tokenizer.apply_chat_template(
@@ -131,37 +126,35 @@ class Comparison:
                 add_generation_prompt=True, return_tensors="pt", return_dict=True,
             )  # fmt: skip
         if encoded["input_ids"].shape[1] == 0:
-            raise ConfigError("expected a prompt of at least one token, got an empty one")
-        # Some tokenizers also return token_type_ids, which many models do not take.
+            raise ConfigError("expected a prompt of at least one token, got an empty prompt")
+        # Some tokenizers also return token_type_ids, which many models do not accept.
         return {n: encoded[n].to(self.model.device) for n in ("input_ids", "attention_mask")}
 
     def run_dense(self) -> Run:
-        """Answer with transformers' default cache and the model's own attention."""
+        """Generate with transformers' default cache and the model's default attention."""
         cache, answer = self._generate(partial(DynamicCache, config=self.model.config))
-        size = sum(getattr(x, "nbytes", 0) for x in tree_leaves([*map(vars, cache.layers)]))
-        tokens = cache.get_seq_length()
+        tokens, size = cache.get_seq_length(), count_bytes(cache)
         name = f"DynamicCache {str(self.model.dtype).removeprefix('torch.')}"
         share = size / tokens
         return Run(name, "none", *answer, tokens, size, share, int(self.room / share))
 
     def run_paged(self, attn: str, options: Mapping[str, Any]) -> Run:
-        """Answer with FP8 pages, read by the attention `attn`."""
+        """Generate with FP8 pages and the attention `attn`."""
         try:
             self.model.set_attn_implementation(attn)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"--attn {attn} does not work with {self.name}: {error}") from error
+            raise ConfigError(f"cannot use --attn {attn} with {self.name}: {error}") from error
         dtype, plan = resolve_plan(self.model, options["dtype"], options["plan"])
         keywords = {**options, "dtype": dtype, "plan": plan}
         cache, answer = self._generate(partial(FP8PagedCache, self.model.config, **keywords))
         warn_if_stale(self.model, cache.options.scales)
         sizes, page = cache.memory_footprint(), options["page_size"]
-        # The last page is partly filled: a token's size is its share of a full page.
-        full = -(-sizes.tokens // page) * page
-        share = sizes.used_bytes / full + sizes.other_bytes / sizes.tokens
-        plans = set(cache.plan.values())
-        plan = next(iter(plans))
-        stored = "plans by layer" if len(plans) > 1 else str(plan.k if plan.k == plan.v else plan)
-        is_auto = all(side.is_auto for plan in plans for side in plan)
+        # The last page is partly filled. A token's size is its share of a full page.
+        room = -(-sizes.tokens // page) * page
+        share = sizes.used_bytes / room + sizes.other_bytes / sizes.tokens
+        plans = [*sizes.layers_by_plan]
+        stored = plans[0] if len(plans) == 1 else "plans by layer"
+        is_auto = all(side.is_auto for plan in cache.plan.values() for side in plan)
         scales = "none" if is_auto else str(options["scales"] or "dynamic")
         name, size = f"pages of {page}, {stored}", sizes.used_bytes + sizes.other_bytes
         return Run(name, scales, *answer, sizes.tokens, size, share, int(self.room / share))
@@ -169,7 +162,10 @@ class Comparison:
     def _generate(
         self, make_cache: Callable[[], Any]
     ) -> tuple[Any, tuple[str, str, list[int], float | None]]:
-        """Return the filled cache, and attention, text, tokens and speed after the first token."""
+        """Return the filled cache, and the attention, text, token ids and speed of the answer.
+
+        Speed is in tokens per second after the first token.
+        """
         stamps: list[float] = []
 
         def stamp(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -178,7 +174,7 @@ class Comparison:
             stamps.append(time.perf_counter())
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-        # Two tokens for warming up: kernels are compiled at their first use.
+        # Generate two tokens first, because kernels are compiled at their first use.
         call = {**self.inputs, CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2}
         self.model.generate(**call, do_sample=False)
         torch.manual_seed(self.seed)
@@ -192,12 +188,12 @@ class Comparison:
         return cache, (str(self.model.config._attn_implementation), text, ids, speed)
 
 
-def compare_tokens(one: Run, other: Run) -> dict[str, int | None]:
-    """Return the number of equal tokens, of all positions, and the first position that differs.
+def compare_tokens(dense: Run, paged: Run) -> dict[str, int | None]:
+    """Return the number of equal tokens, the number of positions, and the first difference.
 
-    Positions count from 0, up to the longer answer: a token without a counterpart differs.
+    Positions count from 0, up to the longer answer. A token without a counterpart differs.
     """
-    same = [a == b for a, b in zip_longest(one.token_ids, other.token_ids)]
+    same = [a == b for a, b in zip_longest(dense.token_ids, paged.token_ids)]
     first = None if all(same) else same.index(False)
     return {"equal": sum(same), "of": len(same), "first_difference": first}
 
@@ -222,10 +218,6 @@ def comparison_table(
         f"fit into {format_size(room)}": [f"{run.tokens_that_fit:,} tokens" for run in runs],
         "tokens/s": [f"{x.tokens_per_second:.1f}" if x.tokens_per_second else "-" for x in runs],
     }
-    table = Table(show_lines=True)
-    table.add_column("", style="bold")
-    for run in runs:
-        table.add_column(run.cache, ratio=1, overflow="fold")
-    for heading, cells in rows.items():
-        table.add_row(heading, *map(Text, cells))
+    columns: dict[str, Any] = dict.fromkeys(("", *(run.cache for run in runs)), "left")
+    table = build_table(columns, ((name, *row) for name, row in rows.items()), show_lines=True)
     return [Text.assemble((name, "bold"), ": ", prompt), table]

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from .. import calibration
+from ..bench.reporting import build_table
 from ..cache.cache import FP8PagedCache
 from ..errors import ScaleError
 from ..scales import KVScales
 from ..utils.files import CACHE_FORMAT, read_header
-from ..utils.terminal import format_size, make_table
+from ..utils.terminal import format_size
 from . import arguments
 from .scales_plot import plot_scales
 from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
@@ -26,7 +27,7 @@ def inspect(
     texts: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Measure the scales on these texts. " + arguments.TEXTS_HELP
+            metavar="FILE", help=f"Texts on which to measure the scales: {arguments.TEXTS_HELP}"
         ),
     ] = None,
     plot: Annotated[
@@ -43,10 +44,10 @@ def inspect(
     model_dtype: arguments.ModelDtype = "auto",
     as_json: arguments.Json = False,
 ) -> None:
-    """Show static scales, one row per layer, and anything odd about them.
+    """Show static scales, one row per layer, and remarks on odd scales.
 
-    With --texts they are measured; else the report of their calibration is shown, if there is one.
-    Of a file that a cache was saved to, show how each layer is stored.
+    With --texts, measure the scales. Without it, show the report of their calibration, if any.
+    For the file of a saved cache, show how each layer is stored.
     """
     options = arguments.given_options(ctx)
     if texts is None and (model is not None or options):
@@ -59,7 +60,7 @@ def inspect(
                 raise typer.BadParameter("requires scales, got a saved cache", param_hint=option)
             _show_cache(scales, as_json)
             return
-        # Show what is wrong with a file instead of refusing it, if possible.
+        # If possible, show a faulty file with warnings instead of refusing it.
         source = KVScales.from_pretrained(scales, strict=False)
         report = source.report
         if texts is not None:
@@ -83,7 +84,7 @@ def inspect(
 
 
 def _is_cache(path: str) -> bool:
-    with suppress(ScaleError):  # the reader of scales describes what is wrong with the file
+    with suppress(ScaleError):  # the reader of scales raises it again
         return Path(path).is_file() and read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False
 
@@ -95,6 +96,7 @@ def _show_cache(path: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"origin": path, **vars(sizes), "layers": layers}))
         return
-    rows = [{"layer": x, "K stored as": k, "V stored as": v} for x, (k, v) in layers.items()]
+    rows = ((index, *sides) for index, sides in layers.items())
+    table = build_table(dict.fromkeys(("layer", "K stored as", "V stored as"), "left"), rows)
     print(f"{cache}\n{sizes.tokens} tokens, {format_size(sizes.used_bytes)} in pages")
-    print_parts([make_table(rows)], piped_width=160)
+    print_parts([table], piped_width=160)

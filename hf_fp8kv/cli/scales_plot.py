@@ -1,10 +1,9 @@
 """Plot of static scales: magnitudes of K and V by layer and head, and the errors of 8 bits.
 
-matplotlib is imported when a plot is requested. pyplot is not used: it would look for a window
-system and keep figures alive.
+matplotlib is imported when a plot is requested. pyplot is not used, because it would look for a
+window system and keep figures alive.
 """
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from ..utils.files import write_all
 from .scales_table import describe_source
 
 _LARGEST = FORMATS["fp8_e4m3"].max
-_SIDES = {"k": "K", "v": "V"}
-# 1600 pixels wide; inches.
+# Inches, and dots per inch: 1600 pixels wide.
 _SIZE, _DPI = (40 / 3, 12), 120
-# Colors that the color-blind can tell apart (Okabe and Ito), and markers for print without color.
+# Colors for color-blind readers (Okabe and Ito), and markers for print without color.
 _COLORS = ("#0072b2", "#d55e00", "#56b4e9", "#009e73", "#cc79a7", "#e69f00")
 _MARKERS = "osv^DP"
 _NOT_MEASURED = (
-    "not measured: these scales come without\na calibration report\n\n"
+    "not measured: these scales have\nno calibration report\n\n"
     "hf-fp8kv inspect SCALES --model MODEL --texts FILE\nmeasures them on your text"
 )
 
@@ -32,13 +30,11 @@ _NOT_MEASURED = (
 def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | Path) -> None:
     """Write a PNG with the magnitudes of K and V and the errors of 8 bits, atomically.
 
-    `report` is the result of their calibration or of `measure`. Without it the plot shows the
-    largest magnitude that the scales represent (448 × scale), and notes that errors were not
-    measured.
+    `report` is the result of a calibration or of `measure`. Without it the plot shows the largest
+    magnitude that the scales represent (448 × scale), and a note that errors were not measured.
     """
-    picture = io.BytesIO()
-    scales_figure(scales, report).savefig(picture, dpi=_DPI, format="png")
-    write_all({Path(path): picture.getvalue()})
+    figure = scales_figure(scales, report)
+    write_all({Path(path): lambda part: figure.savefig(part, dpi=_DPI, format="png")})
 
 
 def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
@@ -51,8 +47,8 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     unit = "largest magnitude" if report is not None else f"{_LARGEST:g} × scale"
     panels["kv"].set_title(f"{unit} of K and V, by layer", loc="left")
     panels["kv"].set_ylabel(f"{unit}\n(in units of K and V)")
-    for number, (side, name) in enumerate(_SIDES.items()):
-        table = _amax_by_head(scales, report, side)
+    for number, side in enumerate("kv"):
+        name, table = side.upper(), _amax_by_head(scales, report, side)
         _draw_line(
             panels["kv"], np.fmax.reduce(table, axis=1), number, label=f"{name}, largest head"
         )
@@ -66,14 +62,12 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
             panels[name].grid(visible=True, alpha=0.3)
         elif not panels[name].texts:
             _write_text(panels[name], "0 everywhere")
-    handles, labels = panels["kv"].get_legend_handles_labels()
-    panels["kv"].legend(
-        handles, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False
-    )
-    handles, labels = panels["v error"].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(FORMATS))
-    # A name may contain "$", which is not math here.
+    look: dict[str, Any] = {"frameon": False}
+    labels = panels["kv"].get_legend_handles_labels()
+    panels["kv"].legend(*labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, **look)
+    labels = panels["v error"].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=len(FORMATS), **look)
+    # A name may contain "$", which must not be parsed as math.
     figure.suptitle(_title(scales, report), parse_math=False)
     return figure
 
@@ -88,46 +82,46 @@ def _title(scales: KVScales, report: CalibrationReport | None) -> str:
 
 
 def _shorten(name: str, length: int = 80) -> str:
-    """Return a name on one line; of a long path, its end."""
+    """Return a name on one line, or the end of a long name."""
     name = " ".join(name.split())
     return name if len(name) <= length else f"...{name[-length:]}"
 
 
 def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str) -> np.ndarray:
-    """Return `[layers, heads]`, the largest magnitudes; NaN if missing, or 0 (log axes)."""
+    """Return the largest magnitudes, `[layers, heads]`. NaN stands for 0 and for missing values."""
     if report is not None:
         amax = {i: np.array(getattr(layer, side).amax) for i, layer in report.layers.items()}
     else:
-        found = {i: layer.static["kv".index(side)] for i, layer in scales.layers.items()}
-        # One number for each head, or for the layer.
-        rows = {i: x.reshape(len(x) if x.ndim else 1, -1).amax(1) for i, x in found.items()}
+        static = {i: layer.static["kv".index(side)] for i, layer in scales.layers.items()}
+        # One value for each head, or for the layer.
+        rows = {i: x.reshape(len(x) if x.ndim else 1, -1).amax(1) for i, x in static.items()}
         amax = {i: _LARGEST * row.double().numpy() for i, row in rows.items()}
     heads = max(len(row) for row in amax.values())
     table = np.full((max(amax) + 1, heads), np.nan)
     for index, row in amax.items():
-        # A layer's single scale is for all heads; a single number in a report is for one head.
-        spread = heads if report is None and len(row) == 1 else len(row)
-        table[index, :spread] = row
-    table[table <= 0] = np.nan
+        # A layer's only scale applies to all heads. A single value in a report belongs to one head.
+        width = heads if report is None and len(row) == 1 else len(row)
+        table[index, :width] = row
+    table[table <= 0] = np.nan  # for the logarithmic axes
     return table
 
 
 def _draw_line(axes: Any, line: np.ndarray, number: int, **look: Any) -> None:
-    """Draw a line through the layers that exist, in a color and with a marker for `number`."""
+    """Draw a line through the layers with values, in the color and with the marker `number`."""
     layers = np.flatnonzero(line > 0)
     if len(layers):
         look = {"color": _COLORS[number], "marker": _MARKERS[number], "markersize": 3, **look}
         axes.plot(layers, line[layers], **look)
-    _number_layers(axes)
+    _label_integers(axes.xaxis, "layer")
 
 
-def _number_layers(axes: Any) -> None:
-    axes.set_xlabel("layer")
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+def _label_integers(axis: Any, label: str) -> None:
+    axis.set_label_text(label)
+    axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def _draw_heads(figure: Any, axes: Any, table: np.ndarray) -> None:
-    axes.set_ylabel("KV head")
+    _label_integers(axes.yaxis, "KV head")
     axes.set_facecolor("0.85")  # missing values
     if np.isnan(table).all():
         _write_text(axes, "0 everywhere")
@@ -135,13 +129,12 @@ def _draw_heads(figure: Any, axes: Any, table: np.ndarray) -> None:
     image = axes.imshow(
         np.ma.masked_invalid(table.T), aspect="auto", norm="log", interpolation="nearest"
     )
-    axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    _number_layers(axes)
+    _label_integers(axes.xaxis, "layer")
     figure.colorbar(image, ax=axes)
 
 
 def _draw_errors(axes: Any, report: CalibrationReport | None, side: str) -> None:
-    """Draw solid lines for these scales, and dotted ones for dynamic scales."""
+    """Draw solid lines for these scales, and dotted lines for dynamic scales."""
     if report is None:
         _write_text(axes, _NOT_MEASURED)
         return

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: loading a model, printing results, notes and warnings."""
+"""Functions that the commands share: loading a model, printing results, notes and warnings."""
 
 import logging
 import os
@@ -17,14 +17,14 @@ DEMO = "SmolLM2-135M-Instruct (demo)"
 
 
 def pick_device(device: str) -> str:
-    """Return the device, or for "auto" a GPU if this machine has one."""
+    """Return the device. "auto" is a GPU if this machine has one, otherwise the CPU."""
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """Return a model (None: the demo model), on its device, and its tokenizer."""
+    """Return a model on its device, and its tokenizer. None loads the demo model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = name or str(demo_model_path())
@@ -40,19 +40,19 @@ def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any,
 
 
 def make_console(piped_width: int | None = None) -> Console:
-    """Return stdout, as wide as the terminal or COLUMNS. Files and pipes are `piped_width` wide."""
+    """Return stdout with the width of the terminal or COLUMNS, or `piped_width` for files."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if has_width else piped_width)
 
 
 def print_parts(parts: Sequence[RenderableType], *, piped_width: int | None = None) -> None:
-    """Print parts below each other, as wide as `make_console` says."""
+    """Print parts below each other, with the width of `make_console`."""
     make_console(piped_width).print(Group(*parts))
 
 
 @contextmanager
 def show_progress() -> Iterator[Callable[..., None]]:
-    """Show on stderr the messages given to the function, and the share that is done."""
+    """Return a function that shows a message and the completed share on stderr."""
     console = Console(stderr=True)
     with console.status("") as status:
 
@@ -66,13 +66,13 @@ def show_progress() -> Iterator[Callable[..., None]]:
 
 
 def print_note(message: str) -> None:
-    """Print a line that is not a result on stderr, so that a pipe gets only results."""
+    """Print a line on stderr, so that a pipe only gets results."""
     print(message, file=sys.stderr)
 
 
 @contextmanager
 def handle_log(handler: logging.Handler) -> Iterator[None]:
-    """Pass the library's log to a handler, from the handler's level on."""
+    """Pass the library's log to a handler, starting at the handler's level."""
     library = logging.getLogger("hf_fp8kv")
     level = library.level
     library.addHandler(handler)
@@ -106,6 +106,6 @@ def report_problems() -> Iterator[list[str]]:
             yield handler.messages
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"expected enough device memory, got: {error}; use a smaller --max-length or "
-            "--batch-size, or another --device"
+            f"expected enough device memory, got: {error}. Use a smaller --max-length or "
+            "--batch-size, or a different --device"
         ) from error

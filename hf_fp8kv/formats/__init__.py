@@ -109,11 +109,10 @@ def parse_dtype(name: object, argument: str = "dtype") -> str:
         name = ALIASES.get(name, name)
         if name == AUTO or name in FORMATS:
             return name
-    # Int8 is listed separately, because it has no `torch_dtype`: its bytes differ from torch's
-    # int8.
-    of_torch = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
-    if isinstance(name, torch.dtype) and name in of_torch:
-        return of_torch[name]
+    # Int8 is listed separately. It has no `torch_dtype`, because its bytes differ from torch's.
+    names = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
+    if isinstance(name, torch.dtype) and name in names:
+        return names[name]
     known = ", ".join(repr(n) for n in (*ALIASES, *FORMATS))
     raise ConfigError(f"{argument}: expected one of {known}, got {name!r}")
 
@@ -137,13 +136,13 @@ class SidePlan:
         for name in (_ROTATED, _CENTERED):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
-                    f"{name}: expected True or False, got {getattr(self, name)!r}; "
-                    "SidePlan.parse('int8 rotated') makes a plan of text"
+                    f"{name}: expected True or False, got {getattr(self, name)!r}. "
+                    "SidePlan.parse('int8 rotated') parses text"
                 )
         if self.is_auto and (self.rotated or self.centered):
             raise ConfigError(
-                "format 'model' expected neither rotation nor a center, since it stores numbers as "
-                f"they are, got {self}; choose an 8-bit format"
+                "format 'model' expected neither rotation nor a center, because it stores values "
+                f"unchanged, got {self}. Choose an 8-bit format"
             )
 
     @property
@@ -165,8 +164,8 @@ class SidePlan:
         name, *marks = (isinstance(text, str) and text.split()) or [""]
         if not name or set(marks) - {_ROTATED, _CENTERED}:
             raise ConfigError(
-                f"plan: expected a format, then {_ROTATED!r} or {_CENTERED!r} or both or neither, "
-                f"got {text!r}; write it as in SidePlan.parse('fp8_e2m5 rotated centered')"
+                f"plan: expected a format, optionally followed by {_ROTATED!r} and {_CENTERED!r}, "
+                f"got {text!r}. Write it as in SidePlan.parse('fp8_e2m5 rotated centered')"
             )
         return cls(name, _ROTATED in marks, _CENTERED in marks)
 
@@ -188,8 +187,8 @@ class LayerPlan(NamedTuple):
         if isinstance(plan, cls) and all(isinstance(side, SidePlan) for side in plan):
             return plan
         raise ConfigError(
-            f"{what}: expected a LayerPlan of two SidePlan, got {plan!r}; "
-            "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes one of text"
+            f"{what}: expected a LayerPlan of two SidePlan, got {plan!r}. "
+            "LayerPlan.parse('fp8_e2m5 rotated', 'int8') parses text"
         )
 
     def __str__(self) -> str:

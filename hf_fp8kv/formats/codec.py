@@ -147,7 +147,7 @@ def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor
 
 @functools.cache
 def _facts(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return maximum values, smallest binades, and offsets for `_round_to_step`, by format."""
+    """Return maximum values, smallest binades, and offsets for `dynamic_errors`, by format."""
     with torch.inference_mode(False), torch.no_grad():
         most = torch.tensor([f.max for f in formats], device=device)
         binades = torch.tensor([(128 - f.bias) << 23 for f in formats], device=device)

@@ -23,13 +23,12 @@ logger = logging.getLogger(__name__)
 
 NOTE = (
     "this checkpoint declares a KV cache, for which compressed-tensors rounds K and V to 8 bits "
-    "before they reach a cache; with an FP8 cache they stay unrounded, since it quantizes them "
-    "itself"
+    "before they reach a cache. An FP8 cache gets them unrounded, because it quantizes them"
 )
 _PROJECTIONS_NOTE = (
     "this checkpoint declares the outputs of {} as its KV cache, and compressed-tensors rounds "
-    "them to 8 bits: caches and calibration get rounded numbers; load a copy that declares the "
-    "cache itself: hf-fp8kv convert OLD COPY --checkpoint OLD --to compressed-tensors --overwrite"
+    "them to 8 bits, so caches and calibration get rounded values. Load a copy that declares the "
+    "cache: hf-fp8kv convert OLD COPY --checkpoint OLD --to compressed-tensors --overwrite"
 )
 
 
@@ -46,7 +45,7 @@ def pass_exact_states() -> None:
         return
     round_and_store = wrapper.forward
 
-    @functools.wraps(round_and_store, assigned=())  # it keeps the name of this module
+    @functools.wraps(round_and_store, assigned=())  # keep the name of this module
     def forward(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         cache = None if self.past_key_values is None else self.past_key_values()
         if not (step.exact or getattr(cache, "takes_exact_states", False)):
@@ -65,7 +64,7 @@ def exact_states(*, engine: bool = False) -> Iterator[None]:
     """Keep K and V unrounded in this thread within the `with` block, with any cache or none.
 
     `engine` means that a continuous-batching engine runs a step. It packs requests into one row,
-    and its cache knows where each request begins. Masks, which would cover all tokens of the step,
+    and its cache has the bounds of each request. Masks, which would cover all tokens of the step,
     are not needed and not made.
     """
     pass_exact_states()

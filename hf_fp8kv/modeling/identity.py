@@ -28,7 +28,8 @@ def identify_model(model: Any) -> str:
     """Return a digest of weights, config, class and library: 64 hexadecimal digits.
 
     Raises:
-        ConfigError: Weights are not whole in this process, or other code changes hidden states.
+        ConfigError: Weights are not completely in this process, or other code changes hidden
+            states.
     """
     _check_code(model)
     return digest_of(describe_model(model), digest_weights(model))
@@ -67,26 +68,26 @@ def _check_code(model: Any) -> None:
     shared = torch.nn.modules.module
     hooks = [*shared._global_forward_pre_hooks.values(), *shared._global_forward_hooks.values()]
     for name, module in model.named_modules():
-        own, accelerates = vars(module), vars(module).get("_hf_hook")
+        attributes, accelerate_hook = vars(module), vars(module).get("_hf_hook")
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        hooks += getattr(accelerates, "hooks", [accelerates])
-        found = [hook for hook in hooks if hook is not None and not _is_of(hook, _COVERED)]
+        hooks += getattr(accelerate_hook, "hooks", [accelerate_hook])
+        unknown = [x for x in hooks if x is not None and not _is_defined_in(x, _COVERED)]
         for method, packages in _METHODS.items():
-            code = _unwrap(own.get(method))
+            code = _unwrap(attributes.get(method))
             stock = getattr(type(module), method.removeprefix("_old_"), None)
             is_stock = code is None or getattr(code, "__func__", None) is stock
-            found += [] if is_stock or _is_of(code, packages) else [code]
-        if found:
-            kind = getattr(found[0], "__qualname__", type(found[0]).__name__)
+            unknown += [] if is_stock or _is_defined_in(code, packages) else [code]
+        if unknown:
+            kind = getattr(unknown[0], "__qualname__", type(unknown[0]).__name__)
             raise ConfigError(
                 "prefix_store: expected no hook and no replaced method, which may change hidden "
-                f"states or tokens, got {kind} in {name or 'the model'}; remove it, or leave "
+                f"states or tokens, got {kind} in {name or 'the model'}. Remove it, or leave "
                 "prefix_store out"
             )
         hooks.clear()
 
 
-def _is_of(function: Any, packages: tuple[str, ...]) -> bool:
+def _is_defined_in(function: Any, packages: tuple[str, ...]) -> bool:
     """Return whether one of the packages defines a function, or the class of a callable object."""
     while isinstance(function, partial):
         function = function.func
@@ -96,8 +97,8 @@ def _is_of(function: Any, packages: tuple[str, ...]) -> bool:
 
 
 def _unwrap(function: Any) -> Any:
-    """Return the function inside torch.compile, torch.no_grad, torch.inference_mode or ours."""
-    if _is_of(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
+    """Return the function inside torch.compile, torch.no_grad, torch.inference_mode or hf_fp8kv."""
+    if _is_defined_in(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
         for name in ("_torchdynamo_orig_callable", "__wrapped__", "before"):
             if (inner := getattr(function, name, None)) is not None:
                 return _unwrap(inner)

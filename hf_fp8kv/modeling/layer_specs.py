@@ -59,6 +59,6 @@ def read_config(repo_or_dir: str | os.PathLike[str], **options: Any) -> PreTrain
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"expected a config.json that transformers can read in {os.fspath(repo_or_dir)!r}, got "
-            f"{type(error).__name__}: {error}; or pass config=model.config"
+            f"{type(error).__name__}: {error}. Fix it, or pass config=model.config"
         ) from error
     return config

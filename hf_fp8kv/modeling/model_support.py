@@ -101,9 +101,9 @@ def with_cache(model: Any, cache: Any) -> dict[str, Any]:
 def refusal(kind: type[Any]) -> str:
     """Return the reason why models of this class cannot use the cache, or ""."""
     if not getattr(kind, "_supports_default_dynamic_cache", lambda: True)():
-        return "it needs a cache class of its own"
+        return "it needs a special cache class"
     if not cache_argument(kind):
-        return f"its forward takes no {CACHE}"
+        return f"its forward has no argument {CACHE}"
     return ""
 
 
@@ -112,7 +112,7 @@ def refuse_config(config: Any) -> None:
     config_class: type = type(config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
-            f"config: expected a model's config or None, got {config_class.__name__}; write "
+            f"config: expected a model's config or None, got {config_class.__name__}. Write "
             "FP8PagedCache(model.config)"
         )
     why = refusal(kind) if (kind := model_class(config_class)) else ""

@@ -29,7 +29,7 @@ class TensorParallel(NamedTuple):
         if not isinstance(given, TensorParallel | None):
             raise ConfigError(
                 "tensor_parallel: expected the result of hf_fp8kv.tensor_parallel(model), got "
-                f"{given!r}; leave it out for one process"
+                f"{given!r}. Leave it out for one process"
             )
         return given or cls()
 
@@ -52,7 +52,7 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"model: expected a PreTrainedModel, got {type(model).__name__}. Pass the model inside "
-            "of one that is compiled or wrapped (model._orig_mod, model.module)"
+            "a compiled or wrapped model (model._orig_mod, model.module)"
         )
     mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is None or "tp" not in mesh.mesh_dim_names:
@@ -98,7 +98,7 @@ def check_divides(config: Any, size: int) -> None:
         fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
             f"tensor_parallel: expected a number of processes that divides the {heads} KV heads of "
-            f"the model ({getattr(config, 'model_type', type(config).__name__)}), got {size}; use "
+            f"the model ({getattr(config, 'model_type', type(config).__name__)}), got {size}. Use "
             f"{' or '.join(fit)}, or one process with device_map='auto'"
         )
 
@@ -111,6 +111,6 @@ def check_split(layer: int, here: int, whole: int | None, size: int) -> None:
     if size > 1 and here == whole:
         raise ConfigError(
             f"tensor_parallel: expected {whole // size} of the model's {whole} KV heads, got all "
-            f"of them in layer {layer}, since the model is not split; pass the result of "
+            f"of them in layer {layer}, because the model is not split. Pass the result of "
             "hf_fp8kv.tensor_parallel(model)"
         )

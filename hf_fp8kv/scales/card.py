@@ -1,4 +1,4 @@
-"""Model cards: the README.md of a checkpoint or repository with scales; an old one is extended."""
+"""Model cards: the README.md of a checkpoint or repository with scales. Old cards are extended."""
 
 import logging
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from .layer_scales import ScaleData
 logger = logging.getLogger(__name__)
 
 CARD_FILE = "README.md"
-# The section lies between them, and is written again with other scales.
+# Markers around the section, which is replaced with new scales.
 _START, _END = "<!-- hf_fp8kv: KV cache -->", "<!-- hf_fp8kv: end -->"
 _SGLANG = "python -m sglang.launch_server --model-path {0} --kv-cache-dtype fp8_e4m3"
-# The commands of servers that read a format; {0} is the copy of the checkpoint, {1} the model.
+# Commands of servers that read a format. {0} is the copy of the checkpoint, {1} the model.
 _COMMANDS = {
     "hf_fp8kv": "vllm serve {1} --kv-cache-dtype hf_fp8kv_static "
     '--additional-config \'{{"hf_fp8kv": {{"scales": "{0}"}}}}\'',
@@ -29,24 +29,24 @@ _COMMANDS = {
 
 
 def make_card(
-    scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, old: bytes, *,
-    whole: bool, base_model: str | None,
+    scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, old: bytes,
+    model: str, base_model: str | None,
 ) -> bytes:  # fmt: skip
-    """Return the card of scales under this name; text and metadata of `old` stay.
+    """Return the card of scales. Text and metadata of the old card are kept.
 
     Args:
-        losses: Sentences about what the format could not hold.
+        losses: Sentences about losses in the format.
         name: Name of the repository or folder.
-        old: The existing card, empty without one. Its bytes need not be UTF-8.
-        whole: Whether the model is there, too.
-        base_model: Repository of the model that scales or model were made from.
+        old: The existing card, or no bytes. It may have bytes that are not UTF-8.
+        model: Repository or folder of the model, for the example.
+        base_model: Repository of the base model, for the metadata.
     """
-    section = _describe(scales, losses, format, name, name if whole else base_model or "MODEL")
+    section = _describe(scales, losses, format, name, model)
     text = old.decode("utf-8", "surrogateescape")
     try:
         card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        logger.warning("%s: its metadata stays as it is: %s", CARD_FILE, error)
+        logger.warning("%s: its metadata is not changed: %s", CARD_FILE, error)
         return _insert(text, section).encode("utf-8", "surrogateescape")
     tags = card.data.get("tags") or []
     tags = tags if isinstance(tags, list) else [tags]
@@ -58,9 +58,9 @@ def make_card(
 
 
 def _insert(text: str, section: str) -> str:
-    before, _, rest = text.partition(_START)
-    _, end, after = rest.partition(_END)
-    if not end:  # there is no section, or nobody knows where it ends
+    before, _, section_and_after = text.partition(_START)
+    _, end, after = section_and_after.partition(_END)
+    if not end:  # the card has no section, or the section has no end
         before, after = text, "\n"
     return f"{before.rstrip()}\n\n{section}{after}".lstrip("\n")
 
@@ -73,7 +73,7 @@ def _describe(
     kind = "Plan" if scales.is_dynamic else "Static scales"
     facts = [
         f"{kind} for an FP8 KV cache: {len(scales.layers)} layers, per {kinds}{centers}",
-        f"format `{format.name}`, numbers in the unit of E4M3 (`amax / 448`)",
+        f"format `{format.name}`, values in the unit of E4M3 (`amax / 448`)",
     ]
     report = scales.report
     if report is not None:
@@ -83,19 +83,19 @@ def _describe(
             f"{report.margin:g}, {report.date[:10]}, with {versions}",
             report.centers,
         ]
-        # The measurements are about the scales as they were before.
+        # The report has measured the scales without losses.
         facts += [
             f"mean KL to the unquantized cache, {row.cache}: {row.kl:.2e} nats, same top token "
             f"{row.top1:.1%} ({row.tokens} held-out tokens)"
             for row in (() if losses else report.quality)
-            if row.cache != "unquantised"
+            if row.cache != "unquantized"
         ]
     facts += losses
     if scales.weights_digest:
         facts.append(f"made for the weights with the digest `{scales.weights_digest}`")
     commands = [_COMMANDS[format.name]]
     if kinds == "tensor" and commands[0].startswith("vllm serve {0}"):
-        commands.append(_SGLANG)  # it takes one number a side
+        commands.append(_SGLANG)  # SGLang reads one number for each side
     return "\n".join([
         _START, "## FP8 KV cache", "", *(f"- {fact}" for fact in facts), "",
         "```python",

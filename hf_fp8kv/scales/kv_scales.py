@@ -1,7 +1,7 @@
-"""KVScales: static scales of a model's keys and values, one pair a layer, and their files.
+"""KVScales: static scales of a model's keys and values, one pair for each layer, and their files.
 
-Their direction and their unit are those of `LayerScales`. A layer without a scale never means 1.0:
-it is a `ScaleError`.
+`LayerScales` defines the direction and the unit. A missing scale is a `ScaleError`, and never
+means 1.0.
 """
 
 import logging
@@ -31,12 +31,12 @@ from .request import Request
 logger = logging.getLogger(__name__)
 
 _STALE = (
-    "static scales (%s) were made for other weights than %s has now. %s. Calibrate "
-    "again (hf_fp8kv.calibrate), or use dynamic scales (scales=None); scales.made_for(model) tells "
-    "at any time"
+    "static scales (%s) were made for different weights than %s has now. %s. Calibrate again "
+    "(hf_fp8kv.calibrate), or use dynamic scales (scales=None). scales.made_for(model) checks the "
+    "weights"
 )
-_HARM = ("What its K and V have grown to since saturates",
-         "Nothing saturates, but their plan and centers may suit it no longer")  # fmt: skip
+_HARM = ("Values that exceed the old range saturate",
+         "Nothing saturates, but the plan and centers may no longer fit")  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,29 +44,29 @@ class KVScales(ScaleData):
     """The static scales of a model, in the unit of E4M3FN.
 
     Attributes:
-        layers: the scales of each layer, in the order of the layers.
-        format: what they were read from, one of `SCALE_FORMATS` or "trtllm".
-        model_type: the model they were made for, as transformers names it, where the file says so.
-        origin: the file, folder or repository they were read from.
-        report: what their calibration found, where it is known.
-        weights_digest: of the weights they were made for, where it is known.
+        layers: Scales by layer index, in ascending order.
+        format: Format of the source, a key of `SCALE_FORMATS` or "trtllm".
+        model_type: Type of the calibrated model in transformers, or None.
+        origin: File, folder or repository of the scales.
+        report: Report of the calibration, or None.
+        weights_digest: Digest of the weights of the calibrated model, or None.
 
     Raises:
         ScaleError: `layers` is empty, or not a dict of `LayerScales`.
     """
 
     def made_for(self, model: torch.nn.Module) -> bool | None:
-        """Return whether the model has the weights that the scales were made for.
+        """Return whether the model has the weights for which the scales were made.
 
-        A training step changes that. None: not known, since the scales come from a file without a
-        digest, or the weights of the model are not whole in this process.
+        A training step changes the weights. None means unknown: the file of the scales has no
+        digest, or the weights of the model are not completely in this process.
         """
-        found = self.weights_digest and digest_decoder(model)
-        return found == self.weights_digest if found else None
+        digest = self.weights_digest and digest_decoder(model)
+        return digest == self.weights_digest if digest else None
 
     @classmethod
     def uniform(cls, num_layers: int, k: float = 1.0, v: float = 1.0) -> "KVScales":
-        """Return the same constants for every layer; raise ScaleError if one is no scale."""
+        """Return the same constants for every layer. Raise ScaleError for an invalid constant."""
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
         k, v = check_constant(k, "k"), check_constant(v, "v")
@@ -85,14 +85,14 @@ class KVScales(ScaleData):
         """Read one file: a `kv_cache_scales.json`, a safetensors file, or a safetensors index.
 
         Args:
-            path: the file. A `config.json` beside a checkpoint's safetensors is read too.
-            tp_rank: which rank's scales of a file with several; see docs/scales.md.
-            tp_size: how many ranks the model runs on.
-            strict: False turns missing layers, another model type and another number of ranks
-                into a warning; the layers that are missing stay missing.
+            path: The file. A `config.json` next to a checkpoint's safetensors is also read.
+            tp_rank: Rank whose scales are read from a file with several ranks; see docs/scales.md.
+            tp_size: Number of ranks on which the model runs.
+            strict: False turns missing layers, a different model type and a different number of
+                ranks into a warning. Missing layers stay missing.
 
         Raises:
-            ScaleError: whatever is wrong with the file.
+            ScaleError: The file is invalid.
         """
         return wrap_scales(read_file(Path(path), Request(tp_rank, tp_size, strict)))
 
@@ -108,18 +108,18 @@ class KVScales(ScaleData):
     ) -> "KVScales":
         """Read the scales of a checkpoint: a local folder, or a repository of the Hub.
 
-        Looked for in this order: `kv_scales.safetensors`, in `kv_scales/` or beside the config, the
-        scale tensors of the checkpoint, `kv_cache_scales.json`. Of a repository only the configs
-        and the safetensors files that hold scales are fetched.
+        The order of the search is: `kv_scales.safetensors`, in `kv_scales/` or next to the config,
+        the scale tensors of the checkpoint, `kv_cache_scales.json`. From a repository, only the
+        configs and the safetensors files with scales are fetched.
 
         Args:
-            repo_or_dir: the folder, or the name of the repository.
-            tp_rank, tp_size, strict: as in `from_file`.
+            repo_or_dir: The folder, or the name of the repository.
+            tp_rank, tp_size, strict: As in `from_file`.
             hub_options: revision, token, cache_dir, local_files_only, force_download and
-                subfolder, as everywhere in transformers.
+                subfolder, as in transformers.
 
         Raises:
-            ScaleError: whatever is wrong, also when there are no scales at all.
+            ScaleError: The scales are missing or invalid.
         """
         request = Request(tp_rank, tp_size, strict)
         return wrap_scales(read_checkpoint(os.fspath(repo_or_dir), request, **hub_options))
@@ -135,31 +135,32 @@ class KVScales(ScaleData):
         tp_size: int = 1,
         base_model: str | None = None,
     ) -> list[Path]:
-        """Write the scales in a format, alone or into a checkpoint; return the paths.
+        """Write the scales in a format, alone or into a checkpoint, and return the paths.
 
-        All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centers
-        exactly; what another format cannot hold is reduced to the largest scale, with a warning.
+        Either all files are written completely, or none. "hf_fp8kv" holds every granularity and the
+        centers exactly. Scales that a different format cannot hold are reduced to the largest
+        scale, with a warning.
 
         Args:
-            folder: where to; it is made when it is not there.
-            format: one of `SCALE_FORMATS`.
-            checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
-                a copy of it with the scales. Its weights stay the same to the byte.
-            weights: "link": the weights of the copy are hard links, on the same disk.
-            overwrite: replaces the scales that are there, or those of `checkpoint` in its copy.
-                In the folder of a model it adds the scales to that: its weights stay the same,
-                and its `config.json` has every entry that it had.
-            tp_size: for "vllm-json": for how many ranks; each gets the largest scale of the layer.
-            base_model: the repository that `checkpoint` is of, for the card (README.md) of its
-                copy, which says what the scales are and how to load them.
+            folder: The folder to write to. It is created if missing.
+            format: A key of `SCALE_FORMATS`.
+            checkpoint: A folder with a checkpoint. `folder` must be new or empty, and becomes a
+                copy of it with the scales. All bytes of the weights stay the same.
+            weights: "copy", or "link" for hard links to the weights, on the same disk.
+            overwrite: Whether to replace existing scales, or the scales of `checkpoint` in its
+                copy. In the folder of a model, the scales are added. Its weights and all entries of
+                its `config.json` are kept.
+            tp_size: Number of ranks, for "vllm-json". Each gets the largest scale of the layer.
+            base_model: Repository of `checkpoint`, for the card (README.md) of the copy. The card
+                describes the scales and how to load them.
 
         Raises:
-            ScaleError: when the format cannot be written, or not there.
+            ScaleError: The format cannot hold the scales, or the folder cannot take them.
         """
         chosen, target = save.find_format(format, tp_size), Path(folder)
         reduced, losses = reduce_scales(self, chosen)
         source = target if checkpoint is None else Path(checkpoint)
-        whole = checkpoint is not None or bool(save.find_weights(save.list_files(source)))
+        has_model = checkpoint is not None or bool(save.find_weights(save.list_files(source)))
         opened = save.open_place(
             target, chosen, chosen.files(reduced, tp_size), None if checkpoint is None else source,
             weights, overwrite=overwrite,
@@ -169,17 +170,15 @@ class KVScales(ScaleData):
             types = [x.get("model_type") for x in (opened.config, text_config(opened.config))]
             if self.model_type is not None and self.model_type not in types and any(types):
                 raise ScaleError(
-                    f"{opened.origin}: expected a {self.model_type!r} model, which the scales are "
-                    f"of, got {types[0]!r}; use the checkpoint that they were made for"
+                    f"{opened.origin}: expected a {self.model_type!r} model for these scales, got "
+                    f"{types[0]!r}. Use the checkpoint for which they were made"
                 )
             if opened.left_out:
                 files = {"config.json": to_json(opened.config), **files}
-        if opened is not None and whole:
-            card = source / CARD_FILE
-            files[CARD_FILE] = make_card(
-                reduced, losses, chosen, target.resolve().name,
-                card.read_bytes() if card.is_file() else b"", whole=True, base_model=base_model,
-            )  # fmt: skip
+        if opened is not None and has_model:
+            name, card = target.resolve().name, source / CARD_FILE
+            old = card.read_bytes() if card.is_file() else b""
+            files[CARD_FILE] = make_card(reduced, losses, chosen, name, old, name, base_model)
         paths = save.write_files(source, target, files, opened, reduced, weights, tp_size)
         if losses := losses + chosen.missing_facts(self, opened):
             logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
@@ -198,18 +197,18 @@ class KVScales(ScaleData):
         tp_size: int = 1,
         base_model: str | None = None,
     ) -> str:
-        """Upload the scales alone, as `save_pretrained` writes them; return the commit's address.
+        """Upload the files of `save_pretrained` without weights, and return the commit's address.
 
-        A card (README.md) says what they are and how to use them; one that is there is extended.
+        A card (README.md) describes the scales and their use. An existing card is extended.
 
         Args:
-            repo_id: is made when it is not there.
-            private, token, revision, commit_message: as everywhere in huggingface-hub.
-            format, overwrite, tp_size: as in `save_pretrained`.
-            base_model: the repository of the model that the scales are for, for the card.
+            repo_id: The repository. It is created if missing.
+            private, token, revision, commit_message: As in huggingface-hub.
+            format, overwrite, tp_size: As in `save_pretrained`.
+            base_model: Repository of the calibrated model, for the card.
 
         Raises:
-            ScaleError: when the format cannot be written, or not there.
+            ScaleError: The format cannot hold the scales, or the repository cannot take them.
         """
         chosen = save.find_format(format, tp_size)
         reduced, losses = reduce_scales(self, chosen)
@@ -222,20 +221,19 @@ class KVScales(ScaleData):
             existing = api.list_repo_files(repo_id, revision=revision)
             save.check_place(repo_id, existing, files, overwrite=overwrite)
             weights = save.find_weights(existing)
-            of_scales = {*files} & {*existing} - {"config.json"}
-            of_model = weights or ("config.json" in existing and not of_scales)
-            if "config.json" in files and of_model:
+            old_scales = {*files} & {*existing} - {"config.json"}
+            has_model = weights or ("config.json" in existing and not old_scales)
+            if "config.json" in files and has_model:
                 raise ScaleError(
-                    f"{repo_id}: expected a place without weights and their config.json, got "
-                    f"{format_list([*weights, 'config.json'])}; choose another, or write the "
-                    "scales into a copy of the checkpoint (checkpoint=) and upload that"
+                    f"{repo_id}: expected a repository without weights and their config.json, got "
+                    f"{format_list([*weights, 'config.json'])}. Choose a different repository, or "
+                    "write the scales into a copy of the checkpoint (checkpoint=) and upload it"
                 )
             old = b""
             if CARD_FILE in existing:
                 old = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)).read_bytes()
-            card = make_card(
-                reduced, losses, chosen, repo_id, old, whole=bool(weights), base_model=base_model
-            )
+            model = repo_id if weights else base_model or "MODEL"
+            card = make_card(reduced, losses, chosen, repo_id, old, model, base_model)
             placed = {**save.place_files(existing, files), CARD_FILE: card}
             commit = api.create_commit(
                 repo_id,
@@ -260,32 +258,32 @@ class KVScales(ScaleData):
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> LayerScales:
-        """Return the scales of one layer, spread out to `[Hkv, Dk]` and `[Hkv, Dv]`, contiguous.
+        """Return the scales of a layer, expanded to `[Hkv, Dk]` and `[Hkv, Dv]`, contiguous.
 
-        The result is kept: every new cache asks for it.
+        The result is cached, because every new cache needs it.
 
         Args:
-            index: the layer.
+            index: Index of the layer.
             num_kv_heads, k_head_dim, v_head_dim: Hkv, Dk and Dv in this process.
-            tp_rank: with scales of all ranks' heads, which rank's heads to take.
-            tp_size: over how many ranks the model's heads are spread.
+            tp_rank: Rank whose heads are selected, if the scales have the heads of all ranks.
+            tp_size: Number of ranks that share the heads of the model.
 
         Raises:
-            ScaleError: the layer is missing, or the scales are of another number of heads or
-                another head size.
+            ScaleError: The layer is missing, or the scales have a different number of heads or a
+                different head size.
         """
         check_ranks(tp_rank, tp_size)
         if index not in self.layers:
             raise ScaleError(
                 f"scales ({self.origin}): expected layer {index}, got layers "
-                f"{format_list(self.layers)}; use this model's scales, or {KEEP_OUT}"
+                f"{format_list(self.layers)}. Use this model's scales, or {KEEP_OUT}"
             )
         layer, sizes = self.layers[index], (num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
-        kept = _SPREAD.setdefault(layer, {})
-        if sizes in kept:
-            return kept[sizes]
+        expanded = _EXPANDED.setdefault(layer, {})
+        if sizes in expanded:
+            return expanded[sizes]
 
-        def spread(tensor: torch.Tensor | None, dim: int, what: str) -> torch.Tensor | None:
+        def expand(tensor: torch.Tensor | None, dim: int, what: str) -> torch.Tensor | None:
             if tensor is None:
                 return None
             what = f"{what} of layer {index} ({layer.source})"
@@ -293,51 +291,52 @@ class KVScales(ScaleData):
                 tensor = tensor[_select_heads(len(tensor), num_kv_heads, tp_rank, tp_size, what)]
                 if tensor.shape[1] not in (1, dim):
                     raise ScaleError(
-                        f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; use "
+                        f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}. Use "
                         "this model's scales"
                     )
             return tensor.expand(num_kv_heads, dim).clone(memory_format=torch.contiguous_format)
 
-        kept[sizes] = LayerScales(
-            spread(layer.k, k_head_dim, "K scale"), spread(layer.v, v_head_dim, "V scale"),
-            spread(layer.k_center, k_head_dim, "center of K"), layer.source, layer.plan,
+        expanded[sizes] = LayerScales(
+            expand(layer.k, k_head_dim, "K scale"), expand(layer.v, v_head_dim, "V scale"),
+            expand(layer.k_center, k_head_dim, "center of K"), layer.source, layer.plan,
         )  # fmt: skip
-        return kept[sizes]
+        return expanded[sizes]
 
 
-_SPREAD: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
+_EXPANDED: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
 
 
-def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
-    if heads in (1, wanted):
+def _select_heads(heads: int, count: int, tp_rank: int, tp_size: int, what: str) -> slice:
+    """Return the `count` heads of a rank among the `heads` of a tensor."""
+    if heads in (1, count):
         return slice(0, heads)
-    if heads == wanted * tp_size:
-        return slice(tp_rank * wanted, (tp_rank + 1) * wanted)
-    # More ranks than heads: neighbouring ranks hold a copy of the same head.
-    if wanted == 1 and tp_size % heads == 0:
+    if heads == count * tp_size:
+        return slice(tp_rank * count, (tp_rank + 1) * count)
+    # With more ranks than heads, neighboring ranks have a copy of the same head.
+    if count == 1 and tp_size % heads == 0:
         return slice(tp_rank * heads // tp_size, tp_rank * heads // tp_size + 1)
-    total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
+    total = "" if tp_size == 1 else f" (or {count * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
-        f"{what}: expected {wanted} heads{total}, got {heads}; use this model's scales, "
+        f"{what}: expected {count} heads{total}, got {heads}. Use this model's scales, "
         "and the rank of this process (hf_fp8kv.tensor_parallel(model) returns it)"
     )
 
 
 class StoragePlan(KVScales):
-    """How each layer is stored: format, rotation and center of K. The cache finds the scales.
+    """How each layer is stored: format, rotation and center of K. The cache computes the scales.
 
-    `hf_fp8kv.choose_plan` makes one. It has the files, attributes and methods of `KVScales`.
+    `hf_fp8kv.choose_plan` returns a plan. It has the files, attributes and methods of `KVScales`.
 
     Raises:
-        ScaleError: a layer without a plan, or with static scales.
+        ScaleError: A layer has no plan, or has static scales.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.is_dynamic:
             raise ScaleError(
-                f"plan ({self.origin}): expected layers without static scales, got {self!r}; pass "
-                "these as scales"
+                f"plan ({self.origin}): expected layers without static scales, got {self!r}. Pass "
+                "static scales as `scales`"
             )
 
     def __repr__(self) -> str:
@@ -348,27 +347,27 @@ class StoragePlan(KVScales):
         """Return the plan in a file, a folder or a repository of the Hub.
 
         Raises:
-            ScaleError: there is none, or there are static scales instead.
+            ScaleError: There is no plan, or it has static scales.
         """
-        found = resolve(place)
-        if not isinstance(found, StoragePlan):
-            what = f"plan: expected a StoragePlan in {place}, got {found!r}"
-            raise ScaleError(f"{what}. Pass static scales as `scales`")
-        return found
+        plan = resolve(place)
+        if not isinstance(plan, StoragePlan):
+            message = f"plan: expected a StoragePlan in {place}, got {plan!r}"
+            raise ScaleError(f"{message}. Pass static scales as `scales`")
+        return plan
 
 
 def wrap_scales(data: ScaleData) -> KVScales:
-    """Return the scales as `KVScales`, or as a `StoragePlan` if the cache finds them."""
+    """Return the scales as `KVScales`, or as a `StoragePlan` if the cache computes them."""
     return (StoragePlan if data.is_dynamic else KVScales)(**vars(data))
 
 
 def resolve(
     scales: KVScales | str | os.PathLike[str] | float | None, **options: Any
 ) -> KVScales | float | None:
-    """Return what the argument `scales` of a cache stands for; raise ScaleError for anything else.
+    """Return the scales for the argument `scales` of a cache. Raise ScaleError if it is invalid.
 
-    None is dynamic scales, a number that constant for every layer, a string or path a file, a
-    folder or a repository of the Hub, read with `options`, the keywords of `from_pretrained`.
+    None means dynamic scales, and a number a constant scale for every layer. A string or path is a
+    file, a folder or a repository of the Hub. `options` are keywords of `from_pretrained`.
     """
     if scales is None or isinstance(scales, KVScales):
         return scales
@@ -383,7 +382,7 @@ def resolve(
 
 
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
-    """Warn once if scales carry the digest of other weights than the model has."""
+    """Warn once if scales have the digest of different weights than the model."""
     if isinstance(scales, KVScales) and scales.made_for(model) is False:
         facts = scales.origin, type(model).__name__, _HARM[scales.is_dynamic]
         warn_once(logger, _STALE % facts)

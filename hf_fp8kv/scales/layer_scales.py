@@ -1,9 +1,9 @@
-"""LayerScales, the static scales of one layer's K and V, and ScaleData, those of a model.
+"""LayerScales, the static scales of one layer's K and V, and ScaleData, the scales of a model.
 
-There is one direction and one unit: `real = stored * scale`, and a scale is made for E4M3FN (448 is
-the largest code). Scales of other formats are converted when they are read, and when they are used.
-Scales may say how a layer is stored, as a plan. With a plan they may be left to the cache, one for
-each token and head.
+There is one direction and one unit: `real = stored * scale`, and a scale is for E4M3FN (448 is the
+largest code). Scales of other formats are converted when they are read, and when they are used.
+Scales may include a storage plan of the layer. With a plan, static scales may be missing. The cache
+then computes a scale for each token and head.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from ..utils.text import format_list, format_value
 from .report import CalibrationReport
 
 Granularity = Literal["tensor", "head", "channel"]
-# Outside of these the reciprocal, or the largest code times the scale, may leave fp32.
+# Outside this range the reciprocal, or the largest code times the scale, may not fit into fp32.
 _LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
-# What else to do about a layer that plan or scales do not have.
-KEEP_OUT = "keep the layer out with skip_layers (of a cache; serving has every layer in pages)"
+# Remedy for a layer that a plan or scales do not have.
+KEEP_OUT = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -31,39 +31,39 @@ def check_ranks(tp_rank: int, tp_size: int) -> None:
     if type(tp_rank) is not int or type(tp_size) is not int or not 0 <= tp_rank < tp_size:
         raise ScaleError(
             f"expected integers with 0 <= tp_rank < tp_size, got tp_rank={tp_rank!r} and "
-            f"tp_size={tp_size!r}; one process is rank 0 of 1"
+            f"tp_size={tp_size!r}. One process is rank 0 of 1"
         )
 
 
 def scalar(value: float) -> torch.Tensor:
-    """Return a number as float32 on the CPU, whatever torch's default dtype and device are."""
+    """Return a number as float32 on the CPU, independent of torch's default dtype and device."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def check_constant(value: object, what: str) -> float:
-    """Return a number as a float; raise ScaleError unless it can be a scale."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Compared before it is converted: an integer may be too large for a float.
-    if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
+    """Return a number as a float. Raise ScaleError unless it is a valid scale."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compare before converting, because an integer may be too large for a float.
+    if is_number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise ScaleError(
         f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got "
-        f"{format_value(value)}; calibrate again, or use dynamic scales (scales=None)"
+        f"{format_value(value)}. Calibrate again, or use dynamic scales (scales=None)"
     )
 
 
 def check_tensor(tensor: object, what: str, *, is_center: bool = False) -> torch.Tensor:
     """Return a scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`, or raise ScaleError.
 
-    A center is `[heads, D]`, and may have any finite numbers.
+    A center is `[heads, D]`, and may have any finite values.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ScaleError(f"{what}: expected a tensor with data, got {got}; pass one")
+        raise ScaleError(f"{what}: expected a tensor with data, got {got}. Pass a tensor")
     if tensor.dtype not in FLOATS:
         raise ScaleError(
-            f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "
-            "convert it"
+            f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}. "
+            "Convert it"
         )
     values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
     shapes, numbers, valid = "[heads, D]", "finite numbers", values.isfinite()
@@ -74,11 +74,11 @@ def check_tensor(tensor: object, what: str, *, is_center: bool = False) -> torch
         valid = (values >= _LOWEST) & (values <= _HIGHEST)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
         raise ScaleError(
-            f"{what}: expected the shape {shapes}, got {list(values.shape)}; reshape it"
+            f"{what}: expected the shape {shapes}, got {list(values.shape)}. Reshape it"
         )
     if not valid.all():
         raise ScaleError(
-            f"{what}: expected {numbers}, got {values[~valid][0].item()!r}; calibrate again, or "
+            f"{what}: expected {numbers}, got {values[~valid][0].item()!r}. Calibrate again, or "
             "use dynamic scales (scales=None)"
         )
     return values
@@ -89,16 +89,17 @@ class LayerScales:
     """The scales of one layer: `real = stored * scale (+ center)`.
 
     Attributes:
-        k: float32 on the CPU: `[]` per tensor, `[Hkv, 1]` per head, `[Hkv, Dk]` or `[1, Dk]` per
-            channel. None, and `v` with it: the cache finds one for each token and head.
-        v: the same for V, with Dv.
-        k_center: `[Hkv, Dk]`, float32: what is subtracted from K before it is stored, or None.
-        source: where the numbers are from: a file and the names of its tensors.
-        plan: how the layer is stored; None: in whichever format, without rotation.
+        k: Scale of K, float32 on the CPU: `[]` per tensor, `[Hkv, 1]` per head, `[Hkv, Dk]` or
+            `[1, Dk]` per channel. None for both K and V means that the cache computes a scale for
+            each token and head.
+        v: Scale of V, as `k`, with Dv.
+        k_center: Center that is subtracted from K before scaling, `[Hkv, Dk]`, float32, or None.
+        source: Source of the scales: a file and the names of its tensors.
+        plan: Storage plan of the layer. None means any format without rotation.
 
     Raises:
-        ScaleError: what cannot be scales, or not together.
-        ConfigError: a plan that is not a `LayerPlan`.
+        ScaleError: A scale or center is invalid, or they do not fit together.
+        ConfigError: The plan is not a `LayerPlan`.
     """
 
     k: torch.Tensor | None
@@ -108,7 +109,7 @@ class LayerScales:
     plan: LayerPlan | None = None
 
     def __post_init__(self) -> None:
-        # Only a plan can do without: no scales and no plan would say nothing.
+        # Only layers with a plan may have no scales.
         if self.plan is None or self.k is not None or self.v is not None:
             object.__setattr__(self, "k", check_tensor(self.k, f"K scale ({self.source})"))
             object.__setattr__(self, "v", check_tensor(self.v, f"V scale ({self.source})"))
@@ -121,30 +122,30 @@ class LayerScales:
             if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
                 got = "no center" if self.k_center is None else "a center of K"
                 raise ScaleError(
-                    f"scales ({self.source}): expected centers as the plan says, of K alone, got "
-                    f"{got} and the plan {self.plan}; change one of them"
+                    f"scales ({self.source}): expected a center of K exactly if the plan has one, "
+                    f"and none of V, got {got} and the plan {self.plan}. Change one of them"
                 )
         named = {"K": self.k, "V": self.v, "the center": self.k_center}
         heads = {n: t.shape[0] for n, t in named.items() if t is not None and t.ndim and len(t) > 1}
         if len(set(heads.values())) > 1:
             raise ScaleError(
-                f"scales ({self.source}): expected one number of heads, got {heads}; "
-                "give K, V and the center scales of the same layer"
+                f"scales ({self.source}): expected the same number of heads, got {heads}. "
+                "Pass K, V and the center of the same layer"
             )
 
     @property
     def static(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales of K and V; raise ScaleError where the cache finds them."""
+        """The scales of K and V. Raise ScaleError if the cache computes them."""
         if self.k is None or self.v is None:
             raise ScaleError(
                 f"scales ({self.source}): expected static scales, got granularity 'token', whose "
-                "scales are found when a token is stored; calibrate with another granularity"
+                "scales are computed when a token is stored. Calibrate with another granularity"
             )
         return self.k, self.v
 
     @property
     def granularity(self) -> Granularity | Literal["token"]:
-        """The finer granularity of the two sides; "token": the cache finds the scales."""
+        """The finer granularity of K and V, or "token" if the cache computes the scales."""
         if self.k is None:
             return "token"
         if any(t.ndim and t.shape[1] > 1 for t in self.static):
@@ -154,7 +155,7 @@ class LayerScales:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaleData:
-    """The static scales of a model, as readers return them; the attributes are `KVScales`'s."""
+    """The static scales of a model, as readers return them. Attributes are as in `KVScales`."""
 
     layers: dict[int, LayerScales]
     format: str = "hf_fp8kv"
@@ -167,20 +168,20 @@ class ScaleData:
         if not isinstance(self.layers, Mapping) or not self.layers:
             raise ScaleError(
                 f"scales ({self.origin}): expected a dict with at least one layer, got "
-                f"{self.layers!r}; use scales=None for dynamic scales"
+                f"{self.layers!r}. Use scales=None for dynamic scales"
             )
         for index, layer in self.layers.items():
             if type(index) is not int or index < 0 or not isinstance(layer, LayerScales):
                 raise ScaleError(
                     f"scales ({self.origin}): expected LayerScales by layer indices from 0, got "
-                    f"{type(layer).__name__} by {index!r}; pass {{0: LayerScales(...)}}"
+                    f"{type(layer).__name__} by {index!r}. Pass {{0: LayerScales(...)}}"
                 )
-        for what, of in (("a plan", "plan"), ("static scales", "k")):
-            without = [i for i, layer in self.layers.items() if getattr(layer, of) is None]
-            if 0 < len(without) < len(self.layers):
+        for what, field in (("a plan", "plan"), ("static scales", "k")):
+            missing = [i for i, layer in self.layers.items() if getattr(layer, field) is None]
+            if 0 < len(missing) < len(self.layers):
                 raise ScaleError(
                     f"scales ({self.origin}): expected {what} in all layers or in none, got none "
-                    f"in layers {format_list(without)}; calibrate all layers at once"
+                    f"in layers {format_list(missing)}. Calibrate all layers at once"
                 )
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
 
@@ -194,18 +195,18 @@ class ScaleData:
 
     @property
     def plan(self) -> dict[int, LayerPlan] | None:
-        """How each layer is stored; None: in the format that a cache is given, not rotated."""
+        """Storage plan of each layer. None means the format of the cache, without rotation."""
         plans = {i: layer.plan for i, layer in self.layers.items() if layer.plan is not None}
         return plans or None
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the cache finds a scale for each token and head; the plan and centers hold."""
+        """Whether the cache computes the scales. The plan and the centers apply in any case."""
         return next(iter(self.layers.values())).k is None
 
     @property
     def centered(self) -> bool:
-        """Whether any layer carries a center of K."""
+        """Whether any layer has a center of K."""
         return any(layer.k_center is not None for layer in self.layers.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Reading scales: of a file or a whole checkpoint, by what its configs declare of its KV cache."""
+"""Reading scales from a file or a checkpoint, by the KV cache that its configs declare."""
 
 import logging
 import os
@@ -39,13 +39,13 @@ _RANK_FILE = re.compile(r"rank([0-9]{1,6})\.safetensors")
 
 
 def read_file(path: Path, request: Request) -> ScaleData:
-    """Return the scales of one file, whichever format it is in; raise ScaleError otherwise."""
+    """Return the scales of one file in any format. Raise ScaleError if it has none."""
     if not os.path.isfile(path):
-        advice = "use from_pretrained" if os.path.isdir(path) else "check the path"
-        raise ScaleError(f"{path}: expected a file, found none; {advice}")
+        advice = "Use from_pretrained" if os.path.isdir(path) else "Check the path"
+        raise ScaleError(f"{path}: expected a file, found none. {advice}")
     if path.suffix not in (".json", ".safetensors"):
         raise ScaleError(
-            f"{path}: expected .json or .safetensors, got {path.suffix!r}; name one of those, or "
+            f"{path}: expected .json or .safetensors, got {path.suffix!r}. Pass such a file, or "
             "convert the file (pickles are never loaded)"
         )
     if path.suffix == ".json":
@@ -59,17 +59,16 @@ def read_file(path: Path, request: Request) -> ScaleData:
             return read_own_file(path)
         if facts.get("format") == CACHE_FORMAT:
             raise ScaleError(
-                f"{path}: expected scales, got a cache that FP8PagedCache.save wrote; "
-                "FP8PagedCache.load reads it, and plan=FP8PagedCache.load(...).plan stores layers "
-                "as it does"
+                f"{path}: expected scales, got a cache of FP8PagedCache.save. FP8PagedCache.load "
+                "reads it, and plan=FP8PagedCache.load(...).plan is its storage plan"
             )
         files = dict.fromkeys(names, path.name)
-    # One file of a checkpoint, or its index: the config beside it says what the scales mean.
+    # For a file of a checkpoint, or its index, the config next to it defines the scales.
     return read_tensors(replace(read_configs(LocalFolder(path.parent)), files=files), request)
 
 
 def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOptions]) -> ScaleData:
-    """Return the scales of a local folder or repository of the Hub; raise ScaleError if none."""
+    """Return the scales of a local folder or repository. Raise ScaleError if it has none."""
     hub = HubFolder(name, **hub_options)
     if name and os.path.isdir(name):
         return read_folder(LocalFolder(Path(name) / (hub.subfolder or "")), request)
@@ -78,23 +77,23 @@ def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOption
         return read_file(Path(name), request)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?", name):
         raise ScaleError(
-            f"{name!r}: expected a folder, a file or a repository id, found none; check the path"
+            f"{name!r}: expected a folder, a file or a repository id, found none. Check the path"
         )
     return read_folder(hub, request)
 
 
 def read_folder(folder: Folder, request: Request) -> ScaleData:
-    """Return the scales of a folder: of our own file, of tensors, or of a JSON file."""
+    """Return the scales of a folder, from a file of hf_fp8kv, from tensors, or from JSON."""
     for place in (f"{OWN_FOLDER}/", ""):
-        own = folder.path(place + OWN_FILE)
-        if own is not None:
-            folder.path(place + REPORT_FILE)  # fetched to lie beside it
-            return read_file(own, request)
+        path = folder.path(place + OWN_FILE)
+        if path is not None:
+            folder.path(place + REPORT_FILE)  # fetched next to it
+            return read_file(path, request)
     checkpoint = read_configs(folder)
     indexed = find_indexed(folder)
     listed = [] if indexed else folder.list_files(".safetensors")
     ranks = {int(match[1]): name for name in listed if (match := _RANK_FILE.fullmatch(name))}
-    # The files of a repository are not listed, so its config must declare TensorRT-LLM's.
+    # Files of a repository are not listed, so its config must declare TensorRT-LLM's format.
     while not indexed and not listed and checkpoint.declaration.dialect == "trtllm":
         name = f"rank{len(ranks)}.safetensors"
         if folder.header(name) is None:
@@ -104,14 +103,14 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
         return _read_ranks(checkpoint, ranks, request)
     files = indexed or find_in_shards(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
-        # A copy for TGI has an index without the scales, also beside quantized weights.
+        # The index of a copy for TGI does not have the scales, even with quantized weights.
         files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)
     checkpoint = replace(checkpoint, files=files)
     if match_tensors(files, checkpoint.declaration)[0]:
         if request.strict and folder.path("config.json") is None:
             raise ScaleError(
-                f"{folder.origin}: expected a config.json beside the checkpoint, found none: it "
-                "says whether the scales are of FP8; add it, or pass strict=False (--lenient)"
+                f"{folder.origin}: expected a config.json next to the checkpoint, found none. It "
+                "declares the format of the scales. Add it, or pass strict=False (--lenient)"
             )
     elif (path := folder.path(JSON_FILE)) is not None:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
@@ -120,21 +119,21 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
 
 
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
-    """Return one rank's scales, or for one process the largest over the ranks."""
+    """Return the scales of one rank, or the largest scales of all ranks for one process."""
     if sorted(files) != list(range(len(files))):
         raise ScaleError(
             f"{checkpoint.origin}: expected the ranks 0 to {len(files) - 1}, got "
-            f"{format_list(sorted(files))}; fetch the missing file"
+            f"{format_list(sorted(files))}. Fetch the missing file"
         )
     for owner in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
-        # Each stage of a pipeline counts its layers from 0: which one is which is not written.
+        # Each pipeline stage counts its layers from 0, and its file does not have its number.
         counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), len(files))
         for entry, count in {"pp_size": 1, **counts}.items():
             if owner.get(entry) not in (None, count):
                 raise ScaleError(
-                    f"{checkpoint.origin}: expected {len(files)} ranks of one pipeline stage, as "
-                    f"there are files, got {entry} = {owner[entry]!r} in config.json; fetch "
-                    "missing files, and convert without pipeline parallelism"
+                    f"{checkpoint.origin}: expected {len(files)} ranks of one pipeline stage, one "
+                    f"for each file, got {entry} = {owner[entry]!r} in config.json. Fetch missing "
+                    "files, and convert without pipeline parallelism"
                 )
 
     def read(rank: int) -> ScaleData:

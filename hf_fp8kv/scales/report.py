@@ -1,6 +1,6 @@
-"""Report of a calibration: what it found, as values and as JSON in `kv_calibration.json`.
+"""Report of a calibration: its results as values, and as JSON in `kv_calibration.json`.
 
-Nothing here measures, and nothing here is needed to use the scales.
+Scales can be used without a report.
 """
 
 import json
@@ -13,70 +13,70 @@ from ..errors import ScaleError
 from ..utils.text import format_value
 
 REPORT_FILE = "kv_calibration.json"
-# What a key of `SideStatistics.error` starts with when the scales are dynamic.
+# Prefix of the keys of `SideStatistics.error` for dynamic scales.
 DYNAMIC = "dynamic "
 
 
 @dataclass(frozen=True)
 class SideStatistics:
-    """K or V of one layer; shares and errors are those of held-out text."""
+    """Statistics of K or V of one layer. Shares and errors are measured on held-out text."""
 
-    # Per KV head: the largest magnitude in the text that was calibrated on, or measured.
+    # The largest magnitude of each KV head in the calibrated or measured text.
     amax: tuple[float, ...]
-    saturated: float  # the share beyond what rounds to the largest code
-    underflow: float  # the share that is not 0 and becomes 0
-    # Relative RMS error by format under these scales, and after `DYNAMIC` under dynamic scales.
+    saturated: float  # share of values that are too large to round to the largest code
+    underflow: float  # share of values other than 0 that become 0
+    # Relative RMS error by format under these scales, and with `DYNAMIC` under dynamic scales.
     error: dict[str, float]
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Both sides of one layer."""
+    """Statistics of K and V of one layer."""
 
     k: SideStatistics
     v: SideStatistics
-    centered: bool  # whether the scales carry a center of K
+    centered: bool  # whether the scales have a center of K
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """How far one cache moves the predictions for held-out text from the unquantised cache's."""
+    """Comparison of a cache with the unquantized cache, by predictions on held-out text."""
 
-    # "unquantised", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3", or with a plan
-    # "static, the plan" or "dynamic, the plan" instead of the second, or both.
+    # "unquantized", "static fp8_e4m3", "dynamic fp8_e4m3" or "scale 1.0 fp8_e4m3". With a plan,
+    # "static, the plan" and "dynamic, the plan" replace the second.
     cache: str
     kl: float  # mean KL divergence of the next token's distribution, in nats
-    kl_max: float  # the largest at one token
-    top1: float  # share of tokens at which the most likely next token is the same
+    kl_max: float  # largest KL divergence of a token
+    top1: float  # share of tokens with the same most likely next token
     perplexity: float  # of the text
-    tokens: int  # how many were scored
+    tokens: int  # number of scored tokens
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What a calibration found; a measurement of scales from elsewhere is one too."""
+    """Results of a calibration, or of a measurement of existing scales."""
 
-    model: str  # what it is called
-    dtype: str  # the format of the cache that shares and quality are of, or "plan": by layer
-    granularity: str  # tensor, head, channel or token; several, joined by "/", when layers differ
-    margin: float  # what the scales were multiplied by
-    texts: int  # how many were calibrated on
-    tokens: int  # of those texts
-    held_out_tokens: int  # of the text that shares and errors are of, which no scale has seen
-    seconds: float  # how long it took
-    date: str  # as ISO 8601 writes it
+    model: str  # name of the model
+    dtype: str  # format of the cache for shares and quality, or "plan" for a format by layer
+    granularity: str  # tensor, head, channel or token, joined by "/" if layers differ
+    margin: float  # factor of the scales
+    texts: int  # number of texts of the calibration
+    tokens: int  # number of their tokens
+    held_out_tokens: int  # number of tokens for shares and errors, which were not calibrated on
+    seconds: float  # duration
+    date: str  # ISO 8601
     versions: dict[str, str]  # package -> version
-    hardware: dict[str, object]  # what it ran on
-    scales_digest: str  # of the scales that this is about
-    centers: str  # one sentence: which centers were tried and chosen
+    hardware: dict[str, object]
+    scales_digest: str  # digest of the scales in this report
+    centers: str  # a sentence on the centers that were tried and chosen
     layers: dict[int, LayerStatistics]
     quality: tuple[QualityRow, ...]
-    # The same at positions beyond those of the texts, up to the last of which it was measured.
+    # Quality at far positions, up to `max_position`.
     far_quality: tuple[QualityRow, ...] = ()
-    max_position: int | None = None  # None: not measured
+    max_position: int | None = None  # None if far positions were not measured
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as JSON values; raise ScaleError for what `from_dict` would refuse."""
+        """Return the report as JSON values. Raise ScaleError if `from_dict` would refuse it."""
         ordered = replace(self, layers=dict(sorted(self.layers.items())))
         data: dict[str, Any] = json.loads(json.dumps(asdict(ordered)))
         self.from_dict(data, "the report of a calibration")
@@ -84,18 +84,18 @@ class CalibrationReport:
 
     @classmethod
     def from_dict(cls, data: object, what: str) -> "CalibrationReport":
-        """Return the report that `to_dict` made JSON of.
+        """Return the report of JSON values from `to_dict`.
 
         Raises:
-            ScaleError: An entry is missing, unknown, of another type, or a number that is not
-                finite. The message names the entry, after `what`.
+            ScaleError: An entry is missing, unknown, or has a wrong type, or a number is not
+                finite. The message starts with `what` and has the name of the entry.
         """
         report: CalibrationReport = _read(cls, data, f"{what}: ")
         return report
 
 
 def _read(kind: Any, value: Any, what: str) -> Any:
-    """Return a value of JSON as the annotation `kind`: a dataclass, a dict, a tuple or a scalar."""
+    """Convert a JSON value to the annotation `kind`: a dataclass, a dict, a tuple or a scalar."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if type(None) in arguments:
         return None if value is None else _read(arguments[0], value, what)
@@ -131,6 +131,6 @@ def _read(kind: Any, value: Any, what: str) -> Any:
 
 def _malformed(expected: str, value: Any, what: str) -> ScaleError:
     return ScaleError(
-        f"{what.removesuffix(': ')}: expected {expected}, got {format_value(value)}; calibrate "
-        "again, or delete the report: the scales do not need it"
+        f"{what.removesuffix(': ')}: expected {expected}, got {format_value(value)}. Calibrate "
+        "again, or delete the report, which the scales do not need"
     )

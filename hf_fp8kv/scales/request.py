@@ -1,4 +1,4 @@
-"""Request: what a caller wants of a file of scales, and whether what was read is that."""
+"""Request: the scales that a caller needs from a file, and checks of the scales that were read."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller wants of a file; the arguments of `KVScales.from_file`."""
+    """The rank and the strictness of a caller, which are arguments of `KVScales.from_file`."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -28,16 +28,16 @@ class Request:
     def merge_ranks(
         self, origin: object, count: int, read: Callable[[int], ScaleData]
     ) -> ScaleData:
-        """Return the caller's of `count` ranks, or the largest scale of each layer over all.
+        """Return the scales of the caller's rank, or the largest scale of each layer of all ranks.
 
-        The scales of a single rank are those of the whole model: they hold for each part of it.
+        The file has `count` ranks. The scales of a single rank apply to each part of the model.
         """
         if self.tp_size == count:
             return read(self.tp_rank)
         if self.tp_size > 1 and count > 1 and self.strict:
             raise ScaleError(
-                f"{origin}: expected the scales of {self.tp_size} ranks, got {count}; pass "
-                "strict=False (--lenient) to use the largest of all ranks"
+                f"{origin}: expected the scales of {self.tp_size} ranks, got {count}. Pass "
+                "strict=False (--lenient) to use the largest scales of all ranks"
             )
         parts = [read(rank) for rank in range(count)]
         layers, differ = dict(parts[0].layers), False
@@ -45,14 +45,14 @@ class Request:
             pairs = [part.layers[index].static for part in parts if index in part.layers]
             if len(pairs) < count or any(scale.ndim for pair in pairs for scale in pair):
                 raise ScaleError(
-                    f"{origin}: expected one number a side of layer {index} from every rank, got "
-                    "less or more; read one rank with tp_rank and tp_size"
+                    f"{origin}: expected one number for K and for V of layer {index} from every "
+                    "rank, got less or more. Read one rank with tp_rank and tp_size"
                 )
             differ = differ or any(pair != pairs[0] for pair in pairs)
             k, v = (torch.stack(side).max() for side in zip(*pairs, strict=True))
             layers[index] = replace(first, k=k, v=v)
         if differ:
-            message = "%s: the scales of its %d ranks differ: the largest one is used of each layer"
+            message = "%s: the scales of its %d ranks differ. The largest of each layer is used"
             logger.warning(message, origin, count)
         return replace(parts[0], layers=layers)
 
@@ -64,28 +64,28 @@ class Request:
         *,
         exactly: bool = False,
     ) -> dict[int, LayerScales]:
-        """Return the layers that the model has, without those past its end, as of a draft head.
+        """Return the layers of the model, without layers past its end, such as a draft head's.
 
-        Without a config, all layers up to the last one are expected. With `exactly`, more than the
-        expected ones are an error.
+        Without a config, all layers up to the last are expected. With `exactly`, further layers
+        are an error.
         """
         owners = layers_with_cache(origin, config) if config else range(max(layers) + 1)
         expected = sorted(layers) if owners is None else owners
         extra = format_list(index for index in layers if index not in expected)
         if extra and exactly and self.strict:
             raise ScaleError(
-                f"{origin}: expected {len(expected)} layers, got also layers {extra}; use this "
+                f"{origin}: expected {len(expected)} layers, got further layers {extra}. Use this "
                 "model's scales, or pass strict=False (--lenient)"
             )
         last = expected[-1] if expected else -1
         kept = {index: layer for index, layer in layers.items() if index <= last}
         if past := format_list(index for index in layers if index > last):
-            logger.info("%s: left out the layers %s, past the last one", origin, past)
+            logger.info("%s: excluded the layers %s, past the last layer", origin, past)
         missing = format_list(index for index in expected if index not in kept)
         if not kept or (missing and self.strict):
             raise ScaleError(
-                f"{origin}: expected scales for {len(expected)} layers, got {len(kept)}: missing "
-                f"{missing}; use this model's scales, or pass strict=False (--lenient)"
+                f"{origin}: expected scales for {len(expected)} layers, got {len(kept)} without "
+                f"layers {missing}. Use this model's scales, or pass strict=False (--lenient)"
             )
         if missing:
             logger.warning("%s: layers without scales: %s", origin, missing)

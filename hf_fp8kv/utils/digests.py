@@ -12,19 +12,19 @@ from torch.nn.functional import pad
 
 from ..errors import ConfigError
 
-# Words of four bytes that have one checksum.
+# Number of four-byte words that share a checksum.
 _WORDS = 1 << 20
 _known: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
 def digest_of(*facts: object) -> str:
-    """Return the SHA-256 of values for JSON, which may contain tensors: 64 hexadecimal digits."""
+    """Return the SHA-256 of JSON values and tensors: 64 hexadecimal digits."""
     text = json.dumps(facts, sort_keys=True, default=_describe)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _describe(value: object) -> str:
-    """Return dtype, shape and a digest of the bytes of a tensor, or the text of another value."""
+    """Return dtype, shape and a digest of the bytes of a tensor, or `str(value)`."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -43,12 +43,12 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
     Adapters of PEFT that are still zero do not count.
 
     The digest is kept until weights change. Later calls compare torch's version counters, addresses
-    and shapes. Writes through `.data` or in inference mode do not count, so later calls also
-    compare 8 values of each tensor. A merged adapter or other weights change these, an edit of
-    single values may not.
+    and shapes. The counters do not include writes through `.data` or in inference mode, so later
+    calls also compare 8 values of each tensor. A merged adapter or different weights change these
+    values. An edit of single values may not change them.
 
     Raises:
-        ConfigError: Weights are not whole in this process.
+        ConfigError: Weights are not completely in this process.
     """
     named = model.named_parameters(remove_duplicate=False)
     tensors = dict[str, torch.Tensor]([*named, *model.named_buffers(remove_duplicate=False)])
@@ -68,7 +68,7 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
     if elsewhere := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
         raise ConfigError(
             f"prefix_store: expected all weights in this process, got {elsewhere[0]!r} on no "
-            "device, or as a part; leave prefix_store out where weights are offloaded or split"
+            "device, or as a part. Leave prefix_store out if weights are offloaded or split"
         )
     # The parts of an adapter have the same name, except for lora_B.
     second = {x: tensors.get(re.sub(r"\.lora_\w+", ".lora_B", x)) for x in tensors if ".lora_" in x}
@@ -88,7 +88,7 @@ def _checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, li
     """Return the dtype and the checksums of the bytes of a tensor, computed where it is.
 
     A checksum is the sum of 32-bit words times odd factors, modulo 2 ** 64. A single changed word
-    changes it for certain, several words do with a probability of at least 1 - 2 ** -33.
+    always changes it. Several changed words change it with a probability of at least 1 - 2 ** -33.
     """
     flat, factors = tensor.detach().reshape(-1), _make_factors(tensor.device)
     if dtype is not None and flat.dtype in (torch.float16, torch.float32, torch.float64):
@@ -108,10 +108,11 @@ def _make_factors(device: torch.device) -> torch.Tensor:
 
 
 def digest_decoder(model: torch.nn.Module) -> str | None:
-    """Return the digest that the decoder of a model has in bfloat16, inside of any wrappers.
+    """Return the digest of a model's decoder in bfloat16, inside of any wrappers, or None.
 
-    It is the same for float32 and bfloat16, and without the output embeddings, which K and V do not
-    depend on. None means that weights are not whole in this process, or it has no decoder.
+    It is the same for float32 and bfloat16. It does not include the output embeddings, because K
+    and V do not depend on them. None means that weights are not completely in this process, or that
+    the model has no decoder.
     """
     mesh = getattr(model, "_device_mesh", None)
     outer: Any = next((part for part in model.modules() if hasattr(part, "get_decoder")), None)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from ..errors import FP8KVError, OutOfPagesError, ScaleError
 from .text import format_value
 
-# Suffixes of files that are not opened: reading them can run code.
+# Suffixes of files that are not opened, because reading them can run code.
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
 # Suffixes of files that hold the weights of a model.
 WEIGHTS = (".safetensors", ".gguf", *PICKLES)
@@ -33,8 +33,8 @@ def convert_read_errors(
         if isinstance(error, OutOfPagesError) or type(error) is kind is ScaleError:
             raise
         raise kind(
-            f"{path}: expected {expected}, got {type(error).__name__}: {error}; "
-            "the file may be cut off, fetch or write it again"
+            f"{path}: expected {expected}, got {type(error).__name__}: {error}. "
+            "The file may be truncated. Fetch or write it again"
         ) from error
 
 
@@ -45,7 +45,7 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
         result = dict(items)
         if unique and len(result) < len(items):
             double = Counter(name for name, _ in items).most_common(1)[0][0]
-            raise ScaleError(f"{path}: expected every key once, got {double!r} twice; delete one")
+            raise ScaleError(f"{path}: expected every key once, got {double!r} twice. Delete one")
         return result
 
     with convert_read_errors(path, f"a JSON file of at most {_MOST_JSON} bytes"):
@@ -54,7 +54,7 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
         data = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=make_dict)
     if not isinstance(data, dict):
         raise ScaleError(
-            f"{path}: expected a JSON object, got {type(data).__name__}; fetch or write it again"
+            f"{path}: expected a JSON object, got {type(data).__name__}. Fetch or write it again"
         )
     return data
 
@@ -68,7 +68,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
     if not isinstance(files, dict) or wrong or not names:
         got = format_value(wrong[0] if wrong else files)
         raise ScaleError(
-            f"{path}: expected file names of tensors in weight_map, got {got}; fetch it again"
+            f"{path}: expected file names of tensors in weight_map, got {got}. Fetch it again"
         )
     return files
 
@@ -88,9 +88,9 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> 
     If a process is killed between two renames, the first files are replaced, and each file is
     complete. Pass the file that refers to all other files last.
     """
-    # A random name cannot be predicted by other users.
-    own = f"{os.getpid()}-{secrets.token_hex(8)}"
-    parts = {path: path.with_name(f".{path.name}.{own}.part") for path in files}
+    # Other users cannot predict a random name.
+    suffix = f"{os.getpid()}-{secrets.token_hex(8)}.part"
+    parts = {path: path.with_name(f".{path.name}.{suffix}") for path in files}
     try:
         for path, content in files.items():
             if content is None:

@@ -6,7 +6,7 @@ import torch
 def without_grad(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, detached if it requires a gradient.
 
-    (An unconditional `detach` takes ten times as long, and each layer of a decode step calls this
-    for four tensors.)
+    An unconditional `detach` takes ten times as long, and each layer of a decode step calls this
+    function for four tensors.
     """
     return tensor.detach() if tensor.requires_grad else tensor

@@ -121,7 +121,7 @@ def test_a_process_grows_by_what_its_cache_holds(monkeypatch):
     [
         (("quantum",), 2, "No such command"),
         (("speed", "--device", "quantum"), 2, "expected auto, cpu, cuda"),
-        (("speed", "--json", "/no/such/folder/speed.json"), 2, "a folder that exists"),
+        (("speed", "--json", "/no/such/folder/speed.json"), 2, "an existing folder"),
     ],
 )
 def test_options_that_are_refused(run, model, options, code, message):

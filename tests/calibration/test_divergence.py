@@ -13,7 +13,7 @@ from transformers import DynamicCache, QuantizedCache, cache_utils
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.calibration.divergence import UNQUANTISED, compare_caches, compute_scores
+from hf_fp8kv.calibration.divergence import UNQUANTIZED, compare_caches, compute_scores
 from hf_fp8kv.scales.report import QualityRow
 from tests.helpers.tiny_models import VOCAB, tiny
 
@@ -99,7 +99,7 @@ def test_scores_of_a_tiny_model(chunk: int) -> None:
     )  # fmt: skip
     plain = by_hand(model, ids, DynamicCache(config=model.config), prefill, chunk)
     moved = by_hand(model, ids, FP8PagedCache(model.config, scales=0.25), prefill, chunk)
-    for name, logs in ((UNQUANTISED, plain), ("fp8", moved)):
+    for name, logs in ((UNQUANTIZED, plain), ("fp8", moved)):
         quality = found[name].summarize()
         kl = (plain.exp() * (plain - logs)).sum(-1)
         assert quality.tokens == 2 * (24 - prefill)

@@ -5,7 +5,7 @@ import torch
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate, measure
 from hf_fp8kv.calibration.divergence import compare_caches
-from hf_fp8kv.calibration.rope import Beyond, find_limit, find_reach, find_ropes
+from hf_fp8kv.calibration.rope import Beyond, find_limit, find_reach, has_rope
 from tests.calibration.test_calibrate import QUIET, YARN
 from tests.helpers.tiny_models import VOCAB, tiny
 
@@ -141,5 +141,5 @@ def test_what_the_config_says_of_positions():
         for name, more in (("llama", {"rope_parameters": YARN}), ("llama", {}), ("gpt2", {}))
     )
     assert [find_limit(model) for model in (yarn, plain, learned)] == [256, 256, 256]
-    assert [bool(find_ropes(model)) for model in (yarn, plain, learned)] == [True, True, False]
-    assert find_ropes(tiny("gemma3_text")[0])
+    assert [has_rope(model) for model in (yarn, plain, learned)] == [True, True, False]
+    assert has_rope(tiny("gemma3_text")[0])

@@ -303,7 +303,7 @@ def test_a_huge_file_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
         ({"train": ["a b"], "test": ["a"]}, ["'train'", "one split"]),
         (torch.tensor([A, B]), ["integers [N]", "got tensor(6)", "each text as one item"]),
         ([], ["texts: ", "got none"]),
-        (["", " "], ["got none that is not blank"]),
+        (["", " "], ["got none except blank texts"]),
         (["a", "b"], ["at least 2 tokens", "got 2 of one token"]),
         (["a b", 3.5], ["texts[1]: ", "got 3.5"]),
         (["a b", None], ["texts[1]: ", "got None", "leave out"]),
@@ -370,10 +370,10 @@ def test_errors_of_files(tmp_path, name, content, parts):
         ({"held_out": True}, "held_out"),
         ({"chat_template": "x"}, "chat_template"),
         ({"tokenizer": "gpt2"}, "AutoTokenizer.from_pretrained"),
-        ({"tokenizer": None}, "texts[0]: expected token ids, since there is no tokenizer"),
+        ({"tokenizer": None}, "texts[0]: expected token ids without a tokenizer"),
         ({"tokenizer": words(None), "chat_template": True}, "set tokenizer.chat_template"),
         ({"text_column": "body"}, "expected a column 'body', got the columns 'messages'"),
-        ({"chat_template": False}, "since chat_template=False, got a list of messages"),
+        ({"chat_template": False}, "a text with chat_template=False, got a list of messages"),
         ({"tokenizer": words(None)}, "texts[1], column 'messages': expected a conversation that"),
         ({"tokenizer": words("{{ raise_exception('no turns') }}")}, "TemplateError: no turns"),
     ],
@@ -388,7 +388,7 @@ def test_what_needs_a_tokenizer(tmp_path):
 
     assert "the `tokenizer` of a processor" in error_of(["a"], Processor())
     (path := tmp_path / "x.txt").write_text("a b")
-    assert "there is no tokenizer" in error_of(path, None)
+    assert "without a tokenizer" in error_of(path, None)
 
 
 # -- windows and parts -----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_into_every_format_and_out_of_it(run, tmp_path, format, kind):
     assert f"hf_fp8kv -> {format}: 3 layers, per {kind.removeprefix('centered-')}" in err
     if kind == "centered-head":
         assert err.count("warning: ") == 1
-        assert "make room for the centers" in err
+        assert "enlarged by the centers" in err
     elif format != "vllm-json":
         assert "warning" not in err
     said = run.json("convert", middle, back, "--to", "hf_fp8kv")
@@ -88,8 +88,8 @@ def test_a_model_type(run, tmp_path):
     arguments = ["convert", tmp_path / "own", out, "--to", "vllm-json"]
     _, err = run(*arguments)
     assert "warning: " in err
-    assert "model_type is not known" in err
-    assert "is not known" not in run(*arguments, "--overwrite", "--model-type", "qwen2")[1]
+    assert "model_type is unknown" in err
+    assert "is unknown" not in run(*arguments, "--overwrite", "--model-type", "qwen2")[1]
     assert KVScales.from_pretrained(out).model_type == "qwen2"
     again = ["convert", out, tmp_path / "more", "--to", "tgi", "--model-type", "llama"]
     err = run.fails(*again)

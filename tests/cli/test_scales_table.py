@@ -45,7 +45,7 @@ def found(layers: int = 4, heads: int = 3, **changes: Any) -> report.Calibration
             for i in range(layers)
         },
         quality=(
-            Row("unquantised", 0.0, 0.0, 1.0, 12.5, 400),
+            Row("unquantized", 0.0, 0.0, 1.0, 12.5, 400),
             Row("static fp8_e4m3", 0.003, 0.2, 0.9625, 12.53125, 400),
         ),
     )  # fmt: skip
@@ -181,7 +181,7 @@ def test_a_table_of_a_calibration():
     ]
     assert text.splitlines()[-1] == "No center was kept."
     assert tables(text)[-1] == {
-        "cache": ["unquantised", "static fp8_e4m3"], "mean KL": ["0", "3.00e-03"],
+        "cache": ["unquantized", "static fp8_e4m3"], "mean KL": ["0", "3.00e-03"],
         "largest KL": ["0", "2.00e-01"], "same top-1": ["100.00%", "96.25%"],
         "perplexity": ["12.5", "12.53"], "tokens": ["400", "400"],
     }  # fmt: skip
@@ -211,7 +211,7 @@ def test_a_table_shows_what_was_measured():
     text = shown(scales, replace(made, held_out_tokens=0, quality=(), centers=""))
     assert set(columns(text)) == {"layer", "K scale", "V scale", "amax K", "amax V", "source"}
     text = shown(scales, replace(made, far_quality=far, max_position=8192))
-    title = "the same at other positions, up to 8192"
+    title = "the same at far positions, up to 8192"
     assert text.index("3.00e-03") < text.index(title) < text.index("7.00e-03")
     part = replace(made, layers={1: made.layers[1]})
     assert columns(shown(scales, part))["amax K"] == ["", "11.2", ""]

@@ -190,7 +190,7 @@ def test_a_split_model_can_be_checked(folder, of_ranks):
         ("ranks, heads not split", "ConfigError: tensor_parallel: expected 1 of the model's 2 KV"),
         ("uneven heads",
          r"ConfigError: tensor_parallel: .*divides the 1 KV heads of the model \(llama\), got 2"),
-        ("calibrate", "ConfigError: model: expected one with all of its heads, got one of 2 parts"
+        ("calibrate", "ConfigError: model: expected a model with all heads, got one of 2 tensor"
          ".*device_map"),
     ],
 )  # fmt: skip

@@ -112,7 +112,7 @@ def test_what_was_measured_is_in_the_card_of_these_scales_alone(model, tmp_path)
     exact = written(model, tmp_path / "exact", None, scales)
     assert "calibrated on 5000 tokens of 2 texts" in exact
     assert "static fp8_e4m3: 3.00e-03 nats, same top token 96.2%" in exact
-    assert "unquantised:" not in exact
+    assert "unquantized:" not in exact
     reduced = written(model, tmp_path / "reduced", None, scales, format="autofp8")
     assert "calibrated on 5000 tokens" in reduced
     assert "nats" not in reduced

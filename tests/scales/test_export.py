@@ -157,21 +157,21 @@ def test_a_warning_about_what_is_written_names_its_place(tmp_path, caplog):
     replace(random_scales("head"), report=found()).save_pretrained(tmp_path / "b")
     [message] = [r.message for r in caplog.records]
     assert message == (
-        f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about other scales, so it is not "
-        "read with these"
+        f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about different scales, so it will "
+        "not be read"
     )
 
 
 def test_the_warnings_say_what_is_lost(tmp_path, caplog):
     random_scales("centered-channel").save_pretrained(tmp_path / "a", format="vllm-json")
     assert [r.message for r in caplog.records] == [
-        f"{tmp_path / 'a'}: written as vllm-json: K's scales make room for the centers, which are "
-        "left out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2); K "
-        "and V share the larger scale (layers 0, 1, 2)"
+        f"{tmp_path / 'a'}: written as vllm-json: K's scales are enlarged by the centers, which "
+        "are left out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2)"
+        "; K and V share the larger scale (layers 0, 1, 2)"
     ]
     KVScales.uniform(2, k=0.5, v=0.5).save_pretrained(tmp_path / "b", format="vllm-json")
     assert KVScales.from_pretrained(tmp_path / "b").model_type is None
-    assert "model_type is not known and null" in caplog.text
+    assert "model_type is unknown and written as null" in caplog.text
 
 
 @pytest.mark.parametrize(("kind", "is_copy"), [("tensor", False), ("centered-head", True)])
@@ -418,7 +418,7 @@ BAD_SOURCES = {
         "expected a checkpoint without KV scales",
     ),
     "another-model": (spoiled_config(model_type="qwen2"), "expected a 'llama' model"),
-    "more-layers": (spoiled_config(num_hidden_layers=9), "missing 3, 4"),
+    "more-layers": (spoiled_config(num_hidden_layers=9), "without layers 3, 4"),
     "other-layers": (
         lambda f: save_file({"model.norm.weight": torch.ones(1)}, f / "model.safetensors"),
         "expected one attention module in layer 0, got none",
@@ -426,9 +426,9 @@ BAD_SOURCES = {
     "another-cache-declared": (spoiled_config(kv_cache_dtype="int8"), "'int8'"),
     "fnuz-declared": (
         spoiled_config(kv_cache_dtype="fp8_e4m3fnuz"),
-        "expected to read back what was written",
+        "expected to read the written scales",
     ),
-    "a-cache-of-latents": (spoiled_config(kv_lora_rank=512), "they cache the latent"),
+    "a-cache-of-latents": (spoiled_config(kv_lora_rank=512), "Its servers cache latents"),
     "weights-of-another-tool": (
         spoiled_config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "the quant_method 'fp8', got 'gptq'",
@@ -790,7 +790,7 @@ def test_a_copy_never_replaces_anything(tmp_path, model):
 def test_a_copy_does_not_replace_the_working_folder(tmp_path, model, monkeypatch, target):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with refused("or the working folder itself", target):
+    with refused("or the working folder", target):
         patched(model, target, "tgi")
     assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
     assert patched(model, Path("../here/copy"), "tgi").is_dir()
@@ -937,7 +937,7 @@ def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
 )
 def test_the_config_of_a_repository_is_never_replaced(hub, format, weights):
     fake = hub("config.json", *weights)
-    with refused("expected a place without weights"):
+    with refused("expected a repository without weights"):
         random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert not fake.uploaded
 

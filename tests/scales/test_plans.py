@@ -42,9 +42,9 @@ def test_a_plan_is_kept_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> Non
         ({"plan": {"1": ["fp8_e4m3", "int8"]}}, "a plan in all layers"),
         ({"plan": {"0": ["int9", "int8"]}}, "as save_pretrained writes it, got ConfigError"),
         ({"plan": {"0": ["int8"]}}, "a file of scales as save_pretrained writes it"),
-        ({"version": 3}, "update hf_fp8kv"),
-        ({"version": "1"}, "update hf_fp8kv"),
-        ({"dtype": "int8"}, "update hf_fp8kv"),
+        ({"version": 3}, "Update hf_fp8kv"),
+        ({"version": "1"}, "Update hf_fp8kv"),
+        ({"dtype": "int8"}, "Update hf_fp8kv"),
     ],
     ids=str,
 )
@@ -60,7 +60,7 @@ def test_dynamic_files_with_a_missing_center_are_refused(tmp_path: Path) -> None
     planned_scales(is_dynamic=True).save_pretrained(tmp_path)
     path = tmp_path / OWN_FILE
     rewrite(path, dict, {})
-    with pytest.raises(ScaleError, match="expected centers as the plan says"):
+    with pytest.raises(ScaleError, match="expected a center of K exactly"):
         KVScales.from_file(path)
 
 
@@ -70,9 +70,9 @@ def test_dynamic_files_with_a_missing_center_are_refused(tmp_path: Path) -> None
         ((None, None), "K scale"),
         ((None, ONE, None, "", PLAIN), "K scale"),
         ((ONE, None, None, "", PLAIN), "V scale"),
-        ((ONE, ONE, None, "", CENTERED), "centers as the plan says"),
-        ((ONE, ONE, torch.ones(2, 4), "", PLAIN), "centers as the plan says"),
-        ((ONE, ONE, None, "", LayerPlan.parse("int8", "int8 centered")), "centers as the plan"),
+        ((ONE, ONE, None, "", CENTERED), "a center of K exactly if"),
+        ((ONE, ONE, torch.ones(2, 4), "", PLAIN), "a center of K exactly if"),
+        ((ONE, ONE, None, "", LayerPlan.parse("int8", "int8 centered")), "a center of K exactly"),
         ((ONE, ONE, None, "", "int8"), "expected a LayerPlan"),
     ],
     ids=str,
@@ -98,10 +98,10 @@ def test_all_layers_have_a_plan_and_static_scales_or_none(layers: list[LayerScal
 
 @pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
 def test_servers_get_no_scales_of_rotated_numbers(tmp_path: Path, format: str) -> None:
-    with pytest.raises(ScaleError, match=r"rotated numbers in layers 0, 1, 2.*save as 'hf_fp8kv'"):
+    with pytest.raises(ScaleError, match=r"rotated values in layers 0, 1, 2.*Save as 'hf_fp8kv'"):
         planned_scales().save_pretrained(tmp_path, format=format)
     dynamic = KVScales({0: LayerScales(None, None, plan=PLAIN)})
-    with pytest.raises(ScaleError, match=r"each token.*save as 'hf_fp8kv'"):
+    with pytest.raises(ScaleError, match=r"each token.*Save as 'hf_fp8kv'"):
         dynamic.save_pretrained(tmp_path, format=format)
     assert not list(tmp_path.iterdir())
 

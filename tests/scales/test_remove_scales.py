@@ -217,7 +217,7 @@ def test_outputs_of_projections_that_were_the_cache_once(tmp_path, plain):
 def test_a_declaration_that_would_stay_is_refused(tmp_path, plain):
     TOO_SMALL.save_pretrained(tmp_path / "old", format="modelopt", checkpoint=plain)
     before = content(tmp_path)
-    with refused(r"hf_quant_config\.json", "choose modelopt"):
+    with refused(r"hf_quant_config\.json", "Choose modelopt"):
         NEW.save_pretrained(
             tmp_path / "new", format="tgi", checkpoint=tmp_path / "old", overwrite=True
         )

@@ -111,7 +111,7 @@ def test_bad_centers_are_refused(bad):
     ids=["per-head", "per-channel", "center"],
 )
 def test_sides_with_other_heads_are_refused(k, v, center):
-    with pytest.raises(ScaleError, match="one number of heads"):
+    with pytest.raises(ScaleError, match="the same number of heads"):
         LayerScales(k, v, center)
 
 

@@ -240,7 +240,7 @@ def test_scales_from_before_rope_are_a_warning(tmp_path, caplog, said):
     scales = KVScales.from_pretrained(folder_of(tmp_path, quantized(**block), of(OUTPUTS)))
     assert numbers(scales, "k") == list(K)
     [record] = caplog.records
-    assert "Quark took the scales of K before RoPE" in record.message
+    assert "Quark measured the scales of K before RoPE" in record.message
 
 
 def test_a_vector_of_as_many_numbers_as_heads_is_per_head(tmp_path):
@@ -308,7 +308,7 @@ COMPRESSED_OK = quantized(**COMPRESSED, kv_cache_scheme=SCHEME)
 TRT = of(FACTOR, (1,), "transformer.layers")
 BAD: dict[str, tuple[Any, ...]] = {
     "heads-of-another-model": (
-        PER_HEAD, of(ATTENTION, (3, 1, 1)), r"heads that config.json names .*got \[3, 1, 1\]"
+        PER_HEAD, of(ATTENTION, (3, 1, 1)), r"heads in config.json .*got \[3, 1, 1\]"
     ),
     "heads-in-the-last-dimension": (PER_HEAD, of(ATTENTION, (1, 1, 2)), r"got \[1, 1, 2\]"),
     "a-vector-of-more-than-heads": (PER_HEAD, of(ATTENTION, (8,)), r"got \[8\]"),
@@ -368,14 +368,14 @@ BAD: dict[str, tuple[Any, ...]] = {
     "only-scales-of-ascend": (
         LLAMA,
         {f"model.layers.{i}.self_attn.k_proj.kv_cache_scale": torch.ones(4) for i in range(3)},
-        "which no reader takes",
+        "which no format has",
     ),
-    "output-scales-undeclared": (LLAMA, of(OUTPUTS), "which no reader takes"),
+    "output-scales-undeclared": (LLAMA, of(OUTPUTS), "which no format has"),
     "output-scales-of-weights-only": (
-        quantized(**COMPRESSED), of(OUTPUTS, (1,)), "which no reader takes"
+        quantized(**COMPRESSED), of(OUTPUTS, (1,)), "which no format has"
     ),
     "output-scales-of-all-layers": (
-        quantized(**COMPRESSED | outputs_of("Linear")), of(OUTPUTS), "which no reader takes"
+        quantized(**COMPRESSED | outputs_of("Linear")), of(OUTPUTS), "which no format has"
     ),
     "output-activations-int8": (
         quantized(**COMPRESSED | outputs_of("re:.*k_proj", "re:.*v_proj", type="int")),
@@ -411,7 +411,7 @@ BAD: dict[str, tuple[Any, ...]] = {
         "dtype 'int8'",
     ),
     "quark-without-a-cache": (
-        quantized(**quark() | {"export": {"kv_cache_group": []}}), of(OUTPUTS), "no reader"
+        quantized(**quark() | {"export": {"kv_cache_group": []}}), of(OUTPUTS), "no format has"
     ),
     "modelopt-int8": (LLAMA, of(PROJECTION), "hf_quant_config.json.*'INT8'",
                       {"quantization": {"kv_cache_quant_algo": "INT8"}}),
@@ -422,7 +422,7 @@ BAD: dict[str, tuple[Any, ...]] = {
         LLAMA,
         {n.replace("k_proj.k_", "v_proj.k_"): t for n, t in of(PROJECTION).items()
          if "k_proj" in n},
-        "which no reader takes",
+        "which no format has",
         ALGO,
     ),
     "stacked-and-apart-that-differ": (
@@ -437,9 +437,9 @@ BAD: dict[str, tuple[Any, ...]] = {
     "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, of(ATTENTION), "e5m2"),
     "fp4": (LLAMA | {"kv_cache_dtype": "fp8_e4m3_x2"}, of(ATTENTION), "e4m3_x2"),
     "kv-scale-per-head": (
-        quantized(**STATIC), of("self_attn.kv_scale", (4, 1, 1)), "config.json names"
+        quantized(**STATIC), of("self_attn.kv_scale", (4, 1, 1)), "heads in config.json"
     ),
-    "only-towers": (COMPRESSED_OK, TOWERS, "which no reader takes"),
+    "only-towers": (COMPRESSED_OK, TOWERS, "which no format has"),
     "only-layers-past-the-last": (
         COMPRESSED_OK,
         {f"model.layers.{i}.self_attn.{s}_scale": torch.ones(1) for i in (3, 4) for s in "kv"},
@@ -449,12 +449,12 @@ BAD: dict[str, tuple[Any, ...]] = {
         COMPRESSED_OK,
         {f"model.layers.{n}.self_attn.{s}_scale": torch.ones(1) for n in ("a", "-1", "1e1")
          for s in "kv"},
-        "which no reader takes",
+        "which no format has",
     ),
     "layers-beyond-all-numbers": (
         COMPRESSED_OK,
         {f"model.layers.{'9' * 4000}.self_attn.k_scale": torch.ones(1)},
-        "which no reader takes",
+        "which no format has",
     ),
     "trtllm-int8": (
         TENSORRT | {"quantization": {"kv_cache_quant_algo": "INT8"}}, {"rank0": TRT}, "'INT8'"
@@ -462,9 +462,9 @@ BAD: dict[str, tuple[Any, ...]] = {
     "trtllm-without-an-algo": (
         TENSORRT | {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
         {"rank0": TRT},
-        "which no reader takes",
+        "which no format has",
     ),
-    "trtllm-without-a-config": (None, {"rank0": TRT}, "which no reader takes"),
+    "trtllm-without-a-config": (None, {"rank0": TRT}, "which no format has"),
     "trtllm-rank-missing": (
         TENSORRT, {"rank0": TRT, "rank2": TRT}, "expected the ranks 0 to 1, got 0, 2"
     ),
@@ -478,7 +478,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "trtllm-rank-with-less": (
         TENSORRT | {"num_hidden_layers": 2},
         {"rank0": without(TRT, *list(TRT)[2:]), "rank1": without(TRT, *list(TRT)[:1])},
-        "missing 0",
+        "without layers 0",
     ),
     "trtllm-rank-without-scales": (
         TENSORRT, {"rank0": TRT, "rank1": {"a.weight": torch.ones(1)}}, "got none"
@@ -487,7 +487,7 @@ BAD: dict[str, tuple[Any, ...]] = {
         TENSORRT,
         {f"rank{r}": {n: t.expand(2).reshape(2, 1, 1).clone() for n, t in TRT.items()}
          for r in range(2)},
-        "expected one number a side",
+        "expected one number for K and for V",
     ),
     "trtllm-a-vector": (
         TENSORRT, {"rank0": {n: t.expand(3).clone() for n, t in TRT.items()}}, r"got \[3\]"
@@ -495,7 +495,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "trtllm-reciprocals": (
         TENSORRT,
         {"rank0": {n.replace("scaling", "rcp_scaling"): t for n, t in TRT.items()}},
-        "got none|which no reader takes",
+        "got none|which no format has",
     ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ DATA = Path(__file__).parents[1] / "data" / "tools"
 ATTENTION = "self_attn.{}_scale"
 PROJECTION = "self_attn.{0}_proj.{0}_scale"
 OUTPUT = "self_attn.{}_proj.output_scale"
-BEFORE_ROPE = "Quark took the scales of K before RoPE"
+BEFORE_ROPE = "Quark measured the scales of K before RoPE"
 ONES = "every KV scale is exactly 1.0"
 
 # The format that each is read as, the name of its tensors in a layer, and the warning.
@@ -76,12 +76,12 @@ REFUSED = {
     "llm-compressor-0.14.0.1/llama-kv-int4": r"4-bit int \(INT4\)",
     "llm-compressor-0.14.0.1/llama-kv-r3-random": "R3: K rotated by type 'random-hadamard'",
     "llm-compressor-0.14.0.1/llama-kv-int8": r"8-bit int \(INT8\)",
-    "modelopt-0.47.0/llama-fp8-cast": "got none; .* static, and servers use 1.0 then",
+    "modelopt-0.47.0/llama-fp8-cast": "got none. .* static, so servers use 1.0",
     "modelopt-0.47.0/llama-fp8-nvfp4affine": "'NVFP4_AFFINE'",
     "modelopt-0.47.0/llama-fp8-nvfp4kv": "'NVFP4'",
-    "modelopt-0.47.0/llama-fp8w": "got none; the config declares nothing about a KV cache",
-    "quark-0.13/llama-fp8w": "got none; the config declares nothing about a KV cache",
-    "quark-0.13/llama-fp8w-fp8mode": "got none; the config declares nothing about a KV cache",
+    "modelopt-0.47.0/llama-fp8w": "got none. The config declares nothing about a KV cache",
+    "quark-0.13/llama-fp8w": "got none. The config declares nothing about a KV cache",
+    "quark-0.13/llama-fp8w-fp8mode": "got none. The config declares nothing about a KV cache",
 }
 
 

@@ -116,7 +116,7 @@ class TestSameTokens:
         check(model, agree=None, dtype="fp8_e5m2")
 
     @every_model("qwen3")
-    def test_unquantised(self, model: Any) -> None:
+    def test_unquantized(self, model: Any) -> None:
         check(model, agree=True, dtype="auto")
 
     @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ class TestSameTokens:
         serving.enable(model, scales=scales, backend=backend)
         assert batched(model, texts, max_batch_tokens=32) == wanted
 
-    def test_bfloat16_unquantised_is_greedy_to_within_its_rounding(self) -> None:
+    def test_bfloat16_unquantized_is_greedy_to_within_its_rounding(self) -> None:
         """In 16 bits a batch may choose a different token only if two are nearly equal."""
         model = make("llama").to(torch.bfloat16)
         exact = copy.deepcopy(model).float()

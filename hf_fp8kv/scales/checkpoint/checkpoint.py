@@ -1,4 +1,4 @@
-"""Checkpoints: files on this machine or the Hub, their tensors, and what their configs declare."""
+"""Checkpoints: files on this machine or the Hub, their tensors, and declarations in configs."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,17 +21,17 @@ from .configs import HF_QUANT_CONFIG, Config, Declaration, find_declaration
 from .tensor_names import LIKELY
 
 INDEX_FILE = "model.safetensors.index.json"
-# A checkpoint in one file needs an index for a second one, and with an index no file may have the
-# name of the only one: readers would stop there.
+# A checkpoint with a second file needs an index. The first file is then renamed, because readers
+# would not read an index next to the only file.
 ONLY_FILE, FIRST_FILE = "model.safetensors", "model-00001-of-00001.safetensors"
-# The files of formats that keep scales apart from weights, in the order in which they are read.
+# The files of formats with separate scales, in the order in which they are read.
 OWN_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
-# Its folder next to weights: servers load every safetensors file next to them as more weights, but
-# none in a folder there.
+# Folder of `OWN_FILE` next to weights. Servers load every safetensors file next to weights as
+# further weights, but no file in a folder.
 OWN_FOLDER = "kv_scales"
 # The file of formats whose scales are tensors of the checkpoint.
 SCALES_FILE = "model-kv-scales.safetensors"
-# The base of HfHubHTTPError is the base of whatever HTTP library the Hub's client uses.
+# The base of HfHubHTTPError is the base error of the HTTP library of the Hub's client.
 _HUB_ERRORS: tuple[type[Exception], ...]
 _HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsingError)
 
@@ -39,11 +39,11 @@ _HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsin
 @dataclass(frozen=True)
 class LocalFolder:
     root: Path
-    place: Path | None = None  # where its files will be, for messages
+    place: Path | None = None  # future folder of the files, for messages
 
     @property
     def origin(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return str(self.place or self.root)
 
     def path(self, name: str) -> Path | None:
@@ -57,12 +57,12 @@ class LocalFolder:
         return None if path is None else read_header(path)[0]
 
     def list_files(self, suffix: str) -> list[str]:
-        """Return the names with this suffix that are known without fetching anything."""
+        """Return the names with this suffix. For a repository there are none."""
         return sorted(path.name for path in self.root.glob(f"*{suffix}"))
 
 
 class HubOptions(TypedDict, total=False):
-    """Which version of a repository to read and how to fetch it, as everywhere in transformers."""
+    """Version of a repository, and options of fetching it, as in transformers."""
 
     revision: str | None
     token: str | bool | None
@@ -74,7 +74,7 @@ class HubOptions(TypedDict, total=False):
 
 @contextmanager
 def translate_hub_errors(repo: str, verb: str) -> Iterator[None]:
-    """Raise ScaleError for whatever the Hub's client raises; `verb` is "read" or "written"."""
+    """Convert all errors of the Hub's client to ScaleError. `verb` is "read" or "written"."""
     try:
         yield
     except _HUB_ERRORS as error:
@@ -82,13 +82,13 @@ def translate_hub_errors(repo: str, verb: str) -> Iterator[None]:
             raise
         raise ScaleError(
             f"{repo}: expected a repository that can be {verb}, got {type(error).__name__}: "
-            f"{error}; check the name, the revision and the token"
+            f"{error}. Check the name, the revision and the token"
         ) from error
 
 
 @dataclass
 class HubFolder:
-    """A repository of the Hub. Only small files, and those that hold scales, are ever fetched."""
+    """A repository of the Hub. Only small files and files with scales are fetched."""
 
     repo: str
     revision: str | None = None
@@ -97,7 +97,7 @@ class HubFolder:
     local_files_only: bool = False
     force_download: bool = False
     subfolder: str | None = None
-    # Set when a request has failed: only cached files are read then, though others may exist.
+    # Set when a request has failed. Only cached files are read then, although more may exist.
     trouble: str = field(default="", init=False)
     paths: dict[str, Path | None] = field(default_factory=dict, init=False)
 
@@ -128,7 +128,7 @@ class HubFolder:
             if isinstance(cached, str) and not self.force_download:
                 return read_header(Path(cached))[0]
             if not self.offline:
-                # A request of some kilobytes instead of the whole file.
+                # A request of some kilobytes instead of the complete file.
                 metadata = HfApi().parse_safetensors_file_metadata(
                     self.repo, file, revision=self.revision, token=self.token
                 )
@@ -140,7 +140,7 @@ class HubFolder:
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """Pass over a file that does not exist, or is not cached while the Hub is out of reach."""
+        """Ignore a file that does not exist, or is not cached if the Hub cannot be reached."""
         with translate_hub_errors(self.repo, "read"):
             try:
                 yield
@@ -157,7 +157,7 @@ Folder = LocalFolder | HubFolder
 @dataclass(frozen=True)
 class Checkpoint:
     folder: Folder
-    config: Config  # its config.json; empty when there is none
+    config: Config  # its config.json, empty without one
     second: Config | None  # its hf_quant_config.json
     files: Mapping[str, str]  # the file of each tensor
     left_out: Collection[str] = ()  # tensors in its files that are not part of it
@@ -180,9 +180,9 @@ def read_configs(folder: Folder) -> Checkpoint:
 
 
 def find_indexed(folder: Folder) -> dict[str, str]:
-    """Return the file of each tensor, by the only file or the index; empty without both.
+    """Return the file of each tensor, from the only file or an index, or nothing without both.
 
-    As transformers does, take these before `find_in_shards`.
+    transformers also prefers these to `find_in_shards`.
     """
     names = folder.header(ONLY_FILE)
     if names is not None:
@@ -198,14 +198,14 @@ def find_in_shards(folder: Folder) -> dict[str, str]:
     """Return the tensors of all files, without an index."""
     files: dict[str, str] = {}
     shards = folder.list_files(".safetensors")
-    # The same weights in another layout, next to the ordinary ones.
+    # "consolidated" files are a copy of the weights in a different layout.
     ordinary = [name for name in shards if not name.startswith("consolidated")]
     for shard in ordinary or shards:
         for name in folder.header(shard) or ():
             if name in files and LIKELY.search(name):
                 raise ScaleError(
                     f"{folder.origin}: expected {name} in one file, got it in {files[name]} and "
-                    f"{shard}; name one of them with from_file"
+                    f"{shard}. Pass one of them to from_file"
                 )
             files[name] = shard
     return files

@@ -14,20 +14,20 @@ from ...utils.text import format_value
 
 Config = dict[str, object]
 Kind = Literal["none", "static", "dynamic", "refused"]
-# A second config that may lie beside config.json.
+# A second config that may be next to config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# Where a config of several models keeps the one of the language model.
+# Fields for the language model in a config of several models.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAYER_COUNTS = (
     "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
     "num_layers",
 )  # fmt: skip
-# Entries of models in which not every layer has attention, and that do not say which.
+# Entries of models in which some layers have no attention, without a list of these layers.
 _HYBRID = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
 _HEADS = re.compile(r"heads$|^n_head|^multi_query_group_num$")
-# Entries of a config that say how weights are quantized, and with them the cache.
+# Entries of a config for the quantization of weights and cache.
 _BLOCKS = ("quantization_config", "compression_config", "quantization")
-# Those of a quantization config, and of config.json, that are of a KV cache.
+# Entries for a KV cache in a quantization config, and in config.json.
 _CACHE_ENTRIES = (
     "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype",
     "static_kv_dtype", "static_attention_dtype",  # of AutoRound
@@ -39,31 +39,31 @@ _FNUZ = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
 _DYNAMIC = ("dynamic", "fp8_per_token_head")
 _UNQUANTIZED = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
 _BEFORE_ROPE = (
-    "Quark took the scales of K before RoPE, and before the norm of K where there is one "
-    "(kv_cache_post_rope): K itself may not fit them, or they may be far too large; export with "
+    "Quark measured the scales of K before RoPE, and before the norm of K if the model has one "
+    "(kv_cache_post_rope). K may not fit them, or they may be far too large. Export with "
     "kv_cache_post_rope=True, or calibrate"
 )
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a config says of the scales of its KV cache.
+    """Declaration of the scales of a KV cache in a config.
 
-    "static" are FP8 scales in the checkpoint, "dynamic" is FP8 without any, and "refused" are
-    scales of another kind than FP8.
+    "static" means FP8 scales in the checkpoint, "dynamic" FP8 without scales, and "refused" scales
+    of a different kind than FP8.
     """
 
     kind: Kind = "none"
     what: str = "nothing about a KV cache"  # the entry and its value, for messages
-    dialect: str = ""  # the format whose tensor names to expect
-    fnuz: bool = False  # the scales are made for E4M3FNUZ: twice those for E4M3FN
+    dialect: str = ""  # format of the tensor names
+    fnuz: bool = False  # whether the scales are for E4M3FNUZ, twice the scales for E4M3FN
     remark: str = ""  # an oddity of the scales, in words
-    # The rotations that K's scales are made for: the size of their blocks, and the modules.
+    # Rotations before the scales of K: sizes of their blocks, and modules.
     rotations: tuple[tuple[int, str], ...] = ()
 
 
 def as_mapping(value: object) -> Mapping[str, object]:
-    """Return a dict, also of an object of transformers or pydantic; anything else is empty."""
+    """Return a dict, or an object of transformers or pydantic as a dict, or an empty dict."""
     for method in ("to_dict", "model_dump"):
         convert = getattr(value, method, None)
         if callable(convert):
@@ -72,7 +72,7 @@ def as_mapping(value: object) -> Mapping[str, object]:
 
 
 def nested_configs(config: object, path: str = "") -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield the entries of a config and of each config in it for text, after their paths."""
+    """Yield path and entries of a config, and of each nested config for text."""
     entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     yield path, entries
     for name in _TEXT_CONFIGS:
@@ -87,14 +87,14 @@ def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
-    """Return the layers that own a KV cache by a `config.json`; None when it does not say."""
+    """Return the layers with a KV cache according to a `config.json`, or None if unknown."""
     text, count = text_config(config), 0
     for name in reversed(_LAYER_COUNTS):
         if (value := text.get(name)) is not None:
             if type(value) is not int:
                 raise ScaleError(
                     f"{origin}: config.json: {name}: expected an integer, got "
-                    f"{format_value(value)}; transformers refuses it too, fetch the config again"
+                    f"{format_value(value)}. Fetch the config again"
                 )
             count = value
     if not 0 < count < 1_000_000:
@@ -108,7 +108,7 @@ def layers_with_cache(origin: str, config: Mapping[str, object]) -> Sequence[int
 
 
 def head_counts(config: Mapping[str, object]) -> set[int]:
-    """Return every number of heads that a `config.json` names."""
+    """Return all numbers of heads in a `config.json`."""
     text = text_config(config)
     return {n for name, n in text.items() if _HEADS.search(name) and isinstance(n, int)}
 
@@ -116,39 +116,39 @@ def head_counts(config: Mapping[str, object]) -> set[int]:
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
     """Return the declaration of KV scales in a config and in ModelOpt's second config."""
     owners = [*nested_configs(config)]
-    found: list[Declaration] = []
+    parts: list[Declaration] = []
     dialect = ""
     for entry in _BLOCKS:
         for path, owner in owners:
             if block := as_mapping(owner.get(entry)):
-                of_block = find_dialect(entry, block) or "autofp8"
-                dialect = dialect or of_block
-                found += [replace(d, dialect=of_block) for d in _parse_block(path + entry, block)]
+                tool = find_dialect(entry, block) or "autofp8"
+                dialect = dialect or tool
+                parts += [replace(d, dialect=tool) for d in _parse_block(path + entry, block)]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
         second = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
-        found += [replace(d, dialect="modelopt") for d in second]
+        parts += [replace(d, dialect="modelopt") for d in second]
     dialect = dialect or "tgi"
     for entry in _TOP_ENTRIES:
         for path, owner in owners:
             parsed = _parse_entry(path + entry, owner.get(entry))
-            found += [replace(d, dialect=dialect) for d in parsed]
+            parts += [replace(d, dialect=dialect) for d in parsed]
     kinds = ("refused", "static", "dynamic")
     best = next(
-        (d for kind in kinds for d in found if d.kind == kind), Declaration(dialect=dialect)
+        (d for kind in kinds for d in parts if d.kind == kind), Declaration(dialect=dialect)
     )
-    rotations = tuple(rotation for d in found for rotation in d.rotations)
-    return replace(best, fnuz=any(d.fnuz for d in found), rotations=rotations)
+    rotations = tuple(rotation for d in parts for rotation in d.rotations)
+    return replace(best, fnuz=any(d.fnuz for d in parts), rotations=rotations)
 
 
 def declared_kv_scales(config: object) -> str | None:
-    """Describe the static FP8 KV scales that a config, or the dict of one, declares; or None."""
+    """Describe the static FP8 KV scales that a config or its dict declares, or return None."""
     declared = find_declaration(config)
     return declared.what if declared.kind == "static" else None
 
 
 def find_dialect(entry: str, block: Mapping[str, object]) -> str:
-    """Return the format of the tool that wrote a quantization entry, or an empty text."""
+    """Return the format of the tool that wrote a quantization entry, or ""."""
     method = block.get("quant_method")
     method = str(getattr(method, "value", method) or "").lower()
     if method.startswith("modelopt"):
@@ -169,17 +169,17 @@ def _parse_block(where: str, block: Mapping[str, object]) -> Iterator[Declaratio
     for name, scheme in transforms.items():
         yield from _parse_transform(f"{where}.transform_config.{name}", as_mapping(scheme))
     for name, group in as_mapping(block.get("config_groups")).items():
-        if _targets_projections(group):  # whose outputs were the cache, before its own scheme
+        if _targets_projections(group):  # older tools declared their outputs as the cache
             place = f"{where}.config_groups.{name}.output_activations (kv_cache)"
             yield from _parse_entry(place, as_mapping(group).get("output_activations"))
-    # In its mode "fp8" Quark writes this list, too, but declares the cache as AutoFP8 does.
+    # In its mode "fp8" Quark also writes this list, but declares the cache as AutoFP8 does.
     projections = as_mapping(block.get("export")).get("kv_cache_group")
     if projections and block.get("quant_method") != "fp8":
         yield _parse_projections(f"{where}.export.kv_cache_group", projections, block)
 
 
 def _parse_entry(where: str, value: object) -> Iterator[Declaration]:
-    """Yield the declaration of an entry, which is a scheme or a word for one, if it has one."""
+    """Yield the declaration of an entry, a scheme or its name, if it declares anything."""
     value = getattr(value, "value", value)
     word = None
     if isinstance(value, str | torch.dtype):
@@ -197,7 +197,7 @@ def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
         value = scheme.get(name, default)
         return getattr(value, "value", value)
 
-    # The defaults are those of compressed-tensors.
+    # Defaults are as in compressed-tensors.
     bits, number, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
     symmetric, dynamic = entry("symmetric", True), entry("dynamic", False)
     fp8 = (bits, number) == (8, "float")
@@ -213,14 +213,14 @@ def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
 
 
 def _name_format(bits: object, number: object, group_size: object) -> str:
-    """Return the usual name of a format of numbers, such as "INT8", "NVFP4" or "MXFP4"."""
+    """Return the usual name of a number format, such as "INT8", "NVFP4" or "MXFP4"."""
     if (bits, number) == (4, "float") and group_size in (16, 32):
         return "NVFP4" if group_size == 16 else "MXFP4"
     return f"{'FP' if number == 'float' else str(number).upper()}{bits}"
 
 
 def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
-    """Yield the rotation of K that its scales are made for (R3 of SpinQuant), if this is one."""
+    """Yield the rotation of K before its scales (R3 of SpinQuant), if the scheme has one."""
     locations = scheme.get("apply")
     locations = [as_mapping(place) for place in locations] if isinstance(locations, list) else []
     locations = [place for place in locations if place.get("location") == "k_cache"]
@@ -244,7 +244,7 @@ def _targets_projections(group: object) -> bool:
 
 
 def _parse_projections(where: str, group: object, block: Mapping[str, object]) -> Declaration:
-    """Return the declaration in Quark's list of the projections whose outputs are the cache."""
+    """Return the declaration in Quark's list of projections, whose outputs are the cache."""
     patterns = group if isinstance(group, list) else [group]
     entries = {
         **as_mapping(block.get("kv_cache_quant_config")),
@@ -252,9 +252,9 @@ def _parse_projections(where: str, group: object, block: Mapping[str, object]) -
     }
     dynamic = False
     for pattern in map(str, patterns):
-        # The pattern itself is an entry, or the layers that it stands for are.
-        named = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
-        for entry in named or [None]:
+        # The entries are the pattern, or the matching layers.
+        matches = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
+        for entry in matches or [None]:
             output = as_mapping(as_mapping(entry).get("output_tensors"))
             dtype, scheme = output.get("dtype"), output.get("qscheme")
             symmetric = output.get("symmetric") is not False
@@ -272,10 +272,10 @@ def _parse_projections(where: str, group: object, block: Mapping[str, object]) -
 
 
 def remove_declaration(origin: str, config: Config, second: Config | None, format: str) -> Config:
-    """Return a `config.json` without its entries about scales; those about weights stay.
+    """Return a `config.json` without its entries about scales. Entries about weights stay.
 
-    Entries that `format` will write again are left to it. ScaleError is raised if an entry stays
-    that would be wrong with scales in this format, such as one in `second`, ModelOpt's config.
+    Entries that `format` will replace also stay. Raise ScaleError if an entry stays that would be
+    wrong with scales in this format, such as an entry in `second`, ModelOpt's config.
     """
     config = copy.deepcopy(config)
     stays = find_declaration(config, second).dialect == format
@@ -295,14 +295,14 @@ def remove_declaration(origin: str, config: Config, second: Config | None, forma
                 _pop(block.get("quantization"), _CACHE_ENTRIES)
                 compressed = block.get("quant_method") == "compressed-tensors"
                 if compressed and not (groups or block.get("sparsity_config")):
-                    _pop(owner, (entry,))  # it quantizes nothing
+                    _pop(owner, (entry,))  # quantizes nothing
         if not stays:
             _pop(owner, _TOP_ENTRIES)
     left = find_declaration(config, second)
     if not stays and left.kind != "none":
         raise ScaleError(
             f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
-            f"{format!r}, got one that declares {left.what}; choose {left.dialect}"
+            f"{format!r}, got a declaration that stays: {left.what}. Choose {left.dialect}"
         )
     return config
 

@@ -1,4 +1,4 @@
-"""Scales among a checkpoint's tensors: found by their names, checked, paired layer by layer."""
+"""Scales among a checkpoint's tensors: selected by name, checked, and paired by layer."""
 
 import logging
 import re
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 
 
 def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
-    """Return the scales among the tensors of a checkpoint; raise ScaleError if there are none."""
+    """Return the scales among the tensors of a checkpoint. Raise ScaleError if there are none."""
     origin, config, declared = checkpoint.origin, checkpoint.config, checkpoint.declaration
     if declared.kind == "refused":
         raise ScaleError(
             f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
-            f"per head), got {declared.what}; use scales=None, which is dynamic"
+            f"per head), got {declared.what}. Use scales=None, which is dynamic"
         )
     if declared.kind == "dynamic":
         raise ScaleError(
             f"{origin}: expected a config that declares static scales, got {declared.what}, "
-            "which needs none; use scales=None (dynamic), or correct the config"
+            "which needs none. Use scales=None (dynamic), or correct the config"
         )
     scale_tensors, unknown = match_tensors(checkpoint.files, declared)
     if not scale_tensors:
@@ -52,8 +52,8 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     if declared.remark:
         logger.warning("%s: %s", origin, declared.remark)
     if declared.kind == "none":
-        what = "the config declares no KV cache" if config else "no config.json"
-        logger.warning("%s: %s; its KV scales are taken to be of float8_e4m3fn", origin, what)
+        reason = "the config declares no KV cache" if config else "no config.json"
+        logger.warning("%s: %s. Its KV scales are read as float8_e4m3fn", origin, reason)
     _check_foreign(checkpoint)
     layers = _pair_sides(checkpoint, scale_tensors)
     _add_biases(checkpoint, layers)
@@ -72,19 +72,19 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
 
 
 def _check_foreign(checkpoint: Checkpoint) -> None:
-    """Refuse what belongs to INT8 and NVFP4 caches, and zero points other than zero."""
+    """Refuse tensors of INT8 and NVFP4 caches, and zero points other than zero."""
     for name in checkpoint.files:
         for pattern, what in FOREIGN:
             if pattern.fullmatch(name):
                 raise ScaleError(
-                    f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of {what}; "
-                    "use scales=None, which is dynamic"
+                    f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of {what}. "
+                    "Use scales=None, which is dynamic"
                 )
     for name, value in _load(checkpoint, filter(ZERO_POINT.fullmatch, checkpoint.files)).items():
         if bool(value.ne(0).any()):
             raise ScaleError(
-                f"{checkpoint.origin}: {name}: expected a zero point of 0, got another; asymmetric "
-                "scales cannot be used"
+                f"{checkpoint.origin}: {name}: expected a zero point of 0, got a different value. "
+                "Asymmetric scales cannot be used"
             )
 
 
@@ -97,14 +97,14 @@ def _load(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tenso
         path = checkpoint.folder.path(place)
         if path is None:
             raise ScaleError(
-                f"{checkpoint.origin}: expected the file {place}, which holds scales by the index, "
-                "found none; fetch it"
+                f"{checkpoint.origin}: expected the file {place}, which has scales according to "
+                "the index, found none. Fetch it"
             )
         with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
             if missing := sorted({*group} - {*file.keys()}):
                 raise ScaleError(
-                    f"{path}: expected the tensor {missing[0]}, which the index places here, got "
-                    "none; fetch the file again"
+                    f"{path}: expected the tensor {missing[0]}, which the index lists here, got "
+                    "none. Fetch the file again"
                 )
             loaded |= {name: file.get_tensor(name) for name in group}
     return loaded
@@ -116,15 +116,15 @@ def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.
     if tensor.dtype not in FLOATS:
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one of {format_list(FLOATS)}, got "
-            f"{tensor.dtype}; these are not scales of an FP8 cache"
+            f"{tensor.dtype}. These are not scales of an FP8 cache"
         )
     single = all(n == 1 for n in shape)
     per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(heads))
     if not single and not (per_head and shape[0] in (heads or shape[:1]) and shape[0]):
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one number, or the shape [heads] or [heads, 1, "
-            f"1] with the heads that config.json names ({sorted(heads)}), got {shape}; use this "
-            "model's scales, calibrated per tensor or per head"
+            f"1] with the heads in config.json ({sorted(heads)}), got {shape}. Use this model's "
+            "scales, calibrated per tensor or per head"
         )
     return tensor.float().reshape(() if single else (-1, 1))
 
@@ -132,8 +132,8 @@ def _as_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.
 def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
     """Add the biases of ModelOpt's FP8_AFFINE, `[1, heads or 1, 1, D or 1]`.
 
-    K's bias is its center. V is stored as it is, so the scales of V make room for its bias: where
-    |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
+    K's bias is its center. V is stored without subtracting its bias, so the scales of V are
+    enlarged. If |V - bias| is at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
     """
     matches = [match for match in map(BIAS.fullmatch, checkpoint.files) if match is not None]
     tensors = _load(checkpoint, (match[0] for match in matches))
@@ -141,15 +141,15 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
         tensor, index = tensors[match[0]], int(match["layer"])
         if index not in layers:
             raise ScaleError(
-                f"{checkpoint.origin}: expected a scale with {match[0]}, got none; export again"
+                f"{checkpoint.origin}: expected a scale with {match[0]}, got none. Export again"
             )
         layer, shape = layers[index], list(tensor.shape) or [1, 1, 1, 1]
-        of_scales = {len(scale) for scale in layer.static if scale.ndim} - {1}
-        heads = {1, *(of_scales or head_counts(checkpoint.config) or shape[1:2])}
+        scale_heads = {len(scale) for scale in layer.static if scale.ndim} - {1}
+        heads = {1, *(scale_heads or head_counts(checkpoint.config) or shape[1:2])}
         if tensor.dtype not in FLOATS or shape[::2] != [1, 1] or shape[1] not in heads:
             raise ScaleError(
                 f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D] "
-                f"with heads in {sorted(heads)}, got {tensor.dtype} {list(tensor.shape)}; export "
+                f"with heads in {sorted(heads)}, got {tensor.dtype} {list(tensor.shape)}. Export "
                 "per head and channel"
             )
         bias = tensor.float().reshape(shape[1::2])
@@ -176,8 +176,8 @@ def _rotate(
             sizes = {size for size, target in rotations if _is_target(path, target)}
         if sizes != {block}:
             raise ScaleError(
-                f"{checkpoint.origin}: expected K rotated in blocks as long as a head of "
-                f"{head_dim!r} allows, got {format_list(sizes) or 'no rotation'} for {path}; use "
+                f"{checkpoint.origin}: expected K rotated in blocks of {block}, the largest for "
+                f"heads of {head_dim!r}, got {format_list(sizes) or 'no rotation'} for {path}. Use "
                 "scales=None, which is dynamic, or calibrate"
             )
     plan = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
@@ -185,16 +185,16 @@ def _rotate(
 
 
 def _is_target(path: str, target: str) -> bool:
-    """Return whether compressed-tensors means an attention module: by path, regex or class."""
+    """Return whether a target of compressed-tensors matches a module: a path, regex or class."""
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), path) is not None
     return target == path or target.endswith("Attention")
 
 
 def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dict[int, LayerScales]:
-    """Return one pair for each layer, in the unit of E4M3FN; log oddities once a file.
+    """Return one pair for each layer, in the unit of E4M3FN. Log oddities once for each file.
 
-    The pair is of the first priority that has both sides, or else the best tensor of each side.
+    The pair has the first priority that has K and V, or else the best tensor of each side.
     """
     unit = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
@@ -204,29 +204,29 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     by_layer: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
     for tensor in scale_tensors:
         for side in tensor.side:
-            other = by_layer[tensor.layer].setdefault((tensor.priority, side), tensor)
-            # Nothing says which of two names is meant.
-            if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
+            prior = by_layer[tensor.layer].setdefault((tensor.priority, side), tensor)
+            # It is unknown which of two names is right.
+            if prior is not tensor and not torch.equal(values[tensor.name], values[prior.name]):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
-                    f"{tensor.layer}, got {other.name} and {tensor.name}, which differ; delete one"
+                    f"{tensor.layer}, got {prior.name} and {tensor.name}, which differ. Delete one"
                 )
     oddities: dict[str, list[int]] = defaultdict(list)
     layers = {}
-    for index, found in by_layer.items():
-        best = {side: tensor for (_, side), tensor in reversed(found.items())}
-        complete = next((p for p, _ in found if (p, "k") in found and (p, "v") in found), None)
-        if complete is not None:
-            best = {side: found[complete, side] for side in "kv"}
+    for index, tensors in by_layer.items():
+        best = {side: tensor for (_, side), tensor in reversed(tensors.items())}
+        pairs = (p for p, _ in tensors if (p, "k") in tensors and (p, "v") in tensors)
+        if (complete := next(pairs, None)) is not None:
+            best = {side: tensors[complete, side] for side in "kv"}
         elif len(best) == 1:
-            (only,) = best
-            oddities[f"only {only.upper()} has a scale, which is used for both sides"].append(index)
-            best = dict.fromkeys("kv", best[only])
+            (side,) = best
+            oddities[f"only {side.upper()} has a scale, which is used for K and V"].append(index)
+            best = dict.fromkeys("kv", best[side])
         k_name, v_name = best["k"].name, best["v"].name
         k, v = values[k_name], values[v_name]
-        shared = next((t.name for t in found.values() if t.side == "kv"), k_name)
+        shared = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
         if shared not in (k_name, v_name) and values[shared].max() != max(k.max(), v.max()):
-            oddities["kv_scale is not the larger one of the pair, which is used"].append(index)
+            oddities["kv_scale is not the larger scale of the pair, which is used"].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
         source = f"{checkpoint.origin}/{checkpoint.files[k_name]}: {names}"
         layers[index] = LayerScales(k, v, source=source)
@@ -238,14 +238,14 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
 def _no_scales(checkpoint: Checkpoint) -> ScaleError:
     names = ", ".join(known.name.replace("{side}", "{k,v}") for known in TENSOR_NAMES)
     likely = format_list(name for name in checkpoint.files if LIKELY.search(name))
-    got = f"got only {likely}, which no reader takes" if likely else "got none"
+    got = f"got only {likely}, which no format has" if likely else "got none"
     pickles = [n for suffix in PICKLES for n in checkpoint.folder.list_files(suffix)]
     if pickles:
         got += f" (pickles are never loaded: {format_list(pickles)})"
     declared = checkpoint.declaration
-    servers = ", and servers use 1.0 then" if declared.kind == "static" and not likely else ""
+    servers = ", so servers use 1.0" if declared.kind == "static" and not likely else ""
     return ScaleError(
         f"{checkpoint.origin}: expected {OWN_FILE}, {JSON_FILE}, or scale tensors such as "
-        f"self_attn.{names} under the layers of the language model, {got}; the config declares "
-        f"{declared.what}{servers}; use scales=None, which is dynamic, or calibrate"
+        f"self_attn.{names} in the layers of the language model, {got}. The config declares "
+        f"{declared.what}{servers}. Use scales=None, which is dynamic, or calibrate"
     )

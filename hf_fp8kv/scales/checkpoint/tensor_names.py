@@ -1,4 +1,4 @@
-"""Names of scale tensors in a checkpoint, and the format that each is read as."""
+"""Names of scale tensors in a checkpoint, and the format of each name."""
 
 import re
 from collections.abc import Iterable
@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 from .configs import Declaration
 
-# A tensor belongs to the language model when every part of its path is one of these: a tower for
-# images or audio has the same layer numbers, and an encoder or a draft head has none of our cache.
+# A tensor belongs to the language model if every part of its path is in this list. Encoders of
+# images or audio have the same layer numbers, and encoders and draft heads do not use the cache.
 LAYER = (
     r"(?:(?:(?:model|language_model|llm|thinker|transformer|decoder|text_model|gpt_neox|backbone)\.)*"
     r"(?:layers|h)|(?:model\.)?transformer\.blocks)\.(?P<layer>[0-9]{1,9})\."
 )
 _MODULES = r"(?:self_attn|self_attention|attention|attn|mixer)"
 _ATTENTION = _MODULES + r"\.(?:(?:mla_attn|attn)\.)*"
-# The start of a name up to the attention module of a layer, where a writer puts its scales.
+# The start of a name up to the attention module of a layer, which has the scales.
 ATTENTION_MODULE = re.compile(f"(?P<path>{LAYER}{_MODULES})\\.")
 
 
 class ScaleTensor(NamedTuple):
-    """A tensor of a checkpoint that is a scale by its name. The best one of a layer sorts first."""
+    """A tensor with the name of a scale. The best tensor of a layer sorts first."""
 
     priority: int
     layer: int
@@ -32,17 +32,17 @@ class ScaleTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorName:
-    """What tools call the tensor of a scale, below the attention module."""
+    """A tool's name for the tensor of a scale, below the attention module."""
 
-    name: str  # `{side}` stands for k or v; a name without it is for both sides
-    # Of two names that match in one layer, the one with the lower number is used: 0 beside the
-    # attention, 1 of a projection, 2 of a cache, 3 of a projection's output, 4 of both sides, 5 and
-    # 6 of TensorRT-LLM, 7 of the output of one projection for Q, K and V.
+    name: str  # `{side}` stands for k or v. A name without it is for K and V
+    # If two names match in a layer, the lower number is used: 0 for a name in the attention module,
+    # 1 of a projection, 2 of a cache, 3 of a projection's output, 4 of K and V together, 5 and 6 of
+    # TensorRT-LLM, 7 of the output of one projection for Q, K and V.
     priority: int
-    # It is read as the first one, unless the config declares one of the rest. An empty first one
-    # means that only those have the name.
+    # The first format, unless the config declares one of the following formats. If the first is
+    # empty, the config must declare a format.
     formats: tuple[str, ...]
-    # Other numbers have the name too: only a config that declares static FP8 scales makes it valid.
+    # Tensors that are not scales have the name as well, so the config must declare FP8 scales.
     needs_declaration: bool = False
 
     @cached_property
@@ -66,9 +66,9 @@ TENSOR_NAMES = (
         for projection in ("qkv", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
     ),
 )
-# ModelOpt's FP8_AFFINE: a number for each head and channel that is subtracted before scaling.
+# ModelOpt's FP8_AFFINE: a value for each head and channel that is subtracted before scaling.
 BIAS = re.compile(LAYER + _ATTENTION + r"(?P<side>[kv])_proj\.(?P=side)_bias")
-# Names that say that the scales beside them are not those of an FP8 cache.
+# Names of tensors that only caches other than FP8 have.
 FOREIGN = tuple(
     (re.compile(LAYER + _ATTENTION + tail), what)
     for tail, what in (
@@ -84,7 +84,7 @@ CACHE_PATTERNS = (
     *(known.pattern for known in TENSOR_NAMES), *(pattern for pattern, _ in FOREIGN), ZERO_POINT,
     BIAS,
 )  # fmt: skip
-# What somebody may have meant as a scale of K or V, for the messages.
+# Names that look like a scale of K or V, for messages.
 LIKELY = re.compile(
     r"(?:^|[._])(?:k|v|kv|key|value|qkv|qkqkv|Wqkv|c_attn)(?:_cache|_proj)?[._]"
     r"(?![\w.]*(?:weight|input|activation|pre_quant|bias|norm|zero_point))[\w.]*(?:scales?|scaling_factor|amax)$"
@@ -94,12 +94,12 @@ LIKELY = re.compile(
 def match_tensors(
     names: Iterable[str], declaration: Declaration
 ) -> tuple[list[ScaleTensor], list[str]]:
-    """Return the scales among the names, best first, and the names that only look like scales."""
+    """Return the scales among the names, the best first, and names that only look like scales."""
     scales, unknown, dialect = [], [], declaration.dialect
     for name in names:
         for known in TENSOR_NAMES if ATTENTION_MODULE.match(name) else ():
             format = dialect if dialect in known.formats else known.formats[0]
-            # An INT8 cache has these names too: they are taken here, and refused with the reason.
+            # An INT8 cache also has these names. They are refused later, with the reason.
             valid = format and not (known.needs_declaration and declaration.kind == "none")
             if valid and (match := known.pattern.fullmatch(name)):
                 side, layer = match.groupdict().get("side", "kv"), int(match["layer"])

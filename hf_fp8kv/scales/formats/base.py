@@ -1,6 +1,6 @@
-"""ScaleFormat: a format of static scales, what it holds and how it is written.
+"""ScaleFormat: a format of static scales, its properties and its files.
 
-Scales are reduced to what a format can hold, so that nothing saturates that did not before.
+Scales that a format cannot hold are reduced, so that no further value saturates.
 """
 
 import copy
@@ -37,25 +37,25 @@ def make_index(old: Path | None, weight_map: Mapping[str, str]) -> bytes:
 
 
 class ScaleFormat:
-    """A format of static scales. What it cannot hold is reduced before it is written."""
+    """A format of static scales. Scales that it cannot hold are reduced before writing."""
 
     name: ClassVar[str]
-    granularity: ClassVar[Granularity] = "tensor"  # the finest that it holds
+    granularity: ClassVar[Granularity] = "tensor"  # the finest granularity of the format
     holds_centers: ClassVar[bool] = False
-    holds_both_sides: ClassVar[bool] = True  # K and V have scales of their own
+    holds_both_sides: ClassVar[bool] = True  # K and V have separate scales
     holds_ranks: ClassVar[bool] = False  # scales for each rank of a tensor-parallel model
 
     def files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
-        """Return the files of scales that `reduce_scales` returned; the file read first comes last.
+        """Return the files of scales from `reduce_scales`. The file that is read first comes last.
 
-        With a checkpoint they are those that it has instead of its own, or next to them.
+        With a checkpoint, they replace its files of the same name, or are added.
         """
         raise NotImplementedError(self.name)
 
     def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
-        """Return the facts that readers of the files will miss, in words."""
+        """Return the facts that readers need and the files do not have, in words."""
         return []
 
 
@@ -64,14 +64,14 @@ class TensorFormat(ScaleFormat):
 
     quant_method: ClassVar[str] = ""  # of the quantization config that declares the scales
     tensor_name: ClassVar[str] = "{side}_scale"  # below the attention module
-    shape: ClassVar[tuple[int, ...]] = ()  # of one number
-    indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint names the scales
+    shape: ClassVar[tuple[int, ...]] = ()  # of a single number
+    indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint has the scales
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        """Add the entries that declare the scales to a `config.json`, which keeps all others.
+        """Add the entries that declare the scales to a `config.json`. Other entries are kept.
 
-        `excluded` are the modules of a checkpoint whose weights are not quantized. ScaleError is
-        raised if the weights are quantized by another tool.
+        `excluded` are the modules of a checkpoint whose weights are not quantized. Raise ScaleError
+        if a different tool has quantized the weights.
         """
         raise NotImplementedError(self.name)
 
@@ -99,7 +99,7 @@ class TensorFormat(ScaleFormat):
                 name = f"{modules[index]}.{self.tensor_name.format(side=side)}"
                 tensors[name] = scale.reshape((-1, 1, 1) if scale.ndim else self.shape).clone()
         quantizable = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
-        # Some readers name the modules that hold experts.
+        # Some readers use the names of the modules with experts.
         quantizable |= {n.split(".experts.")[0] + ".experts" for n in weights if ".experts." in n}
         in_index = tensors if self.indexed or not weights else {}
         weight_map = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in weights.items()}
@@ -113,22 +113,21 @@ class TensorFormat(ScaleFormat):
     def config_files(
         self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
     ) -> dict[str, bytes]:
-        """Return the configs that declare the scales; `second` is a `hf_quant_config.json`."""
+        """Return the configs that declare the scales. `second` is a `hf_quant_config.json`."""
         if self.quant_method and second is not None and "quantization_config" not in config:
-            # The weights are quantized by this second config alone: another in the first one
-            # would say something else of them.
+            # Only the second config describes the quantized weights. An entry in the first config
+            # would contradict it.
             raise ScaleError(
                 f"format {self.name!r}: expected unquantized weights, got "
-                f"{HF_QUANT_CONFIG}; choose modelopt, or a format that declares none, such as tgi"
+                f"{HF_QUANT_CONFIG}. Choose modelopt, or a format that declares none, such as tgi"
             )
         self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
 
     def quantization_block(self, config: Config, new: Config) -> Config:
-        """Return the quantization config of the weights; raise ScaleError for another tool's.
+        """Return the quantization config of the weights. Raise ScaleError for a different tool's.
 
-        Where there is none, `new` becomes one, with the tool's `quant_method`: the entries of one
-        that quantizes nothing but the cache.
+        Without such a config, add `new` with the tool's `quant_method`, for the cache only.
         """
         for _, owner in nested_configs(config):
             for entry in ("quantization_config", "compression_config"):
@@ -138,8 +137,8 @@ class TensorFormat(ScaleFormat):
                 if find_dialect(entry, block) != self.name:
                     raise ScaleError(
                         f"format {self.name!r}: expected unquantized weights, or the quant_method "
-                        f"{self.quant_method!r}, got {block.get('quant_method') or entry!r}; a "
-                        "config has one, choose a format that needs none, such as tgi"
+                        f"{self.quant_method!r}, got {block.get('quant_method') or entry!r}. "
+                        "Choose a format without quant_method, such as tgi"
                     )
                 return block
         block = {"quant_method": self.quant_method, **new}
@@ -148,22 +147,22 @@ class TensorFormat(ScaleFormat):
 
 
 def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
-    """Return the scales as the format can hold them, and the losses in words.
+    """Return scales that the format can hold, and the losses in words.
 
-    The largest scale is taken, and the center of K is made room for.
+    The largest scale is kept, and scales of K are enlarged by a center.
 
     Raises:
-        ScaleError: scales of rotated numbers, which servers do not store, or none.
+        ScaleError: The scales are for rotated values, which servers do not store, or are dynamic.
     """
     if format.holds_centers:
         stale = scales.report is not None and scales.report.scales_digest != scales.digest
-        return scales, ["its report is about other scales, so it is not read with these"] * stale
+        return scales, ["its report is about different scales, so it will not be read"] * stale
     rotated = [i for i, plan in (scales.plan or {}).items() if plan.k.rotated or plan.v.rotated]
     if rotated or scales.is_dynamic:
-        what = f"rotated numbers in layers {format_list(rotated)}" if rotated else "each token"
+        kind = f"rotated values in layers {format_list(rotated)}" if rotated else "each token"
         raise ScaleError(
-            f"format {format.name!r}: expected scales of K and V as they are, got scales for "
-            f"{what} ({scales.origin}); its readers cannot store that: save as 'hf_fp8kv', or "
+            f"format {format.name!r}: expected scales of unchanged K and V, got scales for {kind} "
+            f"({scales.origin}). Readers of the format cannot store these. Save as 'hf_fp8kv', or "
             "calibrate without a plan"
         )
     losses: dict[str, list[int]] = defaultdict(list)
@@ -172,14 +171,14 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
     for index, layer in scales.layers.items():
         k, v = layer.static
         if layer.k_center is not None:  # |K| <= max * scale + |center|
-            losses["K's scales make room for the centers, which are left out"].append(index)
+            losses["K's scales are enlarged by the centers, which are left out"].append(index)
             room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
             k = k + (room if k.ndim else room.max())
         pairs[index] = k, v
     counts = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
-    # A layer with one number takes the heads of the rest, since all layers have one strategy.
-    several = {*counts.values()} - {1}
-    default = several.pop() if len(several) == 1 else 0
+    # A layer with one number gets the heads of all other layers, because all have one strategy.
+    head_counts = {*counts.values()} - {1}
+    default = head_counts.pop() if len(head_counts) == 1 else 0
     counts = {index: count if count > 1 else default for index, count in counts.items()}
     per_head = format.granularity == "head" and all(counts.values())
     layers = {}
@@ -208,6 +207,6 @@ def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[
         if len(paths[index]) != 1:
             raise ScaleError(
                 f"{checkpoint.origin}: expected one attention module in layer {index}, got "
-                f"{format_list(sorted(paths[index])) or 'none'}; use this model's scales"
+                f"{format_list(sorted(paths[index])) or 'none'}. Use this model's scales"
             )
     return {index: paths[index].pop() for index in layers}

@@ -1,6 +1,6 @@
-"""Formats of checkpoints with scales: the tensor names of each tool, and how it declares a cache.
+"""Formats of checkpoints with scales: each tool's tensor names and declaration of a cache.
 
-What the servers read of each is written down in docs/scales.md.
+docs/scales.md has the parts that servers read.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from ..checkpoint.configs import HF_QUANT_CONFIG, TGI_ENTRY, Config, as_mapping
 from ..layer_scales import ScaleData
 from .base import TensorFormat, to_json
 
-# ModelOpt's readers read the name as the format.
+# Readers of ModelOpt's format identify it by this name.
 _PRODUCER = {"name": "modelopt", "version": "0.0.0+hf_fp8kv"}
 
 
 class Tgi(TensorFormat):
-    """Text Generation Inference. Its names are also those of checkpoints that declare nothing.
+    """Text Generation Inference. Checkpoints without a declaration have the same names.
 
-    It takes every safetensors file in the folder of a model, whatever an index says. Others take
-    those of the index, and vLLM stops at a scale that no quantization config announces: so the
-    index of a copy does not name them.
+    TGI reads every safetensors file in the folder of a model, even without an index. Other servers
+    read the files of the index, and vLLM refuses a scale without a quantization config. So the
+    index of a copy does not have the scales.
     """
 
     name = "tgi"
@@ -31,7 +31,7 @@ class Tgi(TensorFormat):
 
 
 class AutoFP8(TensorFormat):
-    """AutoFP8, and tools that use its names and belong to no other format."""
+    """AutoFP8, and tools without a separate format that use its names."""
 
     name = "autofp8"
     quant_method = "fp8"
@@ -57,19 +57,19 @@ class CompressedTensors(TensorFormat):
             "strategy": "attn_head" if per_head else "tensor", "num_bits": 8, "type": "float",
             "symmetric": True, "dynamic": False, "group_size": None,
         }  # fmt: skip
-        # vLLM fills in the numbers of heads only beside this entry.
+        # vLLM only fills in the numbers of heads if this entry exists.
         block.setdefault("config_groups", {})
 
 
 class ModelOpt(TensorFormat):
-    """NVIDIA's ModelOpt, all of whose methods begin with "modelopt"; it has a second config."""
+    """NVIDIA's ModelOpt. All its methods begin with "modelopt", and it has a second config."""
 
     name = "modelopt"
     quant_method = "modelopt"
     tensor_name = "{side}_proj.{side}_scale"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        # Its readers know no algorithm for "none": this one is for no module at all.
+        # Readers have no algorithm for "none", so this algorithm applies to no module.
         algorithm = {"quant_algo": "FP8", "ignore": ["*"], "config_groups": {}}
         block = self.quantization_block(config, {**algorithm, "producer": _PRODUCER})
         block["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -80,8 +80,8 @@ class ModelOpt(TensorFormat):
     def config_files(
         self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
     ) -> dict[str, bytes]:
-        of_weights = second is None or "quantization_config" in config
-        files = super().config_files(config, None, scales, excluded) if of_weights else {}
+        has_first = second is None or "quantization_config" in config
+        files = super().config_files(config, None, scales, excluded) if has_first else {}
         if second is None:
             block = as_mapping(config.get("quantization_config"))
             inner: object = {
@@ -92,15 +92,15 @@ class ModelOpt(TensorFormat):
         inner = second.setdefault("quantization", {})
         if not isinstance(inner, dict):
             raise ScaleError(
-                f"{HF_QUANT_CONFIG}: quantization: expected an object, got {format_value(inner)}; "
-                "fix the file"
+                f"{HF_QUANT_CONFIG}: quantization: expected an object, got {format_value(inner)}. "
+                "Fix the file"
             )
         inner["kv_cache_quant_algo"] = "FP8"
         return {HF_QUANT_CONFIG: to_json(second), **files}
 
 
 class Quark(TensorFormat):
-    """AMD's Quark, which scales the outputs of two projections."""
+    """AMD's Quark, with the scales of the outputs of two projections."""
 
     name = "quark"
     quant_method = "quark"
@@ -122,7 +122,7 @@ class Quark(TensorFormat):
         if not isinstance(export, dict) or not isinstance(layers, dict):
             raise ScaleError(
                 f"quantization_config: expected the objects export and layer_quant_config, got "
-                f"{format_value(export)} and {format_value(layers)}; fetch the config again"
+                f"{format_value(export)} and {format_value(layers)}. Fetch the config again"
             )
         names = ("*k_proj", "*v_proj")
         export |= {"kv_cache_group": list(names), "min_kv_scale": 0.0}

@@ -1,4 +1,4 @@
-"""Formats of scales in a file of their own: "hf_fp8kv", and "vllm-json", `kv_cache_scales.json`."""
+"""Formats with separate files of scales: "hf_fp8kv", and "vllm-json", `kv_cache_scales.json`."""
 
 import json
 import logging
@@ -23,15 +23,15 @@ from .base import ScaleFormat, to_json
 
 logger = logging.getLogger(__name__)
 
-# The entry of the file's metadata, JSON, and the parts of it that every file has.
+# The entry of the file's metadata, which is JSON, and the parts that all files share.
 METADATA, _KIND = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
 
 
 class HfFp8kv(ScaleFormat):
-    """Our own file, which holds every granularity and the centers exactly.
+    """The format of this package, which holds every granularity and the centers exactly.
 
-    A folder with it is never read as a checkpoint. The report of the calibration is a second file.
-    Next to weights both are in a folder of their own.
+    A folder with its file is never read as a checkpoint. The report of the calibration is a second
+    file. Next to weights both are in a separate folder.
     """
 
     name = "hf_fp8kv"
@@ -60,14 +60,14 @@ class HfFp8kv(ScaleFormat):
 
 
 def read_own_file(path: Path) -> ScaleData:
-    """Return the scales of a file of ours, with the report next to it."""
+    """Return the scales of a file in the format "hf_fp8kv", with the report next to it."""
     expected = "a file of scales as save_pretrained writes it"
     with convert_read_errors(path, expected), safe_open(path, "pt") as file:
         about = json.loads(file.metadata()[METADATA])
         if about | _KIND != about:
             raise ScaleError(
                 f"{path}: expected {_KIND}, got {about.get('version')!r} and "
-                f"{about.get('dtype')!r}; update hf_fp8kv"
+                f"{about.get('dtype')!r}. Update hf_fp8kv"
             )
         plans = {int(i): LayerPlan.parse(*pair) for i, pair in about.get("plan", {}).items()}
         parts: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
@@ -91,17 +91,17 @@ def read_own_file(path: Path) -> ScaleData:
         return scales
     try:
         report = CalibrationReport.from_dict(read_json(place), str(place))
-    except ScaleError as error:  # the scales do not need it
-        logger.warning("the report of the calibration is left out: %s", error)
+    except ScaleError as error:  # the scales do not need a report
+        logger.warning("the report of the calibration is ignored: %s", error)
         return scales
     if report.scales_digest != scales.digest:
-        logger.warning("%s: is about other scales than those beside it, and left out", place)
+        logger.warning("%s: ignored, because it is about different scales", place)
         return scales
     return replace(scales, report=report)
 
 
 class VllmJson(ScaleFormat):
-    """vLLM's `quantization_param_path`: one number a layer and rank, for K and V alike."""
+    """vLLM's `quantization_param_path`: one number for K and V of each layer and rank."""
 
     name = "vllm-json"
     holds_both_sides = False
@@ -117,7 +117,7 @@ class VllmJson(ScaleFormat):
         if sorted(layers) != list(range(len(layers))):
             raise ScaleError(
                 f"format {self.name!r}: expected the layers 0 to {len(layers) - 1}, got "
-                f"{format_list(sorted(layers))}; its readers refuse a file with gaps"
+                f"{format_list(sorted(layers))}. Readers of the format refuse a file with gaps"
             )
         numbers = {str(index): layer.static[0].item() for index, layer in layers.items()}
         ranks = dict.fromkeys(map(str, range(tp_size)), numbers)
@@ -126,35 +126,35 @@ class VllmJson(ScaleFormat):
 
     def missing_facts(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
         config = {} if checkpoint is None else checkpoint.config
-        fact = "model_type is not known and null, which vLLM and SGLang refuse"
+        fact = "model_type is unknown and written as null, which vLLM and SGLang refuse"
         return [] if scales.model_type or isinstance(config.get("model_type"), str) else [fact]
 
 
 def parse_json(path: Path, data: Config, request: Request, config: Config) -> ScaleData:
-    """Return the scales of a `kv_cache_scales.json`; `config` is the config.json next to it."""
+    """Return the scales of a `kv_cache_scales.json`. `config` is the config.json next to it."""
     cache = data.get("kv_cache")
     if not isinstance(cache, dict):
         raise ScaleError(
             f"{path}: expected an object 'kv_cache' with 'dtype' and 'scaling_factor', got "
-            f"{format_list(data) or 'nothing'}; this is not a {JSON_FILE}"
+            f"{format_list(data) or 'nothing'}. This is not a {JSON_FILE}"
         )
     if cache.get("dtype") != "float8_e4m3fn":
         raise ScaleError(
             f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got "
-            f"{format_value(cache.get('dtype'))}; scales of another format cannot be used"
+            f"{format_value(cache.get('dtype'))}. Scales of other formats cannot be used"
         )
     model_type = data.get("model_type")
     if not isinstance(model_type, str | None) or ("model_type" not in data and request.strict):
         raise ScaleError(
-            f"{path}: model_type: expected a string or null, got {format_value(model_type)}; "
-            "add it, or pass strict=False (--lenient)"
+            f"{path}: model_type: expected a string or null, got {format_value(model_type)}. "
+            "Add it, or pass strict=False (--lenient)"
         )
-    wanted = config.get("model_type")
-    if model_type is not None and wanted not in (None, model_type):
-        message = f"{path}: expected scales of a {wanted!r} model, got {model_type!r}"
+    config_type = config.get("model_type")
+    if model_type is not None and config_type not in (None, model_type):
+        message = f"{path}: expected scales of a {config_type!r} model, got {model_type!r}"
         if request.strict:
             raise ScaleError(
-                f"{message}; use this model's scales, or pass strict=False (--lenient)"
+                f"{message}. Use this model's scales, or pass strict=False (--lenient)"
             )
         logger.warning("%s", message)
     ranks = _parse_ranks(path, cache.get("scaling_factor"))
@@ -169,7 +169,7 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
         return ScaleData(layers, VllmJson.name, model_type, str(path))
 
     merged = request.merge_ranks(path, len(ranks), read)
-    # Its readers refuse a file with another number of layers, too many as well as too few.
+    # Readers of the format refuse a file with more or fewer layers.
     layers = request.select_layers(merged.layers, config, str(path), exactly=True)
     return replace(merged, layers=layers)
 
@@ -177,7 +177,7 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     ranks: dict[int, dict[int, float]] = {}
     where = f"{path}: kv_cache.scaling_factor"
-    # "rank0" is an old spelling of "0".
+    # Old files have "rank0" instead of "0".
     for rank, entries in _parse_keys(where, factors, "rank", "(?:rank)?").items():
         ranks[rank] = {}
         for layer, value in _parse_keys(f"{path}: rank {rank}", entries, "layer").items():
@@ -188,24 +188,24 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
             ranks[rank][layer] = check_constant(value, what)
     if sorted(ranks) != list(range(len(ranks))):
         raise ScaleError(
-            f"{path}: expected the ranks 0 to {len(ranks) - 1}, got {format_list(sorted(ranks))}; "
-            "a rank is missing"
+            f"{path}: expected the ranks 0 to {len(ranks) - 1}, got {format_list(sorted(ranks))}. "
+            "A rank is missing"
         )
     for rank, scales in ranks.items():
         if set(scales) != set(ranks[0]):
             raise ScaleError(
                 f"{path}: expected the same layers for every rank, got {len(ranks[0])} layers for "
-                f"rank 0 and {len(scales)} for rank {rank}; calibrate again"
+                f"rank 0 and {len(scales)} for rank {rank}. Calibrate again"
             )
     return ranks
 
 
 def _parse_keys(where: str, entries: object, what: str, prefix: str = "") -> dict[int, object]:
-    """Return the entries of an object by their numbers, each of which it may have once."""
+    """Return the entries of an object by their numbers. Each number may occur once."""
     if not isinstance(entries, dict) or not entries:
         raise ScaleError(
-            f"{where}: expected an object of {what}s, got {format_value(entries)}; "
-            'kv_cache.scaling_factor looks like {"0": {"0": 0.02}}'
+            f"{where}: expected an object of {what}s, got {format_value(entries)}. "
+            'An example of kv_cache.scaling_factor is {"0": {"0": 0.02}}'
         )
     numbered: dict[int, object] = {}
     for key, value in entries.items():
@@ -213,7 +213,7 @@ def _parse_keys(where: str, entries: object, what: str, prefix: str = "") -> dic
         if match is None or int(match[1]) in numbered:
             raise ScaleError(
                 f"{where}: expected every {what} once, with a key such as '0', got "
-                f"{format_value(key)}; rename or delete it"
+                f"{format_value(key)}. Rename or delete it"
             )
         numbered[int(match[1])] = value
     return numbered

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hf_fp8kv.utils.terminal import make_table
+from hf_fp8kv.bench.reporting import build_table
 
 from .check import Row, check_targets
 from .rules import TARGETS
@@ -68,7 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"triton": version("triton"), "targets": found}))
     else:
         rows.sort(key=lambda row: ([*names, ""].index(row["variant"]), row["kernel"]))
-        table = make_table([make_cells(row, options.before) for row in rows])
+        cells = [make_cells(row, options.before) for row in rows]
+        texts = [list(map(str, row.values())) for row in cells]
+        table = build_table(dict.fromkeys(cells[0], "left"), texts)
         Console(width=None if sys.stdout.isatty() else 200).print(table)
     return int(any(row["violations"] for row in rows))
 
