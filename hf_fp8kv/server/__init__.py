@@ -84,5 +84,5 @@ def application(
             seed=seed,
             cors=cors,
         ),
-        batching_config({}, model.device.type) if batching is None else batching,
+        batching_config(model.device.type) if batching is None else batching,
     )

@@ -324,7 +324,7 @@ LENIENT = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}
 SCHEMA = "response_format.json_schema.schema"
 BAD = {
     "no such kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
-    "a text": ({"response_format": "json"}, "response_format.type"),
+    "a text": ({"response_format": "json"}, "response_format"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     "a list": (form([]), SCHEMA),
     "no type": (form({"type": "objekt"}), SCHEMA),
