@@ -5,7 +5,7 @@
                limits  fields      of tokens an answer   sampling, structured
     client <── app <── answers, responses <── text <── tokens
 
-Importing this package imports neither fastapi nor uvicorn; `application` does when it is called.
+Importing this package does not import fastapi or uvicorn. A call of `application` does.
 """
 
 from collections.abc import Mapping
@@ -40,26 +40,27 @@ def application(
     app.mount("/llm", llm)  # POST /llm/v1/chat/completions
     ```
 
-    The engine starts and stops with the lifespan; nothing is started here. One model can have one
-    such application at a time.
+    The engine starts and stops with the lifespan, not in this call. A model can have one such
+    application at a time.
 
     Args:
-        model: a model that `hf_fp8kv.serving.enable` was called on.
-        tokenizer: of the model, or a processor with one; its chat template is used.
-        batching: a ContinuousBatchingConfig. None: transformers' own, on a CPU with 256 tokens of
-            a step.
-        served_name: what clients call the model. None: `model.name_or_path`.
-        api_key: the clients' token. None: that of HF_FP8KV_API_KEY; without it whoever reaches the
-            application may use it.
-        max_waiting: requests that may wait; others get 429.
-        max_body: bytes of the largest request.
-        max_model_len: tokens of a prompt and its answer. None: the model's.
-        seed: makes requests without a seed the same in each run that has them in the same order.
-        chat_template_kwargs: filled into the chat template.
-        cors: whether web pages of other origins may read answers.
+        model: A model that `hf_fp8kv.serving.enable` was called on.
+        tokenizer: Its tokenizer, or a processor with one. Its chat template is used.
+        batching: A ContinuousBatchingConfig. None means transformers' defaults, except 256 tokens
+            of a step on a CPU.
+        served_name: The model's name for clients. None means `model.name_or_path`.
+        api_key: The clients' token. None means the value of HF_FP8KV_API_KEY. Without a token,
+            everyone who reaches the application may use it.
+        max_waiting: Maximum number of requests that wait. Others get 429.
+        max_body: Size of the largest request, in bytes.
+        max_model_len: Maximum number of tokens of a prompt and its answer. None means the model's.
+        seed: Makes the answers to requests without a seed the same in each run that has these
+            requests in the same order.
+        chat_template_kwargs: Arguments of the chat template.
+        cors: Whether web pages of other origins may read answers.
 
     Raises:
-        ConfigError: the model is not enabled or not a text model, an argument is invalid, or
+        ConfigError: The model is not enabled or not a text model, an argument is invalid, or
             packages of the extra `serve` are not installed.
     """
     from .options import batching_config, require_server

@@ -35,7 +35,7 @@ class ServerConfig:
 
     @classmethod
     def parse(cls, host: str | None, api_key: str | None, **fields: Any) -> "ServerConfig":
-        """Return the configuration of a server that listens at `host`, or is mounted if that is None.
+        """Return the configuration. `host` is the address to listen on. None if it is mounted.
 
         Raises:
             ConfigError: Everyone could use it, the token is not a valid header, or no request fits.
