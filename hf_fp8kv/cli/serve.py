@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,11 +150,16 @@ def serve(
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics,
     /version; POST /tokenize, /detokenize.
     """
-    from ..server.options import require_server
+    from ..server.options import batching_config, require_server
 
     require_server()
-    from ..server.config import ServerConfig
-    from ..server.run import serve as run
+    from transformers.utils import logging as transformers_logging
+
+    from .. import serving
+    from ..server.app import Application
+    from ..server.config import ServerConfig, listen
+    from ..server.model import ServedModel
+    from ..server.run import load_model, run
 
     pages = arguments.page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
@@ -172,32 +178,30 @@ def serve(
         seed=default_seed,
         cors=enable_cors,
     )
-    batching = {
+    given = {
         "num_blocks": cb_num_blocks, "page_size": cb_block_size,
         "max_batch_tokens": cb_max_batch_tokens, "max_memory_percent": cb_max_memory_percent,
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
+    batching = {name: value for name, value in given.items() if value is not None}
+    batching_config("", **batching)  # an error comes before the model is loaded
+    template = None if chat_template is None else chat_template.read_text("utf-8")
     thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
+    level = transformers_logging.log_levels[log_level]
+    transformers_logging.get_logger("transformers").setLevel(level)
     name = model or str(demo_model_path())
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
     # The format of the server's lines.
     handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
-    with handle_log(handler):
-        run(
-            name,
-            host=host,
-            port=port,
-            config=config,
-            pages=pages,
-            loading={
-                "device": device, "dtype": dtype, "quantization": quantization,
-                "trust_remote_code": trust_remote_code,
-            },
-            batching={name: value for name, value in batching.items() if value is not None},
-            log_level=log_level,
-            on_ready=lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"),
-            served_name=served_model_name,
-            template=None if chat_template is None else chat_template.read_text("utf-8"),
-            template_arguments={**(chat_template_kwargs or {}), **thinking},
+    with handle_log(handler), closing(listen(host, port)) as bound:
+        loaded, processor = load_model(
+            name, device=device, dtype=dtype, quantization=quantization,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
+        served = ServedModel(
+            serving.enable(loaded, **pages), processor, name, served_name=served_model_name,
+            template=template, arguments={**(chat_template_kwargs or {}), **thinking},
+        )  # fmt: skip
+        app = Application(served, config, batching_config(loaded.device.type, **batching))
+        run(app, bound, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))

@@ -148,12 +148,12 @@ class Maker:
         field, requested = request.limit
         scores_only = requested == 0  # the engine still makes one token
         # The last token is part of the answer, and never stored.
-        room, holder = engine.page_tokens + 1 - len(prompt), f"the pages hold {engine.page_tokens}"
+        rooms = [(engine.page_tokens + 1 - len(prompt), f"the pages hold {engine.page_tokens}")]
         if engine.model_tokens is not None:
             # With `scores_only` the engine's token is not part of an answer, and not input.
             left = engine.model_tokens - len(prompt) + scores_only
-            if left < room:
-                room, holder = left, f"the model holds {engine.model_tokens}"
+            rooms.append((left, f"the model holds {engine.model_tokens}"))
+        room, holder = min(rooms)
         if requested is None and request.generation_config is not None:
             requested = request.generation_config.max_new_tokens
         limit = min(_NEW_TOKENS, room) if requested is None else max(requested, 1)

@@ -12,6 +12,15 @@ from .schemas import ResponseRequest
 from .text import Part
 
 
+# Of an item: the beginning of its id, its fields, and its content.
+_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
+    "message": (
+        "msg", {"role": "assistant"}, {"type": "output_text", "text": "", "annotations": []}
+    ),
+}  # fmt: skip
+
+
 class ResponseAnswer:
     """Writes the answer to one request. `name` is the model's, as the client gave it."""
 
@@ -101,19 +110,13 @@ class ResponseAnswer:
             self._text_event("output_text.delta", delta=text, logprobs=[])
 
     def _begin(self, kind: str) -> None:
-        name = f"{'rs' if kind == 'reasoning' else 'msg'}_{self._id}_{len(self._items)}"
-        item: dict[str, Any] = {"id": name, "type": kind, "status": "in_progress", "content": []}
-        if kind == "reasoning":
-            item["summary"] = []
-        else:
-            item["role"] = "assistant"
+        prefix, fields, content = _KINDS[kind]
+        name = f"{prefix}_{self._id}_{len(self._items)}"
+        item = {"id": name, "type": kind, "status": "in_progress", "content": [], **fields}
         self._item("added", item)
-        content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        self._open = {**item, "content": [dict(content)]}
         if kind == "message":
-            content = {"type": "output_text", "text": "", "annotations": []}
-        self._open = {**item, "content": [content]}
-        if kind == "message":
-            self._text_event("content_part.added", part=dict(content))
+            self._text_event("content_part.added", part=content)
 
     def _close(self) -> None:
         """Finish the open item."""

@@ -1,4 +1,4 @@
-"""Running the server: from loading the model to the last answer."""
+"""Running the server: loading the model, and answering requests until a signal."""
 
 import asyncio
 import contextlib
@@ -8,21 +8,16 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.utils import logging as transformers_logging
 
-from .. import serving
 from ..errors import ConfigError, EngineError
 from .app import Application
-from .config import ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
-from .model import ServedModel
-from .options import batching_config
 
 logger = logging.getLogger(__name__)
 
@@ -34,65 +29,26 @@ _LOADING_ERRORS = (
 )  # fmt: skip
 
 
-def serve(
-    name: str,
-    *,
-    host: str,
-    port: int,
-    config: ServerConfig,
-    pages: Mapping[str, Any],
-    loading: Mapping[str, Any],
-    batching: Mapping[str, Any],
-    log_level: str,
-    on_ready: Callable[[str], None],
-    served_name: str | None = None,
-    template: str | None = None,
-    template_arguments: Mapping[str, Any] | None = None,
-) -> None:
-    """Serve a model until a signal ends it.
+def run(app: Application, bound: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Start an application's engine, and answer requests until a signal.
 
     After SIGTERM or SIGINT, new requests get 503, and running ones have `config.grace` seconds. A
     second signal ends them at once.
 
     Args:
-        name: A folder or a Hub id.
-        host: Address to listen on.
-        port: Port to listen on. 0 means any free port.
-        config: Access and limits.
-        pages: Keywords of `hf_fp8kv.serving.enable`.
-        loading: Keywords of transformers' ModelManager.
-        batching: Keywords of a ContinuousBatchingConfig.
-        log_level: Level of transformers' log.
+        app: The application.
+        bound: A socket that is bound and does not accept connections yet.
         on_ready: Called with the server's address when it answers requests.
-        served_name: See `ServedModel`.
-        template: See `ServedModel`.
-        template_arguments: Arguments of the chat template.
 
     Raises:
-        ConfigError: The model, its pages or the address are not available, or torchrun started
-            several processes.
+        ConfigError: The engine cannot run the model with its configuration.
         EngineError: The engine ended while it served, which no request can cause. A supervisor must
             start the process again.
     """
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ConfigError(
-            "expected a single process, got several from torchrun (WORLD_SIZE); to serve a model "
-            "on several GPUs use vLLM with the plugin of hf_fp8kv"
-        )
-    level = transformers_logging.log_levels[log_level]
-    transformers_logging.get_logger("transformers").setLevel(level)
-    batching_config("", **batching)  # an error comes before the model is loaded
     with contextlib.ExitStack() as stack:
         access = logging.getLogger("uvicorn.access")
         access.addFilter(_is_logged)
         stack.callback(access.removeFilter, _is_logged)
-        bound = stack.enter_context(contextlib.closing(listen(host, port)))
-        model, processor = _load(name, loading)
-        served = ServedModel(
-            serving.enable(model, **pages), processor, name,
-            served_name=served_name, template=template, arguments=template_arguments,
-        )  # fmt: skip
-        app = Application(served, config, batching_config(model.device.type, **batching))
         stack.callback(app.stop)
         app.start()  # before uvicorn, so that an error is one line, and a signal ends the process
         engine = app.engine
@@ -107,8 +63,22 @@ def serve(
             )
 
 
-def _load(name: str, loading: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the model and its tokenizer. Raises ConfigError if the keywords do not fit."""
+def load_model(name: str, **loading: Any) -> tuple[Any, Any]:
+    """Return a model and its tokenizer.
+
+    Args:
+        name: A folder or a Hub id.
+        loading: Keywords of transformers' ModelManager.
+
+    Raises:
+        ConfigError: The model is not available or cannot be loaded like this, or torchrun started
+            several processes.
+    """
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(
+            "expected a single process, got several from torchrun (WORLD_SIZE); to serve a model "
+            "on several GPUs use vLLM with the plugin of hf_fp8kv"
+        )
     if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
         raise ConfigError(
             f"expected the folder of a model or a hub id, got {name!r}: no such folder"

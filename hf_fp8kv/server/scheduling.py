@@ -32,9 +32,7 @@ def share_steps(scheduler: Any) -> None:
         kept, limited = limit_scored(candidates)
         ordered, chosen = share_tokens(kept, token_budget)
         limits.clear()
-        limits.update(limited)
-        for request, tokens in chosen.items():
-            limits[request] = min(tokens, limited.get(request, tokens))
+        limits.update(limited | {name: min(n, limited.get(name, n)) for name, n in chosen.items()})
         result = process(ordered, token_budget, *args)
         # The last request gives up its pages first. This should be the newest prompt, not the
         # longest. Decoding requests stay in front, in their order.

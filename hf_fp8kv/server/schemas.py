@@ -597,22 +597,21 @@ def _expected(error: Mapping[str, Any]) -> str:
     return re.sub(r"^(\w+) should have ", lambda found: f"a {found[1].lower()} with ", text)
 
 
-# The number of parts of a location that errors name below a field, and the index of a part to leave
-# out: the kind of an item, and the object that `_nest` adds.
-_PARTS = {
-    "messages": (2, 9), "input": (2, 1), "tools": (1, 9), "response_format": (2, 9), "text": (2, 1),
-    "structured_outputs": (1, 9),
+# How many names and numbers below a field its errors have.
+_DEPTHS = {
+    "messages": 2, "input": 2, "tools": 1, "response_format": 2, "text": 2, "structured_outputs": 1
 }  # fmt: skip
 
 
 def _name_of(error: Mapping[str, Any]) -> str:
     """Return the field of an error of pydantic, within the message, item or form that has it."""
     name, *path = error["loc"]
-    depth, hidden = _PARTS.get(name, (0, 9))
-    path[hidden : hidden + 1] = ["type"] if error["type"] == "kind" else []
-    return str(name) + "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part:.100}" for part in path[:depth]
-    )
+    if name == "input":  # an item's number is followed by its kind
+        path[1:2] = ["type"] if error["type"] == "kind" else []
+    elif name == "text":
+        path = [part for part in path if part != "json_schema"]  # added by `_nest`
+    parts = path[: _DEPTHS.get(name, 0)]
+    return str(name) + "".join(f"[{x}]" if isinstance(x, int) else f".{x:.100}" for x in parts)
 
 
 def _check_tools(request: Request) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import llguidance
 import numpy as np
+from tokenizers import Tokenizer
 
 from .errors import APIError
 from .schemas import MAX_EXPRESSION, Request, walk
@@ -280,8 +281,6 @@ class Grammars:
 
     def _read_tokens(self, field: str) -> tuple[Any, np.ndarray]:
         """Return llguidance's tokenizer, and the bits of tokens that may be part of a text."""
-        from tokenizers import Tokenizer
-
         inner = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
         inner.no_padding()
         inner.no_truncation()

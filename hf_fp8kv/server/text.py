@@ -75,7 +75,7 @@ class AnswerText:
             parts += self._add(self._decode_open())
             parts += self._release(len(self._kept))
         if self._forced is not None:
-            parts += self._count(self._read_calls(self._forced))
+            parts += self._read_calls(self._forced)
         elif self._parser is not None:
             try:
                 parts += self._parts(self._parser.finalize()[1])
@@ -126,15 +126,12 @@ class AnswerText:
         parts = []
         for item in response_events_to_chunks(list(events)):
             if isinstance(item, ToolCall):
+                self.calls += 1
                 parts.append(Part(self.tokens, call=(item.name, item.arguments)))
             elif isinstance(item, ReasoningText):
                 parts.append(Part(self.tokens, thought=str(item)))
             else:
                 parts.append(Part(self.tokens, item))
-        return self._count(parts)
-
-    def _count(self, parts: list[Part]) -> list[Part]:
-        self.calls += sum(part.call is not None for part in parts)
         return parts
 
     def _read_calls(self, name: str) -> list[Part]:
@@ -143,14 +140,13 @@ class AnswerText:
         If the text is only the beginning of the first call, return it as text.
         """
         text = self._kept
-        if name:
-            return [Part(self.tokens, call=(name, text))]
-        calls: list[Part] = []
+        calls = [Part(self.tokens, call=(name, text))] if name else []
         at, decode = 1, json.JSONDecoder().raw_decode  # after "["
         with contextlib.suppress(ValueError):
-            while at < len(text):
+            while not name and at < len(text):
                 call, at = decode(text, at)
                 arguments = json.dumps(call["parameters"])
                 calls.append(Part(self.tokens, call=(call["name"], arguments)))
                 at += len(", ")
+        self.calls = len(calls)
         return calls or ([Part(self.tokens, text)] if text else [])
