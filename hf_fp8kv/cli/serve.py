@@ -150,7 +150,7 @@ def serve(
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics,
     /version; POST /tokenize, /detokenize.
     """
-    from ..server.options import batching_config, require_server
+    from ..server import batching_config, require_server
 
     require_server()
     from transformers.utils import logging as transformers_logging

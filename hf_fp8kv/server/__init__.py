@@ -8,13 +8,23 @@
 Importing this package does not import fastapi or uvicorn. A call of `application` does.
 """
 
+import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from transformers import ContinuousBatchingConfig
+
+from ..errors import ConfigError
 from ..serving.fp8_manager import require_enabled
 
 if TYPE_CHECKING:
     from .app import Application
+
+# Tokens of a step on a CPU. With transformers' 8,192 all streams would pause for minutes while one
+# prompt is read. Shorter steps read the weights more often, which costs little from some hundred
+# tokens on.
+CPU_STEP_TOKENS = 256
+_PACKAGES = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
 
 
 def application(
@@ -63,8 +73,6 @@ def application(
         ConfigError: The model is not enabled or not a text model, an argument is invalid, or
             packages of the extra `serve` are not installed.
     """
-    from .options import batching_config, require_server
-
     require_server()
     from .app import Application
     from .config import ServerConfig
@@ -87,3 +95,23 @@ def application(
         ),
         batching_config(model.device.type) if batching is None else batching,
     )
+
+
+def require_server() -> None:
+    """Raise ConfigError unless the packages of the extra `serve` are installed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"expected the packages {', '.join(_PACKAGES)}, got no {', '.join(missing)}: "
+            "pip install 'hf-fp8kv[serve]'"
+        )
+
+
+def batching_config(device: str, **settings: Any) -> Any:
+    """Return a ContinuousBatchingConfig with our defaults for a type of device, such as "cpu"."""
+    defaults = {"max_batch_tokens": CPU_STEP_TOKENS} if device == "cpu" else {}
+    try:
+        return ContinuousBatchingConfig(**defaults | settings)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(f"--cb-{name.replace('_', '-')}" for name in settings)
+        raise ConfigError(f"{names}: {error}") from error

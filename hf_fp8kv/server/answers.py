@@ -153,12 +153,10 @@ class Answers:
 def _join(joined: dict[str, Any], part: dict[str, Any]) -> None:
     """Add the fields of a part: texts and lists at the end, and objects by their fields."""
     for name, value in part.items():
-        known = joined.get(name)
-        if isinstance(known, dict):
-            _join(known, value)
-        elif isinstance(known, str | list):
-            known += value
-            joined[name] = known
+        if isinstance(value, dict) and isinstance(joined.get(name), dict):
+            _join(joined[name], value)
+        elif isinstance(joined.get(name), str | list):
+            joined[name] += value
         else:
             joined[name] = value
 
@@ -208,21 +206,21 @@ class _Scores:
         return [None, *map(self._ranks, self._prompt_scores()[1:])]
 
     def _ranks(self, one: TokenLogprob) -> dict[str, Any]:
-        own = () if one.token in dict(one.top) else ((one.token, one.logprob),)
+        last = () if one.token in dict(one.top) else ((one.token, one.logprob),)
         return {
             str(token): {
                 "logprob": logprob,
                 "rank": one.rank if token == one.token else rank,
                 "decoded_token": self._texts(token),
             }
-            for rank, (token, logprob) in enumerate([*one.top, *own], 1)
+            for rank, (token, logprob) in enumerate([*one.top, *last], 1)
         }
 
     def _prompt_scores(self) -> list[TokenLogprob]:
         """Return the log probabilities of the prompt's tokens. The first token has none."""
-        prompt, known = self._sequence.prompt, self._sequence.prompt_logprobs
+        prompt, logprobs = self._sequence.prompt, self._sequence.prompt_logprobs
         first = TokenLogprob(prompt[0], None, 0, ())
-        return [first, *(known[place] for place in range(1, len(prompt)))]
+        return [first, *(logprobs[place] for place in range(1, len(prompt)))]
 
     def _top(self, one: TokenLogprob) -> dict[str, float | None]:
         logprobs: dict[str, float | None] = {}
@@ -237,5 +235,6 @@ class _Scores:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._texts(token)
-        known = "\N{REPLACEMENT CHARACTER}" not in text
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if known else None}
+        is_text = "\N{REPLACEMENT CHARACTER}" not in text
+        content = list(text.encode()) if is_text else None
+        return {"token": text, "logprob": logprob, "bytes": content}

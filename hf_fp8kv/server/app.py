@@ -85,7 +85,7 @@ class Application:
                 self._guard, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
             )
 
-    # -- the engine -----------------------------------------------------------------------------
+    # -- the engine ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the engine, and return when it takes requests. Do nothing if it is started.

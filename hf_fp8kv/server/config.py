@@ -63,10 +63,10 @@ class ServerConfig:
         if self.local_host is None:
             return True
         name = re.sub(r":\d*$", "", header.strip().lower()).strip("[]")
-        known = name in ("localhost", self.local_host.lower()) or name.endswith(".localhost")
+        is_local = name in ("localhost", self.local_host.lower()) or name.endswith(".localhost")
         with contextlib.suppress(ValueError):
-            known = known or ipaddress.ip_address(name).is_loopback
-        return known
+            is_local = is_local or ipaddress.ip_address(name).is_loopback
+        return is_local
 
 
 def is_loopback(host: str) -> bool:

@@ -593,8 +593,9 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
 
 def _expected(error: Mapping[str, Any]) -> str:
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    text = {"missing": "a value", "extra_forbidden": "no such field"}.get(error["type"], text)
-    return re.sub(r"^(\w+) should have ", lambda found: f"a {found[1].lower()} with ", text)
+    extra = f"no field {error['loc'][-1]!s:.60}"
+    text = {"missing": "a value", "extra_forbidden": extra}.get(error["type"], text)
+    return re.sub(r"^(\w+) should have ", lambda match: f"a {match[1].lower()} with ", text)
 
 
 # How many names and numbers below a field its errors have.

@@ -38,8 +38,8 @@ def attend_layer(
         key: Keys, `[1, Hkv, N, D]`. None if a different layer has stored keys and values.
         value: As `key`, for the values.
         sinks: Sinks, `[Hq]`, or None.
-        reach: If no pages are a ring, the number of tokens that a query attends to, its own the last.
-            0 means all.
+        reach: If no pages are a ring, the number of tokens that a query attends to, with its own as
+            the last. 0 means all.
         deterministic: See `AttentionSpec`.
         out: Tensor to write the result to, contiguous or not. None makes a new one.
 

@@ -70,6 +70,6 @@ class ServingConfig:
         layers = []
         for index in range(count):
             scales = self.options.layer_scales(index, heads, dim, dim)
-            here = (None if x is None else x.to(device) for x in scales)
-            layers.append(LayerStorage(self.options.layer_plan(index), *here))
+            moved = (None if x is None else x.to(device) for x in scales)
+            layers.append(LayerStorage(self.options.layer_plan(index), *moved))
         return layers

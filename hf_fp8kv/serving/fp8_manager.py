@@ -53,7 +53,7 @@ class Enabled:
         self.managers = weakref.WeakKeyDictionary[Any, None]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FP8Manager":
-        """Return a manager. The arguments are those of transformers' method."""
+        """Return a manager. It takes the arguments of transformers' method."""
         stock = StockMixin.init_continuous_batching
         init = rebind_globals(stock, ContinuousBatchingManager=FP8Manager)
         with torch.no_grad():
