@@ -189,7 +189,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             restore_attention(self.model)
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
-        super()._run_generation_loop(*args, **kwargs)
+        with exact_states(engine=True):
+            super()._run_generation_loop(*args, **kwargs)
         restore_attention(self.model, excluding=self)  # `stop` may not have waited for this thread
 
     def warmup(self) -> None:
@@ -211,10 +212,6 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         processor.cache.scheduler = weakref.ref(processor.scheduler)
         self.on_processor(processor)
         return processor
-
-    def _generation_step(self) -> None:
-        with exact_states(engine=True):
-            super()._generation_step()
 
 
 def running_managers(model: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Usage of an engine's pages."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..formats import count_plans
@@ -42,10 +42,6 @@ class Usage:
     store_tokens: int
     store_bytes_read: int
     store_bytes_written: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers by name, for JSON."""
-        return asdict(self)
 
 
 def usage(owner: Any) -> Usage | None:

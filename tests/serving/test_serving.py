@@ -435,7 +435,7 @@ class TestManagers:
             assert (empty.pages_total, empty.pages_used, empty.tokens_held) == (64, 0, 0)
             # K and V, two heads of 16 and a scale of two bytes each, in two layers
             assert empty.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
-            assert empty.to_dict()["plans"] == {"K fp8_e3m4, V fp8_e3m4": 2}
+            assert empty.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
             answer_to(manager, prompts()[1])
         assert serving.usage(llama) is None
 
