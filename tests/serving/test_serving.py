@@ -112,7 +112,7 @@ class TestSameTokens:
 
     @every_model("gemma2")
     def test_dynamic_scales(self, model: Any) -> None:
-        # Rounding this fine is not seen in each model's tokens.
+        # Not every model's tokens show rounding this fine.
         check(model, agree=None, dtype="fp8_e5m2")
 
     @every_model("qwen3")
