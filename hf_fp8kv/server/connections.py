@@ -67,8 +67,8 @@ def limit_connections(
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if maximum is not None and len(self.connections) > maximum:
-                for event in (head, h11.Data(data=bytes(full.body)), h11.EndOfMessage()):
-                    transport.write(self.conn.send(event))
+                events = (head, h11.Data(data=bytes(full.body)), h11.EndOfMessage())
+                transport.write(b"".join(self.conn.send(event) or b"" for event in events))
                 transport.close()
             self._look()
 
