@@ -424,7 +424,8 @@ class Request(Body):
     @cached_property
     def lengths(self) -> list[int]:
         """The number of characters of each prompt."""
-        texts = walk(self.model_dump(include={"messages", "input", "instructions", "tools"}))
+        fields = {"messages", "input", "instructions", "tools"}
+        texts = walk(self.model_dump(include=fields, warnings=False))  # items are of several classes
         return [sum(len(text) for text in texts if isinstance(text, str))]
 
     @property
