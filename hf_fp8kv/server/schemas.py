@@ -425,7 +425,8 @@ class Request(Body):
     def lengths(self) -> list[int]:
         """The number of characters of each prompt."""
         fields = {"messages", "input", "instructions", "tools"}
-        texts = walk(self.model_dump(include=fields, warnings=False))  # items are of several classes
+        # Without warnings about `input`, whose items have several classes.
+        texts = walk(self.model_dump(include=fields, warnings=False))
         return [sum(len(text) for text in texts if isinstance(text, str))]
 
     @property
