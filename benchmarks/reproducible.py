@@ -1,8 +1,7 @@
 """Bits of logits and stored pages, in any batch, chunks and engine, under `deterministic=True`.
 
-Each model first reads a text alone and in one call. Then it reads the text again in combinations
-that a seed determines, and all bits are compared. These are users' calls, without added padding or
-rounding.
+Each model reads a text once, alone and at once. Then it reads the text again in combinations drawn
+by a seed, and all bits are compared. Users' calls are compared: nothing is padded or rounded.
 """
 
 import operator
@@ -35,15 +34,10 @@ from .shared import Result, main
 Tensor = torch.Tensor
 _OFFLOAD = OffloadingManager.offload_requests
 PAGE, VOCABULARY = 64, 200
-<<<<<<< HEAD
-# Maximum number of tokens and of sequences. Attention adds spans of 512 tokens.
-=======
 BLOCK, ANSWER = 32, 24  # tokens of a block and of an answer in an engine
 # Tokens and sequences, at most. Sums are over spans of 512 tokens.
->>>>>>> card
 SIZES, SIZES_OF_DEMO = (600, 16), (512, 3)
-# Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
-# issue 25790.
+# As SGLang's issue 25790: log-probabilities of decode and prefill, at each of these positions.
 POSITIONS = 512
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -65,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Reader:
-    """One model, its texts, and its results for the first text, read alone in one call."""
+    """One model, its texts, and its results for the first text, read alone and at once."""
 
     def __init__(
         self, model: PreTrainedModel, rng: random.Random, tokens: int, sequences: int
@@ -101,34 +95,34 @@ class Reader:
         chunks: list[int] = []
         largest = self.rng.choice([1, 8, 63, 64, 65, 200, 512])
         while (left := tokens - sum(chunks)) > 0:
-            # Single tokens take the longest, so there are at most 40 chunks before the rest.
+            # Single tokens take the longest: a few of them stand for all.
             chunks.append(min(left, self.rng.randint(1, largest)) if len(chunks) < 40 else left)
         return chunks
 
     def compare(self, found: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
-        """Return how many values were compared, and how many differ in logits and in pages."""
+        """Return compared numbers, and differing ones of logits and of pages."""
         logits, pages = found
         pairs = [
-            # A window holds fewer tokens if the last calls were shorter.
-            (page[:, -n:], expected[:, -n:])
-            for page, expected in zip(pages, self.pages[: len(pages)], strict=True)
-            if (n := min(page.shape[1], expected.shape[1]))
+            # Less is left of a window where the last calls were shorter.
+            (one[:, -n:], other[:, -n:])
+            for one, other in zip(pages, self.pages[: len(pages)], strict=True)
+            if (n := min(one.shape[1], other.shape[1]))
         ]
         in_logits = int((logits != self.logits[start:]).sum())
-        in_pages = sum(int((page != expected).sum()) for page, expected in pairs)
-        return logits.numel() + sum(page.numel() for page, _ in pairs), in_logits, in_pages
+        in_pages = sum(int((one != other).sum()) for one, other in pairs)
+        return logits.numel() + sum(one.numel() for one, _ in pairs), in_logits, in_pages
 
     # -- combinations ------------------------------------------------------------------------
 
     def batch(self) -> tuple[int, int, int]:
-        """Read the text in a batch, in chunks."""
+        """Read the text as one of a batch, in chunks."""
         order = self.rng.sample(range(1, self.sequences), self.rng.randint(0, self.sequences - 1))
         row = self.rng.randint(0, len(order))
         order.insert(row, 0)
         return self.compare(self.read(self.texts[order], self.draw_chunks(self.tokens), row=row))
 
     def fork(self) -> tuple[int, int, int]:
-        """Continue a fork, after a different text continued the cache."""
+        """Continue a fork, after another text continued the cache."""
         start = self.rng.randint(1, self.tokens - 1)
         cache = self.cache()
         self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
@@ -138,7 +132,7 @@ class Reader:
         return self.compare(self.read(rest, self.draw_chunks(self.tokens - start), forked), start)
 
     def recompute(self) -> tuple[int, int, int]:
-        """Remove the last tokens, and recompute them."""
+        """Remove the last tokens, and compute them again."""
         removed = self.rng.randint(1, 60)
         cache = self.cache()
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
@@ -167,7 +161,7 @@ class Reader:
         return self.compare(self.read(rest, self.draw_chunks(self.tokens - start), loaded), start)
 
     def prefix(self) -> tuple[int, int, int]:
-        """Generate with a prefix store, first without and then with stored pages."""
+        """Generate from a store of prefixes: a miss, and a hit after a restart."""
         compared = differing = 0
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for length in sorted(self.rng.sample(range(PAGE, self.tokens), 3)):
@@ -184,11 +178,7 @@ class Reader:
         return compared, differing, 0
 
     def engine(self) -> tuple[int, int, int]:
-<<<<<<< HEAD
-        """Answer in an engine among other requests, one of which is cancelled."""
-=======
         """Answer in an engine that evicts and recomputes requests, and cancels one that decodes."""
->>>>>>> card
         length, count = self.rng.randint(1, self.tokens), self.rng.randint(1, self.sequences)
         neighbors = [
             self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, count)
@@ -236,11 +226,11 @@ class Reader:
 
     @torch.no_grad()
     def decode(self) -> tuple[int, int, int]:
-        """Compare log-probabilities of prefill and decode at each position."""
+        """Compare log-probabilities of prefill with those of decode at each position."""
         ids = self.texts[:1, :POSITIONS]
         logits, _ = self.read(ids, [1] * POSITIONS)
-        decoded, expected = (x[:POSITIONS].float().log_softmax(-1) for x in (logits, self.logits))
-        return decoded.numel(), int((decoded != expected).sum()), 0
+        one, other = (x[:POSITIONS].float().log_softmax(-1) for x in (logits, self.logits))
+        return one.numel(), int((one != other).sum()), 0
 
 
 def build(name: str, dtype: str) -> PreTrainedModel:
@@ -255,15 +245,9 @@ def build(name: str, dtype: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-<<<<<<< HEAD
-def measure_cost(turns: int = 7) -> list[dict[str, Any]]:
-    """Return the seconds of calls of the demo model with and without determinism, and ratios."""
-    model: Any = build(DEMO, "float32")
-=======
 def measure_cost(dtype: str, turns: int = 7) -> list[dict[str, Any]]:
     """Return the seconds of calls of the demo model, and the ratio of deterministic ones."""
     model: Any = build(DEMO, dtype)
->>>>>>> card
     ids = torch.randint(3, VOCABULARY, (8, 512))
     batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
@@ -318,20 +302,15 @@ def measure_reproducibility(
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
 
-<<<<<<< HEAD
-    `compared` is the number of compared values. `logits` and `pages` are numbers of different
-    values. `costs` is the result of `measure_cost` if `cost` is True.
-=======
     `compared` is the count of numbers, `logits` and `pages` are counts of different ones, and
     `evicted` is the count of requests that an engine had to compute again. `costs` is the result of
     `measure_cost`, if asked for.
->>>>>>> card
     """
     run, rows = describe_run("reproducible"), []
     known = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
     names = [known[name] for name in (models.split(",") if models else known)]
     cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
-    per_case = combinations // max(1, len(cases))
+    each = combinations // max(1, len(cases))
     for place, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build(name, dtype)
@@ -340,8 +319,8 @@ def measure_reproducibility(
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
         if not reader.windows:
             kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
-        # The demo model takes far longer, so it has half the number, and at least all kinds once.
-        todo = per_case // 2 if name == DEMO else per_case
+        # The demo model takes far longer: all kinds once, or half the number.
+        todo = each // 2 if name == DEMO else each
         drawn = Counter(kinds + reader.rng.choices(kinds, k=max(0, todo - len(kinds) - 1)))
         for kind, count in [*drawn.items(), (Reader.decode, 1)]:
             progress(f"{name}, {dtype}, {kind.__name__}", place / len(cases))

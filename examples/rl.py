@@ -1,6 +1,6 @@
 """GRPO of the demo model with TRL. Rollouts come from 8-bit pages, which the trainer replays.
 
-    python examples/rl.py
+python examples/rl.py
 """
 
 import argparse

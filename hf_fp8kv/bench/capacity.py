@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..serving.config import ServingConfig
 from ..serving.engines import cache_class, rebind_globals
-from ..serving.engines.common import sizes
+from ..serving.engines.common import EngineCache, sizes
 
 # Shapes of well-known models: the fields of their config.json that determine the size of a token.
 _FIELDS = (
@@ -150,7 +150,9 @@ def plan_capacity(
         _, stock_tokens = planned["bf16, flash"]
         for cache, keywords in OURS.items():
             settings = ServingConfig.parse(backend="torch", **keywords)
-            token_bytes = cache_class(settings).bytes_per_token(text, settings, torch.bfloat16)
+            pages = EngineCache()
+            pages.prepare(settings, text, PAGE, torch.bfloat16, "cpu")
+            token_bytes = pages.page_layout.bytes_per_page / PAGE * text.num_hidden_layers
             planned[cache] = token_bytes, planned_tokens(text, memory, settings)
         rows += [
             {

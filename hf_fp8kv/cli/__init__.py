@@ -46,7 +46,7 @@ app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("check")(check.check)
 app.add_typer(bench.app, name="bench")
-app.command("serve", cls=serve.Serve)(serve.serve)
+app.command("serve")(serve.serve)
 
 
 def main() -> None:

@@ -1,52 +1,31 @@
 """`hf-fp8kv serve`: an OpenAI server of one model over FP8 pages."""
 
+import json
 import logging
-from functools import cached_property
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ..cache.plans import parse_plan
-from ..errors import ConfigError
 from ..prefix.store import PrefixStore
 from ..utils.demo_model import demo_model_path
 from . import arguments
 from .shared import handle_log, print_note
 
+_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical")
 
-class Serve(TyperCommand):
-    """The command below, with the options of `transformers serve` beside its own."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return our parameters, then transformers' own; only when the command is used."""
-        own = super().get_params(ctx)
-        taken = {name for param in own for name in param.opts}
-        return [*own, *(p for p in self.stock_parameters if not taken & set(p.opts))]
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command, with transformers' options in `ctx.obj`."""
-        names = [param.name for param in self.stock_parameters]
-        ctx.obj = {name: ctx.params.pop(name) for name in names if name in ctx.params}
-        source = ctx.get_parameter_source("continuous_batching")
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and not ctx.obj["continuous_batching"]:
-            raise ConfigError("--no-continuous-batching: not supported; leave it out")
-        return super().invoke(ctx)
-
-    @cached_property
-    def stock_parameters(self) -> list[Any]:
-        """The parameters of `transformers serve` without those that are ours."""
-        from ..server.options import OWN_OPTIONS, require_server
-
-        require_server()
-        from transformers.cli.serve import Serve as Stock
-
-        app = typer.Typer(add_completion=False)
-        app.command()(Stock)
-        params = typer.main.get_command(app).params
-        return [param for param in params if param.name not in OWN_OPTIONS]
+def parse_object(text: str) -> dict[str, Any]:
+    """Return the JSON object of a text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"expected a JSON object, got {text!r}")
+    return value
 
 
 def serve(
@@ -61,22 +40,25 @@ def serve(
     scales: arguments.StaticScales = None,
     backend: arguments.Backend = "auto",
     host: Annotated[
-        str, typer.Option(help="Where to listen; beyond this machine only with a token.")
+        str,
+        typer.Option(help="Address to listen on. Other machines can reach it only with a token."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 means any free port.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="The clients' token. Better in HF_FP8KV_API_KEY: others can see arguments.",
+            help="The clients' token. HF_FP8KV_API_KEY is safer: other users can see arguments.",
             show_default=False,
         ),
     ] = None,
-    max_body: Annotated[Any, typer.Option(help="The largest request.", **arguments.SIZE)] = "4MiB",
+    max_body: Annotated[
+        Any, typer.Option(help="Size of the largest request.", **arguments.SIZE)
+    ] = "4MiB",
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait; others get 429.")
+        int, typer.Option(min=1, help="Number of requests that may wait. Others get 429.")
     ] = 128,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model. Default: its own name.")
+        str | None, typer.Option(help="The model's name for clients. Default: its own name.")
     ] = None,
     chat_template: Annotated[
         Path | None,
@@ -84,13 +66,56 @@ def serve(
             exists=True, dir_okay=False, help="A Jinja file instead of the model's chat template."
         ),
     ] = None,
+    chat_template_kwargs: Annotated[
+        Any,
+        typer.Option(metavar="JSON", parser=parse_object, help="Arguments of the chat template."),
+    ] = None,
+    reasoning: Annotated[
+        str,
+        typer.Option(
+            help="on or off: `enable_thinking` of the chat template. auto: the template's default.",
+            **arguments.choice(("auto", "on", "off")),
+        ),
+    ] = "auto",
     max_model_len: Annotated[
         int | None,
         typer.Option(min=2, help="Tokens of a prompt and its answer. Default: the model's."),
     ] = None,
-    deterministic: Annotated[
-        bool, typer.Option(help="Answers do not depend on other requests; takes longer.")
+    device: arguments.Device = "auto",
+    dtype: arguments.ModelDtype = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="bnb-4bit or bnb-8bit, for the weights.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code in the model's folder.")
     ] = False,
+    continuous_batching: Annotated[
+        bool, typer.Option("--continuous-batching", help="Always on.", hidden=True)
+    ] = True,
+    cb_num_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of pages. Default: as many as fit into free memory."),
+    ] = None,
+    cb_block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a page. Default: transformers' own.")
+    ] = None,
+    cb_max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a step. Default: 256 on a CPU, else transformers'."),
+    ] = None,
+    cb_max_memory_percent: Annotated[
+        float | None, typer.Option(min=1e-3, max=1, help="Share of the free memory for pages.")
+    ] = None,
+    cb_use_cuda_graph: Annotated[
+        bool | None, typer.Option(help="Capture steps in which every request decodes.")
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option(help="Answers do not depend on other requests. Steps take longer.")
+    ] = False,
+    default_seed: Annotated[
+        int | None,
+        typer.Option(min=-(2**63), max=2**63 - 1, help="A seed for requests without a seed."),
+    ] = None,
     prefix_store: Annotated[
         Path | None,
         typer.Option(
@@ -98,7 +123,7 @@ def serve(
         ),
     ] = None,
     prefix_store_size: Annotated[
-        Any, typer.Option(help="The most that the folder may take.", **arguments.SIZE)
+        Any, typer.Option(help="Maximum size of that folder.", **arguments.SIZE)
     ] = "16GiB",
     client_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a client may neither send nor read.")
@@ -107,25 +132,40 @@ def serve(
         float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")
     ] = 30.0,
     metrics_interval: Annotated[
-        float, typer.Option(min=0, help="Seconds between lines in the log; 0: none.")
+        float, typer.Option(min=0, help="Seconds between lines in the log. 0 means no lines.")
     ] = 10.0,
+    enable_cors: Annotated[
+        bool, typer.Option("--enable-cors", help="Let web pages of other origins read answers.")
+    ] = False,
+    log_level: Annotated[
+        str,
+        typer.Option(
+            help="Level of transformers' log.",
+            **arguments.choice(_LOG_LEVELS, {level.upper(): level for level in _LOG_LEVELS}),
+        ),
+    ] = "warning",
 ) -> None:
-    """Serve a model from FP8 pages, with OpenAI's interface and `transformers serve`'s options.
+    """Serve a model from FP8 pages, with OpenAI's interface and options of `transformers serve`.
 
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics,
     /version; POST /tokenize, /detokenize.
     """
-    options: dict[str, Any] = ctx.obj
+    from ..server import batching_config, require_server
+
+    require_server()
+    from transformers.utils import logging as transformers_logging
+
+    from .. import serving
+    from ..server.app import Application
+    from ..server.config import ServerConfig, listen
+    from ..server.model import ServedModel
+    from ..server.run import load_model, run
+
     pages = arguments.page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
         "deterministic": deterministic,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
     }
-    from ..server.config import ServerConfig
-    from ..server.options import check_options
-
-    command: Any = ctx.command
-    check_options(options, {param.name: param.default for param in command.stock_parameters})
     config = ServerConfig.parse(
         host,
         api_key,
@@ -135,23 +175,33 @@ def serve(
         client_seconds=client_timeout,
         metrics_interval=metrics_interval,
         max_model_tokens=max_model_len,
+        seed=default_seed,
+        cors=enable_cors,
     )
+    given = {
+        "num_blocks": cb_num_blocks, "page_size": cb_block_size,
+        "max_batch_tokens": cb_max_batch_tokens, "max_memory_percent": cb_max_memory_percent,
+        "use_cuda_graph": cb_use_cuda_graph,
+    }  # fmt: skip
+    batching = {name: value for name, value in given.items() if value is not None}
+    batching_config("", **batching)  # an error comes before the model is loaded
+    template = None if chat_template is None else chat_template.read_text("utf-8")
+    thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
+    level = transformers_logging.log_levels[log_level]
+    transformers_logging.get_logger("transformers").setLevel(level)
     name = model or str(demo_model_path())
-    from ..server.run import serve as run
-
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
-    # The form of the server's lines.
+    # The format of the server's lines.
     handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
-    with handle_log(handler):
-        run(
-            name,
-            host=host,
-            port=port,
-            config=config,
-            pages=pages,
-            options=options,
-            on_ready=lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"),
-            served_name=served_model_name,
-            template=None if chat_template is None else chat_template.read_text("utf-8"),
-        )
+    with handle_log(handler), closing(listen(host, port)) as bound:
+        loaded, processor = load_model(
+            name, device=device, dtype=dtype, quantization=quantization,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        served = ServedModel(
+            serving.enable(loaded, **pages), processor, name, served_name=served_model_name,
+            template=template, arguments={**(chat_template_kwargs or {}), **thinking},
+        )  # fmt: skip
+        app = Application(served, config, batching_config(loaded.device.type, **batching))
+        run(app, bound, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))

@@ -5,16 +5,26 @@
                limits  fields      of tokens an answer   sampling, structured
     client <── app <── answers, responses <── text <── tokens
 
-Importing this package imports neither fastapi nor uvicorn; `application` does when it is called.
+Importing this package does not import fastapi or uvicorn. A call of `application` does.
 """
 
+import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from transformers import ContinuousBatchingConfig
+
+from ..errors import ConfigError
 from ..serving.fp8_manager import require_enabled
 
 if TYPE_CHECKING:
     from .app import Application
+
+# Tokens of a step on a CPU. With transformers' 8,192 all streams would pause for minutes while one
+# prompt is read. Shorter steps read the weights more often, which costs little from some hundred
+# tokens on.
+CPU_STEP_TOKENS = 256
+_PACKAGES = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
 
 
 def application(
@@ -40,30 +50,29 @@ def application(
     app.mount("/llm", llm)  # POST /llm/v1/chat/completions
     ```
 
-    The engine starts and stops with the lifespan; nothing is started here. One model can have one
-    such application at a time.
+    The engine starts and stops with the lifespan, not in this call. A model can have one such
+    application at a time.
 
     Args:
-        model: a model that `hf_fp8kv.serving.enable` was called on.
-        tokenizer: of the model, or a processor with one; its chat template is used.
-        batching: a ContinuousBatchingConfig. None: transformers' own, on a CPU with 256 tokens of
-            a step.
-        served_name: what clients call the model. None: `model.name_or_path`.
-        api_key: the clients' token. None: that of HF_FP8KV_API_KEY; without it whoever reaches the
-            application may use it.
-        max_waiting: requests that may wait; others get 429.
-        max_body: bytes of the largest request.
-        max_model_len: tokens of a prompt and its answer. None: the model's.
-        seed: makes requests without a seed the same in each run that has them in the same order.
-        chat_template_kwargs: filled into the chat template.
-        cors: whether web pages of other origins may read answers.
+        model: A model that `hf_fp8kv.serving.enable` was called on.
+        tokenizer: Its tokenizer, or a processor with one. Its chat template is used.
+        batching: A ContinuousBatchingConfig. None means transformers' defaults, except 256 tokens
+            of a step on a CPU.
+        served_name: The model's name for clients. None means `model.name_or_path`.
+        api_key: The clients' token. None means the value of HF_FP8KV_API_KEY. Without a token,
+            everyone who reaches the application may use it.
+        max_waiting: Maximum number of requests that wait. Others get 429.
+        max_body: Size of the largest request, in bytes.
+        max_model_len: Maximum number of tokens of a prompt and its answer. None means the model's.
+        seed: Makes the answers to requests without a seed the same in each run that has these
+            requests in the same order.
+        chat_template_kwargs: Arguments of the chat template.
+        cors: Whether web pages of other origins may read answers.
 
     Raises:
-        ConfigError: the model is not enabled or not a text model, an argument is invalid, or
+        ConfigError: The model is not enabled or not a text model, an argument is invalid, or
             packages of the extra `serve` are not installed.
     """
-    from .options import batching_config, require_server
-
     require_server()
     from .app import Application
     from .config import ServerConfig
@@ -84,5 +93,25 @@ def application(
             seed=seed,
             cors=cors,
         ),
-        batching_config({}, model.device.type) if batching is None else batching,
+        batching_config(model.device.type) if batching is None else batching,
     )
+
+
+def require_server() -> None:
+    """Raise ConfigError unless the packages of the extra `serve` are installed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"expected the packages {', '.join(_PACKAGES)}, got no {', '.join(missing)}: "
+            "pip install 'hf-fp8kv[serve]'"
+        )
+
+
+def batching_config(device: str, **settings: Any) -> Any:
+    """Return a ContinuousBatchingConfig with our defaults for a type of device, such as "cpu"."""
+    defaults = {"max_batch_tokens": CPU_STEP_TOKENS} if device == "cpu" else {}
+    try:
+        return ContinuousBatchingConfig(**defaults | settings)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(f"--cb-{name.replace('_', '-')}" for name in settings)
+        raise ConfigError(f"{names}: {error}") from error

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format: chats and completions, whole and streamed."""
+"""Answers in OpenAI's format: chats and completions, in one piece and streamed."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from .sampling import TokenLogprob
 from .schemas import ChatRequest, CompletionRequest
 from .text import Part
 
-# An end of an answer has None.
+# None is the end of an answer.
 Parts = Sequence[tuple[Choice, Part | None]]
 DONE = "data: [DONE]\n\n"
 
@@ -26,7 +26,7 @@ def format_event(event: dict[str, Any]) -> str:
 
 
 class TokenTexts:
-    """The texts of single tokens, as they are within a text; a tokenizer's own begin one."""
+    """The texts of single tokens within a text. (A tokenizer decodes them as the first ones.)"""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -35,18 +35,18 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
-        """Return the text of a token; U+FFFD stands for a part of a character."""
+        """Return the text of a token. U+FFFD stands for a part of a character."""
         if token not in self._texts:
             self._texts[token] = self.decode([*self._before, token])[self._length :]
         return self._texts[token]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with special ones."""
+        """Return the text of tokens, including special ones."""
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 class Answers:
-    """Writes the answers to one request; `name` is the model's, as the client gave it."""
+    """Writes the answers to one request. `name` is the model's, as the client gave it."""
 
     def __init__(
         self,
@@ -66,27 +66,27 @@ class Answers:
         self._message = "delta" if request.stream else "message"
         self._prefix, self._with_scores = f"call_{uuid.uuid4().hex}", request.scores[0] is not None
         self._scores = [_Scores(choice, texts, echo=request.echo) for choice in choices]
-        self._begun = Counter[int]()  # calls that were written, of the choices that have begun
+        self._begun = Counter[int]()  # number of written calls of each choice that has begun
 
-    def whole(self, parts: Parts) -> dict[str, Any]:
-        """Return the answer of all parts. With log probabilities this may take seconds."""
+    def collect(self, parts: Parts) -> dict[str, Any]:
+        """Return the answer from all of its parts. With log probabilities this may take seconds."""
         written = [self._begin(choice) for choice in self._choices]
         for choice, part in parts:
             _join(written[choice.index], self._write(choice, part))
         answer = {**self._base, "choices": written, "usage": count_usage(self._choices)}
         if self._request.prompt_logprobs is not None:
             targets = [answer] if self._chat else written
-            for scores, place in zip(self._scores, targets, strict=False):
-                place["prompt_logprobs"] = scores.prompt()
+            for scores, target in zip(self._scores, targets, strict=False):
+                target["prompt_logprobs"] = scores.format_prompt()
         return answer
 
-    async def stream(self, found: AsyncIterator[Parts]) -> AsyncIterator[str]:
+    async def stream(self, groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
         """Yield the events of the answer."""
         if self._chat:
             yield "".join(self._event(self._begin(choice)) for choice in self._choices)
-        async for parts in found:
+        async for parts in groups:
             if self._with_scores and self._request.echo:
-                # The first part has the scores of the prompt, for which other clients would wait.
+                # The first part has the scores of the prompt, which would delay other clients.
                 yield await asyncio.to_thread(self._events, parts)
             else:
                 yield self._events(parts)
@@ -95,7 +95,7 @@ class Answers:
         yield DONE
 
     def _events(self, parts: Parts) -> str:
-        """Return the events of parts; the end of a single answer may have its usage."""
+        """Return the events of parts. The end of a single answer may include the usage."""
         alone = len(self._choices) == 1 and not self._usage_last
         return "".join(
             self._event(self._write(choice, part), usage=count_usage(self._choices))
@@ -122,8 +122,8 @@ class Answers:
         if self._chat:
             written[self._message] = self._delta(choice, part)
         else:
-            said = "" if choice.index in self._begun else self._echo(choice)
-            written["text"] = said + (part.text if part else "")
+            echo = "" if choice.index in self._begun else self._echo(choice)
+            written["text"] = echo + (part.text if part else "")
         self._begun[choice.index] += part is not None and part.call is not None
         return written
 
@@ -134,9 +134,9 @@ class Answers:
             return {"reasoning_content": part.thought} if part.thought else {"content": part.text}
         (name, arguments), number = part.call, self._begun[choice.index]
         place = {"index": number} if self._request.stream else {}
-        called = {"id": f"{self._prefix}_{choice.index}_{number}", "type": "function"}
+        call = {"id": f"{self._prefix}_{choice.index}_{number}", "type": "function"}
         function = {"name": name, "arguments": arguments}
-        return {"tool_calls": [{**place, **called, "function": function}]}
+        return {"tool_calls": [{**place, **call, "function": function}]}
 
     def _echo(self, choice: Choice) -> str:
         if not self._request.echo:
@@ -145,26 +145,24 @@ class Answers:
         given = self._request.prompts[choice.index // self._request.n]
         return given if isinstance(given, str) else self._texts.decode(given)
 
-    def failed(self, error: APIError) -> str:
+    def error_events(self, error: APIError) -> str:
         """Return the events of an error in a stream."""
         return format_event(error.body()) + DONE
 
 
-def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
+def _join(joined: dict[str, Any], part: dict[str, Any]) -> None:
     """Add the fields of a part: texts and lists at the end, and objects by their fields."""
     for name, value in part.items():
-        known = whole.get(name)
-        if isinstance(known, dict):
-            _join(known, value)
-        elif isinstance(known, str | list):
-            known += value
-            whole[name] = known
+        if isinstance(value, dict) and isinstance(joined.get(name), dict):
+            _join(joined[name], value)
+        elif isinstance(joined.get(name), str | list):
+            joined[name] += value
         else:
-            whole[name] = value
+            joined[name] = value
 
 
 def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the tokens of an answer; a prompt counts once, however many answers it has."""
+    """Return the token counts of an answer. A prompt counts once, however many answers it has."""
     new = sum(choice.tokens for choice in choices)
     prompts = [choice.sequence for choice in choices if choice.leads]
     prompt = sum(len(sequence.prompt) for sequence in prompts)
@@ -184,51 +182,52 @@ class _Scores:
         self._sent = self._offset = 0  # tokens, characters
 
     def take(self, count: int, *, chat: bool) -> dict[str, Any]:
-        """Return the scores of the first `count` tokens that no call has returned before.
+        """Return the scores of the first `count` tokens, except those returned before.
 
-        The first time the prompt comes before it, if that is repeated.
+        With `echo`, the first call returns the scores of the prompt before them.
         """
-        found = self._of_prompt() if self._echo else []
+        scores = self._prompt_scores() if self._echo else []
         self._echo = False
-        found += self._sequence.logprobs[self._sent : count]
+        scores += self._sequence.logprobs[self._sent : count]
         self._sent = max(self._sent, min(len(self._sequence.logprobs), count))
         if chat:
-            return {"content": [self._chat_entry(one) for one in found], "refusal": None}
-        texts = [self._texts(one.token) for one in found]
+            return {"content": [self._chat_entry(one) for one in scores], "refusal": None}
+        texts = [self._texts(one.token) for one in scores]
         *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
-            "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": [None if one.logprob is None else self._top(one) for one in found],
+            "token_logprobs": [one.logprob for one in scores],
+            "top_logprobs": [None if one.logprob is None else self._top(one) for one in scores],
             "text_offset": offsets,
         }
 
-    def prompt(self) -> list[Any]:
-        """Return, for each token of the prompt, the most likely ones there; None for the first."""
-        return [None, *map(self._ranks, self._of_prompt()[1:])]
+    def format_prompt(self) -> list[Any]:
+        """Return the most likely tokens at each position of the prompt. None is at the first."""
+        return [None, *map(self._ranks, self._prompt_scores()[1:])]
 
     def _ranks(self, one: TokenLogprob) -> dict[str, Any]:
-        own = () if one.token in dict(one.top) else ((one.token, one.logprob),)
+        last = () if one.token in dict(one.top) else ((one.token, one.logprob),)
         return {
             str(token): {
                 "logprob": logprob,
                 "rank": one.rank if token == one.token else rank,
                 "decoded_token": self._texts(token),
             }
-            for rank, (token, logprob) in enumerate([*one.top, *own], 1)
+            for rank, (token, logprob) in enumerate([*one.top, *last], 1)
         }
 
-    def _of_prompt(self) -> list[TokenLogprob]:
-        """Return the log probabilities of the prompt's tokens; the first token has none."""
-        prompt, known = self._sequence.prompt, self._sequence.prompt_logprobs
+    def _prompt_scores(self) -> list[TokenLogprob]:
+        """Return the log probabilities of the prompt's tokens. The first token has none."""
+        prompt, logprobs = self._sequence.prompt, self._sequence.prompt_logprobs
         first = TokenLogprob(prompt[0], None, 0, ())
-        return [first, *(known[place] for place in range(1, len(prompt)))]
+        return [first, *(logprobs[place] for place in range(1, len(prompt)))]
 
     def _top(self, one: TokenLogprob) -> dict[str, float | None]:
-        found: dict[str, float | None] = {}
+        logprobs: dict[str, float | None] = {}
         for token, logprob in (*one.top, (one.token, one.logprob)):
-            found.setdefault(self._texts(token), logprob)  # of two with one text, the likelier
-        return found
+            # Two tokens may have the same text. The more likely one comes first.
+            logprobs.setdefault(self._texts(token), logprob)
+        return logprobs
 
     def _chat_entry(self, one: Any) -> dict[str, Any]:
         top = [self._entry(token, logprob) for token, logprob in one.top]
@@ -236,5 +235,6 @@ class _Scores:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._texts(token)
-        known = "\N{REPLACEMENT CHARACTER}" not in text
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if known else None}
+        is_text = "\N{REPLACEMENT CHARACTER}" not in text
+        content = list(text.encode()) if is_text else None
+        return {"token": text, "logprob": logprob, "bytes": content}

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: access, limits and the paths; to run or to mount."""
+"""The server as an ASGI application, to run or to mount: access, limits and paths."""
 
 import asyncio
 import contextlib
@@ -41,24 +41,24 @@ _KINDS: dict[str, type[schemas.Request]] = {
 }
 _PACKAGES = ("hf-fp8kv", "transformers", "torch")
 _NOT_STARTED = (
-    "the engine was not started: an application that this one is mounted in has to do it, with "
+    "the engine was not started: the application in which this one is mounted must start it, with "
     "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
 )
 _CLIENT_GONE = 499
 _LONG = 100_000  # bytes of a body, and characters of a prompt
-# The bytes of all bodies are limited to a multiple of the largest body. The first bytes of each are
-# not counted, since a connection buffers them anyway, and short requests should always go through.
+# The bytes of all bodies are limited to a multiple of the largest body. The first bytes of each
+# body are not counted: a connection buffers them anyway, and short requests are always accepted.
 _BODIES, _BUFFER = 16, 65_536
 _RETRY = {"retry-after": "5"}
-# The key of a request's scope that has an ExitStack, which is closed when the request is answered.
+# Key of a request's scope for an ExitStack, which is closed when the request has its answer.
 _ENDING = "hf_fp8kv.ending"
 
 
 class Application:
     """An ASGI application for one model, whose engine runs from `start` to `stop`.
 
-    A server that runs it starts and stops it by the events of ASGI's lifespan. Starlette and
-    FastAPI pass these on to no application that is mounted: there, give them `lifespan`.
+    A server starts and stops it by the events of ASGI's lifespan. Starlette and FastAPI do not pass
+    these events on to a mounted application, so they must get `lifespan`.
 
     Args:
         served: The model.
@@ -74,8 +74,8 @@ class Application:
         self._lock = threading.Lock()
         self._held = 0  # bytes of bodies, see `_BODIES`
         self._texts = TokenTexts(served.tokenizer)
-        # Long work of many clients takes turns: parsing takes many times the memory of a body, and
-        # making tokens takes gigabytes.
+        # These limit the memory for long requests of many clients: parsing takes many times the
+        # memory of a body, and making tokens takes gigabytes.
         self._bodies = ThreadPoolExecutor(1, "hf_fp8kv bodies")
         self._prompts = ThreadPoolExecutor(2, "hf_fp8kv prompts")
         self._api = self._build()
@@ -85,7 +85,7 @@ class Application:
                 self._guard, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
             )
 
-    # -- its engine ------------------------------------------------------------------------------
+    # -- the engine ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the engine, and return when it takes requests. Do nothing if it is started.
@@ -103,7 +103,7 @@ class Application:
             self.stopping, self.engine = False, engine
 
     def stop(self) -> None:
-        """Stop the engine; requests that still run fail. Do nothing if it is not started."""
+        """Stop the engine. Running requests fail. Do nothing if it is not started."""
         with self._lock:
             if self.engine is not None:
                 self.stopping = True
@@ -112,19 +112,19 @@ class Application:
 
     @property
     def failure(self) -> str | None:
-        """Why it answers no requests. None means that it answers."""
+        """Why it does not answer requests. None means that it does."""
         if self.engine is None:
             return "the engine was not started"
         return None if self.engine.is_alive() else self.engine.failure or "it ended"
 
     def end_all(self) -> None:
-        """End all answers that are being generated."""
+        """End all unfinished answers."""
         for visit in list(self.metrics.unfinished):
             visit.fail(APIError(503, STOPPING, code="stopping"))
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _parent: Any = None) -> AsyncIterator[None]:
-        """Run the engine inside: `FastAPI(lifespan=application.lifespan)`.
+        """Run the engine within the block: `FastAPI(lifespan=application.lifespan)`.
 
         Raises:
             ConfigError: See `start`.
@@ -151,7 +151,7 @@ class Application:
     # -- access ----------------------------------------------------------------------------------
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or the events of a server that starts and stops."""
+        """Answer a request, or the events of a server's lifespan."""
         if scope["type"] == "lifespan":
             await self._answer_lifespan(receive, send)
         elif scope["type"] == "websocket":
@@ -160,11 +160,11 @@ class Application:
             await self._asgi(scope, receive, send)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through to its path if the client may use it, and count it."""
+        """Answer a request if the client has access, and count it."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         status, request_id = 500, headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
 
-        async def send_noted(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -175,9 +175,9 @@ class Application:
         scope[_ENDING] = ending
         try:
             self._check_access(path, scope["method"], headers)
-            await self._api(scope, receive, send_noted)
+            await self._api(scope, receive, send_counted)
         except APIError as error:
-            await error.response()(scope, receive, send_noted)
+            await error.response()(scope, receive, send_counted)
         except ClientDisconnect:
             status = _CLIENT_GONE
         except Exception:  # `_explain` has logged it
@@ -195,7 +195,7 @@ class Application:
             raise APIError(421, text, code="wrong_host")
         if self._key is not None and not (path == "/health" and method in ("GET", "HEAD")):
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            # Digests have one length, so the comparison takes the same time for every token.
+            # Digests have the same length, so the comparison takes the same time for every token.
             equal = hmac.compare_digest(_digest(token.strip()), self._key)
             if not equal or scheme.lower() != b"bearer":
                 raise APIError(
@@ -208,7 +208,7 @@ class Application:
             raise APIError(503, _NOT_STARTED, code="not_started")
 
     def _started(self) -> Engine:
-        """Return the engine. Raises APIError unless it takes requests."""
+        """Return the engine. Raises APIError if it takes no requests."""
         engine = self.engine
         if self.stopping or engine is None:
             headers = {**_RETRY, "connection": "close"}
@@ -234,7 +234,7 @@ class Application:
     async def _read(self, request: Request, kind: type[schemas.Body]) -> tuple[Any, str]:
         """Return a request's body as an object, and the model's name for the answer.
 
-        The bytes of the body are counted until the request is answered.
+        The bytes of the body count until the request has its answer.
         """
         limit, length = self.config.max_body, request.headers.get("content-length", "0")
         media = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -245,10 +245,10 @@ class Application:
         seconds = min(self.config.body_seconds, self.config.client_seconds)
         content, held = bytearray(), 0
 
-        def give_back() -> None:
+        def release() -> None:
             self._held -= held
 
-        request.scope[_ENDING].callback(give_back)
+        request.scope[_ENDING].callback(release)
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
@@ -266,8 +266,8 @@ class Application:
             text = f"expected a body within {seconds:g} s"
             raise APIError(408, text, headers={"connection": "close"}) from None
         if len(content) > _LONG:
-            found: tuple[Any, str] = await _run(self._bodies, self._check, kind, content)
-            return found
+            checked: tuple[Any, str] = await _run(self._bodies, self._check, kind, content)
+            return checked
         return self._check(kind, content)
 
     def _check(self, kind: type[schemas.Body], content: bytearray) -> tuple[Any, str]:
@@ -338,9 +338,9 @@ class Application:
 
     async def _tokenize(self, request: Request) -> Response:
         body, _ = await self._read(request, schemas.TokenizeRequest)
-        (found,) = await _run(self._prompts, self.served.make_prompts, body)
+        (tokens,) = await _run(self._prompts, self.served.make_prompts, body)
         most = self._started().max_tokens
-        return JSONResponse({"tokens": found, "count": len(found), "max_model_len": most})
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": most})
 
     async def _detokenize(self, request: Request) -> Response:
         body, _ = await self._read(request, schemas.DetokenizeRequest)
@@ -364,10 +364,10 @@ class Application:
             answer = ResponseAnswer(body, name, choices[0])
         else:
             answer = Answers(body, name, choices, self._texts)
-        found = visit.run(choices, streaming=body.stream)
+        groups = visit.run(choices, streaming=body.stream)
         if not body.stream:
-            return JSONResponse(await _unless_gone(request, _collect(found, answer), choices))
-        return _Stream(request, _events(found, answer), choices)
+            return JSONResponse(await _unless_gone(request, _collect(groups, answer), choices))
+        return _Stream(request, _events(groups, answer), choices)
 
     async def _prepare(self, body: schemas.Request) -> list[Choice]:
         guide = await self._maker.grammars.compile(body)
@@ -376,27 +376,27 @@ class Application:
         return choices
 
 
-_Found = AsyncGenerator[list[tuple[Choice, Part | None]], None]
+_Groups = AsyncGenerator[list[tuple[Choice, Part | None]], None]
 
 
-async def _collect(found: _Found, answer: Answers | ResponseAnswer) -> dict[str, Any]:
-    async with contextlib.aclosing(found):
-        parts = [part async for group in found for part in group]
-    # Log probabilities are megabytes, and other clients would wait for them.
-    return await asyncio.to_thread(answer.whole, parts)
+async def _collect(groups: _Groups, answer: Answers | ResponseAnswer) -> dict[str, Any]:
+    async with contextlib.aclosing(groups):
+        parts = [part async for group in groups for part in group]
+    # In a thread, because megabytes of log probabilities would delay other clients.
+    return await asyncio.to_thread(answer.collect, parts)
 
 
-async def _events(found: _Found, answer: Answers | ResponseAnswer) -> AsyncGenerator[str, None]:
-    """Yield the events of a streamed answer, of which an error may be the last."""
+async def _events(groups: _Groups, answer: Answers | ResponseAnswer) -> AsyncGenerator[str, None]:
+    """Yield the events of a streamed answer. The last event may be an error."""
     try:
-        async with contextlib.aclosing(found):
-            async for event in answer.stream(found):
+        async with contextlib.aclosing(groups):
+            async for event in answer.stream(groups):
                 yield event
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("a streamed answer")
             error = APIError(500, INTERNAL)
-        yield answer.failed(error)
+        yield answer.error_events(error)
 
 
 class _Stream(StreamingResponse):
@@ -429,7 +429,7 @@ async def _unless_gone(
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(leave())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        # A client that has its last token may leave before the last, empty part is sent.
+        # A client that has its last token may leave before the last part, which is empty, is sent.
         ended = [bool(choice.finish_reason) for choice in choices]
         if not task.done() and not (ended and all(ended)):
             raise ClientDisconnect
@@ -464,7 +464,7 @@ async def _run(pool: ThreadPoolExecutor | None, work: Callable[..., Any], *given
 
 
 def _path_of(scope: Scope) -> str:
-    """Return the path of a request inside this application, which may be mounted at another."""
+    """Return the path of a request within this application, which may be mounted."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 

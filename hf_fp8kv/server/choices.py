@@ -1,4 +1,4 @@
-"""The answers of one request: one request of the engine for each, with one queue for all parts."""
+"""The answers to one request: one request of the engine for each, with one queue for all parts."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,9 @@ from .schemas import CompletionRequest, Request, invalid
 from .structured import Grammars, Guide
 from .text import AnswerText, Part
 
-# New tokens of a request that names no number.
+# Default limit of new tokens.
 _NEW_TOKENS = 1024
-# Answers of one request that are made at the same time: others have requests, too.
+# Maximum number of answers of one request that run at once, to leave room for other requests.
 _AT_ONCE = 16
 # transformers 5.18 parses answers without the tools.
 _TAKES_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
@@ -33,10 +33,10 @@ class Choice:
     """One answer to a prompt."""
 
     index: int
-    leads: bool  # it is the first answer to its prompt
+    leads: bool  # whether it is the first answer to its prompt
     sequence: Sequence
     text: AnswerText
-    scores_only: bool = False  # nothing but what is said of the prompt is wanted
+    scores_only: bool = False  # whether only the scores of the prompt are requested
     finish_reason: str = ""
 
     @property
@@ -46,15 +46,15 @@ class Choice:
 
 
 class Maker:
-    """Makes the answers that requests ask for; `seed` is the server's."""
+    """Makes the choices of requests. `seed` is the server's."""
 
     def __init__(self, served: ServedModel, engine: Engine, seed: int | None) -> None:
         self._served, self._engine = served, engine
         self.grammars = Grammars(served.tokenizer, engine.vocabulary, engine.fixed_steps)
-        self._seeds = random.Random(seed)  # of requests that name none
+        self._seeds = random.Random(seed)  # for requests without a seed
 
     def check_length(self, request: Request) -> None:
-        """Raise APIError for text that cannot fit, before its tokens are counted."""
+        """Raise APIError for a text that cannot fit, before its tokens are counted."""
         characters = max(request.lengths)
         tokens, longest = self._engine.max_tokens, self._served.longest_token
         if characters > tokens * longest:
@@ -66,12 +66,12 @@ class Maker:
             )
 
     def make(self, request: Request, guide: Guide | None) -> list[Choice]:
-        """Return the answers, `n` for each prompt, before any has begun.
+        """Return the choices, `n` for each prompt, before any of them runs.
 
         It tokenizes prompts and words, and decodes prompts for parsers, which may take seconds.
 
         Raises:
-            APIError: The request asks for what this engine or model does not have.
+            APIError: The request exceeds this engine or model.
         """
         prompts, rules = self._served.make_prompts(request), self._read_rules(request)
         given = {"logit_bias": rules.logit_bias, "stop_token_ids": request.stop_token_ids}
@@ -91,11 +91,11 @@ class Maker:
     ) -> Choice:  # fmt: skip
         served, parser = self._served, None
         top, prompt_top = request.scores
-        new, scores_only = self._count_new_tokens(request, prompt)
+        limit, scores_only = self._count_new_tokens(request, prompt)
         ends = [] if request.ignore_eos else _as_list(self._default(request, "eos_token_id"))
         sequence = Sequence(
             prompt,
-            new,
+            limit,
             frozenset(token for token in [*ends, *request.stop_token_ids] if token >= 0),
             rules=rules,
             guide=None if guide is None else guide.fork(),
@@ -104,8 +104,8 @@ class Maker:
             **self._read_sampling(request, nth),
         )
         if not isinstance(request, CompletionRequest):
-            known = {"tools": request.plain_tools} if _TAKES_TOOLS else {}
-            parser = build_response_parser(served.tokenizer, served.model, prompt, **known)
+            tools = {"tools": request.plain_tools} if _TAKES_TOOLS else {}
+            parser = build_response_parser(served.tokenizer, served.model, prompt, **tools)
         text = AnswerText(
             served.tokenizer.backend_tokenizer,
             stops=request.stop,
@@ -121,17 +121,18 @@ class Maker:
         return getattr(defaults, name, None)
 
     def _read_sampling(self, request: Request, nth: int) -> dict[str, Any]:
-        """Return the sampling of the answer `nth` to a prompt.
+        """Return the sampling fields of the answer `nth` to a prompt.
 
-        A temperature above zero, top_p, top_k or min_p asks for sampling, whatever the model's own
-        default is. The same seed for all answers would make them the same: each has the next one.
+        A temperature above zero, top_p, top_k or min_p means sampling, whatever the model's own
+        default is. With one seed all answers would be the same, so each has the next seed.
         """
         names = ("temperature", "top_p", "top_k", "min_p")
         given = {name: getattr(request, name) for name in names}
-        asks = any(value is not None for value in given.values())
+        is_given = any(value is not None for value in given.values())
         given = {n: self._default(request, n) if x is None else x for n, x in given.items()}
         temperature = 1.0 if given["temperature"] is None else given["temperature"]
-        if not (self._default(request, "do_sample") or asks) or temperature < LEAST_TEMPERATURE:
+        samples = self._default(request, "do_sample") or is_given
+        if not samples or temperature < LEAST_TEMPERATURE:
             return {}
         if (given["top_k"] or 0) <= 0:
             given["top_k"] = None
@@ -140,34 +141,34 @@ class Maker:
         return {name: value for name, value in given.items() if value is not None}
 
     def _count_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:
-        """Return the limit of new tokens, and whether only the prompt is wanted."""
+        """Return the limit of new tokens, and whether only the prompt's scores are requested."""
         engine = self._engine
         if not prompt:
             raise APIError(400, "expected a prompt of at least one token, got none")
         field, requested = request.limit
-        scores_only = requested == 0  # an engine makes one token at least
+        scores_only = requested == 0  # the engine still makes one token
         # The last token is part of the answer, and never stored.
-        room, holder = engine.page_tokens + 1 - len(prompt), f"the pages hold {engine.page_tokens}"
+        rooms = [(engine.page_tokens + 1 - len(prompt), f"the pages hold {engine.page_tokens}")]
         if engine.model_tokens is not None:
-            # The engine's own new token is not an answer, and the model never gets it.
+            # With `scores_only` the engine's token is not part of an answer, and not input.
             left = engine.model_tokens - len(prompt) + scores_only
-            if left < room:
-                room, holder = left, f"the model holds {engine.model_tokens}"
+            rooms.append((left, f"the model holds {engine.model_tokens}"))
+        room, holder = min(rooms)
         if requested is None and request.generation_config is not None:
             requested = request.generation_config.max_new_tokens
-        wanted = min(_NEW_TOKENS, room) if requested is None else max(requested, 1)
-        if room < 1 or wanted > room:
+        limit = min(_NEW_TOKENS, room) if requested is None else max(requested, 1)
+        if room < 1 or limit > room:
             raise APIError(
                 400,
                 f"expected a prompt and new tokens that fit, got {len(prompt)} tokens and "
-                f"{max(wanted, 1)} new ones, and {holder}; send less, or ask for less",
+                f"{max(limit, 1)} new ones, and {holder}; send less, or ask for less",
                 param=field,
                 code="context_length_exceeded",
             )
-        return wanted, scores_only
+        return limit, scores_only
 
     def _read_rules(self, request: Request) -> TokenRules:
-        """Return the rules that a request asks for, or the model's own. Raises APIError."""
+        """Return the rules of a request, or the model's own. Raises APIError."""
         engine, tokenizer = self._engine, self._served.tokenizer
         penalty = request.repetition_penalty
         if penalty is None and request.generation_config is None and engine.fixed_steps is None:
@@ -182,8 +183,8 @@ class Maker:
             penalty or 1.0, request.presence_penalty, request.frequency_penalty, bias,
             request.min_tokens, tuple(sorted(words - {()})),
         )  # fmt: skip
-        scored = any(top is not None for top in request.scores)
-        for name, value in (("logprobs", scored), ("penalties, biases, bad_words", rules)):
+        is_scored = any(top is not None for top in request.scores)
+        for name, value in (("logprobs", is_scored), ("penalties, biases, bad_words", rules)):
             if value and engine.fixed_steps is not None:
                 text = f"{name}: this server has none, since {engine.fixed_steps}; leave it out"
                 raise APIError(400, text, code="unsupported_parameter")
@@ -208,10 +209,10 @@ class Visit:
     async def run(
         self, choices: list[Choice], *, streaming: bool
     ) -> AsyncGenerator[list[tuple[Choice, Part | None]], None]:
-        """Yield the parts of all answers as they come; None is the end of one answer.
+        """Yield the parts of all answers as they come. None is the end of one answer.
 
-        The first answer to a prompt begins first: the others find the prompt in the pages. To
-        close the generator cancels what is not finished.
+        The first answer to a prompt begins first, so that the next ones find the prompt in the
+        pages. Close the generator to cancel unfinished answers.
 
         Raises:
             APIError: An answer failed, which ends all of them.
@@ -232,12 +233,12 @@ class Visit:
                 items = [await self._queue.get()]
                 while not self._queue.empty():
                     items.append(self._queue.get_nowait())
-                found = list(itertools.takewhile(lambda item: isinstance(item, tuple), items))
-                left -= sum(part is None for _, part in found)
-                if found:
-                    yield found
-                if len(found) < len(items):
-                    raise items[len(found)]
+                parts = list(itertools.takewhile(lambda item: isinstance(item, tuple), items))
+                left -= sum(part is None for _, part in parts)
+                if parts:
+                    yield parts
+                if len(parts) < len(items):
+                    raise items[len(parts)]
         finally:
             for task in tasks:
                 task.cancel()
@@ -273,8 +274,8 @@ class Visit:
                     break
         self._metrics.note_end(sequence)
         self._put(choice, text.end())
-        whole = sequence.guide is not None and sequence.guide.complete
-        if not (text.stopped or whole or last in sequence.ends) or choice.scores_only:
+        is_complete = sequence.guide is not None and sequence.guide.complete
+        if not (text.stopped or is_complete or last in sequence.ends) or choice.scores_only:
             choice.finish_reason = "length"
         else:
             choice.finish_reason = "tool_calls" if text.calls else "stop"

@@ -21,7 +21,7 @@ class ServerConfig:
     api_key: str | None = None  # the token that a client has to send
     max_body: int = 4 * 2**20  # bytes of a request
     max_waiting: int = 128  # requests that may wait for the engine
-    grace: float = 30.0  # seconds that running requests get when the server is told to stop
+    grace: float = 30.0  # seconds for running requests after a signal to stop
     metrics_interval: float = 10.0  # seconds between lines in the log while requests run, or 0
     head_seconds: float = 15.0  # that a client may take to send a request's headers
     body_seconds: float = 30.0  # that it may take to send the body
@@ -31,11 +31,11 @@ class ServerConfig:
     # the same order.
     seed: int | None = None
     cors: bool = False  # whether web pages of other origins may read answers
-    local_host: str | None = None  # where it listens, if only this machine may name it
+    local_host: str | None = None  # the address of the server if requests must name this machine
 
     @classmethod
-    def parse(cls, host: str | None, api_key: str | None, **others: Any) -> "ServerConfig":
-        """Return the configuration of a server that listens at `host`, or is mounted (None).
+    def parse(cls, host: str | None, api_key: str | None, **fields: Any) -> "ServerConfig":
+        """Return the configuration. `host` is the address to listen on. None if it is mounted.
 
         Raises:
             ConfigError: Everyone could use it, the token is not a valid header, or no request fits.
@@ -49,28 +49,28 @@ class ServerConfig:
                 f"none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
         for name in ("max_waiting", "max_body"):
-            if (value := others.get(name, 1)) < 1:
+            if (value := fields.get(name, 1)) < 1:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option}: expected at least 1, got {value}")
         local_host = None if key else host
-        return cls(api_key=key or None, local_host=local_host, **others)
+        return cls(api_key=key or None, local_host=local_host, **fields)
 
     def accepts_host(self, header: str) -> bool:
-        """Return whether a request may have this `Host`.
+        """Return whether a request may have this `Host`. No name is looked up.
 
-        A web page whose own name was rebound to this machine sends that name. No name is looked up.
+        A web page whose own name was rebound to this machine sends its own name.
         """
         if self.local_host is None:
             return True
         name = re.sub(r":\d*$", "", header.strip().lower()).strip("[]")
-        known = name in ("localhost", self.local_host.lower()) or name.endswith(".localhost")
+        is_local = name in ("localhost", self.local_host.lower()) or name.endswith(".localhost")
         with contextlib.suppress(ValueError):
-            known = known or ipaddress.ip_address(name).is_loopback
-        return known
+            is_local = is_local or ipaddress.ip_address(name).is_loopback
+        return is_local
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach what listens at a host."""
+    """Return whether only this machine can reach a server at a host."""
     try:
         addresses = [info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
@@ -79,21 +79,21 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket that nobody can connect to yet. Raises ConfigError."""
+    """Return a bound socket that does not accept connections yet. Raises ConfigError."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        infos.sort(key=lambda info: info[0] != socket.AF_INET)  # `localhost` may be both
+        infos.sort(key=lambda info: info[0] != socket.AF_INET)  # `localhost` may be IPv4 and IPv6
         family, kind, protocol, _, address = infos[0]
         bound = socket.socket(family, kind, protocol)
         try:
-            # Connections inherit it: megabytes of answers that a client does not read take long.
+            # Connections inherit it. Megabytes that a client does not read would be held for long.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
             if os.name == "posix":
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             if os.name == "posix":
-                # Or another server could bind it, too, as long as neither listens: each would find
-                # out after its model is loaded.
+                # Otherwise a second server could bind the address until the first one listens, and
+                # would fail only after its model is loaded.
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except BaseException:
             bound.close()

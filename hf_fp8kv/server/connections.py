@@ -4,6 +4,7 @@ import asyncio
 import math
 from typing import Any
 
+import h11
 import psutil
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -15,9 +16,9 @@ _SPARE = 32
 
 
 def max_connections() -> int | None:
-    """Return how many connections fit the descriptors that are left now; None: any number.
+    """Return how many connections fit the free descriptors, or None if there is no limit.
 
-    Without one to accept a connection with, Python's event loop logs the error over and over.
+    Without a descriptor for a new connection, Python's event loop logs an error over and over.
     """
     limit = _descriptors()
     if limit is None:
@@ -27,7 +28,7 @@ def max_connections() -> int | None:
 
 
 def backlog() -> int:
-    """Return how many connections may wait to be accepted; the event loop accepts all at once."""
+    """Return how many connections may wait. The event loop accepts all of them at once."""
     return max(min(_BACKLOG, (_descriptors() or 8 * _BACKLOG) // 8), 1)
 
 
@@ -43,11 +44,11 @@ def _descriptors() -> int | None:
 def limit_connections(
     maximum: int | None, head_seconds: float, client_seconds: float
 ) -> type[asyncio.Protocol]:
-    """Return the class of a connection, of which `maximum` may be open.
+    """Return the class of a connection, of which at most `maximum` may be open.
 
-    h11 limits the bytes of a request's first line and headers. They may take `head_seconds`, like
-    bytes between requests, such as the remainder of a body that was rejected. A client that should
-    read may stop for `client_seconds`.
+    h11 limits the bytes of a request's first line and headers. These bytes may take `head_seconds`,
+    and so may bytes between requests, such as the rest of a rejected body. A client may pause for
+    `client_seconds` before it reads more of its answer.
     """
     period = min(head_seconds, client_seconds) / 8
     full = APIError(
@@ -55,7 +56,8 @@ def limit_connections(
         "too many open connections; try again later",
         code="too_many_connections",
         headers={"connection": "close", "retry-after": "5"},
-    ).http_response()
+    ).response()
+    head = h11.Response(status_code=503, headers=full.raw_headers, reason=b"Service Unavailable")
 
     class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -65,7 +67,8 @@ def limit_connections(
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if maximum is not None and len(self.connections) > maximum:
-                transport.write(full)
+                events = (head, h11.Data(data=bytes(full.body)), h11.EndOfMessage())
+                transport.write(b"".join(self.conn.send(event) or b"" for event in events))
                 transport.close()
             self._look()
 
@@ -81,7 +84,7 @@ def limit_connections(
             seen, now = (self.cycle, idle, unread), self.loop.time()
             if seen != self._seen:
                 self._seen, self._since = seen, now
-            # Nothing is written to such a connection, so what is unread changes only by reading.
+            # Nothing more is written then, so only the client's reading changes the unread bytes.
             if unread and (idle or self.flow.write_paused):
                 limit = client_seconds
             else:

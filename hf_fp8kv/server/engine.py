@@ -1,6 +1,6 @@
 """The adapter to transformers' engine: submit a request, stream its tokens, cancel it.
 
-Only this file and scheduling.py touch the engine. Private names of transformers that are used:
+Only this file and scheduling.py use the engine. Private names of transformers that are used:
 `ModelRunner._sample` here, `Scheduler._process_candidates` and `._schedule_request` there.
 """
 
@@ -30,12 +30,12 @@ _STOP_SECONDS = 30.0
 
 
 class Engine:
-    """The engine of one model, which `hf_fp8kv.serving.enable` was called on, until it is stopped.
+    """The running engine of one model, which `hf_fp8kv.serving.enable` was called on.
 
     Args:
         model: The model.
         batching: A ContinuousBatchingConfig.
-        metrics: Count each token.
+        metrics: Metrics that count each token.
         max_model_tokens: Maximum number of tokens of a prompt and its answer. None means the
             model's own maximum.
 
@@ -62,7 +62,7 @@ class Engine:
             generation_config=GenerationConfig(**config | {"use_cache": False}),
             continuous_batching_config=batching,
         )
-        # Requests choose their own temperature, top-k and so on, whose processors are "warpers".
+        # Requests have their own temperature, top-k and so on. The model's are "warpers".
         kept = [
             processor
             for processor in manager.logit_processor.logits_processor
@@ -71,9 +71,9 @@ class Engine:
         manager.logit_processor = sampler = Sampler(kept, self.vocabulary)
         manager.on_processor = lambda processor: self._prepare(processor, sampler)
         manager.output_router.output_queue = _Discard()
-        self._manager: Any = manager  # while it is started
+        self._manager: Any = manager  # None after `stop`
         self._hooks = [
-            model.register_forward_pre_hook(sampler.ask_for_scores, with_kwargs=True),
+            model.register_forward_pre_hook(sampler.request_scores, with_kwargs=True),
             model.register_forward_hook(sampler.take_scores, with_kwargs=True),
         ]
         try:
@@ -92,7 +92,7 @@ class Engine:
             ) from error
 
     def stop(self) -> None:
-        """End the engine's thread; requests that still run fail. Do nothing the second time."""
+        """End the engine's thread, if it runs. Requests that still run fail."""
         manager, self._manager = self._manager, None
         if manager is None:
             return
@@ -107,12 +107,12 @@ class Engine:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that one request may have, in the pages and for the model."""
+        """Maximum number of tokens of one request, in the pages and for the model."""
         return min(self.page_tokens, self.model_tokens or self.page_tokens)
 
     @property
     def failure(self) -> str | None:
-        """What ended the engine's thread. None means that nothing did."""
+        """The error that ended the engine's thread. None means that it has not failed."""
         manager = self._manager
         error = self._failure if manager is None else manager.background_thread_status.fatal_error
         return None if error is None else str(error)
@@ -123,11 +123,11 @@ class Engine:
         return manager is not None and manager.is_running() and self.failure is None
 
     def usage(self) -> Usage | None:
-        """Return what the pages hold."""
+        """Return the usage of the pages, or None if the engine does not run."""
         return usage(self.model) if self.is_alive() else None
 
     def active(self) -> int:
-        """Return the number of requests in steps, also of clients that have just gone."""
+        """Return the number of requests in steps, including those just cancelled."""
         processor = None if self._manager is None else self._manager.batch_processor
         return 0 if processor is None else len(processor.scheduler.active_requests)
 
@@ -136,9 +136,9 @@ class Engine:
     async def stream(
         self, sequence: Sequence, *, each_token: bool
     ) -> AsyncGenerator[list[int], None]:
-        """Yield the new tokens of an answer as they come, or all at once at its end.
+        """Yield the new tokens of an answer as they come, or all of them at its end.
 
-        Close the generator early to cancel the request: its pages are free after the current step.
+        Close the generator early to cancel the request. Its pages are free after the current step.
 
         Raises:
             APIError: The engine does not take the request, or cannot finish it.
@@ -147,7 +147,7 @@ class Engine:
             raise APIError(503, self.failure or STOPPING, code="stopping")
         manager, name, seen, ended = self._manager, uuid.uuid4().hex, 0, False
         outputs: asyncio.Queue[Any] = asyncio.Queue()
-        # First: an output without a handler is lost.
+        # Before the request, because an output without a handler is lost.
         manager.register_result_handler(name, outputs.put_nowait)
         sequence.submitted_at = time.perf_counter()
         try:
@@ -165,7 +165,7 @@ class Engine:
             self.prompt_tokens += len(sequence.prompt)
             while not ended:
                 output = await outputs.get()
-                while not outputs.empty():  # the last one has all tokens
+                while not outputs.empty():  # the last output has all tokens
                     output = outputs.get_nowait()
                 ended = output.is_finished()
                 if output.error is not None:
@@ -185,7 +185,7 @@ class Engine:
     # -- the engine's thread calls these ---------------------------------------------------------
 
     def _prepare(self, processor: Any, sampler: Sampler) -> None:
-        """Have a new batch processor choose tokens as requests ask, before its first step."""
+        """Make a new batch processor choose tokens by each request's Sequence."""
         self.fixed_steps = why_fixed(processor)
         tensors, vocabulary = processor.inputs_and_outputs, self.vocabulary
 
@@ -194,8 +194,8 @@ class Engine:
             failed = best.isfinite().logical_not_()
             output_ids[0, : len(tokens)] = tokens + failed * vocabulary
 
-        # Private: a row without finite logits gets a token past the vocabulary, so that its
-        # request alone fails. No public part of the engine sees logits and tokens together.
+        # Private: a row without finite logits gets a token past the vocabulary, so that only its
+        # request fails. No public part of the engine has both logits and tokens.
         processor.model_runner._sample = MethodType(sample, processor.model_runner)
         finish_step = tensors.prepare_batch_update
 
@@ -204,11 +204,11 @@ class Engine:
             return (*self._take_tokens(processor, sampler, requests, tokens), None)
 
         tensors.prepare_batch_update = prepare_batch_update
-        if processor.use_async_batching:  # a step takes the token of the last one on the device
+        if processor.use_async_batching:  # a step reads the previous step's tokens on the device
             carry_over = tensors.carry_over_tokens
 
-            def carry_over_tokens(input_ids: torch.Tensor, *others: torch.Tensor) -> None:
-                carry_over(input_ids, *others)
+            def carry_over_tokens(input_ids: torch.Tensor, *args: torch.Tensor) -> None:
+                carry_over(input_ids, *args)
                 input_ids.remainder_(vocabulary)
 
             tensors.carry_over_tokens = carry_over_tokens
@@ -218,10 +218,10 @@ class Engine:
         def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
             state = processor.scheduler.waiting_requests[request_id]
             if wants_prompt(state):
-                return 0  # what is found is not computed: it has no logits
+                return 0  # tokens of a prefix are not computed, so they would have no logits
             tokens = int(find(request_id, prompt_ids))
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
-            if sequence.last_token_at is None:  # otherwise it was resumed
+            if sequence.last_token_at is None:  # otherwise the request is resumed
                 sequence.cached_tokens = tokens
             return tokens
 
@@ -230,7 +230,7 @@ class Engine:
     def _take_tokens(
         self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]
     ) -> tuple[list[Any], list[int]]:
-        """Note the tokens of a step; return the requests that go on, and their tokens."""
+        """Record the tokens of a step. Return the requests that continue, and their tokens."""
         kept, kept_tokens, rows = [], [], enumerate(tokens)
         for request in requests:
             row, token = next(rows) if request.has_new_token else (None, None)
@@ -252,7 +252,7 @@ class Engine:
                     kept.append(request)
                     kept_tokens.append(token)
                     continue
-                # No token of the model can end what is whole.
+                # The model has no token that could end the complete text.
                 state.generated_tokens.append(token)
                 state.status = RequestStatus.FINISHED
                 processor.output_router.deliver(state.to_generation_output())
@@ -262,7 +262,7 @@ class Engine:
 
 
 def _is_complete(sequence: Sequence, vocabulary: int) -> bool:
-    """Return whether the text is whole and the model has no token that ends an answer."""
+    """Return whether the text is complete and the model has no token that ends an answer."""
     return (
         sequence.guide is not None
         and sequence.guide.complete
@@ -271,13 +271,13 @@ def _is_complete(sequence: Sequence, vocabulary: int) -> bool:
 
 
 def why_refused(sequence: Sequence, token: int, vocabulary: int) -> str | None:
-    """Have a request's grammar continue with a token; return why the token cannot be taken."""
+    """Continue a request's grammar with a token. Return an error message for a refused token."""
     guide, rules = sequence.guide, sequence.rules
     if token < vocabulary:
         return None if guide is None or token in sequence.ends else guide.follow(token)
     if guide is not None and (rules.bad_words or rules.min_tokens):
         guide.is_to_blame = True
-        return f"{guide.field}: bad_words or min_tokens take away every token that may follow"
+        return f"{guide.field}: bad_words or min_tokens remove every token that may follow"
     place, why = len(sequence.prompt) + len(sequence.answer), ""
     if guide is not None or rules:
         why = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
@@ -288,7 +288,7 @@ def why_refused(sequence: Sequence, token: int, vocabulary: int) -> str | None:
 
 
 def why_fixed(processor: Any) -> str | None:
-    """Return why the steps of a batch processor cannot change with a request, if they cannot."""
+    """Return why requests cannot change the steps of a batch processor, or None if they can."""
     if processor.use_async_batching:
         return "asynchronous batching begins a step before the last token is known"
     if getattr(processor.model_runner, "pad_inputs", False):
@@ -297,7 +297,7 @@ def why_fixed(processor: Any) -> str | None:
 
 
 class _Discard(queue.SimpleQueue[Any]):
-    """Where outputs go whose client has gone: no one would ever take them."""
+    """A queue for outputs whose clients have left."""
 
     def put(self, *_: Any, **__: Any) -> None:
         """Keep nothing."""

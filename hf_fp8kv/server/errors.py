@@ -1,6 +1,5 @@
 """Errors of the server, in OpenAI's format."""
 
-import http
 import json
 from typing import Any
 
@@ -13,15 +12,23 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class APIError(Exception):
-    """An answer with a status of 400 or more; raised anywhere below the middleware, sent by it."""
+    """An answer with a status of 400 or more. Any code of a request may raise it.
+
+    Args:
+        status: HTTP status.
+        message: Text for the client.
+        param: Field of the request that is wrong.
+        code: Short name for programs.
+        headers: Additional headers of the answer.
+    """
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        param: str | None = None,  # the field of the request that is meant
-        code: str | None = None,  # a short name for programs
+        param: str | None = None,
+        code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -37,13 +44,6 @@ class APIError(Exception):
 
     def response(self) -> Response:
         """Return the answer."""
-        # ASCII: a message may repeat a text that UTF-8 does not have.
+        # ASCII, because a message may repeat a text that UTF-8 cannot encode.
         content = json.dumps(self.body())
         return Response(content, self.status, self.headers, "application/json")
-
-    def http_response(self) -> bytes:
-        """Return the bytes of the answer, for a connection that no application has yet."""
-        response = self.response()
-        lines = [f"HTTP/1.1 {self.status} {http.HTTPStatus(self.status).phrase}".encode()]
-        lines += [name + b": " + value for name, value in response.raw_headers]
-        return b"\r\n".join([*lines, b"", bytes(response.body)])

@@ -1,4 +1,4 @@
-"""Metrics of the server: counts and histograms for Prometheus, and a line of the log."""
+"""Metrics of the server: counts and histograms for Prometheus, and a line for the log."""
 
 import time
 from collections import Counter
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from ..utils.terminal import format_size
 from .sampling import Sequence
 
-# Seconds. A CPU needs minutes where a GPU needs a second.
+# In seconds. A CPU may take minutes for the work of a second on a GPU.
 _LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -20,7 +20,7 @@ _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 class Metrics(Collector):
     """Counts of a server and its `engine`. Histograms have `model` as their label."""
 
-    engine: Any  # an Engine, once it is started
+    engine: Any  # an Engine, set when it has started
 
     def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry()
@@ -34,15 +34,15 @@ class Metrics(Collector):
         self._queue = make("queue_time", "From a request to its first step", _LONG)
         self._first = make("time_to_first_token", "From a request to its first token", _LONG)
         self._next = make("inter_token_latency", "From one token of a request to the next", _SHORT)
-        self._whole = make("request_duration", "From a request to its last token", _LONG)
-        # Finished requests to generate by HTTP status; 499 is a client that went away.
+        self._duration = make("request_duration", "From a request to its last token", _LONG)
+        # Finished requests to generate, by HTTP status. 499 means that the client has left.
         self.statuses: Counter[int] = Counter()
-        # For each request that is answered, how many of its answers are not finished.
+        # The number of unfinished answers of each running request.
         self.unfinished: Counter[Any] = Counter()
         registry.register(self)
 
     def note_token(self, sequence: Sequence, began: float) -> None:
-        """Note that a request has one more token; `began` is when its first step began."""
+        """Record a new token of a request. `began` is the time at which its first step began."""
         now = time.perf_counter()
         if sequence.last_token_at is None:
             self._first.observe(now - sequence.submitted_at)
@@ -52,8 +52,8 @@ class Metrics(Collector):
         sequence.last_token_at = now
 
     def note_end(self, sequence: Sequence) -> None:
-        """Note that a request has all its tokens."""
-        self._whole.observe(time.perf_counter() - sequence.submitted_at)
+        """Record the last token of a request."""
+        self._duration.observe(time.perf_counter() - sequence.submitted_at)
 
     def waiting(self) -> int:
         """Return the number of answers that have not had a step."""
@@ -80,7 +80,7 @@ class Metrics(Collector):
         yield counter("prompt_tokens", "Tokens of prompts", engine.prompt_tokens)
         yield counter("generated_tokens", "New tokens", engine.new_tokens)
         statuses = CounterMetricFamily(
-            "hf_fp8kv_requests", "Requests to generate; 499: client gone", labels=["status"]
+            "hf_fp8kv_requests", "Requests to generate, 499 if the client left", labels=["status"]
         )
         for status, count in sorted(self.statuses.items()):
             statuses.add_metric([str(status)], count)
@@ -92,14 +92,14 @@ class Metrics(Collector):
         yield gauge("tokens_held", "Tokens of requests and of kept prefixes", used.tokens_held)
         yield gauge("bytes_total", "Bytes of all pages", used.bytes_total)
         yield gauge("bytes_used", "Bytes of the pages in use", used.bytes_used)
-        yield counter("prefix_hits", "Requests that found a prefix", used.prefix_hits)
-        yield counter("prefix_tokens", "Tokens that these did not compute", used.prefix_tokens)
-        yield counter("store_tokens", "Tokens that came from the prefix store", used.store_tokens)
+        yield counter("prefix_hits", "Requests that found their beginning", used.prefix_hits)
+        yield counter("prefix_tokens", "Tokens that were not computed again", used.prefix_tokens)
+        yield counter("store_tokens", "Tokens read from the prefix store", used.store_tokens)
         yield counter("store_read_bytes", "Read from the prefix store", used.store_bytes_read)
-        yield counter("store_written_bytes", "Written to it", used.store_bytes_written)
+        yield counter("store_written_bytes", "Written to this store", used.store_bytes_written)
 
     def summary(self, tokens_per_second: float) -> str:
-        """Return what runs and what the pages hold, in one line."""
+        """Return the numbers of requests, and the usage of the pages, in one line."""
         engine, used = self.engine, self.engine.usage()
         text = (
             f"requests: {engine.active()} active, {self.waiting()} waiting, "

@@ -1,4 +1,4 @@
-"""The server's one model: its names, its tokenizer, and prompts made of messages."""
+"""The server's one model: its names, its tokenizer, and prompts made from messages."""
 
 import inspect
 import os
@@ -19,7 +19,7 @@ from .schemas import (
     TokenizeRequest,
 )  # fmt: skip
 
-# Tokens of unknown words, or of spaces that are dropped, stand for more than their own characters.
+# Tokens of unknown words, or of dropped spaces, stand for more characters than their own text has.
 _LONG_TOKEN = 128
 
 
@@ -30,10 +30,10 @@ class ServedModel:
         model: The model.
         processor: Its tokenizer, or a processor that has one.
         name: The model's own name.
-        served_name: The only name that clients may use. None means the model's own, also without
-            its folder.
+        served_name: The only name that clients may use. None means the model's own name, with or
+            without its folder.
         template: A chat template that replaces the tokenizer's.
-        arguments: Filled into the chat template.
+        arguments: Arguments of the chat template.
 
     Raises:
         ConfigError: The model is not a text model that continuous batching can run, or the
@@ -74,15 +74,15 @@ class ServedModel:
         signature = inspect.signature(self.tokenizer.apply_chat_template)
         self._own_arguments = frozenset(signature.parameters)
         self._shows_tools = shows_tools(self.tokenizer)
-        self.tokenizer("a")  # it sets itself up when it is first used; later, threads share it
+        self.tokenizer("a")  # its first use sets it up. Later, threads share it
         # A generous bound on the characters that one token may stand for.
         self.longest_token = max([_LONG_TOKEN, *map(len, self.tokenizer.get_vocab())])
 
     def check_name(self, name: str | None) -> str:
-        """Return the model's name in an answer: as it was asked for, or short.
+        """Return the model's name for an answer: the requested one, or the short one.
 
         Raises:
-            APIError: The request names another model.
+            APIError: The request names a different model.
         """
         if name is not None and name not in self.names:
             raise APIError(
@@ -94,7 +94,7 @@ class ServedModel:
         return name or self.names[-1]
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
-        """Return the model in the form of OpenAI's list of models."""
+        """Return the model in the format of OpenAI's list of models."""
         return {"id": name or self.names[-1], "object": "model", "created": 0, "owned_by": ""}
 
     def check(self, request: Request) -> None:
@@ -134,22 +134,22 @@ class ServedModel:
             given = {**request.chat_template_kwargs, "tools": request.plain_tools}
         try:
             if isinstance(request, ResponseRequest):
-                messages = _messages_of(request)
+                messages = _read_messages(request)
             else:
                 messages = [message.plain for message in request.messages]
-            found = self._render(messages, **given)
+            inputs = self._render(messages, **given)
         except Exception as error:  # a template is a program, which may refuse anything
             text = f"{type(error).__name__}: {error}"
             text = f"cannot make a prompt of these messages: {text:.300}"
             raise APIError(400, text) from error
-        return [list(found["input_ids"])]
+        return [list(inputs["input_ids"])]
 
     def _render(self, messages: list[dict[str, Any]], **given: Any) -> Any:
         given = {"add_generation_prompt": True, "return_dict": True, **self._arguments, **given}
         return self.tokenizer.apply_chat_template(messages, **given)
 
 
-def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
+def _read_messages(request: ResponseRequest) -> list[dict[str, Any]]:
     """Return the input of a response as messages of a chat."""
     messages, thoughts = list[dict[str, Any]](), None
     for item in request.input:
@@ -176,7 +176,7 @@ def _messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
 
 
 def shows_tools(tokenizer: Any) -> bool:
-    """Return whether a tool's name is in what the chat template makes of a request with it."""
+    """Return whether the chat template writes the names of tools into a prompt."""
     name = "weather_of_tomorrow"
     function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
     try:

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses, whole and streamed: items of thoughts, a message and calls."""
+"""Answers of /v1/responses, in one piece and streamed: items of thoughts, text and calls."""
 
 import time
 import uuid
@@ -11,9 +11,17 @@ from .errors import APIError
 from .schemas import ResponseRequest
 from .text import Part
 
+# Of an item: the beginning of its id, its fields, and its content.
+_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
+    "message": (
+        "msg", {"role": "assistant"}, {"type": "output_text", "text": "", "annotations": []}
+    ),
+}  # fmt: skip
+
 
 class ResponseAnswer:
-    """Writes the answer to one request; `name` is the model's, as the client gave it."""
+    """Writes the answer to one request. `name` is the model's, as the client gave it."""
 
     def __init__(self, request: ResponseRequest, name: str, choice: Choice) -> None:
         self._choice = choice
@@ -29,26 +37,26 @@ class ResponseAnswer:
         }
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the item that text is added to
-        self._events: list[dict[str, Any]] = []  # that have not been sent
+        self._events: list[dict[str, Any]] = []  # not sent yet
 
-    def whole(self, parts: Parts) -> dict[str, Any]:
-        """Return the answer of all parts."""
+    def collect(self, parts: Parts) -> dict[str, Any]:
+        """Return the answer from all of its parts."""
         self._add(parts)
         return self._finish()
 
-    async def stream(self, found: AsyncIterator[Parts]) -> AsyncIterator[str]:
+    async def stream(self, groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
         """Yield the events of the answer."""
         for name, status in (("created", "queued"), ("in_progress", "in_progress")):
             self._event(name, response=self._response(status, []))
         yield self._take_events()
-        async for parts in found:
+        async for parts in groups:
             self._add(parts)
             yield self._take_events()
         last = self._finish()
         self._event(last["status"], response=last)
         yield self._take_events()
 
-    def failed(self, error: APIError) -> str:
+    def error_events(self, error: APIError) -> str:
         """Return the events of an error in a stream."""
         inner = {"code": "server_error", "message": error.message}
         self._events = [
@@ -75,8 +83,8 @@ class ResponseAnswer:
     def _item(self, event: str, item: dict[str, Any]) -> None:
         self._event(f"output_item.{event}", output_index=len(self._items), item=item)
 
-    def _place(self, kind: str, **fields: Any) -> None:
-        """Add an event of the open item's text."""
+    def _text_event(self, kind: str, **fields: Any) -> None:
+        """Add an event about the open item's text."""
         assert self._open is not None
         place = {"item_id": self._open["id"], "output_index": len(self._items)}
         self._event(kind, **place, content_index=0, **fields)
@@ -96,24 +104,18 @@ class ResponseAnswer:
         text = part.thought or part.text
         self._open["content"][0]["text"] += text
         if kind == "reasoning":
-            self._place("reasoning_text.delta", delta=text)
+            self._text_event("reasoning_text.delta", delta=text)
         else:
-            self._place("output_text.delta", delta=text, logprobs=[])
+            self._text_event("output_text.delta", delta=text, logprobs=[])
 
     def _begin(self, kind: str) -> None:
-        name = f"{'rs' if kind == 'reasoning' else 'msg'}_{self._id}_{len(self._items)}"
-        item: dict[str, Any] = {"id": name, "type": kind, "status": "in_progress", "content": []}
-        if kind == "reasoning":
-            item["summary"] = []
-        else:
-            item["role"] = "assistant"
+        prefix, fields, content = _KINDS[kind]
+        name = f"{prefix}_{self._id}_{len(self._items)}"
+        item = {"id": name, "type": kind, "status": "in_progress", "content": [], **fields}
         self._item("added", item)
-        content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        self._open = {**item, "content": [dict(content)]}
         if kind == "message":
-            content = {"type": "output_text", "text": "", "annotations": []}
-        self._open = {**item, "content": [content]}
-        if kind == "message":
-            self._place("content_part.added", part=dict(content))
+            self._text_event("content_part.added", part=content)
 
     def _close(self) -> None:
         """Finish the open item."""
@@ -122,10 +124,10 @@ class ResponseAnswer:
             return
         (content,) = item["content"]
         if item["type"] == "reasoning":
-            self._place("reasoning_text.done", text=content["text"])
+            self._text_event("reasoning_text.done", text=content["text"])
         else:
-            self._place("output_text.done", text=content["text"], logprobs=[])
-            self._place("content_part.done", part=content)
+            self._text_event("output_text.done", text=content["text"], logprobs=[])
+            self._text_event("content_part.done", part=content)
         self._put({**item, "status": "completed"})
         self._open = None
 
@@ -135,18 +137,18 @@ class ResponseAnswer:
 
     def _add_call(self, name: str, arguments: str) -> None:
         self._close()
-        called = f"call_{self._id}_{len(self._items)}"
+        call_id = f"call_{self._id}_{len(self._items)}"
         item = {
-            "id": called, "call_id": called, "type": "function_call", "name": name,
+            "id": call_id, "call_id": call_id, "type": "function_call", "name": name,
             "arguments": arguments, "status": "completed",
         }  # fmt: skip
         self._item("added", item)
-        place = {"item_id": called, "output_index": len(self._items)}
+        place = {"item_id": call_id, "output_index": len(self._items)}
         self._event("function_call_arguments.done", **place, arguments=arguments, name=name)
         self._put(item)
 
     def _finish(self) -> dict[str, Any]:
-        """Finish the answer, which has a message at least if it calls nothing, and return it."""
+        """Finish and return the answer. Without calls it has at least one message."""
         self._close()
         if not self._items or all(item["type"] == "reasoning" for item in self._items):
             self._begin("message")

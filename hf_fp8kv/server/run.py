@@ -1,33 +1,27 @@
-"""Running the server: from loading the model to the last answer."""
+"""Running the server: loading the model, and answering requests until a signal."""
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import logging
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.utils import logging as transformers_logging
 
-from .. import serving
 from ..errors import ConfigError, EngineError
 from .app import Application
-from .config import ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
-from .model import ServedModel
-from .options import LOADING_OPTIONS, batching_config, template_arguments
 
 logger = logging.getLogger(__name__)
 
-# For answers that were ended to be sent.
+# For sending the answers of requests that were ended.
 _END_SECONDS = 5.0
 # Exceptions transformers and PyTorch raise for an invalid model folder or option.
 _LOADING_ERRORS = (
@@ -35,58 +29,31 @@ _LOADING_ERRORS = (
 )  # fmt: skip
 
 
-def serve(
-    name: str,
-    *,
-    host: str,
-    port: int,
-    config: ServerConfig,
-    pages: Mapping[str, Any],
-    options: Mapping[str, Any],
-    on_ready: Callable[[str], None],
-    served_name: str | None = None,
-    template: str | None = None,
-) -> None:
-    """Serve a model until a signal ends it.
+def run(app: Application, bound: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Start an application's engine, and answer requests until a signal.
 
-    SIGTERM or SIGINT: new requests get 503, running ones `config.grace` seconds; a second signal
-    ends these at once. `name` is a folder or a hub id, `pages` the keywords of
-    `hf_fp8kv.serving.enable`, `options` those of transformers' own command; `on_ready` gets the
-    address when requests are answered. `served_name` and `template`: see `ServedModel`.
+    After SIGTERM or SIGINT, new requests get 503, and running ones have `config.grace` seconds. A
+    second signal ends them at once.
+
+    Args:
+        app: The application.
+        bound: A socket that is bound and does not accept connections yet.
+        on_ready: Called with the server's address when it answers requests.
 
     Raises:
-        ConfigError: The model, its pages or the address are not available, or torchrun started
-            several processes.
-        EngineError: The engine ended while it served, which no request can cause. A supervisor has
-            to start the process again.
+        ConfigError: The engine cannot run the model with its configuration.
+        EngineError: The engine ended while it served, which no request can cause. A supervisor must
+            start the process again.
     """
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ConfigError(
-            "expected a single process, got several from torchrun (WORLD_SIZE); to serve a model "
-            "on several GPUs use vLLM with the plugin of hf_fp8kv"
-        )
-    level = str(options.get("log_level", "warning")).lower()
-    transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
-    # Refused before the model is loaded.
-    batching_config(options, "")
     with contextlib.ExitStack() as stack:
         access = logging.getLogger("uvicorn.access")
         access.addFilter(_is_logged)
         stack.callback(access.removeFilter, _is_logged)
-        bound = stack.enter_context(contextlib.closing(listen(host, port)))
-        model, processor = _load(name, options)
-        served = ServedModel(
-            serving.enable(model, **pages), processor, name,
-            served_name=served_name, template=template, arguments=template_arguments(options),
-        )  # fmt: skip
-        seed, cors = options.get("default_seed"), bool(options.get("enable_cors", False))
-        config = dataclasses.replace(config, seed=seed, cors=cors)
-        app = Application(served, config, batching_config(options, model.device.type))
         stack.callback(app.stop)
-        app.start()  # before uvicorn: an error is one line then, and a signal ends the process
+        app.start()  # before uvicorn, so that an error is one line, and a signal ends the process
         engine = app.engine
         server = _Server(app, lambda: on_ready(_address(bound)))
-        server.run(sockets=[bound])  # which stops `app`
+        server.run(sockets=[bound])  # stops `app` at its end
         assert engine is not None
         failure = engine.failure or server.failure
         if failure is not None:
@@ -96,13 +63,26 @@ def serve(
             )
 
 
-def _load(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the model and its tokenizer. Raises ConfigError if the options do not fit."""
+def load_model(name: str, **loading: Any) -> tuple[Any, Any]:
+    """Return a model and its tokenizer.
+
+    Args:
+        name: A folder or a Hub id.
+        loading: Keywords of transformers' ModelManager.
+
+    Raises:
+        ConfigError: The model is not available or cannot be loaded like this, or torchrun started
+            several processes.
+    """
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(
+            "expected a single process, got several from torchrun (WORLD_SIZE); to serve a model "
+            "on several GPUs use vLLM with the plugin of hf_fp8kv"
+        )
     if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
         raise ConfigError(
             f"expected the folder of a model or a hub id, got {name!r}: no such folder"
         )
-    loading = {key: options[key] for key in LOADING_OPTIONS if key in options}
     try:
         (loaded,) = ModelManager(force_model=name, **loading).loaded_models.values()
         return loaded.model, loaded.processor
@@ -115,7 +95,7 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
-    """Return whether uvicorn logs an access. Anyone may request /health at any rate."""
+    """Return whether uvicorn logs an access. Requests for /health may be very frequent."""
     return str(record.args[2]).partition("?")[0] != "/health"  # type: ignore[index]
 
 
@@ -125,7 +105,7 @@ def _address(bound: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Stops when its requests are done, and logs its metrics in between."""
+    """Stops when its requests are finished, and logs its metrics until then."""
 
     def __init__(self, app: Application, on_ready: Callable[[], None]) -> None:
         super().__init__(
@@ -143,32 +123,32 @@ class _Server(uvicorn.Server):
         )
         self._app, self._on_ready = app, on_ready
         self._signals = 0
-        self._deadline = math.inf  # of the requests that run, once it stops
-        self._ended = False  # whether the requests that ran have been ended
-        self.failure: str | None = None  # why the engine ended, if it did by itself
+        self._deadline = math.inf  # of running requests, after a signal
+        self._ended = False  # whether running requests have been ended
+        self.failure: str | None = None  # of the engine, if it ended by itself
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            # Collections while requests run need not look through what is there now: it stays.
+            # Objects that exist now stay, so collections need not look through them later.
             gc.collect()
             gc.freeze()
             self._log = asyncio.create_task(self._log_metrics())
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Count a signal. The process does not end by it."""
+        """Count a signal, which does not end the process."""
         self._signals += 1
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to shut down. uvicorn asks ten times a second."""
+        """Return whether to shut down. uvicorn calls this ten times a second."""
         if self.failure is None and self._app.failure is not None:
-            # All requests would be refused from now on. The engine has ended those that ran.
+            # All later requests would be refused. The engine has ended the running ones.
             self.failure, self._signals = self._app.failure, 2
         return (self._signals > 0 and self._is_done()) or await super().on_tick(counter)
 
     def _is_done(self) -> bool:
-        """Refuse new requests. Return whether those that run are over, or have had their time."""
+        """Refuse new requests. Return whether running ones are finished or have run out of time."""
         running, now = self._app.metrics.unfinished, time.monotonic()
         if not self._app.stopping:
             self._app.stopping, grace = True, self._app.config.grace
@@ -181,7 +161,7 @@ class _Server(uvicorn.Server):
         return not running or (self._ended and now >= self._deadline)
 
     async def _log_metrics(self) -> None:
-        """Log a line at intervals, while requests run or have run since the last one."""
+        """Log a line at intervals, while requests run or have run since the previous line."""
         metrics, engine = self._app.metrics, self._app.engine
         seconds = self._app.config.metrics_interval
         if seconds <= 0 or engine is None:

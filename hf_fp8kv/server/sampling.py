@@ -1,9 +1,9 @@
-"""How the next token of each request is chosen: penalties, masks, temperature, seeds and scores.
+"""The choice of each request's next token: penalties, masks, temperature, seeds and scores.
 
-The token with the largest sum of logit and noise is taken. With Gumbel's noise that is a sample
-(Gumbel 1954), and without noise it is the most likely token. The noise is a function of the
-request's seed, the position and the token alone: the same seed gives the same text, whatever else
-is in the step. Log probabilities are those of the model, before anything changes its logits.
+The next token has the largest sum of logit and noise. With Gumbel's noise it is a sample (Gumbel
+1954), and without noise the most likely token. The noise is a function of the request's seed, the
+position and the token alone, so a seed gives the same text, whatever else is in the step. Log
+probabilities are the model's own, before anything changes its logits.
 """
 
 import functools
@@ -21,27 +21,27 @@ from .structured import Guide
 # Keyword of `add_request` that carries a Sequence.
 SEQUENCE = "sequence"
 ALL_TOKENS = 1.0
-# Below it, the most likely token: logits divided by less would not be finite.
+# A lower temperature means the most likely token, because divided logits would not be finite.
 LEAST_TEMPERATURE = 1e-5
-# JSON has no infinity: what other servers send instead.
+# JSON has no infinity. Other servers send this value instead.
 _LEAST = -9999.0
 
 
 class TokenLogprob(NamedTuple):
-    """The log probability of a token in its place."""
+    """The log probability of a token at its position."""
 
     token: int
-    logprob: float | None  # None: nothing comes before the token
-    rank: int  # 1: no token was more likely
-    top: tuple[tuple[int, float], ...]  # the most likely tokens there, the first one first
+    logprob: float | None  # None for the first token of a prompt
+    rank: int  # 1 for the most likely token
+    top: tuple[tuple[int, float], ...]  # the most likely tokens, in this order
 
 
 @dataclass(frozen=True)
 class TokenRules:
-    """How one request changes its logits by the tokens that it has; the defaults change none.
+    """Changes of one request's logits that depend on its tokens. The defaults change nothing.
 
-    `bad_words` are sequences of tokens that must not occur in the answer. Ends of the answer are
-    not allowed before `min_tokens`.
+    `bad_words` are sequences of tokens that must not occur in the answer. The answer must not end
+    before `min_tokens`.
     """
 
     repetition_penalty: float = 1.0  # of tokens of prompt and answer (Keskar et al. 2019)
@@ -68,12 +68,12 @@ class TokenRules:
         if blocked:
             scores[_index(blocked, scores)] = -math.inf
         if self.repetition_penalty != 1:
-            if "prompt" not in kept:  # of a long prompt this takes milliseconds
+            if "prompt" not in kept:  # which takes milliseconds for a long prompt
                 kept["prompt"] = _index(sequence.prompt, scores)
-            # A token that is there twice is penalized once.
+            # A token that occurs twice is penalized once.
             index = torch.cat([kept["prompt"], _index({*answer}, scores)])
-            found, penalty = scores[index], self.repetition_penalty
-            scores[index] = torch.where(found > 0, found / penalty, found * penalty)
+            values, penalty = scores[index], self.repetition_penalty
+            scores[index] = torch.where(values > 0, values / penalty, values * penalty)
         if answer and (self.presence_penalty or self.frequency_penalty):
             counts = Counter(answer)
             number = torch.tensor([*counts.values()], device=scores.device)
@@ -95,9 +95,9 @@ def _ends_with(tokens: list[int], end: tuple[int, ...]) -> bool:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt, its answer and how each next token is chosen: one request of the engine.
+    """One request of the engine: a prompt, its answer, and how each next token is chosen.
 
-    The engine's thread adds to `answer` and everything after it. A copy is the same object,
+    The engine's thread changes `answer` and all fields after it. A copy is the same object,
     because an engine that computes a request again copies the arguments of the request.
     """
 
@@ -112,20 +112,20 @@ class Sequence:
     rules: TokenRules = _NO_RULES
     guide: Guide | None = None
     top: int | None = None  # most likely tokens to report with each token. None means no scores
-    prompt_top: int | None = None  # the same for the tokens of the prompt
+    prompt_top: int | None = None  # as `top`, for the tokens of the prompt
     answer: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # from the second token
-    cached_tokens: int = 0  # of the prompt, that were in the pages
-    submitted_at: float = 0.0  # by `time.perf_counter`, as the engine counts
+    cached_tokens: int = 0  # tokens of the prompt that were in the pages
+    submitted_at: float = 0.0  # by `time.perf_counter`, which the engine uses as well
     last_token_at: float | None = None
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)  # what stays the same in all steps
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors that all steps share
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sequence":
         return self
 
 
-# What a request of the engine's own warmup has.
+# For requests of the engine's own warmup.
 _WARMUP = Sequence([], 1)
 
 
@@ -135,27 +135,27 @@ def score_tokens(logits: torch.Tensor, tokens: list[int], top: int) -> list[Toke
     chosen = logprobs.gather(1, index[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(top, logits.shape[1]), dim=-1)
-    values = (chosen[:, 0], ranks, best.indices, best.values)
+    columns = (chosen[:, 0], ranks, best.indices, best.values)
     return [
         TokenLogprob(
             token,
-            max(own, _LEAST),
+            max(logprob, _LEAST),
             rank,
-            tuple((i, max(value, _LEAST)) for i, value in zip(indices, others, strict=True)),
+            tuple((i, max(value, _LEAST)) for i, value in zip(indices, values, strict=True)),
         )
-        for token, own, rank, indices, others in zip(
-            tokens, *(x.tolist() for x in values), strict=True
+        for token, logprob, rank, indices, values in zip(
+            tokens, *(x.tolist() for x in columns), strict=True
         )
     ]
 
 
 class Sampler:
-    """Changes the logits of each request as that request asks; the engine's logits processor.
+    """The engine's logits processor, which changes each request's logits by its Sequence.
 
-    It has the methods of transformers' ContinuousBatchingLogitsProcessorList and takes its place.
-    `processors` are what the model itself needs, for all requests. A step's arguments are `[5, B]`
-    int32: temperature, top-p and min-p as float32, top-k, and the key of the noise, so that a CUDA
-    graph can hold them. Rules, grammars and scores are worked out on the host.
+    It has the methods of transformers' ContinuousBatchingLogitsProcessorList and replaces it.
+    `processors` are the processors of the model itself, for all requests. The arguments of a step
+    are `[5, B]`, int32: temperature, top-p and min-p as float32, top-k, and the key of the noise.
+    So a CUDA graph can hold them. Rules, grammars and scores are computed on the host.
     """
 
     do_processing = True
@@ -168,25 +168,25 @@ class Sampler:
         self._spans: list[_Span] = []
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Do nothing: a Sequence is complete."""
+        """Do nothing, because a Sequence is complete."""
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Fill in what padding has, `[5, 1]`."""
+        """Fill in the arguments of padding, `[5, 1]`."""
         int32_tensor.copy_(_encode([(0.0, ALL_TOKENS, 0.0, self._vocabulary, 0)]))
 
     def prepare_tensor_args(
         self, requests_in_batch: list[Any], arg_storage: torch.Tensor
     ) -> torch.Tensor:
-        """Fill in the arguments `[5, >= B]` of a step's rows, and note its requests."""
+        """Fill in the arguments `[5, >= B]` of a step's rows, and keep its requests."""
         self._spans = _find_spans(requests_in_batch)
         states = [request.state for request in requests_in_batch if request.has_new_token]
         self._rows = [state.logit_processor_kwargs.get(SEQUENCE, _WARMUP) for state in states]
         rows = []
-        for state, one in zip(states, self._rows, strict=True):
-            # The engine has counted the tokens of this step: the sampled one comes at this place.
-            key = noise_key(one.seed, state.position_offset) if one.temperature else 0
-            top_k = min(one.top_k, self._vocabulary)
-            rows.append((one.temperature, one.top_p, one.min_p, top_k, key))
+        for state, sequence in zip(states, self._rows, strict=True):
+            temperature, top_k = sequence.temperature, min(sequence.top_k, self._vocabulary)
+            # The engine has counted the tokens of this step, so this is the next token's position.
+            key = noise_key(sequence.seed, state.position_offset) if temperature else 0
+            rows.append((temperature, sequence.top_p, sequence.min_p, top_k, key))
         if rows:
             arg_storage[:, : len(rows)] = _encode(rows).to(arg_storage.device)
         return arg_storage
@@ -194,7 +194,7 @@ class Sampler:
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, arguments: torch.Tensor
     ) -> torch.Tensor:
-        """Return the scores `[B, V]` whose largest number is the next token."""
+        """Return scores `[B, V]`, the largest of which is at the next token."""
         self._logits = {
             row: scores[row].clone()
             for row, sequence in enumerate(self._rows)
@@ -212,7 +212,7 @@ class Sampler:
         return sample(scores, arguments[:, : len(scores)])
 
     def record(self, row: int, token: int) -> None:
-        """Note the log probability of a request's new token, with the logits of the same step."""
+        """Record the log probability of a request's new token, with the logits of the same step."""
         logits = self._logits.pop(row, None)
         if logits is not None:
             sequence = self._rows[row]
@@ -220,12 +220,12 @@ class Sampler:
 
     # -- log probabilities of prompts ------------------------------------------------------------
 
-    def ask_for_scores(
+    def request_scores(
         self, model: Any, args: tuple[Any, ...], batch: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Have a model compute the logits of prompts too; a forward pre-hook with keywords.
+        """Make a model compute the logits of scored prompts. A forward pre-hook with keywords.
 
-        An engine computes the logits of a prompt's last token only.
+        The engine itself requests only the logits of a prompt's last token.
         """
         if not self._spans or "logits_to_keep" not in batch:
             return None
@@ -235,18 +235,18 @@ class Sampler:
     def take_scores(
         self, model: Any, args: tuple[Any, ...], batch: dict[str, Any], output: Any
     ) -> Any:
-        """Note the scores of prompts, and return the logits of new tokens; a forward hook."""
+        """Record the scores of prompts, and return the logits of new tokens. A forward hook."""
         if not self._spans:
             return None
-        logits, own = output.logits, len(batch["logits_indices"])
+        logits, count = output.logits, len(batch["logits_indices"])
         if "logits_to_keep" in batch:
-            logits, extra = logits[:, :own], logits[0, own:]
+            logits, extra = logits[:, :count], logits[0, count:]
         else:
             extra = logits[0, self._span_rows(batch)]
         for span in self._spans:
             part, extra = extra[: len(span.tokens)], extra[len(span.tokens) :]
-            found = score_tokens(part, span.tokens, span.sequence.prompt_top or 0)
-            span.sequence.prompt_logprobs.update(enumerate(found, span.position))
+            scores = score_tokens(part, span.tokens, span.sequence.prompt_top or 0)
+            span.sequence.prompt_logprobs.update(enumerate(scores, span.position))
         return SimpleNamespace(logits=logits)
 
     def _span_rows(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -260,7 +260,7 @@ class _Span(NamedTuple):
     sequence: Sequence
     first: int  # of the step's tokens
     position: int  # of the first predicted token
-    tokens: list[int]  # the predicted ones
+    tokens: list[int]  # the predicted tokens
 
 
 def wants_prompt(state: Any) -> bool:
@@ -270,9 +270,9 @@ def wants_prompt(state: Any) -> bool:
 
 
 def _find_spans(requests: Iterable[Any]) -> list[_Span]:
-    """Return what a step's tokens predict of prompts whose log probabilities are wanted.
+    """Return the spans of a step that predict tokens of scored prompts.
 
-    The engine has counted the tokens of the step in `position_offset`.
+    `position_offset` includes the tokens of the step.
     """
     spans, first = [], 0
     for request in requests:
@@ -290,7 +290,7 @@ def _find_spans(requests: Iterable[Any]) -> list[_Span]:
 
 
 def _encode(rows: list[tuple[float, float, float, int, int]]) -> torch.Tensor:
-    """Return `[5, B]`, int32: the first three numbers of each row as float32."""
+    """Return `[5, B]`, int32, which holds the first three values of each row as float32."""
     table = torch.tensor([row[3:] for row in rows], dtype=torch.int32, device="cpu")
     floats = torch.tensor([row[:3] for row in rows], dtype=torch.float32, device="cpu")
     return torch.cat([floats.view(torch.int32), table], dim=1).T
@@ -299,13 +299,13 @@ def _encode(rows: list[tuple[float, float, float, int, int]]) -> torch.Tensor:
 def sample(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Tensor:
     """Return scores `[B, V]` with temperature, top-k, top-p, min-p and noise applied.
 
-    `arguments` is `[5, B]`, as Sampler has them. A temperature of 0 leaves logits as they are.
+    `arguments` is `[5, B]`, see Sampler. A temperature of 0 does not change logits.
     """
     temperature, top_p, min_p = (row.view(torch.float32) for row in arguments[:3])
     top_k, keys = arguments[3], arguments[4]
     on_cpu = scores.device.type == "cpu"
 
-    def is_used(rows: torch.Tensor) -> bool:  # a GPU would wait for the answer
+    def is_used(rows: torch.Tensor) -> bool:  # a GPU would have to wait for the result
         return not on_cpu or bool(rows.any())
 
     if is_used((temperature != 0) & (temperature != 1)):
@@ -320,13 +320,13 @@ def sample(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Tensor:
         dropped[:, -1] = False
         scores = scores.masked_fill(dropped.scatter(-1, index, dropped), -math.inf)
     if is_used(min_p > 0):
-        # Nguyen et al. 2024. Last, since top-k and top-p change no ratio of probabilities.
+        # Nguyen et al. 2024. It comes last, since top-k and top-p change no ratio of probabilities.
         least = scores.amax(-1, keepdim=True) + min_p.log()[:, None]  # -inf for 0
         scores = scores.masked_fill(scores < least, -math.inf)
     if not on_cpu:
         noise = gumbel_noise(keys, scores.shape[1])
         return scores + noise.masked_fill_((keys == 0)[:, None], 0.0)
-    rows = keys.nonzero()[:, 0]  # greedy ones cost nothing
+    rows = keys.nonzero()[:, 0]  # greedy rows need no noise
     if not len(rows):
         return scores
     return scores.index_add(0, rows, gumbel_noise(keys[rows], scores.shape[1]))

@@ -1,15 +1,15 @@
 """Requests of each path: their fields, and the errors that name what was expected.
 
-What the server would ignore (beams, pictures for a text model, ...) is rejected: an answer to a
-different question is worse than none.
+Fields that the server would have to ignore (beams, pictures for a text model, ...) are rejected,
+because an answer to a different question is worse than none.
 """
 
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import cached_property, partial
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -27,12 +27,13 @@ from pydantic_core import from_json
 
 from .errors import APIError
 
-MAX_CHOICES = 1024  # of one request, of all its prompts
+MAX_CHOICES = 1024  # of one request, for all its prompts
+MAX_EXPRESSION = 8_192  # characters of a regular expression
 _MAX_VALUES = 16_384  # in all lists and objects of a field
 _MAX_CONFIG = 16_384  # characters
 
-# Fields of other servers, with the only values that mean what this one does anyway. Any other field
-# is unknown.
+# Fields of other servers, with the only values that agree with this server. Any other field is
+# unknown.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
@@ -60,35 +61,30 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two JSON values are equal; 1 and 1.0 are, 1 and true are not."""
+    """Return whether two JSON values are equal: 1 equals 1.0, but not true."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
 def invalid(name: str, expected: str, value: Any) -> APIError:
-    """Return the error of a field with another value than what is expected."""
-    # In parts: only the first ones of megabytes are made.
+    """Return the error of a field whose value is not the expected one."""
+    # The encoder yields parts, and only the first parts of a value of megabytes are made.
     text = "".join(itertools.islice(json.JSONEncoder(default=str).iterencode(value), 60))
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return APIError(400, f"{name}: expected {expected}, got {text}", param=name)
 
 
 def unsupported(name: str, expected: str, value: Any) -> APIError:
-    """Return the error of a field with a value that means what the server does not do."""
+    """Return the error of a valid field whose value this server does not support."""
     message = f"{invalid(name, expected, value).message}; this server supports nothing else"
     return APIError(400, message, param=name, code="unsupported_parameter")
 
 
 def walk(value: Any) -> Iterator[Any]:
     """Yield a JSON value and all values in its lists and objects."""
-    left = [iter([value])]  # nothing is copied: a list may have millions of values
-    while left:
-        for value in left[-1]:
-            yield value
-            if isinstance(value, dict | list):
-                left.append(iter(value.values() if isinstance(value, dict) else value))
-                break
-        else:
-            left.pop()
+    yield value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from walk(inner)
 
 
 _INT64 = 2**63 - 1
@@ -113,22 +109,38 @@ _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _Prompts = Annotated[
     list[_Prompt | _Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 ]
+_AnyPrompt = Annotated[_Prompt | _Tokens | _Prompts, Field(union_mode="left_to_right")]
+
+
+def _parse_json(value: Any) -> Any:
+    try:
+        return from_json(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError("a text that is JSON") from None
+
+
+def _nest(value: Any, name: str) -> Any:
+    """Return an object whose fields are in its object `name`, as in chats, except `type`."""
+    if not isinstance(value, dict) or name in value or not value.keys() - {"type"}:
+        return value
+    inner = {field: x for field, x in value.items() if field != "type"}
+    return {field: value[field] for field in value.keys() & {"type"}} | {name: inner}
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    # Fields with the only values that change nothing. None of them means no value does.
+    # Fields with the only values that change nothing. No values means that the field is refused.
     only: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def check(self) -> None:
-        """Raise APIError for fields that do not fit together."""
+        """Raise APIError for fields that contradict each other."""
 
 
 Kind = TypeVar("Kind", bound=_Strict)
 
 
 class Defaults(_Strict):
-    """What a request's `generation_config` sets, instead of the model's own."""
+    """The settings in a request's `generation_config`, which replace the model's own."""
 
     only: ClassVar = {
         "_from_model_config": (True,),
@@ -151,10 +163,10 @@ class Defaults(_Strict):
         """Return the defaults in a string with a JSON object. Raises APIError."""
         name = "generation_config"
         try:
-            config = json.loads(text)
+            config = from_json(text)
             if not isinstance(config, dict) or len(text) > _MAX_CONFIG:
                 raise TypeError
-        except (TypeError, ValueError, RecursionError):
+        except (TypeError, ValueError):
             expected = f"a JSON object in a string of at most {_MAX_CONFIG} characters"
             raise invalid(name, expected, text) from None
         given = {
@@ -170,13 +182,6 @@ class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-def _read_arguments(value: Any) -> Any:
-    try:
-        return from_json(value) if isinstance(value, str) else value
-    except ValueError:
-        raise ValueError("arguments that are JSON") from None
-
-
 class _TextPart(_Open):
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -187,7 +192,7 @@ class Function(_Open):
 
     name: str
     parameters: dict[str, Any] | None = None  # a JSON schema
-    arguments: Annotated[Any, BeforeValidator(_read_arguments)] = None
+    arguments: Annotated[Any, BeforeValidator(_parse_json)] = None
 
 
 class _Call(_Open):
@@ -195,18 +200,15 @@ class _Call(_Open):
 
 
 class Tool(_Open):
-    """A tool, or the choice of it. In responses its function is not inside."""
+    """A tool, or the choice of a tool. In responses the function's fields are not nested."""
 
     type: Literal["function"] = "function"
     function: Function
 
     @model_validator(mode="before")
     @classmethod
-    def _nest(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "function" in value:
-            return value
-        function = {name: inner for name, inner in value.items() if name != "type"}
-        return {**{name: value[name] for name in ("type",) if name in value}, "function": function}
+    def _nest_function(cls, value: Any) -> Any:
+        return _nest(value, "function")
 
 
 class Message(_Open):
@@ -221,13 +223,13 @@ class Message(_Open):
     def _read_content(cls, content: Any, info: ValidationInfo) -> str:
         if content is None and not info.data.get("tool_calls"):
             raise ValueError("text, or a list of parts")
-        # An assistant that calls tools may have nothing to say.
+        # An assistant's message that calls tools may have no text.
         text = content or ""
         return text if isinstance(text, str) else " ".join(part.text for part in text)
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it: content is text, arguments are objects."""
+        """The message for a chat template: content is text, and arguments are objects."""
         names = {"role", "tool_calls", "tool_call_id", "reasoning_content"}
         given = self.model_dump(exclude_unset=True, include=names)
         return {"content": self.content, **{name: x for name, x in given.items() if x}}
@@ -238,7 +240,7 @@ class FunctionCall(_Open):
 
     call_id: str
     name: str
-    arguments: Annotated[Any, BeforeValidator(_read_arguments)]
+    arguments: Annotated[Any, BeforeValidator(_parse_json)]
 
 
 class FunctionOutput(_Open):
@@ -282,6 +284,55 @@ def _read_input(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
+_Input = Annotated[list[Item], Field(min_length=1), BeforeValidator(_read_input)]
+
+
+class JSONSchema(_Strict):
+    """A JSON schema with OpenAI's description of it."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+
+
+class Format(_Strict):
+    """The form of an answer: text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[JSONSchema | None, Field(validate_default=True)] = None
+
+    @field_validator("json_schema")
+    @classmethod
+    def _check_schema(cls, schema: Any, info: ValidationInfo) -> Any:
+        if (info.data.get("type") == "json_schema") != (schema is not None):
+            raise ValueError("a schema if the type is json_schema, and only then")
+        return schema
+
+
+class _TextOptions(_Strict):
+    format: Annotated[Format | None, BeforeValidator(partial(_nest, name="json_schema"))] = None
+    verbosity: Literal["medium"] | None = None
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's field for the form of an answer, one of these. JSON may be the text of a schema."""
+
+    json_: Annotated[
+        Annotated[dict[str, Any], BeforeValidator(_parse_json)] | None, Field(alias="json")
+    ] = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION)] | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        forms = (self.json_, self.regex, self.choice, self.json_object or None)
+        if sum(form is not None for form in forms) != 1:
+            raise ValueError("one of json, regex, choice, json_object")
+        return self
+
+
 class _StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -297,12 +348,10 @@ class Body(_Strict):
 class Request(Body):
     """A request to generate. Fields that are null are left out before it is validated."""
 
-    _characters: int = 0  # of its texts
-
-    # What to answer, and how long.
+    # The prompt, and the length of the answer.
     messages: _Messages = []
-    prompt: Annotated[_Prompt | _Tokens | _Prompts | None, Field(union_mode="left_to_right")] = None
-    input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_read_input)] = []
+    prompt: _AnyPrompt | None = None
+    input: _Input = []
     instructions: str | None = None
     chat_template_kwargs: Annotated[
         dict[str, str | bool | int | float | None], Field(max_length=64)
@@ -323,15 +372,15 @@ class Request(Body):
         Field(max_length=16),
         BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     ] = []
-    # In which form.
+    # The form of the answer.
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool | None = None
     max_tool_calls: _Count | None = None
-    response_format: Any = None
-    text: Any = None
-    structured_outputs: Any = None
-    # How tokens are chosen, and what is reported of them.
+    response_format: Format | None = None
+    text: _TextOptions = _TextOptions()
+    structured_outputs: StructuredOutputs | None = None
+    # How tokens are chosen, and which scores are reported.
     generation_config: Annotated[Defaults | None, BeforeValidator(Defaults.parse)] = None
     temperature: _Temperature | None = None
     top_p: _Positive | None = None
@@ -341,7 +390,7 @@ class Request(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    # Each bias costs time in each step, in which others wait.
+    # Each bias takes time in each step, which other requests share.
     logit_bias: Annotated[dict[_TokenText, _Bias], Field(max_length=1024)] = {}
     bad_words: Annotated[list[_Word], Field(max_length=128)] = []
     logprobs: bool | _Top | None = None
@@ -349,7 +398,7 @@ class Request(Body):
     prompt_logprobs: _Top | None = None
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-    # What changes no answer.
+    # Fields that change no answer.
     user: _Label | None = None
     safety_identifier: _Label | None = None
     service_tier: _Label | None = None
@@ -369,24 +418,27 @@ class Request(Body):
 
     @property
     def scores(self) -> tuple[int | None, int | None]:
-        """How many likely tokens to report for the answer and the prompt. None means no scores."""
+        """Number of likely tokens to report for answer and prompt. None means no scores."""
         return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """The number of characters of each prompt."""
-        return [self._characters]
+        fields = {"messages", "input", "instructions", "tools"}
+        # Without warnings about `input`, whose items have several classes.
+        texts = walk(self.model_dump(include=fields, warnings=False))
+        return [sum(len(text) for text in texts if isinstance(text, str))]
 
     @property
     def forced_tool(self) -> str | None:
-        """The tool that must be called. "" means any of them, None that none has to be."""
+        """The tool that must be called. "" means any tool, and None that no call is required."""
         if isinstance(self.tool_choice, Tool):
             return self.tool_choice.function.name
         return "" if self.tool_choice == "required" else None
 
     @cached_property  # one request may have many answers
     def plain_tools(self) -> list[dict[str, Any]] | None:
-        """The tools, as chat templates take them."""
+        """The tools for a chat template, or None without tools."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
 
 
@@ -398,12 +450,11 @@ class ChatRequest(Request):
         **dict.fromkeys(("prompt", "input", "instructions", "text", "best_of"), ()),
     }  # fmt: skip
 
+    messages: _Messages
+    max_tokens: _Count | None = None
+
     def check(self) -> None:
-        if not self.messages:
-            raise invalid("messages", "a list of one message or more", None)
         _check_tools(self)
-        if self.max_tokens == 0:
-            raise invalid("max_tokens", "an integer of at least 1", 0)
         if self.logprobs not in (None, False, True):  # 0 is false
             raise invalid("logprobs", "true or false", self.logprobs)
         if self.top_logprobs and not self.logprobs:
@@ -421,19 +472,18 @@ class CompletionRequest(Request):
         ), ()),
     }  # fmt: skip
 
+    prompt: _AnyPrompt
+
     def check(self) -> None:
-        prompts = self.prompts
-        if prompts == [None]:
-            raise invalid("prompt", "text, a list of tokens, or a list of prompts", None)
-        if len(prompts) * self.n > MAX_CHOICES:
+        if len(self.prompts) * self.n > MAX_CHOICES:
             text = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
-            raise invalid("prompt", text, f"{len(prompts)} prompts")
+            raise invalid("prompt", text, f"{len(self.prompts)} prompts")
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "an integer of at least 1 without echo", 0)
         if self.logprobs is True:
             raise invalid("logprobs", "an integer from 0 to 20", True)
         if self.best_of not in (None, self.n):
-            raise unsupported("best_of", "as many as n", self.best_of)
+            raise unsupported("best_of", "the value of n", self.best_of)
 
     @property
     def prompts(self) -> list[Any]:
@@ -442,7 +492,7 @@ class CompletionRequest(Request):
         is_many = isinstance(given, list) and type(given[0]) is not int
         return given if is_many else [given]
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         return [len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts]
 
@@ -464,9 +514,9 @@ class ResponseRequest(Request):
         ), ()),
     }  # fmt: skip
 
+    input: _Input
+
     def check(self) -> None:
-        if not self.input:
-            raise invalid("input", "text, or a list of one message or more", None)
         _check_tools(self)
 
 
@@ -509,10 +559,10 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind:
-    """Return a body as an object; `where` comes before the names of fields in errors.
+    """Return a body as an object. Errors put `where` before the names of fields.
 
     Raises:
-        APIError: A field is unknown, invalid, or asks for what this server does not do.
+        APIError: A field is unknown, invalid, or not supported by this server.
     """
     given = dict[str, Any]()
     for name, value in sorted(body.items()):
@@ -527,45 +577,48 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
         elif name in kind.model_fields:
             given[name] = value
         else:
-            message = f"{field:.100}: not a field that this path reads; leave it out"
+            message = f"{field:.100}: not a field of this path; leave it out"
             raise APIError(400, message, param=field, code="unknown_parameter")
     if given.get("stream") and "prompt_logprobs" in given:
         raise unsupported("prompt_logprobs", "no stream", given["prompt_logprobs"])
     try:
-        found = kind.model_validate(given)
+        parsed = kind.model_validate(given)
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_context=False)
         name = _name_of(first)
-        wanted = dict.fromkeys(_expected(one) for one in (first, *others) if _name_of(one) == name)
+        rules = dict.fromkeys(_expected(one) for one in (first, *others) if _name_of(one) == name)
         value = None if first["type"] == "missing" else first["input"]
-        raise invalid(where + name, " or ".join(wanted)[:200], value) from None
-    found.check()
-    if isinstance(found, Request):
-        texts = walk([body.get(name) for name in ("messages", "input", "instructions", "tools")])
-        found._characters = sum(len(text) for text in texts if isinstance(text, str))
-    return found
+        raise invalid(where + name, " or ".join(rules)[:200], value) from None
+    parsed.check()
+    return parsed
 
 
 def _expected(error: Mapping[str, Any]) -> str:
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    text = "a value" if error["type"] == "missing" else text
-    return re.sub(r"^(\w+) should have ", lambda found: f"a {found[1].lower()} with ", text)
+    extra = f"no field {error['loc'][-1]!s:.60}"
+    text = {"missing": "a value", "extra_forbidden": extra}.get(error["type"], text)
+    return re.sub(r"^(\w+) should have ", lambda match: f"a {match[1].lower()} with ", text)
+
+
+# How many names and numbers below a field its errors have.
+_DEPTHS = {
+    "messages": 2, "input": 2, "tools": 1, "response_format": 2, "text": 2, "structured_outputs": 1
+}  # fmt: skip
 
 
 def _name_of(error: Mapping[str, Any]) -> str:
-    """Return the field of an error of pydantic, within the message or item that has it."""
-    name, *rest_of_path = error["loc"]
-    if name not in ("messages", "input", "tools") or not rest_of_path:
-        return str(name)
-    place, *fields = rest_of_path
-    fields = [] if name == "tools" else [field for field in fields if isinstance(field, str)]
-    if name == "input":  # the kind of an item comes before its fields
-        fields = ["type"] if error["type"] == "kind" else fields[1:]
-    return f"{name}[{place}]" + "".join(f".{field}" for field in fields[:1])
+    """Return the field of an error of pydantic, within the message, item or form that has it."""
+    name, *path = error["loc"]
+    if name == "input":  # an item's number is followed by its kind
+        path[1:2] = ["type"] if error["type"] == "kind" else []
+    elif name == "text":
+        path = [part for part in path if part != "json_schema"]  # added by `_nest`
+    parts = path[: _DEPTHS.get(name, 0)]
+    return str(name) + "".join(f"[{x}]" if isinstance(x, int) else f".{x:.100}" for x in parts)
 
 
 def _check_tools(request: Request) -> None:
-    """Check tools; leave them out if none are to be called."""
+    """Check the tools, and leave them out if none may be called."""
     choice = request.tool_choice
     if choice == "none":
         request.tools = []
@@ -573,6 +626,6 @@ def _check_tools(request: Request) -> None:
     if isinstance(choice, Tool) and choice.function.name not in names:
         raise invalid("tool_choice", f"one of the tools {', '.join(names)}", choice.function.name)
     if choice == "required" and not names:
-        raise invalid("tool_choice", "tools, one of which is to be called", choice)
+        raise invalid("tool_choice", "tools, because one must be called", choice)
     if choice == "auto" and names and request.parallel_tool_calls is False:
         raise unsupported("parallel_tool_calls", "true with tool_choice auto", False)

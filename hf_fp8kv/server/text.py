@@ -1,4 +1,4 @@
-"""From the tokens of an answer to its parts: text, thoughts and calls of tools."""
+"""From the tokens of an answer to its parts: text, thoughts and tool calls."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an answer; `tokens` is how many tokens the answer had then."""
+    """A part of an answer. `tokens` is the number of tokens of the answer so far."""
 
     tokens: int
     text: str = ""
@@ -26,13 +26,14 @@ class Part:
 class AnswerText:
     """The parts of one answer, as its tokens come.
 
-    Text that may be the beginning of a stop string is kept until more tokens decide it. At a stop
-    string the answer ends: `stopped` is true. `tokenizer` is one of the package tokenizers.
+    Text that may be the beginning of a stop string is kept until later tokens decide it. The answer
+    ends at a stop string, and `stopped` is then true. `tokenizer` comes from the package
+    tokenizers.
 
     Args:
-        stops: Strings that end the answer, if more than `min_tokens` tokens have come.
+        stops: Strings that end the answer, after more than `min_tokens` tokens.
         hidden: Tokens that end the answer and are not in its text.
-        parser: Finds thoughts and calls in the text; a ResponseParser of transformers.
+        parser: Finds thoughts and calls in the text. A ResponseParser of transformers.
         forced: Name of the tool that the text is the arguments of. An empty name means that the
             text is a list of calls. None means neither.
     """
@@ -68,18 +69,18 @@ class AnswerText:
         return parts
 
     def end(self) -> list[Part]:
-        """Return the parts that are left when no more tokens come."""
+        """Return the remaining parts, after the last token."""
         parts = [*self._first]
         if not self.stopped:
             parts += self._add(self._decode_open())
             parts += self._release(len(self._kept))
         if self._forced is not None:
-            parts += self._count(self._read_calls(self._forced))
+            parts += self._read_calls(self._forced)
         elif self._parser is not None:
             try:
                 parts += self._parts(self._parser.finalize()[1])
             except (ValueError, RuntimeError) as error:
-                logger.warning("the end of an answer is not a whole part of a message: %s", error)
+                logger.warning("the end of an answer is not a complete message: %s", error)
         return parts
 
     def _decode(self, token: int) -> str:
@@ -87,7 +88,7 @@ class AnswerText:
         self._open.append(token)
         try:
             text: str | None = self._stream.step(self._tokenizer, token)
-        except Exception:  # of bytes that are not UTF-8 the text changes with the next tokens
+        except Exception:  # bytes that are not UTF-8, whose text changes with the next tokens
             text = self._decode_open()
             self._stream = DecodeStream([token], skip_special_tokens=self._skip)
         if text is not None:
@@ -106,7 +107,7 @@ class AnswerText:
         return self._release(min(starts))
 
     def _pending(self) -> int:
-        """Return how many of the last characters may begin a stop string."""
+        """Return the number of last characters that may begin a stop string."""
         longest = max(map(len, self.stops), default=1) - 1
         for length in range(min(longest, len(self._kept)), 0, -1):
             if any(stop.startswith(self._kept[-length:]) for stop in self.stops):
@@ -122,34 +123,30 @@ class AnswerText:
         return [Part(self.tokens, text)]
 
     def _parts(self, events: Iterable[dict[str, Any]]) -> list[Part]:
-        found = []
+        parts = []
         for item in response_events_to_chunks(list(events)):
             if isinstance(item, ToolCall):
-                found.append(Part(self.tokens, call=(item.name, item.arguments)))
+                self.calls += 1
+                parts.append(Part(self.tokens, call=(item.name, item.arguments)))
             elif isinstance(item, ReasoningText):
-                found.append(Part(self.tokens, thought=str(item)))
+                parts.append(Part(self.tokens, thought=str(item)))
             else:
-                found.append(Part(self.tokens, item))
-        return self._count(found)
-
-    def _count(self, parts: list[Part]) -> list[Part]:
-        self.calls += sum(part.call is not None for part in parts)
+                parts.append(Part(self.tokens, item))
         return parts
 
     def _read_calls(self, name: str) -> list[Part]:
-        """Return the calls; of several that were truncated, those that are whole.
+        """Return the calls. If the text was truncated, return the complete calls.
 
-        Return the text as it is, if it is only the beginning of the first call.
+        If the text is only the beginning of the first call, return it as text.
         """
         text = self._kept
-        if name:
-            return [Part(self.tokens, call=(name, text))]
-        calls: list[Part] = []
+        calls = [Part(self.tokens, call=(name, text))] if name else []
         at, decode = 1, json.JSONDecoder().raw_decode  # after "["
         with contextlib.suppress(ValueError):
-            while at < len(text):
+            while not name and at < len(text):
                 call, at = decode(text, at)
                 arguments = json.dumps(call["parameters"])
                 calls.append(Part(self.tokens, call=(call["name"], arguments)))
                 at += len(", ")
+        self.calls = len(calls)
         return calls or ([Part(self.tokens, text)] if text else [])

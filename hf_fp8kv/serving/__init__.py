@@ -1,9 +1,9 @@
-"""FP8 pages in transformers' continuous batching, on transformers' own engine and scheduler.
+"""FP8 pages in transformers' continuous batching, with transformers' own engine and scheduler.
 
 from hf_fp8kv import serving
 
 serving.enable(model, scales="kv_cache_scales.json")
-model.generate_batch(prompts)          # and generate(cache_implementation="paged"), managers
+model.generate_batch(prompts)  # or generate(cache_implementation="paged"), or a manager
 """
 
 import os
@@ -46,43 +46,45 @@ def enable(
     prefix_store: PrefixStore | None = None,
     deterministic: bool = False,
 ) -> PreTrainedModel:
-    """Make continuous batching of this model store FP8 pages, and read them as they are.
+    """Make continuous batching of this model store FP8 pages, and attend to the stored bytes.
 
-    That holds for `generate_batch`, `generate(cache_implementation="paged")`,
+    This applies to `generate_batch`, `generate(cache_implementation="paged")`,
     `init_continuous_batching`, `continuous_batching_context_manager` and `manager`. Attention reads
-    what is stored, also within a prompt, so that a request's answer does not depend on how the
-    engine splits its prompt or whether it finds the prefix in the cache: it is what `generate()`
-    gives with `FP8PagedCache(..., prefill="stored")`.
+    the stored bytes even within a prompt. So the answer to a request does not depend on how the
+    engine splits its prompt, or on whether the prefix is in the cache. It equals the answer of
+    `generate()` with `FP8PagedCache(..., prefill="stored")`.
 
-    Call again to change the keywords, for managers made afterwards; `disable` undoes it.
+    Call it again to change the keywords for managers made later. `disable` undoes it.
 
     Args:
-        model: a model with `generate_batch`. It runs the attention "fp8_paged" while a manager is
-            running, and whatever it ran before afterwards.
-        scales: as `FP8PagedCache` takes them, of all heads under tensor parallelism. None: one per
-            token and head, stored in the page.
-        dtype: as `FP8PagedCache` takes it. None: "fp8_e3m4", or "fp8_e4m3" if scales are given.
-            "adaptive": `choose_plan(model)`, which the model keeps.
-        key_dtype: overrides one side.
-        value_dtype: overrides one side.
-        plan: as `FP8PagedCache` takes it; pages are shared between requests, so that a plan with
-            "centered" K has to carry the centers, as a plan of `choose_plan` does.
-        backend: as `FP8PagedCache` takes it.
-        probe: run the model on seven tokens, packed as an engine packs them and one text after
-            the other. Models that count positions by themselves, or do not hand the engine's cache
-            to their attention, answer with nonsense there, also under transformers' own cache.
-        prefix_store: where pages of prompts are found that this engine does not have, also those
-            of other processes, and where it leaves its own; for models without windows. All
-            weights are read once for it.
+        model: A model with `generate_batch`. It uses the attention "fp8_paged" while a manager
+            runs, and its previous attention afterwards.
+        scales: As for `FP8PagedCache`, of all heads if tensor parallelism is used. None means one
+            scale per token and head, stored in the page.
+        dtype: As for `FP8PagedCache`. None means "fp8_e3m4", or "fp8_e4m3" if scales are given.
+            "adaptive" means `choose_plan(model)`, which the model keeps.
+        key_dtype: Overrides `dtype` for K.
+        value_dtype: Overrides `dtype` for V.
+        plan: As for `FP8PagedCache`. Requests share pages, so a plan with "centered" K must carry
+            the centers, as a plan of `choose_plan` does.
+        backend: As for `FP8PagedCache`.
+        probe: Whether to run the model on seven tokens, packed as an engine packs them and each
+            sequence alone. Models that count positions by themselves, or do not pass the engine's
+            cache to their attention, give nonsense if packed, even with transformers' own cache.
+        prefix_store: Store from which the engine reads pages of prompts that it does not have, and
+            to which it writes its own. Other processes may share it. For models without windows.
+            All weights are read once for it.
         deterministic: Whether pages and logits of a token have the same bits whatever else the
-            engine computes, as `hf_fp8kv.enable` says; for models without windows.
+            engine computes, as for `hf_fp8kv.enable`. For models without windows.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: the model cannot do it, or this version of transformers has an engine that is
-            not known, or a keyword is wrong. ScaleError, BackendError: so is that keyword.
+        ConfigError: The model is not supported, the engine of this version of transformers is not
+            known, or a keyword is invalid.
+        ScaleError: The scales are invalid or do not fit the model.
+        BackendError: The backend is not available.
     """
     if not isinstance(model, PreTrainedModel) or not hasattr(model, "init_continuous_batching"):
         raise ConfigError(
@@ -90,9 +92,9 @@ def enable(
         )
     why = ""
     if model.config.is_encoder_decoder:
-        why = "it has an encoder, and continuous batching only takes a text"
+        why = "it has an encoder, which continuous batching does not run"
     elif not model._can_set_attn_implementation():
-        why = "it has attention code of its own and looks up no attention function"
+        why = "its attention code does not look up an attention function"
     if why:
         raise ConfigError(
             "expected a model whose attention can read pages, got "
@@ -101,7 +103,7 @@ def enable(
     if any(type(manager) is StockManager for manager in running_managers(model)):
         raise ConfigError(
             "expected a model that no engine of transformers' own runs, got one with a running "
-            "ContinuousBatchingManager: it would meet another attention in the middle of a step; "
+            "ContinuousBatchingManager, whose attention would change in the middle of a step; "
             "call its stop() first"
         )
     dtype, plan = resolve_plan(model, dtype, plan)
@@ -110,12 +112,11 @@ def enable(
         plan=plan, backend=backend, prefix_store=prefix_store,
         tensor_parallel=tensor_parallel(model),
     )  # fmt: skip
-    cache_class(config)  # which this version of transformers may not allow
+    cache_class(config)  # raises an error if this version of transformers does not fit
     text = model.config.get_text_config()
     has_windows = any(check_kinds(text))
-    asked = {"deterministic": deterministic, "prefix_store": prefix_store is not None}
-    for name in asked:
-        if asked[name] and has_windows:
+    for name, given in (("deterministic", deterministic), ("prefix_store", prefix_store)):
+        if given and has_windows:
             raise ConfigError(
                 f"{name}: expected a model whose layers all attend to the whole text, since an "
                 f"engine uses the pages of windows again, got {type(model).__name__}; leave it "
@@ -144,29 +145,29 @@ def enable(
 def manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
     """Return a manager whose engine stores FP8 pages: a ContinuousBatchingManager, not started.
 
-    It is what `model.init_continuous_batching` of an enabled model returns. Do not call
-    `ContinuousBatchingManager(model, ...)` itself: that one would have stock pages, and its first
-    step raises a ConfigError.
+    `model.init_continuous_batching` of an enabled model returns the same. Do not call
+    `ContinuousBatchingManager(model, ...)` directly: it would have stock pages, and its first step
+    raises a ConfigError.
 
     Args:
-        model: a model that `enable` was called on.
-        args: as for transformers' `init_continuous_batching`: a GenerationConfig, a
-            ContinuousBatchingConfig, hints on the workload; each may be left out.
-        kwargs: the same.
+        model: A model that `enable` was called on.
+        args: Arguments of transformers' `init_continuous_batching`, all optional: a
+            GenerationConfig, a ContinuousBatchingConfig, and hints on the workload.
+        kwargs: The same arguments by name.
 
     Raises:
-        ConfigError: `enable` was not called, or the engine's config asks for what is not possible.
+        ConfigError: `enable` was not called, or the engine's config is not supported.
     """
     return require_enabled(model)(*args, **kwargs)
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `enable`; do nothing where it was not called. Return the model.
+    """Undo `enable`, if it was called. Return the model.
 
-    A manager that still runs keeps its pages until it is stopped.
+    A running manager keeps its pages until it is stopped.
 
     Raises:
-        ConfigError: not a model of transformers.
+        ConfigError: It is not a model of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")

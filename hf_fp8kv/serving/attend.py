@@ -1,4 +1,4 @@
-"""One layer of one step: new tokens are stored, then all queries attend to what is stored."""
+"""One layer of one step: new tokens are stored, then all queries attend to the stored bytes."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ def attend_layer(
     layout: EnginePages,
     backend: str,
     *,
-    window: int | None,
     scaling: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -32,38 +31,38 @@ def attend_layer(
     deterministic: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Store the keys and values of a step; return the attention, `[1, N, Hq, D]`, zero for padding.
+    """Store the keys and values of a step. Return the attention `[1, N, Hq, D]`, 0 for padding.
 
     Args:
-        query: `[1, Hq, N, D]`; tokens past those of the step are padding.
-        key: `[1, Hkv, N, D]`, and so is `value`; None: another layer has stored them.
-        window: of a layer whose pages are a ring; None: pages are in order.
-        sinks: `[Hq]`, or None.
-        reach: with pages in order, how many tokens a query sees, its own the last; 0: all.
-        deterministic: see `AttentionSpec`.
-        out: where the result is written, with gaps or without; None: it is made here.
+        query: Queries, `[1, Hq, N, D]`. Tokens after those of the step are padding.
+        key: Keys, `[1, Hkv, N, D]`. None if a different layer has stored keys and values.
+        value: As `key`, for the values.
+        sinks: Sinks, `[Hq]`, or None.
+        reach: If no pages are a ring, the number of tokens that a query attends to, with its own as
+            the last. 0 means all.
+        deterministic: See `AttentionSpec`.
+        out: Tensor to write the result to, contiguous or not. None makes a new one.
 
     Raises:
-        ConfigError: keys or values do not have the sizes of the pages.
+        ConfigError: Keys or values do not have the sizes of the pages.
     """
     tokens = query.shape[2]
     if out is None:
         out = query.new_empty((1, tokens, query.shape[1], layout.dim))
     if tokens > work.count:
-        # Padding is never computed, and must not carry NaN into what the model computes of it.
+        # Attention skips padding, whose results must not be NaN for the model's next module.
         out[:, work.count :] = 0
-    if key is not None and value is not None:
-        check_shapes(key, value, layout)
     # The softmax ignores a constant in all logits of a row, unless some logits do not have it.
     center = storage.center if softcap or sinks is not None else None
     spec = AttentionSpec(scaling, True, reach, softcap, sinks, deterministic=deterministic)
-    layer = _Layer(stored_as(pages, storage), storage, center, spec, window, layout, backend)
+    layer = _Layer(stored_as(pages, storage), storage, center, spec, layout, backend)
     if key is not None and value is not None:
+        check_shapes(key, value, layout)
         layer.write(key, value, work)
     for batch in work.batches:
         layer.attend_batch(query, batch, out)
     for chunk in work.chunks:
-        # Engines with rings have no layers without keys of their own.
+        # Engines with rings have no layers that share the keys of a different layer.
         assert key is not None
         assert value is not None
         layer.attend_chunk(query, key, value, chunk, out)
@@ -85,14 +84,13 @@ def check_shapes(key: torch.Tensor, value: torch.Tensor, layout: EnginePages) ->
 class _Layer:
     pages: Pages
     storage: LayerStorage
-    center: torch.Tensor | None  # what the logits need back
+    center: torch.Tensor | None  # to add to the logits
     spec: AttentionSpec
-    window: int | None
     layout: EnginePages
     backend: str
 
     def write(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
-        """Write tokens as sequences of one page, which already hold the slots before them."""
+        """Write each token as a sequence of one page, which already holds the slots before it."""
         count = len(work.ends)
         if not count:
             return
@@ -107,14 +105,6 @@ class _Layer:
             pages = _with_center(pages, self.storage.center)
             ops.write(pages, key[part], value[part], work.ends[part], self.backend)
 
-    def attend(
-        self, query: torch.Tensor, pages: Pages, lengths: torch.Tensor, stop: int,
-        spec: AttentionSpec, plan: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Return the attention of queries `[B, Hq, T, D]`, `[B, T, Hq, D]`."""
-        pages = _with_center(pages, self.center)
-        return ops.attend(query, pages, lengths, 0, stop, spec, plan=plan, backend=self.backend)
-
     def attend_batch(self, query: torch.Tensor, batch: AttendBatch, out: torch.Tensor) -> None:
         size = len(batch.lengths)
         if batch.tokens is None:
@@ -122,11 +112,12 @@ class _Layer:
         else:
             chosen = query[0].index_select(1, batch.tokens)
             queries = chosen.view(-1, size, batch.count, query.shape[3]).transpose(0, 1)
-        pages = self.pages._replace(table=batch.table)
+        pages = _with_center(self.pages._replace(table=batch.table), self.center)
         spec = self.spec._replace(causal=batch.causal)
         plan = batch.plan(self.backend, self.layout.heads, queries.shape[1], spec.window)
-        result = self.attend(queries, pages, batch.lengths, batch.stop, spec, plan)
-        result = result.flatten(0, 1)  # [B * T, Hq, D]
+        result = ops.attend(
+            queries, pages, batch.lengths, 0, batch.stop, spec, plan=plan, backend=self.backend
+        ).flatten(0, 1)  # [B * T, Hq, D]
         if batch.targets is None:
             out[0, :size] = result
             return
@@ -138,25 +129,27 @@ class _Layer:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: RingChunk,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Gather old and new tokens in order in pages of their own; copy the last ones back."""
+        """Gather old and new tokens in order in scratch pages, and copy the last ones back."""
         before, size = len(chunk.old[0]), self.layout.slots
         stop = before + chunk.tokens
         count = -(-stop // size)
         memory = query.new_zeros(count * self.layout.bytes_per_page, dtype=torch.uint8)
-        own = stored_as(self.layout.carve(memory), self.storage)
         table = torch.arange(count, dtype=torch.int32, device=query.device)[None]
-        pages = own._replace(table=table)
+        scratch = stored_as(self.layout.carve(memory), self.storage)._replace(table=table)
         position = torch.arange(stop, device=query.device)
         page, slot = position // size, position % size
-        _copy_tokens(self.pages, chunk.old, own, (page[:before], slot[:before]))
+        _copy_tokens(self.pages, chunk.old, scratch, (page[:before], slot[:before]))
         span = slice(chunk.first, chunk.first + chunk.tokens)
         lengths = chunk.before + chunk.tokens
-        centered = _with_center(pages, self.storage.center)
+        centered = _with_center(scratch, self.storage.center)
         ops.write(centered, key[:, :, span], value[:, :, span], lengths, self.backend)
-        spec = self.spec._replace(window=self.window or 0)
-        out[:, span] = self.attend(query[:, :, span], pages, lengths, stop, spec)
+        spec = self.spec._replace(window=chunk.window)
+        pages = _with_center(scratch, self.center)
+        out[:, span] = ops.attend(
+            query[:, :, span], pages, lengths, 0, stop, spec, backend=self.backend
+        )
         kept = stop - len(chunk.kept[0])
-        _copy_tokens(own, (page[kept:], slot[kept:]), self.pages, chunk.kept)
+        _copy_tokens(scratch, (page[kept:], slot[kept:]), self.pages, chunk.kept)
 
 
 def _with_center(pages: Pages, center: torch.Tensor | None) -> Pages:
@@ -167,9 +160,10 @@ def _with_center(pages: Pages, center: torch.Tensor | None) -> Pages:
     return pages._replace(k=pages.k._replace(center=centers))
 
 
-def _copy_tokens(source: Pages, at: _Pair, target: Pages, to: _Pair) -> None:
-    """Copy stored tokens, byte by byte."""
-    target.k_codes[to[0], :, to[1]] = source.k_codes[at[0], :, at[1]]
-    target.v_codes[to[0], :, :, to[1]] = source.v_codes[at[0], :, :, at[1]]
+def _copy_tokens(source: Pages, read: _Pair, target: Pages, written: _Pair) -> None:
+    """Copy stored tokens, byte by byte. `read` and `written` are their pages and slots."""
+    (page, slot), (to_page, to_slot) = read, written
+    target.k_codes[to_page, :, to_slot] = source.k_codes[page, :, slot]
+    target.v_codes[to_page, :, :, to_slot] = source.v_codes[page, :, :, slot]
     if source.token_scales is not None and target.token_scales is not None:
-        target.token_scales[to[0], :, to[1]] = source.token_scales[at[0], :, at[1]]
+        target.token_scales[to_page, :, to_slot] = source.token_scales[page, :, slot]

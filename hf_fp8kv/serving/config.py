@@ -14,11 +14,11 @@ from ..prefix.store import PrefixStore
 
 
 class LayerStorage(NamedTuple):
-    """How one layer is stored; scales and center are float32, on the device of its pages."""
+    """How one layer is stored. Scales and center are float32, on the device of its pages."""
 
     plan: LayerPlan
-    k: torch.Tensor | None  # static scales, [Hkv, D]; None: dynamic, or nothing to scale
-    v: torch.Tensor | None  # the same for V
+    k: torch.Tensor | None  # static scales of K, [Hkv, D]. None if dynamic, or if K is unquantized
+    v: torch.Tensor | None  # as `k`, for V
     center: torch.Tensor | None  # of K, [Hkv, D]
 
 
@@ -33,26 +33,26 @@ _DEFAULTS: dict[str, Any] = {
 class ServingConfig:
     """The keywords of `enable`, parsed."""
 
-    options: CacheOptions  # its page size is not used, since the engine has its own
+    options: CacheOptions  # its page size is not used, since the engine has a separate setting
     store: PrefixStore | None = None
 
     @classmethod
     def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
         """Return the configuration. Raises ConfigError, ScaleError or BackendError.
 
-        `keywords` are others of `enable`, and `tensor_parallel`.
+        `keywords` are other keywords of `enable`, and `tensor_parallel`.
         """
         options = CacheOptions.parse(**{**_DEFAULTS, **keywords})
         if options.first_call_centers:
             raise ConfigError(
                 "plan: expected a plan or scales that carry the centers of K, got none; the engine "
-                "shares pages between requests, so a center of each request's own is not possible. "
-                "Make them with hf_fp8kv.choose_plan(model), or store K without centers"
+                "shares pages between requests, so requests cannot have separate centers. Make "
+                "them with hf_fp8kv.choose_plan(model), or store K without centers"
             )
         return cls(options, prefix_store)
 
     def identify(self, model: Any, page_size: int) -> str:
-        """Return what the pages of a store depend on beside the tokens."""
+        """Return a digest of everything that stored pages depend on, except the tokens."""
         count = model.config.get_text_config().num_hidden_layers
         layers = ((i, None, self.options.layer_plan(i)) for i in range(count))
         pages = replace(self.options, page_size=page_size)
@@ -61,15 +61,15 @@ class ServingConfig:
     def layer_storage(
         self, count: int, heads: int, dim: int, device: torch.device | str = "cpu"
     ) -> list[LayerStorage]:
-        """Return how `count` layers are stored, with the heads here.
+        """Return the storage of `count` layers, with the heads of this process.
 
         Raises:
-            ConfigError, ScaleError: a layer that plan or scales do not have, or not like this.
+            ConfigError, ScaleError: The plan or the scales lack a layer, or do not fit one.
         """
         self.options.check_layers(range(count), count)
         layers = []
         for index in range(count):
             scales = self.options.layer_scales(index, heads, dim, dim)
-            here = (None if x is None else x.to(device) for x in scales)
-            layers.append(LayerStorage(self.options.layer_plan(index), *here))
+            moved = (None if x is None else x.to(device) for x in scales)
+            layers.append(LayerStorage(self.options.layer_plan(index), *moved))
         return layers

@@ -19,12 +19,12 @@ from .engines import StockCache, StockManager, StockMixin, cache_class, rebind_g
 from .engines.common import EngineCache
 from .probe import check_kinds
 
-# Where a model keeps the attention that it ran before a manager of ours ran it.
+# Attribute of a model that keeps its attention while an FP8Manager runs.
 _BEFORE = "_hf_fp8kv_attention_before"
 _METHOD = "init_continuous_batching"
 _KEPT = "_cached_continuous_batching_manager"
-# Blocks of the longest request where nothing is known of the requests: 8,192 tokens in pages of
-# 256. Longer ones run without a graph.
+# Blocks of the longest request if no hints are given: 8,192 tokens in pages of 256. Longer requests
+# run without a graph.
 _BLOCKS = 32
 
 _lock = threading.Lock()
@@ -35,8 +35,8 @@ class Enabled:
 
     It is an attribute of the model, not of its class. `generate_batch`, `generate` and the context
     manager of the model look it up there, so no other model is affected. A stock manager that was
-    made in another way would serve the model from stock pages: its first step raises an error.
-    `kept` is the stock manager that the model had kept for its next session.
+    made in a different way would serve the model from stock pages, so its first step raises an
+    error. `kept` is the stock manager that the model had kept for its next session.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Enabled:
         kept: Any = None,
         hook: RemovableHandle | None = None,
     ) -> None:
-        self._model = weakref.ref(model)  # weak, since the model holds this
+        self._model = weakref.ref(model)  # weak, since the model holds this object
         self.config, self.kept = config, kept
         self._hook = hook or model.register_forward_pre_hook(_reject_stock_cache, with_kwargs=True)
-        # The managers that were made for the model and are still alive, the last one last.
+        # The living managers of the model, the newest last.
         self.managers = weakref.WeakKeyDictionary[Any, None]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FP8Manager":
-        """Return a manager; the arguments are those of transformers' method."""
+        """Return a manager. It takes the arguments of transformers' method."""
         stock = StockMixin.init_continuous_batching
         init = rebind_globals(stock, ContinuousBatchingManager=FP8Manager)
         with torch.no_grad():
@@ -62,7 +62,7 @@ class Enabled:
 
     @classmethod
     def install(cls, model: Any, config: ServingConfig) -> None:
-        """Make a model's managers store FP8 pages; a stock manager that it keeps is set aside."""
+        """Make a model's managers store FP8 pages. Set its kept stock manager aside."""
         vars(model)[_METHOD] = cls(model, config, vars(model).pop(_KEPT, None))
 
     def remove(self, model: Any) -> None:
@@ -84,7 +84,7 @@ class Enabled:
 
 
 def enabled_state(model: Any) -> Enabled | None:
-    """Return what `enable` set on a model; None where it did not, or for what is no model."""
+    """Return what `enable` set on a model, or None for other models and other objects."""
     state = getattr(model, "__dict__", {}).get(_METHOD)
     return state if isinstance(state, Enabled) else None
 
@@ -111,7 +111,7 @@ def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None
 
 
 class FP8Manager(StockManager):  # type: ignore[misc]
-    """A ContinuousBatchingManager whose engine stores FP8 pages and attends to them as they are."""
+    """A ContinuousBatchingManager whose engine stores FP8 pages and attends to the stored bytes."""
 
     def __init__(
         self,
@@ -144,10 +144,10 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                 )
 
     def _choose_graphs(self, requested: Any, hints: Any) -> None:
-        """Use CUDA graphs only where they are asked for, and for steps that only decode.
+        """Use CUDA graphs only if they are requested, and only for steps that decode.
 
-        Prompts are split on the host into sets of about the same length, which no graph can hold;
-        and the engine itself only takes its own attentions for able to work with a block table.
+        Prompts are split on the host into sets of about the same length, which no graph can hold.
+        The engine itself accepts only its own attention functions for steps with a block table.
         """
         config, device = self.continuous_batching_config, self.model.device
         resolved, config.use_cuda_graph = config.use_cuda_graph, (False, False)
@@ -163,13 +163,13 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                 f"and {type(self.model).__name__}; leave it out"
             )
         config.use_cuda_graph = (False, True)
-        # Of the longest request, as the engine counts for its own attentions.
+        # Of the longest request, as the engine counts for its own attention functions.
         tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
         blocks = -(-tokens // config.page_size) + 1 if tokens else _BLOCKS
         config.max_blocks_per_request = requested.max_blocks_per_request or blocks
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Set the attention "fp8_paged"; `stop` puts back what the model ran before."""
+        """Set the attention "fp8_paged". `stop` restores the previous attention."""
         with _lock:
             before = get_implementations(model)
             if any(name not in (ATTENTION, None) for name in before.values()):
@@ -177,19 +177,20 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                 model.set_attn_implementation(ATTENTION)
 
     def start(self) -> None:
-        """Start the engine's thread; also after `stop`, which put the model's attention back."""
+        """Start the engine's thread, for the first time or after `stop` restored the attention."""
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
         super().start()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the engine's thread; restore the attention when no manager of the model runs."""
+        """Stop the engine's thread. Restore the attention when no manager of the model runs."""
         super().stop(*args, **kwargs)
         if not self.is_running():
             restore_attention(self.model)
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
-        super()._run_generation_loop(*args, **kwargs)
+        with exact_states(engine=True):
+            super()._run_generation_loop(*args, **kwargs)
         restore_attention(self.model, excluding=self)  # `stop` may not have waited for this thread
 
     def warmup(self) -> None:
@@ -199,7 +200,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:
-            return super()._create_batch_processor()  # the same one again
+            return super()._create_batch_processor()  # the same processor again
         chosen, identity = self._enabled.config, ""
         if chosen.store is not None:
             page_size = self.continuous_batching_config.page_size
@@ -209,32 +210,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         )
         processor = create(self)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
-        _let_newcomers_in(processor.scheduler)
         self.on_processor(processor)
         return processor
-
-    def _generation_step(self) -> None:
-        with exact_states(engine=True):
-            super()._generation_step()
-
-
-def _let_newcomers_in(scheduler: Any) -> None:
-    """Let waiting requests start where no request runs.
-
-    An engine that takes pages away from a running request starts no others until one finishes. If
-    all that still run are cancelled, or fail, none does, and whatever is asked then waits for ever
-    (transformers 5.18 to 5.24).
-    """
-    held = weakref.ref(scheduler)  # which holds what is made here
-
-    def clear_cancelled_requests() -> Any:
-        scheduler: Any = held()
-        cleared = type(scheduler).clear_cancelled_requests(scheduler)
-        if not scheduler.active_requests:
-            scheduler.block_new_requests = False
-        return cleared
-
-    scheduler.clear_cancelled_requests = clear_cancelled_requests
 
 
 def running_managers(model: Any) -> list[Any]:
@@ -245,7 +222,7 @@ def running_managers(model: Any) -> list[Any]:
 
 
 def restore_attention(model: Any, *, excluding: FP8Manager | None = None) -> None:
-    """Set the attention of before, unless a manager of ours (another one) still runs the model."""
+    """Restore the previous attention, unless an FP8Manager except `excluding` runs the model."""
     with _lock:
         running = [m for m in running_managers(model) if m is not excluding]
         if not any(isinstance(manager, FP8Manager) for manager in running):

@@ -32,27 +32,27 @@ def from_page(pages: Pages, first: int) -> Pages:
 
 @dataclass(frozen=True)
 class EnginePages:
-    """The kind of an engine's pages: `slots` tokens of a layer, for all KV heads of this process.
+    """The layout of an engine's pages: `slots` tokens of a layer, for all KV heads of this process.
 
-    Layers may be stored in other 8-bit plans, which take the same bytes: `stored_as`.
+    Layers may have different 8-bit plans, which take the same bytes. See `stored_as`.
     """
 
     heads: int  # Hkv
     dim: int  # D, of K and of V
     slots: int  # tokens per page, S
-    plan: LayerPlan  # of the first layer; all others have the same sides in "auto"
-    dtype: torch.dtype  # the model's: what "auto" stores
+    plan: LayerPlan  # of the first layer. All layers have the same sides in "auto"
+    dtype: torch.dtype  # the model's, in which "auto" is stored
     dynamic: bool  # whether some layer has a scale per token and head
 
     @classmethod
-    def of(
+    def lay_out(
         cls, options: CacheOptions, layers: int, heads: int, dim: int, slots: int,
         dtype: torch.dtype,
     ) -> "EnginePages":  # fmt: skip
-        """Return the layout for what a user chose, and a model's and an engine's sizes.
+        """Return the layout for a user's options, and the sizes of a model and an engine.
 
         Raises:
-            ConfigError: pages of layers would not have the same size, or a size that cannot be.
+            ConfigError: Pages of the layers would differ in size, or the size is not possible.
         """
         if slots & (slots - 1) or not 8 <= slots <= 1024:
             raise ConfigError(
@@ -71,7 +71,7 @@ class EnginePages:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of a page, its dynamic scales among them."""
+        """Bytes of a page, including its dynamic scales."""
         return page_layout(
             self.heads, self.slots, self.dim, self.dim, *self._dtypes, self._has_scales
         ).size
@@ -86,7 +86,7 @@ class EnginePages:
         return self.dynamic and not all(side.is_auto for side in self.plan)
 
     def carve(self, memory: torch.Tensor) -> Pages:
-        """Return the pages in `memory`, `[bytes]`, uint8, contiguous, without a block table."""
+        """Return the pages in `memory`, without a block table. It is contiguous uint8 `[bytes]`."""
         size = self.bytes_per_page
         return self.view(memory[: len(memory) // size * size].view(-1, size))
 
@@ -94,7 +94,7 @@ class EnginePages:
         """Return the pages of a block `[n, bytes]`, without a block table.
 
         Raises:
-            ConfigError: pages do not begin at multiples of 16 bytes, which kernels load at once.
+            ConfigError: Pages do not begin at multiples of 16 bytes, which kernels load at once.
         """
         first, step = block.data_ptr(), block.stride(0)
         if first % 16 or step % 16:
@@ -103,9 +103,8 @@ class EnginePages:
                 f"next one {step} bytes after it"
             )
         table = torch.empty((0, 0), dtype=torch.int32, device=block.device)
+        k, v = (StoredSide(None, None, x.format, self.dim, x.rotated) for x in self.plan)
         return Pages(
-            StoredSide(None, None, self.plan.k.format, self.dim, self.plan.k.rotated),
-            StoredSide(None, None, self.plan.v.format, self.dim, self.plan.v.rotated),
-            block, table, locate_pages([block]), self.heads, self.slots, *self._dtypes,
+            k, v, block, table, locate_pages([block]), self.heads, self.slots, *self._dtypes,
             self._has_scales,
         )  # fmt: skip

@@ -2,13 +2,13 @@
 
 An engine packs the tokens of all requests of a step into one row, `[1, H, N, D]`. The operations
 take sequences of one length, `[B, H, T, D]`. So a step becomes a few batches: one of all requests
-that decode, and one for each set of prompts of about the same length, padded in front (a query
-before the start of its sequence sees nothing, and its result is not used).
+that decode, and one for each set of prompts of about the same length. Shorter prompts are padded in
+front. A query before the start of its sequence attends to nothing, and its result is not used.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,43 +19,35 @@ from ..ops.blocks import upload
 from ..ops.visibility import first_visible
 
 _Ints = npt.NDArray[np.int32]
-# Prompts share a batch if the shortest has this much of the longest's tokens.
+# Prompts share a batch if the shortest has at least this share of the longest's tokens.
 MIN_LENGTH_RATIO = 0.7
-# CUDA has no more programs than this along the last axis of a grid.
+# Maximum number of programs along the last axis of a grid in CUDA.
 MAX_BATCH = 65_535
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Layers of one kind of attention: they share block tables.
-
-    The pages of a request with a window are a ring: position p is at place `p % window`.
-    """
-
-    window: int | None  # the sliding window in tokens
-    page_size: int  # slots per page, S
 
 
 @dataclass(frozen=True)
 class AttendBatch:
     """A set of requests that attend in one operation."""
 
-    # [B * T], int64: which of the step's tokens are the queries; a request with fewer than T has
-    # any token in front. None: all of them, in order, one per request.
+    # [B * T], int64: the step's tokens that are the queries. A request with fewer than T tokens has
+    # any tokens in front. None means all tokens in order, one per request.
     tokens: torch.Tensor | None
-    used: torch.Tensor | None  # int64, which of the results count; None: all
-    targets: torch.Tensor | None  # int64, the tokens that these are of; None with `tokens`
+    used: torch.Tensor | None  # int64, the results that count. None means all
+    targets: torch.Tensor | None  # int64, the tokens of these results. None if `tokens` is None
     count: int  # T
     table: torch.Tensor  # [B, M], int32
-    lengths: torch.Tensor  # [B], int32, tokens stored, this step's among them
+    lengths: torch.Tensor  # [B], int32, stored tokens, including this step's
     stop: int  # the largest length
-    causal: bool  # not for a full ring: it is in no order, and all of it is visible
+    causal: bool  # False for a full ring, which is in no order and completely visible
     _plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
     def plan(
         self, backend: str, heads: int, query_heads: int, window: int = 0
     ) -> torch.Tensor | None:
-        """Return the plan for `heads` KV heads, made once for all layers; None: no plans."""
+        """Return the work plan for `heads` KV heads, made once for all layers.
+
+        It is None for a backend without work plans.
+        """
         key = (backend, heads, query_heads, window)
         if key not in self._plans:
             device = self.lengths.device
@@ -71,24 +63,25 @@ class AttendBatch:
 
 @dataclass(frozen=True)
 class RingChunk:
-    """Several tokens of a request that overwrite its ring while they still need it."""
+    """Several tokens of a request that overwrite tokens of its ring which they still attend to."""
 
+    window: int  # of the layer, in tokens
     first: int  # of the step's tokens
-    tokens: int  # how many, T
-    before: torch.Tensor  # [1], int32, how many old tokens the first of them still sees, n
-    old: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of these
-    kept: tuple[torch.Tensor, torch.Tensor]  # [m], int64, where the last m tokens go
+    tokens: int  # T
+    before: torch.Tensor  # [1], int32, n: the number of old tokens that the first one attends to
+    old: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of the old tokens
+    kept: tuple[torch.Tensor, torch.Tensor]  # [m], int64, pages and slots for the last m tokens
 
 
 @dataclass(frozen=True)
 class LayerWork:
     """The operations of one layer of a kind in a step."""
 
-    written: torch.Tensor | None  # [W], int64: the tokens that are stored one by one; None: all
-    table: torch.Tensor  # [W, 1], int32, the page of each
+    written: torch.Tensor | None  # [W], int64: tokens that are stored one by one. None means all
+    table: torch.Tensor  # [W, 1], int32, the page of each stored token
     ends: torch.Tensor  # [W], int32, one past its slot
     batches: Sequence[AttendBatch]  # requests that attend to the stored pages
-    chunks: Sequence[RingChunk]  # requests that go through pages of their own
+    chunks: Sequence[RingChunk]  # requests that use separate scratch pages
     count: int  # tokens of the step, N
 
 
@@ -100,31 +93,36 @@ class _Entry:
     pages: tuple[_Ints, ...]  # of each kind
 
 
-_Counted = TypeVar("_Counted", bound=Any)  # with `tokens`
-
-
 class EngineStep:
-    """The requests of one step, in the order of their tokens."""
+    """The requests of one step, in the order of their tokens.
 
-    def __init__(self, kinds: Sequence[LayerKind]) -> None:
-        self._kinds = kinds
+    Layers of one kind of attention share block tables. With a window, the pages of a request are a
+    ring: position p is at place `p % window`.
+
+    Args:
+        windows: Sliding window of each kind of layers, in tokens. None means full attention.
+        page_size: Slots per page, S.
+    """
+
+    def __init__(self, windows: Sequence[int | None], page_size: int) -> None:
+        self._windows, self._page_size = windows, page_size
         self._entries: list[_Entry] = []
         self._work: dict[tuple[int, torch.device], LayerWork] = {}
         self.count = 0  # tokens of the step, N
 
     def add(self, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """Add a request, with a copy of its `pages` of each kind; `past` tokens are stored."""
-        if not tokens:  # an empty prompt: the engine takes it, and there is nothing to attend to
+        """Add a request with `past` stored tokens, and a copy of its `pages` of each kind."""
+        if not tokens:  # an empty prompt, which the engine accepts, attends to nothing
             return
-        copies = tuple(np.array(of_kind, np.int32) for of_kind in pages)
+        copies = tuple(np.array(numbers, np.int32) for numbers in pages)
         self._entries.append(_Entry(past, tokens, self.count, copies))
         self.count += tokens
 
     def work(self, kind: int, device: torch.device) -> LayerWork:
-        """Return the operations of a layer of this kind; made once per step."""
+        """Return the operations of a layer of this kind, made once per step."""
         key = (kind, device)
         if key not in self._work:
-            planner = _Planner(self._kinds[kind], kind, device)
+            planner = _Planner(self._windows[kind], self._page_size, kind, device)
             self._work[key] = planner.plan(self._entries, self.count)
         return self._work[key]
 
@@ -132,8 +130,8 @@ class EngineStep:
 def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
     """Return the operations of a step in which every request has one token, from tensors alone.
 
-    `table` is `[B, M]`, int32; pages not in use are below 0. `lengths` is `[B]`, int32, with this
-    step's tokens; 0: padding, of no request.
+    `table` is `[B, M]`, int32. Unused pages are below 0. `lengths` is `[B]`, int32, including this
+    step's tokens. A length of 0 is padding, without a request.
     """
     before = (lengths - 1).clamp(min=0)
     page = table.gather(1, (before // page_size)[:, None].long())
@@ -142,12 +140,14 @@ def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> L
     return LayerWork(None, page, before % page_size + 1, [batch], [], len(lengths))
 
 
+@dataclass(frozen=True)
 class _Planner:
-    """Makes the operations of one kind of layer."""
+    """Makes the operations of one kind of layers."""
 
-    def __init__(self, kind: LayerKind, index: int, device: torch.device) -> None:
-        self.window, self.page_size = kind.window, kind.page_size
-        self.index, self.device = index, device
+    window: int | None
+    page_size: int
+    index: int  # of the kind
+    device: torch.device
 
     def send(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
         return upload(np.asarray(x, dtype), self.device)
@@ -171,12 +171,12 @@ class _Planner:
         )
 
     def wraps(self, entry: _Entry) -> bool:
-        """Return whether the tokens overwrite what the first of them sees."""
+        """Return whether the tokens overwrite tokens that the first of them attends to."""
         end = entry.past + entry.tokens
         return self.window is not None and entry.tokens > 1 and end > self.window
 
     def locate(self, entry: _Entry, start: int, stop: int) -> tuple[_Ints, _Ints]:
-        """Return page and slot of positions `start` to `stop - 1`."""
+        """Return pages and slots of positions `start` to `stop - 1`."""
         position = np.arange(start, stop)
         if self.window is not None:
             position %= self.window
@@ -206,7 +206,7 @@ class _Planner:
         old = send(max(first_visible(entry.past, self.window), 0), entry.past)
         kept = send(max(first_visible(end - 1, self.window), entry.past), end)
         before = self.send([len(old[0])], np.int32)
-        return RingChunk(entry.first, entry.tokens, before, old, kept)
+        return RingChunk(self.window, entry.first, entry.tokens, before, old, kept)
 
 
 _NONE = np.empty(0, np.int32)
@@ -217,14 +217,15 @@ def make_batch(
 ) -> AttendBatch:
     """Return the operation of requests with about the same number of new tokens.
 
-    Each has `tokens` of the step, from its token `first` on. `table` `[B, M]` and `lengths` `[B]`,
-    this step's tokens among them, are int32; `stop` is at least the largest length.
+    Each request has `tokens` tokens of the step, from token `first` on. `table` `[B, M]` and
+    `lengths` `[B]`, which include this step's tokens, are int32. `stop` is at least the largest
+    length.
     """
     count = max(entry.tokens for entry in group)
     tokens = used = targets = None
     if count > 1 or len(group) < step_tokens:
-        # Shorter ones are padded in front: such queries are before the start of their sequence, or
-        # repeat what it already has, and their results are not used.
+        # Shorter requests are padded in front. Such a query is before the start of its sequence, or
+        # repeats an existing query. Its result is not used.
         offset = np.arange(count) - count
         after = np.array([entry.first + entry.tokens for entry in group])[:, None]
         padding = np.array([entry.tokens for entry in group])[:, None] + offset < 0
@@ -236,9 +237,9 @@ def make_batch(
     return AttendBatch(tokens, used, targets, count, table, lengths, stop, causal=count > 1)
 
 
-def group_by_length(entries: Sequence[_Counted]) -> list[list[_Counted]]:
-    """Split requests into sets of about the same number of tokens; those with one are a set."""
-    groups: list[list[_Counted]] = []
+def group_by_length(entries: Sequence[Any]) -> list[list[Any]]:
+    """Split requests into sets of about the same number of `tokens`. Those with one are a set."""
+    groups: list[list[Any]] = []
     for entry in sorted(entries, key=lambda e: -e.tokens):  # stable: equal ones stay in order
         longest = groups[-1][0].tokens if groups else 0
         alike = longest and entry.tokens >= MIN_LENGTH_RATIO * longest

@@ -1,7 +1,7 @@
 """Usage of an engine's pages."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..formats import count_plans
@@ -10,23 +10,23 @@ from .fp8_manager import enabled_state
 
 @dataclass(frozen=True)
 class Usage:
-    """What an engine holds at the moment; of this process, under tensor parallel.
+    """The current contents of an engine, in this process if tensor parallelism is used.
 
     Attributes:
-        pages_total: what the engine has planned, in its blocks: `page_size` tokens of every layer.
-        pages_used: pages that are taken, by live requests and by prefixes kept for reuse.
-        tokens_held: tokens of live requests and of prefixes kept; what several share counts once.
-        bytes_total: of `pages_total`.
-        bytes_used: of `pages_used`.
-        prefix_hits: how often a request found its beginning in the cache, since the cache was
-            made; one that had to give up its pages may find it again.
-        prefix_tokens: tokens that these did not have to compute.
-        requests_active: requests that hold pages.
-        requests_waiting: requests that wait for their first step.
-        store_tokens: tokens of prompts that came from a `PrefixStore`; 0 without one.
-        store_bytes_read: of its files.
-        store_bytes_written: of its files.
-        plans: how many layers are stored how, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
+        pages_total: Planned pages, in the engine's blocks: `page_size` tokens of every layer.
+        pages_used: Pages allocated to live requests and to prefixes kept for reuse.
+        tokens_held: Tokens of live requests and of kept prefixes. Shared tokens count once.
+        bytes_total: Bytes of `pages_total`.
+        bytes_used: Bytes of `pages_used`.
+        prefix_hits: Number of times that a request found its beginning in the cache, since the
+            cache was made. A request that had to give up its pages may count again.
+        prefix_tokens: Tokens that these requests did not have to compute.
+        requests_active: Requests that hold pages.
+        requests_waiting: Requests that wait for their first step.
+        store_tokens: Tokens of prompts that came from a `PrefixStore`. 0 without one.
+        store_bytes_read: Bytes read from its files.
+        store_bytes_written: Bytes written to its files.
+        plans: Number of layers with each storage plan, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
     """
 
     pages_total: int
@@ -43,22 +43,18 @@ class Usage:
     store_bytes_read: int
     store_bytes_written: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers by name, for JSON."""
-        return asdict(self)
 
-
-def usage(of: Any) -> Usage | None:
-    """Return how full the pages are; None where no pages have been made yet.
+def usage(owner: Any) -> Usage | None:
+    """Return the usage of an engine's pages, or None if no pages have been made yet.
 
     Args:
-        of: a model that was enabled (the last of its managers counts), or a manager.
+        owner: A manager, or an enabled model, whose last manager counts.
     """
-    state = enabled_state(of)
+    state = enabled_state(owner)
     if state is not None:
         managers = [m for m in state.managers if m.batch_processor is not None]
-        of = managers[-1] if managers else None
-    processor = getattr(of, "batch_processor", None)
+        owner = managers[-1] if managers else None
+    processor = getattr(owner, "batch_processor", None)
     if processor is None:
         return None
     cache, scheduler = processor.cache, processor.scheduler
@@ -76,7 +72,7 @@ def usage(of: Any) -> Usage | None:
         prefix_hits=cache.prefix_hits,
         prefix_tokens=cache.prefix_tokens,
         requests_active=len(active),
-        requests_waiting=len(scheduler.waiting_requests) + of.input_queue.qsize(),
+        requests_waiting=len(scheduler.waiting_requests) + owner.input_queue.qsize(),
         plans=count_plans({i: layer.plan for i, layer in enumerate(cache.storage)}),
         store_tokens=stored["tokens_found"],
         store_bytes_read=stored["bytes_read"],

@@ -139,7 +139,7 @@ class BoundLayer:
         assert queries is not None
         attend_layer(
             queries, heads_first(key), heads_first(value), work, pages, self._storage, layout,
-            self._backend, window=None, out=out.view(1, *query.shape), **attention,
+            self._backend, out=out.view(1, *query.shape), **attention,
         )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def test_a_real_engine_has_the_pages_that_were_planned() -> None:
     cache = manager.batch_processor.cache
     used = serving.usage(manager)
     assert used is not None
-    memory = cache.layer_pages(0).block.nbytes
+    memory = cache.layer_pages[0].block.nbytes
     assert used.bytes_total <= memory + cache.page_layout.bytes_per_page * 64
     assert used.bytes_total == used.pages_total * 16 * 2 * 2 * 2 * 18
     manager.batch_processor = None

@@ -20,7 +20,7 @@ from hf_fp8kv.ops import Pages
 from hf_fp8kv.serving.attend import attend_layer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EnginePages, from_page
-from hf_fp8kv.serving.step import EngineStep, LayerKind
+from hf_fp8kv.serving.step import EngineStep
 from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import (
@@ -331,7 +331,7 @@ def layer(
     count = -(-(window or 80 * LONGER) // SLOTS) + 1
     found = []
     for requests in (FIRST, THEN):
-        step = EngineStep([LayerKind(window, SLOTS)])
+        step = EngineStep([window], SLOTS)
         for number, (past, tokens) in enumerate(requests):
             start = first + number * count
             step.add(past, tokens, [list(range(start, start + count))])
@@ -344,7 +344,7 @@ def layer(
                 attend_layer(
                     query, key, value, step.work(0, device), stored,
                     LayerStorage(form.plan, None, None, None), form, backend,
-                    window=window, scaling=DIM**-0.5,
+                    scaling=DIM**-0.5,
                 )
             )  # fmt: skip
     return found

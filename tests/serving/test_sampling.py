@@ -94,7 +94,7 @@ def test_rows_without_temperature_have_no_noise():
 
 
 def test_rows_are_cut_as_their_requests_say():
-    """Without noise: temperatures that are 0 leave top-k, top-p and min-p as they are."""
+    """There is no noise, because temperatures are 0. These do not change top-k, top-p and min-p."""
     probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
     scores = probabilities.log().repeat(7, 1) + torch.arange(7.0)[:, None]
     limits = ({"min_p": 0.3}, {}, {"min_p": 0.25}, {"min_p": 1.0}, {"top_k": 2}, {"top_p": 0.7})

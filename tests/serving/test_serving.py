@@ -21,7 +21,7 @@ from hf_fp8kv.modeling.exact_states import exact_states
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
-from hf_fp8kv.serving.step import EngineStep, LayerKind, decode_work
+from hf_fp8kv.serving.step import EngineStep, decode_work
 from tests.helpers.margins import greedy_deficit
 from tests.helpers.planned import planned_for, planned_scales
 from tests.helpers.serving_tools import (
@@ -112,7 +112,7 @@ class TestSameTokens:
 
     @every_model("gemma2")
     def test_dynamic_scales(self, model: Any) -> None:
-        # Rounding this fine is not seen in each model's tokens.
+        # Not every model's tokens show rounding this fine.
         check(model, agree=None, dtype="fp8_e5m2")
 
     @every_model("qwen3")
@@ -235,7 +235,7 @@ def test_an_engine_stores_the_bytes_of_a_cache() -> None:
     with managing(model, page_size=8) as manager:
         answer_to(manager, text[0].tolist(), 2)
         for index, layer in enumerate(cache.layers):
-            rows = manager.batch_processor.cache.layer_pages(index).block
+            rows = manager.batch_processor.cache.layer_pages[index].block
             for page in layer.keys.block[layer.keys.table[0, :5].long()]:
                 assert (rows == page).all(1).any(), "no page of the engine has these bytes"
 
@@ -435,7 +435,7 @@ class TestManagers:
             assert (empty.pages_total, empty.pages_used, empty.tokens_held) == (64, 0, 0)
             # K and V, two heads of 16 and a scale of two bytes each, in two layers
             assert empty.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
-            assert empty.to_dict()["plans"] == {"K fp8_e3m4, V fp8_e3m4": 2}
+            assert empty.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
             answer_to(manager, prompts()[1])
         assert serving.usage(llama) is None
 
@@ -666,7 +666,7 @@ class TestRunning:
         assert batched(llama, [[5, 6]])
 
     def test_padding_has_no_result(self) -> None:
-        made = EngineStep([LayerKind(None, 8)])
+        made = EngineStep([None], 8)
         for page, tokens in enumerate((10, 8, 1)):
             made.add(0, tokens, [[2 * page, 2 * page + 1]])
         work = made.work(0, torch.device("cpu"))
@@ -684,7 +684,7 @@ class TestRunning:
         monkeypatch.setattr(step_module.ops, "plan_rows", lambda *these: asked.append(these) or 1)
         fill = lambda plan, lengths, *_: plan.fill_(int(lengths[0]))  # noqa: E731
         monkeypatch.setattr(step_module.ops, "make_plan", fill)
-        made = EngineStep([LayerKind(None, 8)])
+        made = EngineStep([None], 8)
         made.add(7, 1, [[0]])
         made.add(0, 5, [[1]])
         plans = [

@@ -126,7 +126,7 @@ class TestBytes:
             assert (taken, tokens, page) == (0, 0, 2 * layout.bytes_per_page)
             assert total == 5 * page
             # The engine has two more sectors, for the padding of its own attention.
-            memory = cache.layer_pages(0).block.untyped_storage()
+            memory = cache.layer_pages[0].block.untyped_storage()
             assert memory.nbytes() == total + 2 * cache.bytes_per_sector
 
     def test_one_more_sector_costs_its_bytes_and_an_index(
@@ -158,7 +158,7 @@ class TestBytes:
             distributed_helper=helper, dtype=torch.float32,
         )  # fmt: skip
         assert found.page_layout.heads == 1
-        assert found.layer_pages(0).k_codes.shape[1] == 1
+        assert found.layer_pages[0].k_codes.shape[1] == 1
         for layer in range(2):
             wanted = scales.layers[layer].k[1].expand(1, 16)
             assert torch.equal(found.storage[layer].k, wanted)

@@ -324,7 +324,7 @@ LENIENT = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}
 SCHEMA = "response_format.json_schema.schema"
 BAD = {
     "no such kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
-    "a text": ({"response_format": "json"}, "response_format.type"),
+    "a text": ({"response_format": "json"}, "response_format"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     "a list": (form([]), SCHEMA),
     "no type": (form({"type": "objekt"}), SCHEMA),
@@ -444,7 +444,7 @@ def test_a_whole_text_that_no_token_can_end_is_complete(guide):
         assert engine.why_refused(one, ord("a") - 32, 95) is None
         assert engine._is_complete(one, 95) is complete
     one = Sequence([1], 9, frozenset({5}), guide=guide("aa"))
-    assert engine.why_refused(one, 5, 95) is None  # an end is no text
+    assert engine.why_refused(one, 5, 95) is None  # an end is not part of the text
     assert "doesn't satisfy the grammar" in str(engine.why_refused(one, ord("b") - 32, 95))
     assert one.guide.is_to_blame
 

@@ -49,7 +49,7 @@ class Layer:
         out, spec = torch.full((1, *query.shape), torch.nan), self.spec
         attend_layer(
             *(x.transpose(0, 1)[None] for x in (query, key, value)), work, self.pages,
-            self.storage, self.layout, self.backend, window=None, scaling=spec.scaling,
+            self.storage, self.layout, self.backend, scaling=spec.scaling,
             reach=spec.window, softcap=spec.softcap, sinks=spec.sinks, out=out,
         )  # fmt: skip
         return out[0]

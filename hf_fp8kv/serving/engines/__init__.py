@@ -1,9 +1,8 @@
 """The engine of transformers, with pages of this package.
 
-Everything that knows private names of `transformers.generation.continuous_batching` is here.
-Nothing of transformers is changed. A stock function that must use a class of this package instead
-of its own runs as a copy with other globals (`rebind_globals`). Every other caller, in any thread,
-runs the original.
+Only this folder uses private names of `transformers.generation.continuous_batching`. Nothing of
+transformers is changed. A stock function that must use a class of this package runs as a copy with
+other globals (`rebind_globals`). Every other caller, in any thread, runs the original.
 """
 
 import importlib
@@ -21,22 +20,22 @@ StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin
 
 
-def unsupported_engine(what: str) -> ConfigError:
+def unsupported_engine(why: str) -> ConfigError:
     """Return the error for a version of transformers whose engine is not supported."""
     return ConfigError(
-        "expected an engine for continuous batching as in transformers 5.18 to 5.24, got that of "
-        f"{transformers.__version__}, which {what}; install one of those versions, or use "
+        "expected an engine for continuous batching as in transformers 5.18 to 5.24, got the one "
+        f"of {transformers.__version__}, which {why}; install one of those versions, or use "
         "generate() with FP8PagedCache"
     )
 
 
 def rebind_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Return a copy of a stock function that finds other objects under some global names.
+    """Return a copy of a stock function in which some global names mean other objects.
 
     Raises:
-        ConfigError: the function does not use such a name: another version of transformers.
+        ConfigError: The function does not use such a name in this version of transformers.
     """
-    # Decorators such as torch.no_grad() leave the function itself there.
+    # Decorators such as torch.no_grad() keep the function in this attribute.
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     if not isinstance(function, FunctionType):
@@ -53,8 +52,8 @@ def rebind_globals(function: Callable[..., Any], **names: Any) -> Callable[..., 
 
 
 def cache_class(config: Any, identity: str = "") -> Any:
-    """Return the class of cache for an engine with this ServingConfig. Raises ConfigError."""
-    # These are rebound when a manager and its engine are made. An error comes now, not in a thread.
+    """Return the cache class for an engine with this ServingConfig. Raises ConfigError."""
+    # Managers and engines rebind these later. Errors must come now, not in the engine's thread.
     rebind_globals(StockMixin.init_continuous_batching, ContinuousBatchingManager=None)
     rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)

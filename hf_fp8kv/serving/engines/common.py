@@ -17,7 +17,7 @@ from ...ops import Pages
 from ..attend import attend_layer, check_shapes
 from ..config import LayerStorage, ServingConfig
 from ..layout import EnginePages
-from ..step import MIN_LENGTH_RATIO, EngineStep, LayerKind, LayerWork, decode_work
+from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, decode_work
 
 
 def sizes(config: Any) -> tuple[int, int]:
@@ -37,10 +37,10 @@ def sizes(config: Any) -> tuple[int, int]:
 
 
 def peak_elements(config: Any) -> int:
-    """Return how many numbers of the model's dtype a token of a step takes inside attention.
+    """Return the number of values of the model's dtype that attention needs for a token of a step.
 
-    Beside the hidden states, the queries and the new keys and values: the states before the norm,
-    queries in the order of batches and their results in that order (both with padding), results in
+    These come in addition to the hidden states, the queries and the new keys and values: the states
+    before the norm, queries and their results in the order of batches (with padding), results in
     the engine's order, and keys in float32 when they are centered.
     """
     heads, dim = sizes(config)
@@ -50,19 +50,19 @@ def peak_elements(config: Any) -> int:
 
 
 class EngineCache:
-    """The base of a cache for an engine, beside the engine's own class.
+    """A base class for the cache of an engine, next to the engine's own class.
 
-    A class for an engine says which kinds of layers there are and where their pages are. Each
-    request of a step is recorded; the attention function then calls `attend_stored` for each layer.
+    A subclass for an engine sets the kinds of layers and their pages. It records each request of a
+    step. Then the attention function calls `attend_stored` for each layer.
     """
 
-    chosen: ServingConfig  # by the user
-    identity: str  # of model and options, for a store
+    chosen: ServingConfig
+    identity: str  # of model and options, for a prefix store
     page_layout: EnginePages
-    kinds: list[LayerKind]  # of the attention layers, in the engine's order
+    windows: list[int | None]  # of each kind of layers, in the engine's order
     storage: list[LayerStorage]  # of each layer, for this rank
-    _kind_of: Mapping[int, int]  # by layer, the index into `kinds`
-    _pages: Mapping[int, Pages]  # by layer, as the block tables count them
+    layer_pages: Mapping[int, Pages]  # by layer, as the block tables count them
+    _kind_of: Mapping[int, int]  # by layer, the index into `windows`
     backend: str  # one of `ops.BACKENDS`
 
     def prepare(
@@ -73,44 +73,31 @@ class EngineCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Lay out the pages and look up static numbers, before the engine plans its memory.
+        """Lay out the pages and look up static scales, before the engine plans its memory.
 
-        `config` is that of the model's text part.
+        `config` is the config of the model's text part.
 
         Raises:
-            ConfigError, ScaleError, BackendError: what was chosen does not fit the model.
+            ConfigError, ScaleError, BackendError: The chosen options do not fit the model.
         """
         self._config, (heads, dim), layers = config, sizes(config), config.num_hidden_layers
         heads //= chosen.options.tensor_parallel.size
         self.storage = chosen.layer_storage(layers, heads, dim, device)
-        self.page_layout = EnginePages.of(chosen.options, layers, heads, dim, page_size, dtype)
+        self.page_layout = EnginePages.lay_out(chosen.options, layers, heads, dim, page_size, dtype)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
-        self._step = EngineStep([])
+        self._step = EngineStep([], page_size)
         self._batch: object = None
         self._work: dict[int, LayerWork] = {}
         self._last_layer = -1
 
-    @staticmethod
-    def bytes_per_token(config: Any, chosen: ServingConfig, dtype: torch.dtype) -> float:
-        """Return what a token takes in the pages of a process, which has its rank's heads."""
-        heads, dim = sizes(config)
-        heads //= chosen.options.tensor_parallel.size
-        layers = config.num_hidden_layers
-        page = EnginePages.of(chosen.options, layers, heads, dim, 64, dtype)
-        return page.bytes_per_page / page.slots * float(layers)
-
-    def layer_pages(self, layer: int) -> Pages:
-        """Return the pages of a layer."""
-        return self._pages[layer]
-
     def record(self, batch: object, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """Record a request of the next step; `batch` is one object for all requests of a step."""
+        """Record a request of the next step. `batch` is one object for all requests of a step."""
         if batch is not self._batch:
-            self._batch, self._step = batch, EngineStep(self.kinds)
+            self._batch, self._step = batch, EngineStep(self.windows, self.page_layout.slots)
         self._step.add(past, tokens, pages)
 
-    # What a step has to do is worked out on the host, from its requests: nothing to compile, and
-    # another program for each number of requests if it were.
+    # The host plans a step from its requests. The compiler would find nothing to compile, and would
+    # make a separate program for each number of requests.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend_stored(
         self,
@@ -124,8 +111,9 @@ class EngineCache:
     ) -> torch.Tensor:
         """Store one layer's new keys and values, and return the attention, as `attend_layer` does.
 
-        `engine` is what the engine passes to every layer: a "block_table" if the step is one.
-        `attention` is scaling, softcap and sinks.
+        `engine` has the keyword arguments that the engine passes to every layer. It contains a
+        "block_table" if every request of the step decodes. `attention` is scaling, softcap and
+        sinks.
         """
         layer: int = module.layer_idx  # type: ignore[assignment]
         kind = self._kind_of[layer]
@@ -134,15 +122,16 @@ class EngineCache:
         else:
             work = self._step.work(kind, query.device)
         return attend_layer(
-            query, key, value, work, self.layer_pages(layer), self.storage[layer], self.page_layout,
-            self.backend, window=self.kinds[kind].window, **attention,
+            query, key, value, work, self.layer_pages[layer], self.storage[layer], self.page_layout,
+            self.backend, **attention,
         )  # fmt: skip
 
     def _decode_work(self, layer: int, kind: int, engine: Mapping[str, Any]) -> LayerWork:
         """Return the work of a step in which every request decodes, from the engine's tensors.
 
-        Nothing is read on the host, so that a CUDA graph can hold it. It is made once for the
-        layers of a kind, and again in each run of the model: a graph must hold that, too.
+        The host reads no tensor, so that a CUDA graph can hold the step. All layers of a kind share
+        the work of a run of the model. The next run makes it again, because a graph must hold that
+        as well.
         """
         if layer <= self._last_layer:
             self._work.clear()

@@ -1,12 +1,13 @@
 """The engine of transformers 5.18 and later: one tensor of bytes, and an allocator per kind.
 
-Its units: a page is one layer's, a block is a page of each layer of a kind, a sector is the least
-common multiple of the kinds' blocks. All pages have the same size here, whichever kind they belong
-to, so that page `n` is the same bytes for every kind; a block starts at a multiple of its layers.
+Its units: a page belongs to one layer, a block has a page for each layer of a kind, and the bytes
+of a sector are the least common multiple of the kinds' blocks. All pages have the same size here,
+whichever kind they belong to, so page `n` is the same bytes for every kind. A block starts at a
+multiple of the number of its layers.
 """
 
-import weakref
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -16,18 +17,17 @@ from transformers.generation.continuous_batching import cache
 from ...ops import Pages
 from ...prefix.engine import StoredBlocks
 from ..layout import EnginePages, from_page
-from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
 from .common import EngineCache, peak_elements, sizes
 
-# What it has depends on the version of transformers.
+# Its names depend on the version of transformers.
 stock: Any = cache
-# Prefixes are given up by this part of all blocks at a time, and so much stays free.
+# One portion of all blocks is evicted at a time, and one portion stays free.
 _PORTIONS = 32
 
 
 class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
-    """The engine's cache over pages of ours."""
+    """The engine's cache over FP8 pages."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         chosen = self.chosen
         page_size = continuous_batching_config.page_size
         self.prefix_hits = self.prefix_tokens = 0
-        self.scheduler: weakref.ref[Any] | None = None  # the engine's, if it has one
+        self.scheduler: Callable[[], Any] = lambda: None  # returns the engine's, if it has one
         self.prepare(chosen, config, page_size, dtype, device)
         allocators = {
             kind: type(
@@ -56,25 +56,25 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             PagedAttentionMemoryHandler=self.make_memory_handler,
         )
         init(self, config, continuous_batching_config, device, distributed_helper, dtype, **kwargs)
-        self.kinds = [
-            LayerKind(getattr(allocator, "sliding_window", None), page_size)
+        self.windows = [
+            getattr(allocator, "sliding_window", None)
             for allocator in self.cache_allocators.values()
         ]
         self._kind_of = {n: one.index for n, one in self.layer_to_allocator.items()}
-        self._pages = {
+        self.layer_pages = {
             layer: from_page(allocator.fp8_pages, place)
             for allocator in self.cache_allocators.values()
             for place, layer in enumerate(allocator.layer_indices)
         }
         if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)  # a stream of its own zeroes the pages
+            torch.cuda.synchronize(device)  # a separate stream zeroes the pages
         self._stored: StoredBlocks | None = None
         if chosen.store is not None and self.use_prefix_sharing:
             (allocator,) = self.cache_allocators.values()
             self._stored = StoredBlocks(chosen.store, self.identity, allocator)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Return the tokens of a prompt that are in the cache, as the engine does; count them."""
+        """Count and return the tokens of a prompt that are in the cache, as the engine does."""
         if self._stored is not None:
             self._stored.fetch(request_id, prompt_ids)
         tokens = int(super().search_prefix_match(request_id, prompt_ids))
@@ -83,30 +83,38 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         return tokens
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Note that a request's blocks are full, as the engine does, and leave them in a store."""
+        """Register a request's full blocks, as the engine does, and write them to the store."""
         super().mark_complete_blocks(state, complete_blocks)
         if self._stored is not None and complete_blocks:
             self._stored.keep(state.request_id, state.initial_tokens + state.generated_tokens)
 
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
-        """Free a request's blocks, as the engine does, once the store knows that they were used."""
+        """Free a request's blocks, as the engine does, after the store has marked them as used.
+
+        Also let waiting requests start when no other request runs. An engine that took pages from a
+        running request starts no request until one finishes. If all running requests are cancelled
+        or fail, none finishes, and the waiting ones would never start (transformers 5.18 to 5.24).
+        """
         if self._stored is not None:
             self._stored.keep(request_id, [], is_over=True)
         super().free_blocks(request_id, *args, **kwargs)
+        scheduler = self.scheduler()
+        if scheduler is not None and not scheduler.active_requests.keys() - {request_id}:
+            scheduler.block_new_requests = False
 
     def make_memory_handler(self, **planned: Any) -> Any:
         return _MemoryHandler(**planned)
 
     def fits_alone(self, tokens: int) -> bool:
-        """Return whether one request may hold `tokens` tokens, with all pages to itself."""
+        """Return whether one request can hold `tokens` tokens if it has all pages to itself."""
         needed = sum(a.needs_new_sectors("", 0, tokens) for a in self.cache_allocators.values())
         return bool(needed <= self.num_sectors)
 
     def max_request_tokens(self) -> int:
-        """Return the most tokens that one request may hold; 0: not even one.
+        """Return the maximum number of tokens of one request. 0 means not even one.
 
-        One that outgrows all pages stops the engine: it has to be known before it is accepted. With
-        windows in all layers there is no such number, and a very large one is returned.
+        A request that outgrows all pages stops the engine, so it must be refused in advance. If all
+        layers have windows there is no maximum, and a very large number is returned.
         """
         return bisect_left(range(1, 2**31), True, key=lambda tokens: not self.fits_alone(tokens))
 
@@ -118,9 +126,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Record a request of the next step; the engine gets no indices.
+        """Record a request of the next step, without filling in the engine's indices.
 
-        The engine makes a new list for each step, and asks for its requests in order.
+        The engine makes a new list for each step, and calls this for its requests in order.
         """
         pages = [
             [block * allocator.pages_per_block for block in allocator.block_table[request_id]]
@@ -129,9 +137,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self.record(write_index, past_length, query_length, pages)
 
     def evict_cached_blocks(self) -> bool:
-        """Give up prefixes until requests have room, the least recently used first.
+        """Evict prefixes until requests have room, the least recently used first.
 
-        The engine's own method gives up all of them. Returns whether any was given up.
+        The engine's own method evicts all of them. Return whether any block was evicted.
         """
         evicted = False
         for allocator in self.cache_allocators.values():
@@ -148,13 +156,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         return evicted
 
     def _has_room(self) -> bool:
-        """Return whether the requests that want pages can have them, and some are free after that.
-
-        Without a scheduler there is no room: all prefixes are given up.
-        """
-        scheduler = None if self.scheduler is None else self.scheduler()
-        if scheduler is None:
-            return False
+        """Return whether starved requests fit, and a portion of the pages is free after that."""
+        scheduler = self.scheduler()
         needed = [
             {
                 name: allocator.needs_new_blocks(state.request_id, state.current_len(), tokens)
@@ -167,9 +170,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         return enough and bool(self.compute_free_capacity() >= least)
 
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Return bytes planned, bytes taken, bytes of a page of all layers, and tokens held.
+        """Return bytes planned, bytes allocated, bytes of a page of all layers, and tokens held.
 
-        `lengths` has the tokens stored for each live request.
+        `lengths` has the number of stored tokens of each live request.
         """
         total = self.num_sectors * self.bytes_per_sector
         free = int(self.compute_free_capacity(relative=False))
@@ -177,7 +180,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         kinds = self.cache_allocators
         allocator = kinds.get(stock.FULL_ATTENTION) or next(iter(kinds.values()))
         size = self.page_layout.slots
-        # By block, since requests share some. Copies: the engine's thread goes on meanwhile.
+        # By block, since requests share blocks. The engine's thread may change the originals of
+        # these copies.
         tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), size)
         for request, blocks in list(allocator.block_table.items()):
             left = min(lengths.get(request, 0), getattr(allocator, "sliding_window", 2**62))
@@ -188,7 +192,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
 
 class _FP8Pages:
-    """The part of an allocator that knows the size of a page, and where its bytes are."""
+    """The part of an allocator that depends on the size of a page and the place of its bytes."""
 
     layout: EnginePages
     fp8_pages: Pages
@@ -213,7 +217,7 @@ class _FP8Pages:
         allocator._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
 
     def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
-        """Free a request's blocks, the last one first: without its beginning none can be found."""
+        """Free a request's blocks, the last first: no block can be found without the first ones."""
         if request_id in self.block_table:
             self.block_table[request_id].reverse()
         engine: Any = super()
@@ -222,13 +226,13 @@ class _FP8Pages:
     def fill_block_table(
         self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
     ) -> None:
-        """Write the request's row of the table that the engine hands to attention: our pages."""
+        """Write the request's row of the engine's table for attention: the numbers of its pages."""
         blocks = torch.tensor(self.block_table[request_id], dtype=block_table.dtype, device="cpu")
         block_table[: len(blocks)].copy_(blocks * self.pages_per_block, non_blocking=True)
 
 
 class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
-    """Plans for attention that reads pages in place: no masks, and no copy of what is read."""
+    """Plans for attention that reads pages in place, without masks and without copies of pages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -240,5 +244,5 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """The engine's index of what is read, which it allocates even though it stays empty."""
+        """Bytes of the index of read tokens, which the engine allocates although it stays empty."""
         return int(self.io_multiplier * self.num_groups * torch.int64.itemsize)
