@@ -1,6 +1,7 @@
 """GRPO of the demo model with TRL. Rollouts come from 8-bit pages, which the trainer replays.
+`make rl` installs TRL. `--chunk` is the number of tokens in a step of the engine.
 
-python examples/rl.py
+    python examples/rl.py
 """
 
 import argparse
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig, GRPOTrainer  # `make rl` installs it
+from trl import GRPOConfig, GRPOTrainer
 
 from hf_fp8kv import demo_model_path, enable, serving
 
@@ -24,9 +25,8 @@ def vowels(completions: list[str], **_: object) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=CASES, default="ours")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chunk", type=int, default=256, help="tokens of a step of the engine")
+    for name, value in ("steps", 20), ("seed", 0), ("chunk", 256):
+        parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     dtype = "bfloat16" if args.case == "16-bit cache" else "float32"
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype)

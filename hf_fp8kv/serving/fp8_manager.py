@@ -163,7 +163,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                 f"and {type(self.model).__name__}; leave it out"
             )
         config.use_cuda_graph = (False, True)
-        # Of the longest request, as the engine counts for its own attention functions.
+        # The longest request counts, as for the engine's own attention functions.
         tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
         blocks = -(-tokens // config.page_size) + 1 if tokens else _BLOCKS
         config.max_blocks_per_request = requested.max_blocks_per_request or blocks
