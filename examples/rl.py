@@ -1,7 +1,8 @@
 """GRPO of the demo model with TRL. Rollouts come from 8-bit pages, which the trainer replays.
-`make rl` installs TRL. `--chunk` is the number of tokens in a step of the engine.
 
     python examples/rl.py
+
+`make rl` installs TRL. `--chunk` is the number of tokens in a step of the engine.
 """
 
 import argparse
@@ -15,8 +16,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from hf_fp8kv import demo_model_path, enable, serving
 
-CASES = ["ours", "ours, no replay", "fp8, scale 1.0", "16-bit cache"]
-
 
 def vowels(completions: list[str], **_: object) -> list[float]:
     return [sum(x in "aeiou" for x in text) / max(len(text), 1) for text in completions]
@@ -24,10 +23,12 @@ def vowels(completions: list[str], **_: object) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--case", choices=CASES, default="ours")
+    cases = ["ours", "ours, no replay", "fp8, scale 1.0", "16-bit cache"]
+    parser.add_argument("--case", choices=cases, default="ours")
     for name, value in ("steps", 20), ("seed", 0), ("chunk", 256):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
+    engine = {"return_logprobs": True, "num_blocks": 64, "max_batch_tokens": args.chunk}
     dtype = "bfloat16" if args.case == "16-bit cache" else "float32"
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype)
     if args.case != "16-bit cache":
@@ -56,7 +57,6 @@ def main() -> None:
         return SimpleNamespace(log_probs=log_probs, entropy=-(log.exp() * log).sum(-1))
 
     model.generate_batch = generate
-    engine = {"return_logprobs": True, "num_blocks": 64, "max_batch_tokens": args.chunk}
     config = GRPOConfig(
         output_dir="build/rl", max_steps=args.steps, seed=args.seed, learning_rate=1e-5,
         per_device_train_batch_size=4, num_generations=4, max_completion_length=12, use_cpu=True,
@@ -69,11 +69,11 @@ def main() -> None:
     # TRL's own product with the head's weights adds in a different order.
     forward, model.forward = model.forward, score
     trainer.train()
-    ratio, log = torch.cat(ratios), trainer.state.log_history
-    rewards = [entry["reward"] for entry in log if "reward" in entry]
-    peak, kl = (ratio - 1).abs().max(), (ratio - 1 - ratio.log()).mean()
-    print(f"{args.case}, {len(ratio)} tokens: |ratio - 1| up to {peak:.1e}, std {ratio.std():.1e}")
-    print(f"KL {kl:.1e}, reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
+    ratio = torch.cat(ratios)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    print(f"{args.case}, {len(ratio)} tokens, KL {(ratio - 1 - ratio.log()).mean():.1e}")
+    print(f"|ratio - 1| up to {(ratio - 1).abs().max():.1e}, std {ratio.std():.1e}")
+    print(f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
 
 
 if __name__ == "__main__":

@@ -252,8 +252,6 @@ CHARTS = (
 
 
 if __name__ == "__main__":  # writes the picture of the README
-    models: dict[str, dict[str, Any]] = {}
-    for path in (*CARDS.glob("*.json"), *BENCHMARKS.glob("*-rivals-of-cards-*.json")):
-        card = json.loads(path.read_text())
-        models.setdefault(card["settings"]["model"], {}).update(card["caches"])
-    (ROOT / "docs" / "images" / "overview.png").write_bytes(draw_overview(models))
+    read = [json.loads(path.read_text()) for path in sorted(CARDS.glob("*.json"))]
+    by_model = {card["settings"]["model"]: card["caches"] for card in read}
+    (ROOT / "docs" / "images" / "overview.png").write_bytes(draw_overview(by_model))
