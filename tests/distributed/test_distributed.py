@@ -223,7 +223,7 @@ def test_a_rank_of_a_model_in_one_process_is_refused(kind, form):
 
 @pytest.mark.parametrize(
     ("heads", "size", "message"),
-    [(4, 3, "divides the 4 KV heads .* got 3; use 1 or 2 or 4"), (1, 2, "use 1, or one process")],
+    [(4, 3, "divides the 4 KV heads .* got 3. Use 1 or 2 or 4"), (1, 2, "Use 1, or one process")],
 )
 def test_a_cache_for_uneven_heads_is_not_made(heads, size, message):
     model, _ = tiny("llama", num_key_value_heads=heads)

@@ -709,7 +709,7 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model, slow_step
         (["--default-seed", str(2**70)], 2, "--default-seed"),
         (["--max-body", "0"], 1, "--max-body: expected at least 1"),
         (["--device", "toaster"], 1, "cannot load a language model"),
-        (["--device", "cpu", "--dtype", "int8"], 2, "expected one of: auto"),
+        (["--device", "cpu", "--dtype", "int8"], 2, "expected one of auto"),
         (["--cb-num-blocks", "0"], 2, "--cb-num-blocks"),
         (["--cb-max-memory-percent", "7"], 2, "--cb-max-memory-percent"),
         (["--cb-num-blocks", "1", "--cb-block-size", "-4"], 2, "--cb-block-size"),

@@ -500,7 +500,7 @@ class TestErrors:
             (ScaleError, {"scales": "/nowhere/kv_cache_scales.json"}, "/nowhere"),
             (ConfigError, {"plan": {0: BYTES, 1: LayerPlan.parse("auto", "int8")}},
              "plan: expected 'model' for K, or V"),
-            (ConfigError, {"plan": {0: BYTES}}, "none for layer 1.*serving has every layer"),
+            (ConfigError, {"plan": {0: BYTES}}, "none for layer 1.*not in serving"),
             (ConfigError, {"plan": dict.fromkeys(range(3), BYTES)},
              r"from 0 to 1, .*got \[2\], too"),
             (ConfigError, {"plan": LayerPlan.parse("int8 centered", "int8")},
