@@ -81,10 +81,17 @@ def unsupported(name: str, expected: str, value: Any) -> APIError:
 
 def walk(value: Any) -> Iterator[Any]:
     """Yield a JSON value and all values in its lists and objects."""
-    yield value
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from walk(inner)
+    # Without recursion, which would pass each value through all lists that contain it, and without
+    # copies, because a list may have millions of values.
+    stack = [iter([value])]
+    while stack:
+        for value in stack[-1]:
+            yield value
+            if isinstance(value, dict | list):
+                stack.append(iter(value.values() if isinstance(value, dict) else value))
+                break
+        else:
+            stack.pop()
 
 
 _INT64 = 2**63 - 1
@@ -348,6 +355,8 @@ class Body(_Strict):
 class Request(Body):
     """A request to generate. Fields that are null are left out before it is validated."""
 
+    _characters: int = 0  # of its texts
+
     # The prompt, and the length of the answer.
     messages: _Messages = []
     prompt: _AnyPrompt | None = None
@@ -421,13 +430,10 @@ class Request(Body):
         """Number of likely tokens to report for answer and prompt. None means no scores."""
         return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
 
-    @cached_property
+    @property
     def lengths(self) -> list[int]:
         """The number of characters of each prompt."""
-        fields = {"messages", "input", "instructions", "tools"}
-        # Without warnings about `input`, whose items have several classes.
-        texts = walk(self.model_dump(include=fields, warnings=False))
-        return [sum(len(text) for text in texts if isinstance(text, str))]
+        return [self._characters]
 
     @property
     def forced_tool(self) -> str | None:
@@ -590,6 +596,9 @@ def validate(kind: type[Kind], body: Mapping[str, Any], where: str = "") -> Kind
         value = None if first["type"] == "missing" else first["input"]
         raise invalid(where + name, " or ".join(rules)[:200], value) from None
     parsed.check()
+    if isinstance(parsed, Request):
+        texts = walk([body.get(name) for name in ("messages", "input", "instructions", "tools")])
+        parsed._characters = sum(len(text) for text in texts if isinstance(text, str))
     return parsed
 
 
