@@ -32,6 +32,7 @@ CSS = ".md-grid{max-width:76rem}.md-typeset table:not([class]){font-size:.68rem}
 # Text and lines of a chart, by the site's color scheme; bars are of Okabe and Ito's colors, which
 # the color-blind can tell apart.
 SCHEMES = {"light": "#222222", "dark": "#dddddd"}
+POSITION = 2048  # tokens before the predictions in the picture of the README
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 
 
@@ -164,15 +165,12 @@ def _draw(draw: Callable[[Axes, dict[str, Any]], None], run: dict[str, Any], col
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     draw(axes, run)
-    axes.tick_params(colors=color)
+    axes.tick_params(colors=color, grid_color=color)
     legend = axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     for text in (axes.xaxis.label, axes.yaxis.label, *legend.get_texts()):
         text.set_color(color)
     for spine in axes.spines.values():
         spine.set_color(color)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color=color, alpha=0.2)
-    axes.set_axisbelow(True)
     file = io.BytesIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return file.getvalue()
@@ -187,6 +185,9 @@ def _bars(axes: Axes, groups: list[str], series: dict[str, list[float | None]]) 
         heights = [value for _, value in known]
         axes.bar(left, heights, 0.9 * width, label=name, color=COLORS[place % len(COLORS)])
     axes.set_xticks(range(len(groups)), groups)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.2)
+    axes.set_axisbelow(True)
 
 
 def _draw_decode(axes: Axes, run: dict[str, Any]) -> None:
@@ -226,14 +227,11 @@ def draw_overview(models: dict[str, dict[str, Any]]) -> bytes:
         }
         _bars(axes, caches, series)
         axes.tick_params("x", rotation=20)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.2)
-        axes.set_axisbelow(True)
 
     draw(memory, lambda cache: cache["bytes_per_token"] / 1000)
     memory.set_ylabel("kB per token")
-    draw(quality, lambda cache: 1e3 * _last_divergence(cache))
-    quality.set_ylabel("mean KL at 2,048 tokens, 1e-3")
+    draw(quality, lambda cache: 1e3 * _divergence(cache))
+    quality.set_ylabel(f"mean KL at {POSITION:,} tokens, 1e-3")
     quality.set_yscale("log")
     memory.legend(frameon=False)
     file = io.BytesIO()
@@ -241,8 +239,10 @@ def draw_overview(models: dict[str, dict[str, Any]]) -> bytes:
     return file.getvalue()
 
 
-def _last_divergence(cache: dict[str, Any]) -> float:
-    return float([row["kl"] for row in cache["predictions"] if row["kind"] == "all"][-1])
+def _divergence(cache: dict[str, Any]) -> float:
+    return {(row["kind"], row["position"]): row["kl"] for row in cache["predictions"]}[
+        "all", POSITION
+    ]
 
 
 CHARTS = (
