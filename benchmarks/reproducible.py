@@ -1,7 +1,8 @@
 """Bits of logits and stored pages, in any batch, chunks and engine, under `deterministic=True`.
 
-Each model reads a text once, alone and at once. Then it reads the text again in combinations drawn
-by a seed, and all bits are compared. Users' calls are compared: nothing is padded or rounded.
+Each model first reads a text alone and in one call. Then it reads the text again in combinations
+that a seed determines, and all bits are compared. These are users' calls, without added padding or
+rounding.
 """
 
 import operator
@@ -35,9 +36,10 @@ Tensor = torch.Tensor
 _OFFLOAD = OffloadingManager.offload_requests
 PAGE, VOCABULARY = 64, 200
 BLOCK, ANSWER = 32, 24  # tokens of a block and of an answer in an engine
-# Tokens and sequences, at most. Sums are over spans of 512 tokens.
+# Maximum number of tokens and of sequences. Attention adds spans of 512 tokens.
 SIZES, SIZES_OF_DEMO = (600, 16), (512, 3)
-# As SGLang's issue 25790: log-probabilities of decode and prefill, at each of these positions.
+# Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
+# issue 25790.
 POSITIONS = 512
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -59,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Reader:
-    """One model, its texts, and its results for the first text, read alone and at once."""
+    """One model, its texts, and its results for the first text, read alone in one call."""
 
     def __init__(
         self, model: PreTrainedModel, rng: random.Random, tokens: int, sequences: int
@@ -95,34 +97,34 @@ class Reader:
         chunks: list[int] = []
         largest = self.rng.choice([1, 8, 63, 64, 65, 200, 512])
         while (left := tokens - sum(chunks)) > 0:
-            # Single tokens take the longest: a few of them stand for all.
+            # Single tokens take the longest, so there are at most 40 chunks before the rest.
             chunks.append(min(left, self.rng.randint(1, largest)) if len(chunks) < 40 else left)
         return chunks
 
     def compare(self, found: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
-        """Return compared numbers, and differing ones of logits and of pages."""
+        """Return how many values were compared, and how many differ in logits and in pages."""
         logits, pages = found
         pairs = [
-            # Less is left of a window where the last calls were shorter.
-            (one[:, -n:], other[:, -n:])
-            for one, other in zip(pages, self.pages[: len(pages)], strict=True)
-            if (n := min(one.shape[1], other.shape[1]))
+            # A window holds fewer tokens if the last calls were shorter.
+            (page[:, -n:], expected[:, -n:])
+            for page, expected in zip(pages, self.pages[: len(pages)], strict=True)
+            if (n := min(page.shape[1], expected.shape[1]))
         ]
         in_logits = int((logits != self.logits[start:]).sum())
-        in_pages = sum(int((one != other).sum()) for one, other in pairs)
-        return logits.numel() + sum(one.numel() for one, _ in pairs), in_logits, in_pages
+        in_pages = sum(int((page != expected).sum()) for page, expected in pairs)
+        return logits.numel() + sum(page.numel() for page, _ in pairs), in_logits, in_pages
 
     # -- combinations ------------------------------------------------------------------------
 
     def batch(self) -> tuple[int, int, int]:
-        """Read the text as one of a batch, in chunks."""
+        """Read the text in a batch, in chunks."""
         order = self.rng.sample(range(1, self.sequences), self.rng.randint(0, self.sequences - 1))
         row = self.rng.randint(0, len(order))
         order.insert(row, 0)
         return self.compare(self.read(self.texts[order], self.draw_chunks(self.tokens), row=row))
 
     def fork(self) -> tuple[int, int, int]:
-        """Continue a fork, after another text continued the cache."""
+        """Continue a fork, after a different text continued the cache."""
         start = self.rng.randint(1, self.tokens - 1)
         cache = self.cache()
         self.read(self.texts[:1, :start], self.draw_chunks(start), cache)
@@ -132,7 +134,7 @@ class Reader:
         return self.compare(self.read(rest, self.draw_chunks(self.tokens - start), forked), start)
 
     def recompute(self) -> tuple[int, int, int]:
-        """Remove the last tokens, and compute them again."""
+        """Remove the last tokens, and recompute them."""
         removed = self.rng.randint(1, 60)
         cache = self.cache()
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
@@ -161,7 +163,7 @@ class Reader:
         return self.compare(self.read(rest, self.draw_chunks(self.tokens - start), loaded), start)
 
     def prefix(self) -> tuple[int, int, int]:
-        """Generate from a store of prefixes: a miss, and a hit after a restart."""
+        """Generate with a prefix store, first without and then with stored pages."""
         compared = differing = 0
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for length in sorted(self.rng.sample(range(PAGE, self.tokens), 3)):
@@ -226,11 +228,11 @@ class Reader:
 
     @torch.no_grad()
     def decode(self) -> tuple[int, int, int]:
-        """Compare log-probabilities of prefill with those of decode at each position."""
+        """Compare log-probabilities of prefill and decode at each position."""
         ids = self.texts[:1, :POSITIONS]
         logits, _ = self.read(ids, [1] * POSITIONS)
-        one, other = (x[:POSITIONS].float().log_softmax(-1) for x in (logits, self.logits))
-        return one.numel(), int((one != other).sum()), 0
+        decoded, expected = (x[:POSITIONS].float().log_softmax(-1) for x in (logits, self.logits))
+        return decoded.numel(), int((decoded != expected).sum()), 0
 
 
 def build(name: str, dtype: str) -> PreTrainedModel:
@@ -246,7 +248,7 @@ def build(name: str, dtype: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def measure_cost(dtype: str, turns: int = 7) -> list[dict[str, Any]]:
-    """Return the seconds of calls of the demo model, and the ratio of deterministic ones."""
+    """Return the seconds of calls of the demo model with and without determinism, and ratios."""
     model: Any = build(DEMO, dtype)
     ids = torch.randint(3, VOCABULARY, (8, 512))
     batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
@@ -302,15 +304,15 @@ def measure_reproducibility(
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
 
-    `compared` is the count of numbers, `logits` and `pages` are counts of different ones, and
-    `evicted` is the count of requests that an engine had to compute again. `costs` is the result of
-    `measure_cost`, if asked for.
+    `compared` is the number of compared values. `logits` and `pages` are numbers of different
+    values, and `evicted` is the number of requests that an engine computed again. `costs` has the
+    results of `measure_cost` if `cost` is True.
     """
     run, rows = describe_run("reproducible"), []
     known = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
     names = [known[name] for name in (models.split(",") if models else known)]
     cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
-    each = combinations // max(1, len(cases))
+    per_case = combinations // max(1, len(cases))
     for place, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build(name, dtype)
@@ -319,8 +321,8 @@ def measure_reproducibility(
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
         if not reader.windows:
             kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
-        # The demo model takes far longer: all kinds once, or half the number.
-        todo = each // 2 if name == DEMO else each
+        # The demo model takes far longer, so it has half the number, and at least all kinds once.
+        todo = per_case // 2 if name == DEMO else per_case
         drawn = Counter(kinds + reader.rng.choices(kinds, k=max(0, todo - len(kinds) - 1)))
         for kind, count in [*drawn.items(), (Reader.decode, 1)]:
             progress(f"{name}, {dtype}, {kind.__name__}", place / len(cases))

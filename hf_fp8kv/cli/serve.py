@@ -94,7 +94,7 @@ def serve(
     ] = True,
     cb_num_blocks: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of pages. Default: as many as fit into free memory."),
+        typer.Option(min=1, help="Number of pages. Default: all that fit into free memory."),
     ] = None,
     cb_block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a page. Default: transformers' own.")

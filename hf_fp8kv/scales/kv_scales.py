@@ -347,7 +347,7 @@ class StoragePlan(KVScales):
         """Return the plan in a file, a folder or a repository of the Hub.
 
         Raises:
-            ScaleError: There is no plan, or it has static scales.
+            ScaleError: The scales are static, or have no plan.
         """
         plan = resolve(place)
         if not isinstance(plan, StoragePlan):

@@ -16,7 +16,7 @@ _SPARE = 32
 
 
 def max_connections() -> int | None:
-    """Return how many connections fit the free descriptors, or None if there is no limit.
+    """Return the number of connections that fit the free descriptors. None means no limit.
 
     Without a descriptor for a new connection, Python's event loop logs an error over and over.
     """

@@ -221,7 +221,7 @@ class Engine:
                 return 0  # tokens of a prefix are not computed, so they would have no logits
             tokens = int(find(request_id, prompt_ids))
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
-            if sequence.last_token_at is None:  # otherwise the request is resumed
+            if sequence.last_token_at is None:  # not a resumed request
                 sequence.cached_tokens = tokens
             return tokens
 

@@ -11,7 +11,7 @@ from .errors import APIError
 from .schemas import ResponseRequest
 from .text import Part
 
-# Of an item: the beginning of its id, its fields, and its content.
+# The beginning of an item's id, its fields, and its content.
 _KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
     "message": (

@@ -34,7 +34,7 @@ def attend_layer(
     """Store the keys and values of a step. Return the attention `[1, N, Hq, D]`, 0 for padding.
 
     Args:
-        query: Queries, `[1, Hq, N, D]`. Tokens after those of the step are padding.
+        query: Queries, `[1, Hq, N, D]`. Tokens after the tokens of the step are padding.
         key: Keys, `[1, Hkv, N, D]`. None if a different layer has stored keys and values.
         value: As `key`, for the values.
         sinks: Sinks, `[Hq]`, or None.

@@ -84,7 +84,7 @@ class Enabled:
 
 
 def enabled_state(model: Any) -> Enabled | None:
-    """Return what `enable` set on a model, or None for other models and other objects."""
+    """Return the settings of `enable` on a model. None means that it was not enabled."""
     state = getattr(model, "__dict__", {}).get(_METHOD)
     return state if isinstance(state, Enabled) else None
 
