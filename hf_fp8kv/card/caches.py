@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from ..cache.cache import FP8PagedCache
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError, FP8KVError
 from ..formats import ADAPTIVE
+from ..formats.rotation import rotate
 from ..scales.checkpoint.configs import declared_kv_scales
 
 FLOOR, CHECKPOINT = "bf16", "checkpoint"
 # Number of values that share a scale in llama.cpp's q8_0, and its largest code.
 _BLOCK, _LARGEST = 32, 127
+_ROTATED = 64  # channels of V that it rotates together, and the divisor of rotated head sizes
 _TOKENS = 1024  # tokens that bytes are counted for, a multiple of every page size
 # Keys and values of a layer, `[B, Hkv, N, D]`.
 States = tuple[torch.Tensor, torch.Tensor]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,9 @@ class Contender:
 class RoundedCache(DynamicCache):
     """An unquantized cache of rounded keys and values, which imitates a quantized cache."""
 
-    def __init__(
-        self, config: PreTrainedConfig, rounding: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, config: PreTrainedConfig, round_k: Rounding, round_v: Rounding) -> None:
         super().__init__(config=config)
-        self._rounding = rounding
+        self._round_k, self._round_v = round_k, round_v
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
@@ -60,7 +62,7 @@ class RoundedCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Store rounded states. On an empty cache, return the unrounded states."""
         is_first = not self.get_seq_length(layer_idx)
-        rounded = self._rounding(key_states), self._rounding(value_states)
+        rounded = self._round_k(key_states), self._round_v(value_states)
         keys, values = super().update(*rounded, layer_idx, *args, **kwargs)
         return (key_states, value_states) if is_first else (keys, values)
 
@@ -70,12 +72,26 @@ def round_to_bfloat16(states: torch.Tensor) -> torch.Tensor:
     return states.bfloat16().to(states.dtype)
 
 
-def round_to_q8_0(states: torch.Tensor) -> torch.Tensor:
+def round_to_q8_0(states: torch.Tensor, rotated: int | None = None) -> torch.Tensor:
     """Return the states `[..., D]` rounded as llama.cpp's q8_0, in their own dtype.
 
     q8_0 is int8 with a float16 scale for each block of 32 values of a head. The last block is
-    shorter if D is not a multiple of 32.
+    shorter if D is not a multiple of 32. If D is a multiple of 64, llama.cpp first applies a
+    Hadamard transform (ggml-org/llama.cpp pull request 21038, 2026-04): to K over the largest power
+    of two that divides D, to V over 64 channels.
+
+    Args:
+        states: K or V.
+        rotated: Number of channels that are transformed together. None means as for K.
     """
+    size = states.shape[-1]
+    if not size % _ROTATED:
+        parts = states.unflatten(-1, (-1, rotated or size))
+        return rotate(_round_blocks(rotate(parts))).view_as(states).to(states.dtype)
+    return _round_blocks(states).to(states.dtype)
+
+
+def _round_blocks(states: torch.Tensor) -> torch.Tensor:
     size = states.shape[-1]
     padded = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK))
     blocks = padded.unflatten(-1, (-1, _BLOCK))
@@ -83,7 +99,7 @@ def round_to_q8_0(states: torch.Tensor) -> torch.Tensor:
     # llama.cpp divides by the scale in float32, and stores it in float16.
     codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
     rounded: torch.Tensor = codes * scale.half().float()
-    return rounded.flatten(-2)[..., :size].to(states.dtype)
+    return rounded.flatten(-2)[..., :size]
 
 
 def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
@@ -105,14 +121,17 @@ CONTENDERS = {
     "fp8-1.0": Contender('FP8PagedCache, dtype="fp8", scale 1.0', _paged(dtype="fp8", scales=1.0)),
     "q8_0": Contender(
         "q8_0 of llama.cpp (rounding only)",
-        lambda model: RoundedCache(model.config, round_to_q8_0), 8 + 16 / _BLOCK,
+        lambda model: RoundedCache(
+            model.config, round_to_q8_0, partial(round_to_q8_0, rotated=_ROTATED)
+        ),
+        8 + 16 / _BLOCK,
     ),
     "QuantizedCache": Contender(
         'QuantizedCache("fp8")', lambda model: QuantizedCache("fp8", model.config)
     ),
     FLOOR: Contender(
         "K and V rounded to bfloat16",
-        lambda model: RoundedCache(model.config, round_to_bfloat16), 16,
+        lambda model: RoundedCache(model.config, round_to_bfloat16, round_to_bfloat16), 16,
     ),
 }  # fmt: skip
 STANDARD = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)

@@ -31,6 +31,7 @@ from hf_fp8kv.card.predictions import States, check_stored, read_states, score_t
 from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, Haystack, Question, Step, write_haystacks
 from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.formats.rotation import rotate
 from tests.helpers import command_line
 from tests.helpers.tiny_models import tiny
 
@@ -350,15 +351,21 @@ def test_lost_and_won_answers_cancel():
     assert tiers[-1] == math.inf
 
 
-def test_q8_0_rounds_blocks_of_32_to_their_largest_value():
-    states = torch.randn(1, 2, 5, 80)  # the last block has 16
+@pytest.mark.parametrize(
+    ("size", "rotated", "together"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
+)  # the last block of 80 has 16, K is rotated over a power of two, and V over 64
+def test_q8_0_rounds_blocks_of_32_to_their_largest_value(size, rotated, together):
+    states = torch.randn(1, 2, 5, size)
     states[..., 40] *= 50
-    blocks = zip(round_to_q8_0(states).split(32, -1), states.split(32, -1), strict=True)
-    for block, exact in blocks:
-        step = exact.abs().amax(-1, keepdim=True) / 127
+    stored, exact = (
+        rotate(x.unflatten(-1, (-1, together))).flatten(-2) if together else x
+        for x in (round_to_q8_0(states, rotated), states)
+    )
+    for block, values in zip(stored.split(32, -1), exact.split(32, -1), strict=True):
+        step = values.abs().amax(-1, keepdim=True) / 127
         # Half a step, and the error of a scale in float16.
-        assert ((block - exact).abs() <= 0.5 * step + 127 * step * 2**-11).all()
-        assert (block - exact).abs().max() > 0.3 * step.min()
+        assert ((block - values).abs() <= 0.501 * step + 127 * step * 2**-11).all()
+        assert (block - values).abs().max() > 0.3 * step.min()
 
 
 def test_standard_caches_and_plans(folder):
