@@ -59,9 +59,14 @@ class RoundedCache(DynamicCache):
         super().__init__(config=config)
         self._rounded = rounded
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rounded = self._rounded(*_round_to_bf16(key_states, value_states))
-        return super().update(*rounded, *args, **kwargs)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Store rounded states. On an empty cache, return bfloat16 values, as the pages do."""
+        is_first = not self.get_seq_length(layer_idx)
+        exact = _round_to_bf16(key_states, value_states)
+        stored = super().update(*self._rounded(*exact), layer_idx, *args, **kwargs)
+        return exact if is_first else stored
 
 
 class _PagedBf16(FP8PagedCache):

@@ -4,13 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..calibration.divergence import compare_caches, compute_logits
-from .caches import Contender
+from ..calibration.divergence import compare_caches, compute_logits, compute_scores
+from .caches import UNQUANTIZED, Contender
 
 WINDOW = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
@@ -24,13 +25,14 @@ _FEWEST = 8  # windows of 128 tokens that a slope needs
 _POWER = 0.8  # probability of finding the detectable slope
 
 
-def write_answers(
+def sample_answers(
     model: PreTrainedModel, prompts: torch.Tensor, contender: Contender, tokens: int
-) -> torch.Tensor:
-    """Return answers, `[B, tokens]`, sampled at a temperature of 0.7 under a cache.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the logits `[B, 1, vocabulary]` and the tokens `[B, 1]` of answers by position.
 
-    The noise of a token depends on its row and position, not on the cache: two caches give
-    different tokens only if their logits differ. The token that ends a text is not sampled.
+    Tokens are sampled at a temperature of 0.7 under a cache. The noise of a token depends on its
+    row and position, not on the cache: two caches give different tokens only if their logits
+    differ. The token that ends a text is not sampled.
 
     Args:
         model: The model, in the attention to measure.
@@ -41,17 +43,15 @@ def write_answers(
     ends = getattr(model.generation_config, "eos_token_id", None)
     excluded = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
     cache, ids = contender.make(model), prompts
-    answer = []
     with _few_rows(model):
         for position in range(tokens):
-            logits = compute_logits(model, ids, cache, {}, scored=False)[:, -1].float().cpu()
-            logits[:, excluded] = -math.inf
+            logits = compute_logits(model, ids, cache, {}, scored=False)[:, -1:]
+            allowed = logits[:, -1].float().cpu().index_fill(1, excluded, -math.inf)
             generator = torch.Generator().manual_seed(position)
-            noise = torch.rand(logits.shape, generator=generator).log().neg().log()
+            noise = torch.rand(allowed.shape, generator=generator).log().neg().log()
             # Minus Gumbel noise: the largest sum is a sample of the softmax.
-            ids = (logits / _TEMPERATURE - noise).argmax(-1, keepdim=True).to(prompts.device)
-            answer.append(ids)
-    return torch.cat(answer, 1)
+            ids = (allowed / _TEMPERATURE - noise).argmax(-1, keepdim=True).to(prompts.device)
+            yield logits, ids
 
 
 @contextmanager
@@ -75,8 +75,7 @@ def _multiply(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     rows = states.numel() // states.shape[-1]
     if rows > _FEW:
         return torch.nn.functional.linear(states, layer.weight, layer.bias)
-    product = (layer.weight @ states.reshape(rows, -1).T).T.contiguous()
-    product = product.view(*states.shape[:-1], -1)
+    product = (layer.weight @ states.reshape(rows, -1).T).T.view(*states.shape[:-1], -1)
     return product if layer.bias is None else product + layer.bias
 
 
@@ -98,8 +97,7 @@ def follow_answers(
         contenders: The caches by name.
     """
     rows, length = answers.shape
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    chunk = max(min(_CHUNK, _LOGITS // (rows * vocabulary)), 1)
+    chunk = _chunk_size(model, rows)
     makers = {name: partial(contender.make, model) for name, contender in contenders.items()}
     scores = compare_caches(
         model, torch.cat((prompts, answers), 1), makers, prefill=prompts.shape[1], chunk=chunk
@@ -109,6 +107,11 @@ def follow_answers(
         name: torch.cat([part.view(rows, -1) for part in scores[name].kl.split(sizes)], 1)
         for name in contenders
     }
+
+
+def _chunk_size(model: PreTrainedModel, rows: int) -> int:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return max(min(_CHUNK, _LOGITS // (rows * vocabulary)), 1)
 
 
 def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
@@ -202,15 +205,25 @@ def run_freely(
 
     Returns:
         `first`, the position of the first different token of each answer or None, and `kl_before`
-        and `kl_after`, the mean divergence along the cache's answers before and from that token on.
+        and `kl_after`, the mean divergence of the predictions of the cache's tokens before that
+        token, and from it on.
     """
-    own = write_answers(model, prompts, contender, expected.shape[1])
-    kl = follow_answers(model, prompts, own, {"": contender})[""]
+    unquantized, read, kl = UNQUANTIZED.make(model), prompts, []
+    rows, length = expected.shape
+    chunk = _chunk_size(model, rows)
+    answers = sample_answers(model, prompts, contender, length)
+    own = prompts[:, :0]
+    while part := [*islice(answers, chunk)]:
+        logits, ids = (torch.cat(x, 1) for x in zip(*part, strict=True))
+        inputs = torch.cat((read, ids[:, :-1]), 1)
+        exact = compute_logits(model, inputs, unquantized, {}, scored=True)[:, -len(part) :]
+        kl.append(compute_scores(exact, logits, ids).kl.view(rows, -1))
+        own, read = torch.cat((own, ids), 1), ids[:, -1:]
     differs = (own != expected).cpu().cumsum(1) > 0
     first: Sequence[int | None]
     first = [int(row.int().argmax()) if row.any() else None for row in differs]
 
     def mean(chosen: torch.Tensor) -> float | None:
-        return kl[chosen].mean().item() if chosen.any() else None
+        return torch.cat(kl, 1)[chosen].mean().item() if chosen.any() else None
 
     return {"first": first, "kl_before": mean(~differs), "kl_after": mean(differs)}

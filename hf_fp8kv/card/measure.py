@@ -34,7 +34,7 @@ from .drift import (
     follow_answers,
     format_change,
     run_freely,
-    write_answers,
+    sample_answers,
 )  # fmt: skip
 from .predictions import check_stored, read_states, score_text
 from .tasks import TASKS, Haystack, write_haystacks
@@ -271,8 +271,8 @@ class _Card:
     def _write_answers(self) -> list[list[int]]:
         # Pages in the model's dtype store the bits of DynamicCache, and copy no history.
         pages = Contender("", lambda model: FP8PagedCache(model.config, dtype="model"))
-        written = write_answers(self.model, self.prompts, pages, self.size.drift)
-        answers: list[list[int]] = written.tolist()
+        tokens = sample_answers(self.model, self.prompts, pages, self.size.drift)
+        answers: list[list[int]] = torch.cat([ids for _, ids in tokens], 1).tolist()
         return answers
 
     def _follow(self, start: int) -> dict[str, list[list[float]]]:

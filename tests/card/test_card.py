@@ -25,7 +25,13 @@ from hf_fp8kv.card.caches import (
     measure_bytes,
     round_to_q8_0,
 )  # fmt: skip
-from hf_fp8kv.card.drift import describe_drift, follow_answers, quantile, write_answers
+from hf_fp8kv.card.drift import (
+    describe_drift,
+    follow_answers,
+    quantile,
+    run_freely,
+    sample_answers,
+)  # fmt: skip
 from hf_fp8kv.card.measure import Size, judge
 from hf_fp8kv.card.predictions import States, check_stored, read_states, score_text
 from hf_fp8kv.card.report import make_columns
@@ -243,8 +249,10 @@ def test_an_answer_is_followed_as_it_was_decoded():
     model, _ = tiny("llama", num_hidden_layers=2)
     prompts = torch.randint(4, 90, (2, 24))
     with paged_attention(model):
-        answers = write_answers(model, prompts, CONTENDERS["default"], 12)
-        assert torch.equal(answers, write_answers(model, prompts, CONTENDERS["default"], 12))
+        sampled = sample_answers(model, prompts, CONTENDERS["default"], 12)
+        answers = torch.cat([ids for _, ids in sampled], 1)
+        free = run_freely(model, prompts, answers, CONTENDERS["default"])
+        assert free["first"] == [None, None]
         found = follow_answers(model, prompts, answers, {"default": CONTENDERS["default"]})
         caches = DynamicCache(config=model.config), FP8PagedCache(model.config)
         decoded = []
@@ -257,6 +265,7 @@ def test_an_answer_is_followed_as_it_was_decoded():
     decoded_kl = torch.stack(decoded[1:], 1)
     assert decoded_kl.min() > 0
     torch.testing.assert_close(found["default"], decoded_kl, rtol=0.02, atol=1e-10)
+    assert free["kl_before"] == pytest.approx(torch.stack(decoded[:-1]).mean().item(), rel=0.02)
 
 
 def test_slopes_and_intervals_are_those_of_planted_drift():
