@@ -377,7 +377,7 @@ Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}, \
 Each type is a tiny random model in fp32, which chooses eight tokens greedily for two rows with \
 padding.
 
-* **own attention** is what transformers selects. It reads dense K and V at each step.
+* **own attention** is transformers' choice. It reads dense K and V at each step.
 * **equal**: with `dtype="model"` and pages of 8 slots, the tokens equal those under \
 `DynamicCache`, and logits differ by at most {TOLERANCE:g} of their standard deviation.
 * **E4M3** is the share of equal tokens with K and V in E4M3 and dynamic scales, not in the \
