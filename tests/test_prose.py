@@ -37,19 +37,20 @@ FILES = {
     "docs": ("docs/*.md", "*.md"),
     "tests": ("tests/**/*.py", "benchmarks/**/*.py", "examples/*.py"),
 }
+GENERATED = "architectures.md"  # every type of model has a row, some with foreign messages
 # The most matches of each pattern, in the order of `PATTERNS`. They only fall.
 ALLOWED = {
     "package": (14, 1, 10, 15, 15, 321, 11, 0, 4, 23, 2, 2, 6, 9, 12, 5, 3),
-    "docs": (0, 0, 2, 0, 0, 23, 0, 0, 1, 1, 3, 0, 1, 2, 0, 0, 2),
+    "docs": (0,) * len(PATTERNS),
     "tests": (29, 10, 28, 28, 2, 254, 7, 3, 18, 24, 4, 3, 17, 16, 9, 3, 8),
 }  # fmt: skip
 
 
 def prose_of(path: Path) -> str:
-    """Return comments and strings of a module, or a page without its code."""
+    """Return comments and strings of a module, or a page without its code and link targets."""
     text = path.read_text()
     if path.suffix == ".md":
-        return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+        return re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     kinds = (tokenize.COMMENT, tokenize.STRING)
     return "\n".join(token.string.strip("# \"'") for token in tokens if token.type in kinds)
@@ -64,7 +65,8 @@ def count(texts: list[str]) -> Counter[str]:
 
 @pytest.mark.parametrize("place", FILES)
 def test_no_pattern_gains(place):
-    paths = {path for glob in FILES[place] for path in ROOT.glob(glob)} - {Path(__file__)}
+    paths = {path for glob in FILES[place] for path in ROOT.glob(glob)}
+    paths -= {Path(__file__), ROOT / "docs" / GENERATED}
     found = count([prose_of(path) for path in sorted(paths)])
     print(f'"{place}": {tuple(found.values())},')
     allowed = dict(zip(PATTERNS, ALLOWED[place], strict=True))
@@ -82,8 +84,6 @@ def test_a_pattern_is_found():
 
 # -- sizes ---------------------------------------------------------------------------------------
 
-# Generated, and not counted: every type of model has a row.
-GENERATED = "architectures.md"
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDE = [page for page in GUIDE if page.name != GENERATED]
 

@@ -33,6 +33,9 @@ CSS = ".md-grid{max-width:76rem}.md-typeset table:not([class]){font-size:.68rem}
 # the color-blind can tell apart.
 SCHEMES = {"light": "#222222", "dark": "#dddddd"}
 POSITION = 2048  # tokens before the predictions in the picture of the README
+# Runs of more caches than the cards have, and the caches from left to right.
+MORE = "2026-11-27-more-caches"
+ORDER = ("adaptive", "default", "fp8_e3m4", "fp8", "fp8-1.0", "q8_0", "bf16", "QuantizedCache")
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 
 
@@ -220,20 +223,25 @@ def draw_overview(models: dict[str, dict[str, Any]]) -> bytes:
     figure = Figure(figsize=(11, 4), layout="constrained")
     memory, quality = figure.subplots(1, 2)
 
-    def draw(axes: Axes, read: Callable[[dict[str, Any]], float]) -> None:
-        series = {
-            name: [read(model[cache]) if cache in model else None for cache in caches]
+    def read(get: Callable[[dict[str, Any]], float]) -> dict[str, list[float | None]]:
+        return {
+            name: [get(model[cache]) if cache in model else None for cache in caches]
             for name, model in models.items()
         }
-        _bars(axes, caches, series)
-        axes.tick_params("x", rotation=20)
 
-    draw(memory, lambda cache: cache["bytes_per_token"] / 1000)
+    _bars(memory, caches, read(lambda cache: cache["bytes_per_token"] / 1000))
     memory.set_ylabel("kB per token")
-    draw(quality, lambda cache: 1e3 * _divergence(cache))
+    memory.legend(frameon=False)
+    divergences = read(lambda cache: 1e3 * _divergence(cache))
+    for color, (name, values) in zip(COLORS, divergences.items(), strict=False):
+        known = [(cache, kl) for cache, kl in zip(caches, values, strict=True) if kl is not None]
+        quality.plot(*zip(*known, strict=True), "o", label=name, color=color)
     quality.set_ylabel(f"mean KL at {POSITION:,} tokens, 1e-3")
     quality.set_yscale("log")
-    memory.legend(frameon=False)
+    quality.grid(axis="y", alpha=0.2)
+    quality.spines[["top", "right"]].set_visible(False)
+    for axes in (memory, quality):
+        axes.tick_params("x", rotation=20)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
     return file.getvalue()
@@ -252,6 +260,10 @@ CHARTS = (
 
 
 if __name__ == "__main__":  # writes the picture of the README
-    read = [json.loads(path.read_text()) for path in sorted(CARDS.glob("*.json"))]
-    by_model = {card["settings"]["model"]: card["caches"] for card in read}
+    by_model: dict[str, dict[str, Any]] = {}
+    for path in sorted(CARDS.glob("*.json")):
+        more = json.loads((BENCHMARKS / f"{MORE}-{path.name}").read_text())["caches"]
+        card = json.loads(path.read_text())
+        found = card["caches"] | more
+        by_model[path.stem] = {cache: found[cache] for cache in ORDER if cache in found}
     (ROOT / "docs" / "images" / "overview.png").write_bytes(draw_overview(by_model))

@@ -393,14 +393,39 @@ def test_standard_caches_and_plans(folder):
         choose_contenders(model, ["checkpoint"])
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b"])
-def test_the_docs_show_the_cards(name):
-    docs = Path(__file__).parents[2] / "docs"
-    card = json.loads((docs / "benchmarks" / "cards" / f"{name}.json").read_text())
-    lines = (docs / "accuracy.md").read_text().splitlines()
+def test_the_docs_show_the_cards():
+    """The tables of docs/accuracy.md and README.md."""
+    root = Path(__file__).parents[2]
+    runs = root / "docs" / "benchmarks"
+    lines, readme = (
+        (root / page).read_text().splitlines() for page in ("docs/accuracy.md", "README.md")
+    )
     header = next(line for line in lines if line.startswith("| model | cache |"))
-    measures, *columns = make_columns(card).values()
-    shown = [measures.index(title) for title in header.strip("| ").split(" | ")[2:]]
-    for cache, column in zip(card["caches"], columns, strict=True):
-        row = [name, cache, *(column[measure] for measure in shown)]
-        assert f"| {' | '.join(row)} |" in lines
+    models = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")
+    kl: dict[tuple[str, str], str] = {}
+    for name in models:
+        for path in (f"cards/{name}.json", f"2026-11-27-more-caches-{name}.json"):
+            card = json.loads((runs / path).read_text())
+            measures, *columns = make_columns(card).values()
+            shown = [measures.index(title) for title in header.strip("| ").split(" | ")[2:]]
+            for cache, column in zip(card["caches"], columns, strict=True):
+                found = column[measures.index("KL at 2,048")].split(" ")[0]
+                assert kl.setdefault((cache, name), found) == found  # both runs have the default
+                if path.startswith("cards"):
+                    cells = [column[measure] for measure in shown]
+                else:  # without the floor, to which drift is relative
+                    cells = ["" if "drift" in measures[n] else column[n] for n in shown]
+                if cache != "default" or path.startswith("cards"):
+                    assert f"| {name} | {cache} | {' | '.join(cells)} |" in lines
+    for title, cache in (
+        ("the default: E3M4, centered K", "default"),
+        ("the same without a center: servers, training, prefix stores", "fp8_e3m4"),
+        ('`dtype="adaptive"`, from random tokens', "adaptive"),
+        ('`dtype="fp8"`: E4M3, a scale per token and head', "fp8"),
+        ("E4M3 with scale 1.0, as in servers without scales", "fp8-1.0"),
+        ("q8_0 of llama.cpp", "q8_0"),
+        ('transformers\' `QuantizedCache("fp8")`', "QuantizedCache"),
+        ("K and V rounded to bfloat16", "bf16"),
+    ):
+        cells = " | ".join(kl.get((cache, name), "refused") for name in models)
+        assert any(x.startswith(f"| {title} | ") and x.endswith(f" | {cells} |") for x in readme)
