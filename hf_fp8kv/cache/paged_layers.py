@@ -27,7 +27,7 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .encoding import Encoding
-from .indexers import INDEXED, FixedIndexer, GrowingIndexer
+from .indexers import INDEXED, Indexer
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
@@ -89,9 +89,7 @@ class PagedLayers:
         pool = pool or self.options.new_pool(encoding.plan, self.budget, index)
         member, fixed = group.add(pool), self.fixed.get(window)
         length = HostLength(group, member) if fixed is None else DeviceLength(fixed, member)
-        indexer = None
-        if indexed:
-            indexer = GrowingIndexer() if fixed is None else FixedIndexer(fixed.room)
+        indexer = Indexer(self.options.max_cache_len) if indexed else None  # type: ignore[arg-type]
         store = LayerStore(encoding, length, pool, of_queries, indexer)
         kind = FP8PagedIndexedLayer if indexed else FP8PagedLayer
         layer = kind(self.options, store, self.config)
@@ -142,7 +140,7 @@ class PagedLayers:
                 turns = turns_of(index)
                 layers[index] = self.new_layer(index, window, turns=turns, indexed=indexed)
             elif reads_keys and room is not None:
-                layers[index] = FixedIndexer(room)
+                layers[index] = Indexer(room)
             elif type(layer) is StaticSlidingWindowLayer and room is not None:
                 # All layers with a window share a mask, in the width of the paged layers.
                 layers[index] = StaticLayer(room)
@@ -341,7 +339,7 @@ class PagedLayers:
         for store in self.stores:
             store.encoding.select(sequences)
             if store.indexer is not None:
-                store.indexer.reorder_cache(sequences.long())  # type: ignore[arg-type]
+                store.indexer.reorder_cache(sequences.long())
         if self.fixed:
             self._unshare(length)
         else:
