@@ -93,7 +93,7 @@ class FP8PagedLayer(CacheLayerMixin):
         """Keep all tokens from now on. A ring gets room for all tokens, at new addresses."""
         length = self.store.length
         if isinstance(length, DeviceLength) and self.is_initialized:
-            length.fixed.unroll()
+            length.group.unroll()
             self.store.follow_table()
         self.store.group.record_past = True
 

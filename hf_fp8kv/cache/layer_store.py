@@ -248,10 +248,10 @@ class LayerStore:
         tokens = pool.empty_tokens(snapshot.group.table.batch)
         self.encoding.prepare(*tokens)
         self.allocate(*tokens)
-        table, fixed = snapshot.group.table, length.fixed
+        table, group = snapshot.group.table, length.group
         # A ring only has room for the last pages.
-        first = max(table.first, table.count - (fixed.ring or table.count))
-        fixed.lost[length.member] = first * table.page_size
+        first = max(table.first, table.count - (group.ring or table.count))
+        group.lost[length.member] = first * table.page_size
         own_pages = length.table[:, first : table.count].long().reshape(-1)
         rows = pool.memory.take(table.rows[:, first : table.count].reshape(-1))
         self.pool.memory.put(own_pages, rows.to(own_pages.device))
