@@ -157,11 +157,11 @@ class LayerStore:
             self.indexer.trim(length)
 
     def follow_table(self) -> None:
-        """Apply a change of a preallocated group's block table, in place if possible."""
+        """Apply a change of a preallocated group's block table or device, in place if possible."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:
-            offsets = self.pool.blocks.offsets
+            offsets, device = self.pool.blocks.offsets, self.encoding.device
             self.pool.memory.grow(self.group.table.allocator.capacity)
-            if self.length.follow_table() or self.pool.blocks.offsets is not offsets:
+            if self.length.follow_table(device) or self.pool.blocks.offsets is not offsets:
                 self.keep_addresses()
 
     def bring_pages(self) -> None:
@@ -202,9 +202,7 @@ class LayerStore:
             if encoding.k_center is not None:
                 encoding.k_center = encoding.k_center.to(device)
             self.prefetch()
-            if isinstance(self.length, DeviceLength):
-                self.length.move(device)
-                self.keep_addresses()
+            self.follow_table()
 
     def release_memory(self) -> None:
         """Free the pool's memory. Only for a layer without tokens and forks."""

@@ -248,7 +248,7 @@ class PagedLayers:
         elif tokens:
             kept = [max(length - tokens, 0) for length in self.host_lengths()]
             longest = max(kept, default=0)
-            self.budget.require(sum(x.count_copies(x.table.rows, longest) for x in self.fixed))
+            self.budget.require(sum(x.count_for(slice(None), longest) for x in self.fixed))
             for store, length in zip(self.stores, kept, strict=True):
                 store.crop_to(length)
             self._unshare(longest)

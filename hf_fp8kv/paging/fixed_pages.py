@@ -110,19 +110,12 @@ class FixedPages(LayerGroup):
             slots = self.count * self.page_size
             table.reserve(start, slots, table.batch, self.copy_pages)
 
-    def count_for(self, rows: Numbers, length: int) -> int:
+    def count_for(self, rows: Numbers | slice, length: int) -> int:
         """Return the number of additional pages after `select` of these rows and `unshare`."""
-        table, columns = self.table, self.count
-        filled = columns if self.ring else -(-length // table.page_size)
-        pages = table.rows[:, :filled]
-        copies = self.count_copies(pages[rows], length)
-        added = len(np.unique(pages[rows])) - len(np.unique(table.used()))
-        return copies + added + len(rows) * (columns - filled)
-
-    def count_copies(self, pages: Numbers, length: int) -> int:
-        """Return the number of pages among `pages`, `[B, n]`, that `unshare` would copy."""
-        written = pages[:, 0 if self.ring else length // self.page_size :]
-        return sum(len(pages) - len(np.unique(column)) for column in written.T)
+        first = 0 if self.ring else length // self.page_size
+        kept = self.table.rows[rows, :first]
+        pages = len(np.unique(kept)) + len(kept) * (self.count - first)
+        return pages - len(np.unique(self.table.used()))
 
     def unroll(self) -> None:
         """Keep all tokens from now on.
@@ -171,12 +164,8 @@ class FixedPages(LayerGroup):
         fork, size, stored = super().fork(), self.page_size, self.stored()
         lost = max((self.note_stored(member, n) for member, n in stored.items()), default=0)
         length = max(stored.values(), default=0)
-        if self.ring:
-            table, first, count = fork.table, lost // size, -(-length // size)
-            rows = np.full((table.batch, count), NO_PAGE, np.int32)
-            rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
-            table.replace_rows(rows, first)
-        else:
-            fork.table.truncate(length)
-            fork.table.release(lost)
+        table, first, count = fork.table, lost // size, -(-length // size)
+        rows = np.full((table.batch, count), NO_PAGE, np.int32)
+        rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
+        table.replace_rows(rows, first)
         return fork

@@ -281,24 +281,17 @@ class DeviceLength:
         if self.member in self.group.device_lengths:
             self.lengths.fill_(length)
 
-    def follow_table(self) -> bool:
-        """Apply a change of the block table, and return whether addresses have changed."""
-        table, device = self.group.table_on(self.lengths.device), self.lengths.device
-        if table.shape == self.table.shape:
+    def follow_table(self, device: torch.device) -> bool:
+        """Apply a change of the block table or device. Return whether addresses have changed."""
+        table = self.group.table_on(device)
+        if (table.shape, device) == (self.table.shape, self.table.device):
             # Layers of a group share the tensor, so the first layer updates it for all.
             self.table.copy_(table)
             return False
         self.table = table
-        if len(table) != len(self.lengths):
-            lengths = zeros((len(table),), torch.int32, device).copy_(self.lengths[:1])
-            self.group.device_lengths[self.member] = lengths
-        return True
-
-    def move(self, device: torch.device) -> None:
-        """Move the table and the lengths to `device`, to new addresses."""
-        self.table = self.group.table_on(device)
-        lengths = zeros(tuple(self.lengths.shape), torch.int32, device).copy_(self.lengths)
+        lengths = zeros((len(table),), torch.int32, device).copy_(self.lengths[:1])
         self.group.device_lengths[self.member] = lengths
+        return True
 
 
 def _check_crop(group: LayerGroup, tokens: int, stored: int, lost: int) -> None:
