@@ -148,8 +148,7 @@ class PagedLayers:
             elif type(layer) is StaticSlidingWindowLayer and room is not None:
                 # All layers with a window share a mask, in the width of the paged layers.
                 layers[index] = StaticLayer(room)
-        if self.options.is_preallocated:
-            _match_widths(layers)
+        _match_widths(layers)
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
         return layers
 
@@ -193,8 +192,7 @@ class PagedLayers:
             # group, and the layers of a group determine how many it needs.
             for store, state in zip(self.stores, states, strict=True):
                 store.restore(state)
-        if copies:
-            _match_widths(layers)
+        _match_widths(layers)
         return layers
 
     def _link_groups(self) -> None:

@@ -183,8 +183,7 @@ class StoredPrompt:
         tensors: dict[str, torch.Tensor] = {}
         groups: list[Facts] = []
         for g, (window, group) in enumerate(cache.groups.items()):
-            seen = 0 if group.record_past else group.visible_from(length)
-            first = min(seen, length - 1) // options.page_size
+            first = 0 if group.record_past else group.first_kept(length) // options.page_size
             used, table = np.unique([row[first:count] for row in keys], return_inverse=True)
             table = table.reshape(len(keys), -1).astype(np.int32)
             tensors[f"groups.{g}.table"] = torch.from_numpy(table)
