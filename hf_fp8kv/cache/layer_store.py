@@ -84,8 +84,10 @@ class LayerStore:
         if long is not None and reads:
             pages = self._write_long(key, value, call, long, pages)
         else:
-            if long is not None:
-                key, value = key[:, :, long.skipped :], value[:, :, long.skipped :]
+            if long is not None:  # only the last pages of these tokens will ever be read
+                size, kept = pages.page_size, long.own.shape[1]
+                skipped = max(-(-call.tokens // size) - kept, 0) * size
+                key, value = key[:, :, skipped:], value[:, :, skipped:]
             if isinstance(memory := self.pool.memory, Tiers):
                 memory.written(self.group.table.pages_of(call.stop - key.shape[2], call.stop))
             ops.write(pages, key, value, call.lengths, encoding.backend, room)
@@ -238,13 +240,12 @@ class LayerStore:
             self.group.lengths[length.member] = snapshot.length
         if pool is None:
             return
+        tokens = pool.empty_tokens(snapshot.group.table.batch)
+        self.encoding.prepare(*tokens)
         if isinstance(length, HostLength):
-            self.encoding.prepare(*pool.empty_tokens(1))
             self.encoding.k_center = snapshot.k_center
             self._ready = True
             return
-        tokens = pool.empty_tokens(snapshot.group.table.batch)
-        self.encoding.prepare(*tokens)
         self.allocate(*tokens)
         table, group = snapshot.group.table, length.group
         # A ring only has room for the last pages.

@@ -25,14 +25,12 @@ class LongWrite(NamedTuple):
         old: Pages from `first` on before the call, `[B, n]`.
         kept: First logical page that is kept after the call, of the same type as `first`.
         own: Pages from `kept` on after the call, `[B, m]`.
-        skipped: Number of tokens before `kept` if the layer is empty.
     """
 
     first: int | torch.Tensor
     old: Ints | torch.Tensor
     kept: int | torch.Tensor
     own: Ints | torch.Tensor
-    skipped: int
 
 
 class Call(NamedTuple):
@@ -105,7 +103,7 @@ class HostLength:
         if (kept := step.kept) is not None:
             first = seen // size
             old, own = table.rows[:, first : -(-start // size)], table.rows[:, kept:]
-            long = LongWrite(first, old, kept, own, kept * size)
+            long = LongWrite(first, old, kept, own)
         lengths = step.lengths(device)
         return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)
 
@@ -204,9 +202,7 @@ class DeviceLength:
         max_tokens = (ring - 1) * size - (self.group.window or 0) + 2
         if ring and tokens > max_tokens:
             first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))
-            # On an empty layer, only the last pages of these tokens will ever be read.
-            skipped = max((tokens - 1) // size - ring + 1, 0) * size
-            long = LongWrite(first, self._in_ring(first), kept, self._in_ring(kept), skipped)
+            long = LongWrite(first, self._in_ring(first), kept, self._in_ring(kept))
         return Call(tokens, self.table, after, 0, self.room, long=long)
 
     def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
