@@ -228,7 +228,8 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Move the bytes back to the layer's device."""
-        self.store.prefetch()
+        if self.is_initialized:
+            self.store.move_bytes(self.store.encoding.device)
 
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Replace all stored tokens by the given tokens, which must not be more, and encode them.

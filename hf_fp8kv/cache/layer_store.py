@@ -176,7 +176,7 @@ class LayerStore:
             held, next_held = (x.group.held_pages(x.length.member) for x in (self, following))
             memory.budget.use(memory, held, next_memory, next_held)
         elif memory.tensors[0].device != self.encoding.device:
-            self.prefetch()
+            self.move_bytes(self.encoding.device)
 
     def move_bytes(self, device: torch.device) -> None:
         """Move pages and indexer keys to `device`."""
@@ -184,11 +184,6 @@ class LayerStore:
             self.pool.memory.move(device)
         if self.indexer is not None:
             self.indexer.move(device)
-
-    def prefetch(self) -> None:
-        """Move pages and indexer keys back to the layer's device."""
-        if self.pool.is_allocated:
-            self.move_bytes(self.encoding.device)
 
     def move_to(self, device: torch.device) -> None:
         """Move the layer to `device`, on which the model computes it.
@@ -203,7 +198,7 @@ class LayerStore:
             encoding.prepare(*self.pool.empty_tokens(1))
             if encoding.k_center is not None:
                 encoding.k_center = encoding.k_center.to(device)
-            self.prefetch()
+            self.move_bytes(device)
             self.follow_table()
 
     def release_memory(self) -> None:
