@@ -14,78 +14,45 @@ from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
 INDEXED = (DynamicIndexedLayer, StaticIndexedLayer)
 
 
-class GrowingIndexer(DynamicIndexedLayer):
-    """The keys of an indexer in a growing cache, without K and V.
+class Indexer(StaticIndexedLayer):
+    """The keys of an indexer, without K and V.
+
+    Unlike transformers' layer, it may grow, and it can move, remove tokens, and select sequences in
+    place.
 
     Attributes:
+        max_cache_len: Number of tokens for which a preallocated cache has room, at constant
+            addresses, or None for keys that grow.
         is_unused: Whether no token was stored since the start or a reset.
         indexer_position_ids: Positions, `[dims, B, N]`, or None in versions of transformers without
             them.
     """
 
-    is_unused = True
-    indexer_position_ids: Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def hold(self, tensors: dict[str, Tensor]) -> None:
-        """Set tensors, named as in `held_by`."""
-        if "indexer_keys" in tensors:
-            self.lazy_initialization_indexer(tensors["indexer_keys"])
-            self.is_unused = False
-        vars(self).update(tensors)
-
-    def move(self, device: torch.device) -> None:
-        """Move all tensors to `device`."""
-        vars(self).update({name: x.to(device) for name, x in held_by(self).items()})
-        self.indexer_device = device
-
-    def trim(self, length: int) -> None:
-        """Remove all but the first `length` tokens."""
-        self.is_unused = not length
-        if not length:
-            self.indexer_keys, self.is_indexer_initialized = None, False
-        if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys[:, :length]
-        if self.indexer_position_ids is not None:
-            self.indexer_position_ids = self.indexer_position_ids[..., :length] if length else None
-
-
-class FixedIndexer(StaticIndexedLayer):
-    """The keys of an indexer in a preallocated cache, without K and V, at constant addresses.
-
-    In addition to transformers' layer, it can remove tokens and select sequences in place.
-
-    Attributes:
-        is_unused: Whether no token was stored since the start or a reset.
-    """
-
+    max_cache_len: Any
     is_unused = True
     indexer_cumulative_length: Any
     indexer_position_ids: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store keys of new tokens, `[B, T, D]`. Return all keys, including unused room."""
+        if self.max_cache_len is None:
+            held = [] if self.indexer_keys is None else [self.indexer_keys]
+            self.indexer_keys = torch.cat([*held, indexer_key_states], 1)
+            self.is_indexer_initialized = True
+            return self.indexer_keys
         if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
-            self._allocate(indexer_key_states)
+            # These tensors are later written in inference mode and outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                self.lazy_initialization_indexer(indexer_key_states)
         keys: Tensor = super().update_indexer(indexer_key_states)
         return keys
 
-    def _allocate(self, like: Tensor) -> None:
-        # These tensors are later written in inference mode and outside it.
-        with torch.inference_mode(False), torch.no_grad():
-            self.lazy_initialization_indexer(like)
-
     def hold(self, tensors: dict[str, Tensor]) -> None:
-        """Set copies of tensors, named as in `held_by`, with room for more keys."""
+        """Set copies of tensors, named as in `held_by`."""
         self.indexer_position_ids = tensors.get("indexer_position_ids")
         if (keys := tensors.get("indexer_keys")) is not None:
-            self._allocate(keys)
-            assert self.indexer_keys is not None
-            self.indexer_keys[:, : keys.shape[1]] = keys
-            self.indexer_cumulative_length.fill_(keys.shape[1])
             self.is_unused = False
+            self.update_indexer(keys)
 
     def move(self, device: torch.device) -> None:
         """Move all tensors to `device`, to new addresses."""
@@ -96,7 +63,7 @@ class FixedIndexer(StaticIndexedLayer):
 
     def _keep_addresses(self) -> None:
         """Move the length to the device of the keys, and mark both addresses as constant."""
-        if self.indexer_keys is not None:
+        if self.max_cache_len is not None and self.indexer_keys is not None:
             count = self.indexer_cumulative_length
             self.indexer_cumulative_length = count.to(self.indexer_keys.device)
             torch._dynamo.mark_static_address(self.indexer_keys)
@@ -105,9 +72,12 @@ class FixedIndexer(StaticIndexedLayer):
     def trim(self, length: int) -> None:
         """Remove all but the first `length` tokens."""
         self.is_unused = not length
-        if self.indexer_keys is not None:
-            self.indexer_keys[:, length:] = 0
+        if (keys := self.indexer_keys) is not None and self.max_cache_len is not None:
+            keys[:, length:] = 0
             self.indexer_cumulative_length.fill_(length)
+        elif keys is not None:
+            self.indexer_keys = keys[:, :length] if length else None
+            self.is_indexer_initialized = length > 0
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = self.indexer_position_ids[..., :length] if length else None
 
@@ -117,20 +87,17 @@ class FixedIndexer(StaticIndexedLayer):
             self.trim(max(int(self.indexer_cumulative_length) + tokens_to_remove, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select sequences `[B']`, in place if their number is unchanged."""
+        """Select sequences `[B']`, in place if preallocated and their number is unchanged."""
         if (keys := self.indexer_keys) is not None:
             with torch.inference_mode(False), torch.no_grad():
                 selected = keys[beam_idx.to(keys.device)]
-                if len(selected) == len(keys):
+                if self.max_cache_len is not None and len(selected) == len(keys):
                     keys.copy_(selected)
                 else:
                     self.indexer_keys = selected
                     self._keep_addresses()
         if (positions := self.indexer_position_ids) is not None:
             self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
-
-
-Indexer = GrowingIndexer | FixedIndexer
 
 
 def held_by(indexer: Indexer) -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ class FP8PagedLayer(CacheLayerMixin):
         """Keep all tokens from now on. A ring gets room for all tokens, at new addresses."""
         length = self.store.length
         if isinstance(length, DeviceLength) and self.is_initialized:
-            length.fixed.unroll()
+            length.group.unroll()
             self.store.follow_table()
         self.store.group.record_past = True
 
@@ -228,7 +228,8 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Move the bytes back to the layer's device."""
-        self.store.prefetch()
+        if self.is_initialized:
+            self.store.move_bytes(self.store.encoding.device)
 
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Replace all stored tokens by the given tokens, which must not be more, and encode them.

@@ -84,8 +84,10 @@ class LayerStore:
         if long is not None and reads:
             pages = self._write_long(key, value, call, long, pages)
         else:
-            if long is not None:
-                key, value = key[:, :, long.skipped :], value[:, :, long.skipped :]
+            if long is not None:  # only the last pages of these tokens will ever be read
+                size, kept = pages.page_size, long.own.shape[1]
+                skipped = max(-(-call.tokens // size) - kept, 0) * size
+                key, value = key[:, :, skipped:], value[:, :, skipped:]
             if isinstance(memory := self.pool.memory, Tiers):
                 memory.written(self.group.table.pages_of(call.stop - key.shape[2], call.stop))
             ops.write(pages, key, value, call.lengths, encoding.backend, room)
@@ -157,11 +159,11 @@ class LayerStore:
             self.indexer.trim(length)
 
     def follow_table(self) -> None:
-        """Apply a change of a preallocated group's block table, in place if possible."""
+        """Apply a change of a preallocated group's block table or device, in place if possible."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:
-            offsets = self.pool.blocks.offsets
+            offsets, device = self.pool.blocks.offsets, self.encoding.device
             self.pool.memory.grow(self.group.table.allocator.capacity)
-            if self.length.follow_table() or self.pool.blocks.offsets is not offsets:
+            if self.length.follow_table(device) or self.pool.blocks.offsets is not offsets:
                 self.keep_addresses()
 
     def bring_pages(self) -> None:
@@ -174,7 +176,7 @@ class LayerStore:
             held, next_held = (x.group.held_pages(x.length.member) for x in (self, following))
             memory.budget.use(memory, held, next_memory, next_held)
         elif memory.tensors[0].device != self.encoding.device:
-            self.prefetch()
+            self.move_bytes(self.encoding.device)
 
     def move_bytes(self, device: torch.device) -> None:
         """Move pages and indexer keys to `device`."""
@@ -182,11 +184,6 @@ class LayerStore:
             self.pool.memory.move(device)
         if self.indexer is not None:
             self.indexer.move(device)
-
-    def prefetch(self) -> None:
-        """Move pages and indexer keys back to the layer's device."""
-        if self.pool.is_allocated:
-            self.move_bytes(self.encoding.device)
 
     def move_to(self, device: torch.device) -> None:
         """Move the layer to `device`, on which the model computes it.
@@ -201,10 +198,8 @@ class LayerStore:
             encoding.prepare(*self.pool.empty_tokens(1))
             if encoding.k_center is not None:
                 encoding.k_center = encoding.k_center.to(device)
-            self.prefetch()
-            if isinstance(self.length, DeviceLength):
-                self.length.move(device)
-                self.keep_addresses()
+            self.move_bytes(device)
+            self.follow_table()
 
     def release_memory(self) -> None:
         """Free the pool's memory. Only for a layer without tokens and forks."""
@@ -240,18 +235,17 @@ class LayerStore:
             self.group.lengths[length.member] = snapshot.length
         if pool is None:
             return
+        tokens = pool.empty_tokens(snapshot.group.table.batch)
+        self.encoding.prepare(*tokens)
         if isinstance(length, HostLength):
-            self.encoding.prepare(*pool.empty_tokens(1))
             self.encoding.k_center = snapshot.k_center
             self._ready = True
             return
-        tokens = pool.empty_tokens(snapshot.group.table.batch)
-        self.encoding.prepare(*tokens)
         self.allocate(*tokens)
-        table, fixed = snapshot.group.table, length.fixed
+        table, group = snapshot.group.table, length.group
         # A ring only has room for the last pages.
-        first = max(table.first, table.count - (fixed.ring or table.count))
-        fixed.lost[length.member] = first * table.page_size
+        first = max(table.first, table.count - (group.ring or table.count))
+        group.lost[length.member] = first * table.page_size
         own_pages = length.table[:, first : table.count].long().reshape(-1)
         rows = pool.memory.take(table.rows[:, first : table.count].reshape(-1))
         self.pool.memory.put(own_pages, rows.to(own_pages.device))

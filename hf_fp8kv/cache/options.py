@@ -183,8 +183,9 @@ class CacheOptions:
         """
         if self.prefill != "stored":
             raise ConfigError(
-                f"{why}: expected prefill='stored', got {self.prefill!r}, which reads prompts "
-                "unrounded; leave prefill out"
+                f"{why}: expected prefill='stored', got {self.prefill!r}, whose first call reads "
+                "unrounded K and V, so pages depend on how a sequence is split into calls; make "
+                "the cache with prefill='stored'"
             )
         if self.first_call_centers:
             raise ConfigError(

@@ -27,7 +27,7 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .encoding import Encoding
-from .indexers import INDEXED, FixedIndexer, GrowingIndexer
+from .indexers import INDEXED, Indexer
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
@@ -44,7 +44,7 @@ class PagedLayers:
 
     Attributes:
         groups: Layer groups by window. The key None is the group without a window.
-        fixed: Pages of the groups of a preallocated cache, by window.
+        fixed: The groups of a preallocated cache, otherwise empty.
         layers: The paged layers, in the order of the model.
         stores: The stores of these layers.
         first_tokens: Padding at the start of the cache's sequences.
@@ -55,8 +55,7 @@ class PagedLayers:
     ) -> None:
         self.options, self.config, self.budget = options, config, budget
         self.groups: dict[int | None, LayerGroup] = {}
-        self.fixed: dict[int | None, FixedPages] = {}
-        self._all_fixed: list[weakref.ref[FixedPages]] = []
+        self.fixed: list[FixedPages] = []
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.first_tokens = FirstTokens()
@@ -87,11 +86,13 @@ class PagedLayers:
             heads = kv_heads(self.config, index) if size > 1 else None
         encoding = Encoding(index, self.options, self.first_tokens, heads, turns)
         pool = pool or self.options.new_pool(encoding.plan, self.budget, index)
-        member, fixed = group.add(pool), self.fixed.get(window)
-        length = HostLength(group, member) if fixed is None else DeviceLength(fixed, member)
-        indexer = None
-        if indexed:
-            indexer = GrowingIndexer() if fixed is None else FixedIndexer(fixed.room)
+        member = group.add(pool)
+        length = (
+            DeviceLength(group, member)
+            if isinstance(group, FixedPages)
+            else HostLength(group, member)
+        )
+        indexer = Indexer(self.options.max_cache_len) if indexed else None  # type: ignore[arg-type]
         store = LayerStore(encoding, length, pool, of_queries, indexer)
         kind = FP8PagedIndexedLayer if indexed else FP8PagedLayer
         layer = kind(self.options, store, self.config)
@@ -103,10 +104,11 @@ class PagedLayers:
 
     def _group(self, window: int | None) -> LayerGroup:
         if window not in self.groups:
-            self.groups[window] = group = LayerGroup(self.budget, window)
-            if self.options.max_cache_len is not None:
-                room = self.options.max_cache_len
-                self.fixed[window] = FixedPages(group, room, self._all_fixed)
+            if (room := self.options.max_cache_len) is None:
+                self.groups[window] = LayerGroup(self.budget, window)
+            else:
+                self.groups[window] = group = FixedPages(self.budget, window, room)
+                self.fixed.append(group)
             self._link_groups()
         return self.groups[window]
 
@@ -142,19 +144,18 @@ class PagedLayers:
                 turns = turns_of(index)
                 layers[index] = self.new_layer(index, window, turns=turns, indexed=indexed)
             elif reads_keys and room is not None:
-                layers[index] = FixedIndexer(room)
+                layers[index] = Indexer(room)
             elif type(layer) is StaticSlidingWindowLayer and room is not None:
                 # All layers with a window share a mask, in the width of the paged layers.
                 layers[index] = StaticLayer(room)
-        if self.options.is_preallocated:
-            _match_widths(layers)
+        _match_widths(layers)
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
         return layers
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
         """Return the contents of all layers, including those of transformers."""
-        paged, forked = iter(self.host_lengths()), self.fixed or self.groups
-        groups = {window: pages.fork() for window, pages in forked.items()}
+        paged = iter(self.host_lengths())
+        groups = {window: group.fork() for window, group in self.groups.items()}
         states = [
             layer.store.snapshot(groups[layer.sliding_window], next(paged))
             if isinstance(layer, FP8PagedLayer)
@@ -191,8 +192,7 @@ class PagedLayers:
             # group, and the layers of a group determine how many it needs.
             for store, state in zip(self.stores, states, strict=True):
                 store.restore(state)
-        if copies:
-            _match_widths(layers)
+        _match_widths(layers)
         return layers
 
     def _link_groups(self) -> None:
@@ -211,7 +211,7 @@ class PagedLayers:
         """Return the number of tokens in each layer. Synchronizes if the cache is preallocated."""
         if not self.fixed:
             return [store.length.on_host() for store in self.stores]
-        stored = {window: fixed.stored() for window, fixed in self.fixed.items()}
+        stored = {fixed.window: fixed.stored() for fixed in self.fixed}
         return [stored[x.group.window].get(x.length.member, 0) for x in self.stores]
 
     def mask_request(self, tokens: int, columns: int, start: int) -> MaskRequest:
@@ -228,7 +228,7 @@ class PagedLayers:
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
         # Reading the lengths of a preallocated cache synchronizes with the device.
-        if not self.fixed or any(fixed.ring or fixed.lost for fixed in self.fixed.values()):
+        if not self.fixed or any(fixed.ring or fixed.lost for fixed in self.fixed):
             for store, length in zip(self.stores, self.host_lengths(), strict=True):
                 store.length.check_crop(tokens, length)
 
@@ -245,8 +245,8 @@ class PagedLayers:
             self._free_empty()
         elif tokens:
             kept = [max(length - tokens, 0) for length in self.host_lengths()]
-            longest, fixed = max(kept, default=0), self.fixed.values()
-            self.budget.require(sum(x.count_copies(x.group.table.rows, longest) for x in fixed))
+            longest = max(kept, default=0)
+            self.budget.require(sum(x.count_for(slice(None), longest) for x in self.fixed))
             for store, length in zip(self.stores, kept, strict=True):
                 store.crop_to(length)
             self._unshare(longest)
@@ -295,15 +295,15 @@ class PagedLayers:
             return
         for store in self.stores:
             store.crop_to(0)
-        needed, most = sum(x.count for x in self.fixed.values()) * self.batch, self.budget.max_pages
+        needed, most = sum(x.count for x in self.fixed) * self.batch, self.budget.max_pages
         is_over = most is not None and needed > most
         if is_over or len({group.table.batch for group in self.groups.values()}) > 1:
             # Sequences share pages and the budget has no room for separate pages, or an interrupted
             # call changed some of the groups. All memory is allocated again.
             for store in self.stores:
                 store.release_memory()
-            for fixed in self.fixed.values():
-                fixed.group.clear()
+            for fixed in self.fixed:
+                fixed.clear()
                 fixed.allocated = 0
             return
         # Sequences that were copied from one beam get separate pages again.
@@ -328,7 +328,7 @@ class PagedLayers:
             )
         length = max(self.host_lengths(), default=0) if self.fixed else 0
         if self.fixed:
-            additional = [fixed.count_for(rows, length) for fixed in self.fixed.values()]
+            additional = [fixed.count_for(rows, length) for fixed in self.fixed]
             self.budget.require(max(sum(additional), 0))
         for group in self.groups.values():
             group.settle()
@@ -341,7 +341,7 @@ class PagedLayers:
         for store in self.stores:
             store.encoding.select(sequences)
             if store.indexer is not None:
-                store.indexer.reorder_cache(sequences.long())  # type: ignore[arg-type]
+                store.indexer.reorder_cache(sequences.long())
         if self.fixed:
             self._unshare(length)
         else:
@@ -360,7 +360,7 @@ class PagedLayers:
     def _unshare(self, length: int) -> None:
         """Give each sequence of a preallocated cache separate pages from `length` on."""
         if self.batch:
-            for fixed in self.fixed.values():
+            for fixed in self.fixed:
                 fixed.unshare(length)
         for store in self.stores:
             store.follow_table()

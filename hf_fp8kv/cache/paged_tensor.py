@@ -31,6 +31,7 @@ class StandIn(torch.Tensor):
     """
 
     FIELDS: ClassVar[tuple[str, ...]]
+    WARNING: ClassVar[str] = ""  # logged before the first operation
 
     # Reading `.shape` and `.dtype` is then as cheap as on any tensor. (torch declares these methods
     # without types, so mypy reports different overrides.)
@@ -70,6 +71,8 @@ class StandIn(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if cls.WARNING:
+            warn_once(logger, cls.WARNING)
         if func._schema.is_mutable and args and isinstance(args[0], StandIn):
             raise ConfigError(
                 f"expected to read {args[0]}, got {func}, which writes into it; write into a copy: "
@@ -100,6 +103,11 @@ class PagedKV(StandIn):
     FIELDS = (
         *PAGE_FIELDS, "lengths", "plan", "side", "start", "stop", "window", "ragged", "backend",
     )  # fmt: skip
+    WARNING = (
+        "the model or its attention uses dense keys and values, which are decoded from the pages "
+        "in each step; attn_implementation='fp8_paged' reads the pages if the model supports it "
+        "(check with hf_fp8kv.check_model)"
+    )
     block: torch.Tensor
     k_center: torch.Tensor | None
     lengths: torch.Tensor
@@ -119,26 +127,12 @@ class PagedKV(StandIn):
             self.ragged, self.backend,
         )  # fmt: skip
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        warn_once(logger, _MADE_DENSE)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
 
 def pages_of(handle: PagedKV) -> Pages:
     """Return the pages of a handle. Both handles of a layer have the same pages."""
     if not torch.compiler.is_compiling() and handle.pages is not None:
         return handle.pages
     return unflatten([getattr(handle, name) for name in PAGE_FIELDS])
-
-
-_MADE_DENSE = (
-    "the model or its attention uses dense keys and values, which are decoded from the pages in "
-    "each step; attn_implementation='fp8_paged' reads the pages if the model supports it "
-    "(check with hf_fp8kv.check_model)"
-)
 
 
 def densify(x: Any) -> Any:

@@ -201,12 +201,10 @@ def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
     """
     table = BlockTable(PageAllocator(budget))
     table.allocator.exact = True
-    pages = table.allocator.allocate(int(rows.max(initial=-1)) + 1)
+    table.reserve(0, (int(rows.max(initial=-1)) + 1) * table.page_size, 1)
     table.allocator.exact = False
     blank = np.full((len(rows), first), NO_PAGE, np.int32)
     table.replace_rows(np.concatenate([blank, rows], axis=1), first)
-    # `allocate` counted each page once, but the rows may list it more often.
-    table.allocator.free(pages)
     return table
 
 

@@ -128,33 +128,31 @@ class BlockTable:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         assert self.batch in (0, batch), (self.batch, batch)
-        with self.allocator.counting():
-            begin = max(self.count, start // self.page_size)
-            new = max(0, self._pages(stop) - begin)
-            shared = self._shared(start, stop)
-            if new == 0 and not shared:
-                return
-            numbers = self.allocator.allocate(new * batch + len(shared), granted=granted)
-            index = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
-            sources, copies_of_shared = self.rows[index], numbers[new * batch :]
-            try:
-                if copy is not None:
-                    copy((sources, copies_of_shared))
-            except BaseException:
-                self.allocator.free(numbers)
-                raise
-            self._change()
-            self.rows[index] = copies_of_shared
-            # No page becomes free here, because at least one holder remains.
-            np.subtract.at(self.allocator.references, sources, 1)
-            if new:
-                # Sequence by sequence, so that the pages of each sequence are adjacent.
-                added = numbers[: new * batch].reshape(batch, new)
-                blank = np.full((batch, begin - self.count), NO_PAGE, np.int32)
-                if self.first == self.count:
-                    self.first = begin
-                old = self.rows.reshape(batch, -1)  # also if the table is empty
-                self.rows = np.concatenate([old, blank, added], axis=1)
+        begin = max(self.count, start // self.page_size)
+        new = max(0, self._pages(stop) - begin)
+        shared = self._shared(start, stop)
+        if new == 0 and not shared:
+            return
+        numbers = self.allocator.allocate(new * batch + len(shared), granted=granted)
+        index = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
+        sources, copies_of_shared = self.rows[index], numbers[new * batch :]
+        try:
+            if copy is not None:
+                copy((sources, copies_of_shared))
+        except BaseException:
+            self.allocator.free(numbers)
+            raise
+        self._change()
+        self.rows[index] = copies_of_shared
+        self.allocator.free(sources)
+        if new:
+            # Sequence by sequence, so that the pages of each sequence are adjacent.
+            added = numbers[: new * batch].reshape(batch, new)
+            blank = np.full((batch, begin - self.count), NO_PAGE, np.int32)
+            if self.first == self.count:
+                self.first = begin
+            old = self.rows.reshape(batch, -1)  # also if the table is empty
+            self.rows = np.concatenate([old, blank, added], axis=1)
 
     def truncate(self, length: int) -> None:
         """Free the pages without tokens below `length`."""
@@ -179,15 +177,14 @@ class BlockTable:
         Returns None and changes nothing if another table also holds pages.
         """
         allocator = self.allocator
-        with allocator.counting():
-            used = self.used()
-            if int(allocator.references.sum()) != used.size:
-                return None
-            pages, indices = np.unique(used, return_inverse=True)
-            self._change()
-            used[:] = indices.reshape(used.shape)
-            allocator.renumber(pages)
-            return pages
+        used = self.used()
+        if int(allocator.references.sum()) != used.size:
+            return None
+        pages, indices = np.unique(used, return_inverse=True)
+        self._change()
+        used[:] = indices.reshape(used.shape)
+        allocator.renumber(pages)
+        return pages
 
     def release(self, token: int) -> None:
         """Free the pages that only have tokens before `token`."""
@@ -229,6 +226,7 @@ class BlockTable:
 
         If only sequences of this table share a page, the last of them keeps it.
         """
+        self.allocator.free_orphans()
         first, last = start // self.page_size, self._pages(stop)
         references, entries, seen = self.allocator.references, [], Counter[int]()
         pages = self.rows[:, first:last]

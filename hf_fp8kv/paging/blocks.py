@@ -76,15 +76,16 @@ class Blocks:
         self.tensors, self.offsets, self.record = tensors, offsets, None
 
     def _new(self, pages: int, device: torch.device) -> list[torch.Tensor]:
-        sizes = [pages] if self.in_one or not pages else self._cut(pages)
+        whole = self.in_one or not pages
         return [
-            zeros((count, self.size), torch.uint8, device, pinned=self.pinned) for count in sizes
+            zeros((part.stop - part.start, self.size), torch.uint8, device, pinned=self.pinned)
+            for part in ([slice(0, pages)] if whole else self._cut(pages))
         ]
 
-    def _cut(self, pages: int) -> list[int]:
-        """Split `pages` pages into parts of at most `BLOCK_BYTES`, and return their sizes."""
+    def _cut(self, pages: int) -> list[slice]:
+        """Split `pages` pages into parts of at most `BLOCK_BYTES`."""
         limit = max(1, BLOCK_BYTES // self.size)
-        return [min(limit, pages - start) for start in range(0, pages, limit)]
+        return [slice(start, min(start + limit, pages)) for start in range(0, pages, limit)]
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages. New pages are zero.
@@ -106,13 +107,12 @@ class Blocks:
         """Write rows as returned by `take` to pages."""
         put_pages(self.tensors, pages, rows)
 
-    def copy(self, sources: Numbers, destinations: Numbers) -> None:
-        """Copy pages. No page may be both a source and a destination."""
-        start = 0
-        for count in self._cut(len(sources)):
-            part = slice(start, start + count)
-            self.put(destinations[part], self.take(sources[part]))
-            start += count
+    def copy(
+        self, sources: Numbers, destinations: Numbers, to: "list[torch.Tensor] | None" = None
+    ) -> None:
+        """Copy pages, to different blocks if given. No page may be both source and destination."""
+        for part in self._cut(len(sources)):
+            put_pages(to or self.tensors, destinations[part], self.take(sources[part]))
 
     def receive(self, source: "Blocks", pages: Numbers, *, blocking: bool) -> None:
         """Copy `pages`, ascending, from the same numbers of `source`, possibly on another device.
@@ -144,11 +144,8 @@ class Blocks:
         if not self.in_one and sum(map(len, whole_blocks)) == len(kept) == len(pages):
             self._use(whole_blocks)  # moves no data
             return
-        new, start = self._new(len(pages), self.tensors[0].device), 0
-        for count in self._cut(len(kept)):
-            filled = np.arange(start, start + count)
-            put_pages(new, filled, self.take(kept[filled]))
-            start += count
+        new = self._new(len(pages), self.tensors[0].device)
+        self.copy(kept, np.arange(len(kept)), new)
         self._use(new)
 
     @torch.inference_mode(False)

@@ -1,7 +1,5 @@
 """Pages of preallocated caches: all are allocated at once, and the pages of a window are a ring."""
 
-import weakref
-
 import numpy as np
 import torch
 
@@ -10,44 +8,39 @@ from ..errors import ConfigError
 from ..ops.blocks import Ints as Numbers
 from .blocks import zeros
 from .layer_group import LayerGroup
-from .page_allocator import NO_PAGE
+from .page_allocator import NO_PAGE, PageBudget
 
 
-class FixedPages:
-    """The pages of a preallocated group.
+class FixedPages(LayerGroup):
+    """A layer group of a preallocated cache.
 
     The block table on the host lists the pages of a ring: logical page `i` of a sequence is in
     column `i % ring`. On a device the table has a column for each logical page.
 
     Attributes:
-        group: The layer group.
         room: Maximum number of tokens in a sequence.
         columns: Number of logical pages per sequence.
         allocated: Number of allocated pages per sequence, 0 before allocation.
-        siblings: Weak references to the fixed pages of all groups of the cache.
-        lengths: Number of stored tokens of each member that was called, `[B]`, int32, at constant
-            addresses.
+        device_lengths: Number of stored tokens of each member that was called, `[B]`, int32, at
+            constant addresses.
         lost: First token of each member that is certainly not overwritten.
     """
 
-    def __init__(
-        self, group: LayerGroup, room: int, siblings: "list[weakref.ref[FixedPages]]"
-    ) -> None:
-        self.group, self.room, self.siblings = group, room, siblings
-        self.columns, self.allocated = -(-room // group.page_size), 0
-        siblings.append(weakref.ref(self))
-        self.lengths: dict[int, torch.Tensor] = {}
+    def __init__(self, budget: PageBudget, window: int | None, room: int) -> None:
+        super().__init__(budget, window)
+        self.room, self.columns, self.allocated = room, -(-room // self.page_size), 0
+        self.device_lengths: dict[int, torch.Tensor] = {}
         self.lost: dict[int, int] = {}
         # Work plans, each with the member that fills it.
         self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
-        group.table.allocator.exact = True
+        self.table.allocator.exact = True
 
     @property
     def count(self) -> int:
         """Number of pages per sequence, for all tokens or for a window."""
-        if self.allocated or self.group.window is None or self.group.record_past:
+        if self.allocated or self.window is None or self.record_past:
             return self.allocated or self.columns
-        return min(self.columns, self.group.window_pages)
+        return min(self.columns, self.window_pages)
 
     @property
     def ring(self) -> int:
@@ -67,13 +60,14 @@ class FixedPages:
         Raises:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
-        rooms = [(x, x.count * x.group.page_size) for ref in self.siblings if (x := ref())]
-        needed = sum(x.group.table.pages_needed(0, room, batch) for x, room in rooms)
-        self.group.budget.require(needed)
+        groups = [x for ref in self.siblings if isinstance(x := ref(), FixedPages)]
+        rooms = [(x, x.count * x.page_size) for x in groups]
+        needed = sum(x.table.pages_needed(0, room, batch) for x, room in rooms)
+        self.budget.require(needed)
         for x, room in rooms:
-            x.group.table.reserve(0, room, batch, x.group.copy_pages)
+            x.table.reserve(0, room, batch, x.copy_pages)
             x.allocated = x.count
-        return self.table_on(device), self.group.table.allocator.capacity
+        return self.table_on(device), self.table.allocator.capacity
 
     def defer(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """Return the result of `allocate`, and allocate when the block table is used on the host.
@@ -81,7 +75,7 @@ class FixedPages:
         For compiled regions, which cannot count pages and only return tensors.
         """
         count = self.allocated = self.count
-        self.group.deferred = count * self.group.page_size, batch
+        self.deferred = count * self.page_size, batch
         first = torch.arange(0, batch * count, count, dtype=torch.int32, device=device)
         column = torch.arange(self.columns, dtype=torch.int32, device=device) % count
         return first[:, None] + column, batch * count
@@ -89,7 +83,7 @@ class FixedPages:
     def table_on(self, device: torch.device) -> torch.Tensor:
         """Return the page number of each logical page, `[B, columns]`, int32, on `device`."""
         columns = np.arange(self.columns, dtype=np.int32)
-        return self.group.table.on_device(device, columns % (self.ring or len(columns)))
+        return self.table.on_device(device, columns % (self.ring or len(columns)))
 
     def plan(
         self, member: int, lengths: torch.Tensor, heads: int, rows: int, backend: str
@@ -105,30 +99,23 @@ class FixedPages:
             size, plan = ops.plan_rows(backend, device, batch, heads, None, rows), None
             if size is not None:
                 plan = zeros((size, 4), torch.int32, device)
-                ops.make_plan(plan, lengths, 1, self.group.window or 0, 0, heads, backend)
+                ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)
             self._plans[key] = plan, member
         return self._plans[key]
 
     def unshare(self, length: int) -> None:
         """Give each sequence separate pages for tokens from `length` on."""
-        table, start = self.group.table, 0 if self.ring else length
+        table, start = self.table, 0 if self.ring else length
         if table.batch:  # after an interrupt the group may have no pages
-            slots = self.count * self.group.page_size
-            table.reserve(start, slots, table.batch, self.group.copy_pages)
+            slots = self.count * self.page_size
+            table.reserve(start, slots, table.batch, self.copy_pages)
 
-    def count_for(self, rows: Numbers, length: int) -> int:
+    def count_for(self, rows: Numbers | slice, length: int) -> int:
         """Return the number of additional pages after `select` of these rows and `unshare`."""
-        table, columns = self.group.table, self.count
-        filled = columns if self.ring else -(-length // table.page_size)
-        pages = table.rows[:, :filled]
-        copies = self.count_copies(pages[rows], length)
-        added = len(np.unique(pages[rows])) - len(np.unique(table.used()))
-        return copies + added + len(rows) * (columns - filled)
-
-    def count_copies(self, pages: Numbers, length: int) -> int:
-        """Return the number of pages among `pages`, `[B, n]`, that `unshare` would copy."""
-        written = pages[:, 0 if self.ring else length // self.group.page_size :]
-        return sum(len(pages) - len(np.unique(column)) for column in written.T)
+        first = 0 if self.ring else length // self.page_size
+        kept = self.table.rows[rows, :first]
+        pages = len(np.unique(kept)) + len(kept) * (self.count - first)
+        return pages - len(np.unique(self.table.used()))
 
     def unroll(self) -> None:
         """Keep all tokens from now on.
@@ -137,7 +124,7 @@ class FixedPages:
             ConfigError: Layers have different lengths, and some exceed the ring.
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
-        ring, table, size = self.ring, self.group.table, self.group.page_size
+        ring, table, size = self.ring, self.table, self.page_size
         if not ring:
             return
         stored = self.stored()
@@ -146,7 +133,7 @@ class FixedPages:
         if len(lengths) > 1 and length > ring * size:
             raise ConfigError(
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
-                f"{sorted(lengths)} under a window of {self.group.window}; call it earlier"
+                f"{sorted(lengths)} under a window of {self.window}; call it earlier"
             )
         table.reserve(ring * size, self.columns * size, table.batch)
         for member, number in stored.items():
@@ -159,30 +146,26 @@ class FixedPages:
 
     def stored(self) -> dict[int, int]:
         """Return the number of tokens of each member that was called. Synchronizes."""
-        lengths = [x[:1] for x in self.lengths.values()]
+        lengths = [x[:1] for x in self.device_lengths.values()]
         ends = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
-        return dict(zip(self.lengths, ends, strict=True))
+        return dict(zip(self.device_lengths, ends, strict=True))
 
     def note_stored(self, member: int, length: int) -> int:
         """Return the first token that the ring still holds when a member has `length` tokens."""
         lost = self.lost.get(member, 0)
         if ring := self.ring:
-            size = self.group.page_size
+            size = self.page_size
             lost = max(lost, (max(length - 1, 0) // size - ring + 1) * size)
         self.lost[member] = lost
         return lost
 
     def fork(self) -> LayerGroup:
         """Return a growing group whose table lists the logical pages of all tokens."""
-        fork, size, stored = self.group.fork(), self.group.page_size, self.stored()
+        fork, size, stored = super().fork(), self.page_size, self.stored()
         lost = max((self.note_stored(member, n) for member, n in stored.items()), default=0)
         length = max(stored.values(), default=0)
-        if self.ring:
-            table, first, count = fork.table, lost // size, -(-length // size)
-            rows = np.full((table.batch, count), NO_PAGE, np.int32)
-            rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
-            table.replace_rows(rows, first)
-        else:
-            fork.table.truncate(length)
-            fork.table.release(lost)
+        table, first, count = fork.table, lost // size, -(-length // size)
+        rows = np.full((table.batch, count), NO_PAGE, np.int32)
+        rows[:, first:] = table.rows[:, np.arange(first, count) % max(table.count, 1)]
+        table.replace_rows(rows, first)
         return fork

@@ -25,14 +25,12 @@ class LongWrite(NamedTuple):
         old: Pages from `first` on before the call, `[B, n]`.
         kept: First logical page that is kept after the call, of the same type as `first`.
         own: Pages from `kept` on after the call, `[B, m]`.
-        skipped: Number of tokens before `kept` if the layer is empty.
     """
 
     first: int | torch.Tensor
     old: Ints | torch.Tensor
     kept: int | torch.Tensor
     own: Ints | torch.Tensor
-    skipped: int
 
 
 class Call(NamedTuple):
@@ -105,7 +103,7 @@ class HostLength:
         if (kept := step.kept) is not None:
             first = seen // size
             old, own = table.rows[:, first : -(-start // size)], table.rows[:, kept:]
-            long = LongWrite(first, old, kept, own, kept * size)
+            long = LongWrite(first, old, kept, own)
         lengths = step.lengths(device)
         return Call(tokens, table.on_device(device), lengths, seen, stop, step, long)
 
@@ -138,7 +136,6 @@ class DeviceLength:
     """The length of a preallocated layer.
 
     Attributes:
-        fixed: The pages of the layer's group.
         group: The group of the layer.
         member: Index of the layer in its group.
         is_empty: Whether no token was stored since the start or a reset. It changes once per
@@ -148,9 +145,8 @@ class DeviceLength:
 
     table: torch.Tensor
 
-    def __init__(self, fixed: FixedPages, member: int) -> None:
-        self.fixed, self.group, self.member = fixed, fixed.group, member
-        self.room = fixed.room
+    def __init__(self, group: FixedPages, member: int) -> None:
+        self.group, self.member, self.room = group, member, group.room
         self.is_empty = True
         # An upper bound of the number of stored tokens, kept on the host for `check_room`.
         self._upper_bound = 0
@@ -161,11 +157,7 @@ class DeviceLength:
     @property
     def lengths(self) -> torch.Tensor:
         """Number of stored tokens, `[B]`, int32, at a constant address."""
-        return self.fixed.lengths[self.member]
-
-    @lengths.setter
-    def lengths(self, lengths: torch.Tensor) -> None:
-        self.fixed.lengths[self.member] = lengths
+        return self.group.device_lengths[self.member]
 
     @property
     def stored(self) -> int | torch.Tensor:
@@ -183,15 +175,15 @@ class DeviceLength:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         if torch.compiler.is_compiling() and self.group.budget.max_pages is None:
-            self.table, pages = self.fixed.defer(batch, device)
+            self.table, pages = self.group.defer(batch, device)
         else:
-            self.table, pages = self.fixed.allocate(batch, device)
-        self.lengths = zeros((batch,), torch.int32, device)
+            self.table, pages = self.group.allocate(batch, device)
+        self.group.device_lengths[self.member] = zeros((batch,), torch.int32, device)
         return pages
 
     def share_plan(self, heads: int, rows: int, backend: str) -> list[torch.Tensor]:
         """Use the work plan of the group. Return the tensors with constant addresses."""
-        self._plan, leader = self.fixed.plan(self.member, self.lengths, heads, rows, backend)
+        self._plan, leader = self.group.plan(self.member, self.lengths, heads, rows, backend)
         self._fills = (heads, backend) if leader == self.member else None
         tensors = (self.table, self.lengths, self._plan)
         return [tensor for tensor in tensors if tensor is not None]
@@ -204,25 +196,23 @@ class DeviceLength:
     def begin(self, tokens: int, device: torch.device, backend: str) -> Call:
         """Return the positions and pages of a call."""
         after = ops.advance(self.lengths, tokens, self.room, backend)
-        ring, size = self.fixed.ring, self.group.page_size
+        ring, size = self.group.ring, self.group.page_size
         long = None
         # Maximum number of new tokens for which the ring keeps everything visible to the first.
         max_tokens = (ring - 1) * size - (self.group.window or 0) + 2
         if ring and tokens > max_tokens:
             first, kept = (self._first_in_ring(lengths) for lengths in (self.lengths, after))
-            # On an empty layer, only the last pages of these tokens will ever be read.
-            skipped = max((tokens - 1) // size - ring + 1, 0) * size
-            long = LongWrite(first, self._in_ring(first), kept, self._in_ring(kept), skipped)
+            long = LongWrite(first, self._in_ring(first), kept, self._in_ring(kept))
         return Call(tokens, self.table, after, 0, self.room, long=long)
 
     def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the first logical page in the ring after `lengths` tokens, `[B]`, int64."""
         last = torch.div(lengths.long() - 1, self.group.page_size, rounding_mode="floor")
-        return (last - self.fixed.ring + 1).clamp(min=0)
+        return (last - self.group.ring + 1).clamp(min=0)
 
     def _in_ring(self, first: torch.Tensor) -> torch.Tensor:
         """Return the pages of the ring from logical page `first` on, `[B, ring]`, int64."""
-        logical = first[:, None] + torch.arange(self.fixed.ring, device=first.device)
+        logical = first[:, None] + torch.arange(self.group.ring, device=first.device)
         # Clamp, because a GPU neither raises nor writes past the end.
         return self.table.long().gather(1, logical.clamp(max=self.table.shape[1] - 1))
 
@@ -250,7 +240,7 @@ class DeviceLength:
 
         A ring begins with the window of the next token, for which this synchronizes.
         """
-        first = self.group.visible_from(self.on_host()) if self.fixed.ring else 0
+        first = self.group.visible_from(self.on_host()) if self.group.ring else 0
         return Call(1, self.table, self.lengths, first, self.room)
 
     def check_room(self, tokens: int) -> None:
@@ -276,33 +266,28 @@ class DeviceLength:
 
     def check_crop(self, tokens: int, stored: int) -> None:
         """Raise ConfigError if the last `tokens` of `stored` tokens cannot be removed."""
-        lost = self.fixed.note_stored(self.member, stored)
+        lost = self.group.note_stored(self.member, stored)
         _check_crop(self.group, tokens, stored, lost)
 
     def set(self, length: int) -> None:
         """Keep the first `length` tokens."""
         if not length:
-            self.fixed.lost.pop(self.member, None)
+            self.group.lost.pop(self.member, None)
         self.is_empty, self._upper_bound = not length, length
-        if self.member in self.fixed.lengths:
+        if self.member in self.group.device_lengths:
             self.lengths.fill_(length)
 
-    def follow_table(self) -> bool:
-        """Apply a change of the block table, and return whether addresses have changed."""
-        table, device = self.fixed.table_on(self.lengths.device), self.lengths.device
-        if table.shape == self.table.shape:
+    def follow_table(self, device: torch.device) -> bool:
+        """Apply a change of the block table or device. Return whether addresses have changed."""
+        table = self.group.table_on(device)
+        if (table.shape, device) == (self.table.shape, self.table.device):
             # Layers of a group share the tensor, so the first layer updates it for all.
             self.table.copy_(table)
             return False
         self.table = table
-        if len(table) != len(self.lengths):
-            self.lengths = zeros((len(table),), torch.int32, device).copy_(self.lengths[:1])
+        lengths = zeros((len(table),), torch.int32, device).copy_(self.lengths[:1])
+        self.group.device_lengths[self.member] = lengths
         return True
-
-    def move(self, device: torch.device) -> None:
-        """Move the table and the lengths to `device`, to new addresses."""
-        self.table = self.fixed.table_on(device)
-        self.lengths = zeros(tuple(self.lengths.shape), torch.int32, device).copy_(self.lengths)
 
 
 def _check_crop(group: LayerGroup, tokens: int, stored: int, lost: int) -> None:

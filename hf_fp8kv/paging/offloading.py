@@ -34,7 +34,6 @@ class OffloadBudget(PageBudget):
         self.max_device_pages = max_device_pages
         self.layers: weakref.WeakSet[Tiers] = weakref.WeakSet()
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._uses = 0
 
     def use(self, layer: "Tiers", pages: Numbers, following: "Tiers", its_pages: Numbers) -> None:
         """Fetch `pages` of a layer to the device, and start to fetch pages of the following layer.
@@ -43,8 +42,6 @@ class OffloadBudget(PageBudget):
         and is evicted first. (The least recently used layer is needed next. If the device had room
         for all layers except one, evicting that layer would move every layer in every step.)
         """
-        self._uses += 1
-        layer.used_at = self._uses
         self._make_room(layer, layer)
         if self.max_device_pages is None:
             for other in self._here():
@@ -63,8 +60,8 @@ class OffloadBudget(PageBudget):
     def _make_room(self, current: "Tiers", incoming: "Tiers") -> None:
         """Evict other layers until the pages of `incoming` fit."""
         size = max(layer.index for layer in self.layers) + 1
-        candidates = list(self._here() - {current, incoming})
-        candidates.sort(key=lambda x: ((x.index - current.index) % size or size, -x.used_at))
+        others = self._here() - {current, incoming}
+        candidates = sorted(others, key=lambda x: (x.index - current.index) % size or size)
         while candidates and not self._fits(self._here() | {incoming}):
             candidates.pop().evict()
 
@@ -85,14 +82,13 @@ class Tiers:
         here: Pages on the device, only allocated while some are there.
         home: Pages in host memory, allocated when the first page is stored there.
         is_allocated: Whether `allocate` was called, possibly with 0 pages.
-        used_at: Number of the call of `OffloadBudget.use` in which the layer last computed.
     """
 
     size: int
     device: torch.device
 
     def __init__(self, budget: OffloadBudget, index: int) -> None:
-        self.budget, self.index, self.used_at = budget, index, 0
+        self.budget, self.index = budget, index
         self.here, self.home = Blocks(), Blocks()
         # The last copy of these pages, in either direction, if it may not have finished.
         self._copied: torch.cuda.Event | None = None

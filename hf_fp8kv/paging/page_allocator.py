@@ -4,8 +4,6 @@ All allocators of a cache share a `PageBudget`.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -65,7 +63,6 @@ class PageAllocator:
         self.references: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._orphans: list[Ints] = []
-        self._counting = False
         # Whether only the required number of pages is created, for tables that stop growing early.
         self.exact = False
 
@@ -82,6 +79,7 @@ class PageAllocator:
     @property
     def held(self) -> int:
         """Number of pages that at least one block table holds."""
+        self.free_orphans()
         # Counted from references, because an interrupt may lose the number of a free page.
         return int(np.count_nonzero(self.references))
 
@@ -129,32 +127,19 @@ class PageAllocator:
 
     def free(self, pages: Ints) -> None:
         """Remove a reference for each entry. Pages without references become free."""
-        with self.counting():
-            held = pages[pages != NO_PAGE]
-            np.subtract.at(self.references, held, 1)
-            freed = set(held[self.references[held] == 0].tolist())
-            self._free.extend(sorted(freed, reverse=True))
+        held = pages[pages != NO_PAGE]
+        np.subtract.at(self.references, held, 1)
+        freed = set(held[self.references[held] == 0].tolist())
+        self._free.extend(sorted(freed, reverse=True))
 
     def abandon(self, pages: Ints) -> None:
-        """Free the pages of a table that was collected, now or at the end of `counting`.
+        """Let `free_orphans` free the pages of a table that was collected.
 
         The garbage collector may run while another table changes counts.
         """
         self._orphans.append(pages)
-        if not self._counting:
-            self._drop_orphans()
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Delay `abandon` until the end of the `with` block."""
-        outer, self._counting = self._counting, True
-        try:
-            yield
-        finally:
-            self._counting = outer
-            if not outer:
-                self._drop_orphans()
-
-    def _drop_orphans(self) -> None:
+    def free_orphans(self) -> None:
+        """Free the pages of collected tables."""
         while self._orphans:
             self.free(self._orphans.pop())

@@ -66,10 +66,9 @@ class PagePool:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind, including room for growth: `pages`, `scales`, `tables`, `host`."""
-        scales, blocks, memory = 0, self.blocks, self.memory
-        if self.has_scales:
-            parts = (self.layout.split(block)["token_scales"] for block in blocks.tensors)
-            scales = sum(part.nbytes for part in parts)
+        blocks, memory = self.blocks, self.memory
+        split = [self.layout.split(block) for block in blocks.tensors]
+        scales = sum(parts["token_scales"].nbytes for parts in split if self.has_scales)
         pages = len(blocks) * self.layout.size - scales
         host = len(memory.home) * self.layout.size if isinstance(memory, Tiers) else 0
         return {"pages": pages, "scales": scales, "tables": blocks.offsets.nbytes, "host": host}

@@ -40,16 +40,6 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
         why = "a cache with a config, got one without; pass the model's config"
     elif options.is_preallocated:
         why = "a growing cache, got max_cache_len; leave one of the two out"
-    elif options.prefill != "stored":
-        why = (
-            "prefill='stored', got 'exact', whose first call reads unrounded K and V, so pages "
-            "depend on how a sequence is split into calls; make the cache with prefill='stored'"
-        )
-    elif options.first_call_centers:
-        why = (
-            "no centers except those of a plan, got centers from the first call of each sequence; "
-            "pass plan=hf_fp8kv.choose_plan(model), or store K without centers"
-        )
     elif config.is_encoder_decoder:
         why = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
     elif any(is_indexed) or (layers and cache.stock_layers):
@@ -58,6 +48,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
         why = f"constant frequencies of RoPE, got {moving!r}, which depends on the length"
     if why:
         raise ConfigError(f"prefix_store: expected {why}")
+    options.check_stored("prefix_store")
 
 
 def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, LayerPlan]]) -> str:
@@ -192,8 +183,7 @@ class StoredPrompt:
         tensors: dict[str, torch.Tensor] = {}
         groups: list[Facts] = []
         for g, (window, group) in enumerate(cache.groups.items()):
-            seen = 0 if group.record_past else group.visible_from(length)
-            first = min(seen, length - 1) // options.page_size
+            first = 0 if group.record_past else group.first_kept(length) // options.page_size
             used, table = np.unique([row[first:count] for row in keys], return_inverse=True)
             table = table.reshape(len(keys), -1).astype(np.int32)
             tensors[f"groups.{g}.table"] = torch.from_numpy(table)

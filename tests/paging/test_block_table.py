@@ -171,6 +171,7 @@ def check_tables(*tables: BlockTable) -> None:
         assert (used >= 0).all(), f"a page in use has no number: {used}"
         assert (table.rows[:, : table.first] == NO_PAGE).all(), "a released page is listed"
         np.add.at(references, used.ravel(), 1)
+    assert allocator.held == np.count_nonzero(references)
     wrong = np.flatnonzero(references != allocator.references)
     assert not len(wrong), (
         f"pages {wrong.tolist()} are listed {references[wrong].tolist()} times and counted "

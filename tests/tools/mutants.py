@@ -240,8 +240,8 @@ MUTANTS = (
     ),
     Mutant(
         "fork: a failed copy keeps its page", TABLE,
-        "                self.allocator.free(numbers)\n                raise",
-        "                raise", "tests/paging/test_block_table.py",
+        "            self.allocator.free(numbers)\n            raise", "            raise",
+        "tests/paging/test_block_table.py",
     ),
     Mutant(
         "crop: the last page is dropped", TABLE,
