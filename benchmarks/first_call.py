@@ -43,7 +43,7 @@ class Operations(TorchDispatchMode):
 @torch.no_grad()
 def measure_first_calls(
     model: PreTrainedModel, tokenizer: Any, *, name: str, turns: int = 11,
-    progress: Callable[[str, float], None],
+    progress: Callable[[str], None],
 ) -> Result:  # fmt: skip
     """Return a row for each cache and number of tokens.
 
@@ -51,7 +51,7 @@ def measure_first_calls(
     over the turns of the time divided by the time of `DynamicCache`.
     """
     config, rows = model.config, []
-    progress("choosing a plan", 0.0)
+    progress("choosing a plan")
     began = time.perf_counter()
     plan = choose_plan(model)
     chosen = time.perf_counter() - began
@@ -60,8 +60,8 @@ def measure_first_calls(
         "FP8PagedCache": ("fp8_paged", lambda: FP8PagedCache(config)),
         "FP8PagedCache, adaptive": ("fp8_paged", lambda: FP8PagedCache(config, plan=plan)),
     }
-    for done, tokens in enumerate(TOKENS):
-        progress(f"{tokens} tokens", (1 + done) / (1 + len(TOKENS)))
+    for tokens in TOKENS:
+        progress(f"{tokens} of up to {max(TOKENS)} tokens")
         ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(tokens))
         ids = ids.to(model.device)
 

@@ -300,7 +300,7 @@ def measure_reproducibility(
     cost: bool = False,
     models: str = "",
     dtypes: str = "float32,bfloat16",
-    progress: Callable[[str, float], None],
+    progress: Callable[[str], None],
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
 
@@ -325,7 +325,7 @@ def measure_reproducibility(
         todo = per_case // 2 if name == DEMO else per_case
         drawn = Counter(kinds + reader.rng.choices(kinds, k=max(0, todo - len(kinds) - 1)))
         for kind, count in [*drawn.items(), (Reader.decode, 1)]:
-            progress(f"{name}, {dtype}, {kind.__name__}", place / len(cases))
+            progress(f"{place / len(cases):.0%} {name}, {dtype}, {kind.__name__}")
             began, reader.evicted = time.perf_counter(), 0
             compared, logits, pages = map(
                 sum, zip(*(kind(reader) for _ in range(count)), strict=True)

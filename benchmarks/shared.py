@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from hf_fp8kv.bench.reporting import build_table
+from hf_fp8kv.cli.arguments import parse_device
 from hf_fp8kv.cli.bench import show_result
 from hf_fp8kv.cli.shared import DEMO, load_model, show_progress
 from hf_fp8kv.errors import FP8KVError
@@ -58,7 +61,7 @@ def main(
     try:
         with show_progress() as report:
             result = measure(**given, progress=report)
-    except FP8KVError as error:
+    except (FP8KVError, typer.BadParameter) as error:
         sys.exit(f"error: {error}")
     show_result(result, format_table or format_rows, path)
 
@@ -67,7 +70,7 @@ def with_model(measure: Callable[..., Result]) -> Callable[..., Result]:
     """Return `measure` with the options of `MODEL` in place of a loaded model, in float32."""
 
     def run(model: str | None = None, device: str = "auto", **given: Any) -> Result:
-        loaded, tokenizer = load_model(model, device, "float32")
+        loaded, tokenizer = load_model(model, parse_device(device), "float32")
         return measure(loaded, tokenizer, name=model or DEMO, **given)
 
     return run

@@ -278,7 +278,7 @@ def make_scales(
 
 def choose_scales(
     job: Job, windows: Sequence[torch.Tensor], beyond: Beyond,
-    scaled: Mapping[int, Mapping[str, Sequence[Scaled]]],
+    scaled: Mapping[int, Mapping[str, Sequence[Scaled]]], source: str,
 ) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:  # fmt: skip
     """Return the scales of each layer for the first candidates, and for the best candidates."""
 
@@ -303,8 +303,8 @@ def choose_scales(
         sums = [stage[index] for stage in stages if index in stage]
         costs_by_side = ([costs[side].tolist() for costs in sums if side in costs] for side in "kv")
         k, v = (pick_candidate([*zip(*costs, strict=True)], _MOST) for costs in costs_by_side)
-        first[index] = join_sides(job.options, layer["k"][0], layer["v"][0])
-        best[index] = join_sides(job.options, layer["k"][k], layer["v"][v])
+        first[index] = join_sides(job.options, source, layer["k"][0], layer["v"][0])
+        best[index] = join_sides(job.options, source, layer["k"][k], layer["v"][v])
     return first, best
 
 
@@ -322,7 +322,7 @@ def pick_candidate(costs: Sequence[Sequence[float]], most: float) -> int:
     return min(good, key=lambda number: sum(costs[number]), default=0)
 
 
-def join_sides(options: CalibrationOptions, k: Scaled, v: Scaled) -> LayerScales:
+def join_sides(options: CalibrationOptions, source: str, k: Scaled, v: Scaled) -> LayerScales:
     """Return the scales of a layer, with its plan if `calibrate` was called with a plan."""
     plan = None if options.plan is None else LayerPlan(k[0].plan, v[0].plan)
-    return LayerScales(k[1], v[1], k[0].center, plan=plan)
+    return LayerScales(k[1], v[1], k[0].center, source, plan)

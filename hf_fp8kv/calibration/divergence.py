@@ -48,7 +48,7 @@ def compare_caches(
     prefill: int = 512,
     chunk: int = 32,
     first_position: int | None = None,
-    on_call: Callable[[str, int], None] | None = None,
+    on_call: Callable[[int], object] | None = None,
 ) -> dict[str, Scores]:
     """Score a text under several caches against `DynamicCache`.
 
@@ -64,8 +64,7 @@ def compare_caches(
             scores have the same names, and `UNQUANTIZED` for `DynamicCache`.
         first_position: Position of the first token, for models that take `position_ids`. None means
             the model's first position.
-        on_call: Function that is called after each call of the model, with the name of the cache
-            and the number of tokens.
+        on_call: Function that is called with the number of tokens after each call of the model.
 
     Raises:
         ConfigError: `ids` has no token to score, or the model has no logits of each token.
@@ -93,7 +92,7 @@ def compare_caches(
         for name, cache in filled.items():
             logits = compute_logits(model, part, cache, inputs, scored=start > 0)
             if on_call is not None:
-                on_call(name, part.numel())
+                on_call(part.numel())
             if start == 0:
                 continue
             expected = logits if expected is None else expected

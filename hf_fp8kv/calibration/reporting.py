@@ -183,7 +183,7 @@ def make_report(
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
         dtype=options.fmt.name if scales.plan is None else "plan",
-        granularity="/".join(dict.fromkeys(s.granularity for s in scales.layers.values())),
+        granularity=scales.granularity,
         margin=options.margin,
         texts=texts,
         tokens=tokens,

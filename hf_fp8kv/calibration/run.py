@@ -115,14 +115,11 @@ def calibrate(
             for index, layer_ranges in ranges.items()
         }  # fmt: skip
         scaled = choose.make_scales(job, corpus.windows, candidates)
-        source, weights = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
+        source, digest = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
         safe, best = (
-            KVScales(
-                {i: replace(layer, source=source) for i, layer in layers.items()},
-                model_type=model.config.model_type, origin=source, weights_digest=weights,
-            )
-            for layers in choose.choose_scales(job, corpus.windows, beyond, scaled)
-        )  # fmt: skip
+            KVScales(made, model_type=model.config.model_type, origin=source, weights_digest=digest)
+            for made in choose.choose_scales(job, corpus.windows, beyond, scaled, source)
+        )
         scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
         held, counts = corpus.held_out, (corpus.texts, corpus.tokens)
         report = make_report(job, scales, ranges, centers, held, held, beyond, *counts)

@@ -124,7 +124,7 @@ def score_caches(
             with paged_attention(job.model):
                 window_scores = compare_caches(
                     job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
-                    first_position=batch.start, on_call=lambda _, tokens: job.bar.update(tokens),
+                    first_position=batch.start, on_call=job.bar.update,
                 )  # fmt: skip
         except FP8KVError:
             raise

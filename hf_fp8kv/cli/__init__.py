@@ -7,10 +7,10 @@ invalid command line, 130 for an interruption. If the reader of a pipe closes it
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
+import torch
 import typer
-from typer.core import TyperGroup
 
 from ..errors import FP8KVError
 from ..utils.environment import version
@@ -20,21 +20,8 @@ __all__ = ["NAME", "app", "main"]
 
 NAME = "hf-fp8kv"
 
-
-class _Commands(TyperGroup):
-    """The commands. An interruption prints one line instead of a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print(f"{NAME}: interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
-
-
 app = typer.Typer(
     name=NAME,
-    cls=_Commands,
     help="An FP8 paged KV cache for Hugging Face transformers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -61,8 +48,18 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (FP8KVError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
+    except SystemExit as end:
+        if end.code == 130:  # typer's code of an interruption
+            print(f"{NAME}: interrupted", file=sys.stderr)
+        raise
+    except (FP8KVError, OSError, torch.OutOfMemoryError) as error:
+        message = str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            message = (
+                f"expected enough device memory, got: {error}. Use a smaller --max-length or "
+                "--batch-size, or a different --device"
+            )
+        print(f"{NAME}: error: {message}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -6,10 +6,11 @@ An invalid value raises `typer.BadParameter`, which exits with 2.
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from ..calibration import calibrate
@@ -23,9 +24,10 @@ def offer(values: Iterable[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
-def choice(values: Iterable[str], aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return keywords for an option whose value is one of `values`, or an alias."""
-    known = {**(aliases or {}), **{value: value for value in values}}
+def choice(values: Collection[str], aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return keywords for an option whose value is one of `values`, or an alias of one."""
+    known = {alias: value for alias, value in (aliases or {}).items() if value in values}
+    known |= {value: value for value in values}
 
     def parse(text: str) -> str:
         if text not in known:
@@ -33,6 +35,17 @@ def choice(values: Iterable[str], aliases: Mapping[str, str] | None = None) -> d
         return known[text]
 
     return {"parser": parse, "autocompletion": offer(known), "metavar": "TEXT"}
+
+
+def parse_device(text: str) -> str:
+    """Return a device that torch can use. "auto" is a GPU if this machine has one, else the CPU."""
+    device = text if text != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        message = f"expected auto, cpu, cuda, cuda:1, ...; got {text!r}: {error}"
+        raise typer.BadParameter(message) from None
+    return device
 
 
 def parse_memory(text: str) -> int:
@@ -69,17 +82,17 @@ def parse_scales(text: str) -> str | float:
 
 
 _SIDE = choice((*FORMATS, AUTO), ALIASES)
-FORMAT = choice(FORMATS, {alias: name for alias, name in ALIASES.items() if name in FORMATS})
 
 SIZE: dict[str, Any] = {"metavar": "SIZE", "parser": parse_memory}
 
-Model = Annotated[str | None, typer.Option(help="A folder or a Hub id. Default: the demo model.")]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="auto, cpu, cuda, cuda:1, ...", autocompletion=offer(("auto", "cpu", "cuda"))
-    ),
-]
+DEVICE: dict[str, Any] = {
+    "help": "auto, cpu, cuda, cuda:1, ...", "autocompletion": offer(("auto", "cpu", "cuda"))
+}  # fmt: skip
+
+_MODEL_HELP = "A folder or a Hub id. Default: the demo model."
+Model = Annotated[str | None, typer.Option(help=_MODEL_HELP)]
+ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP)]
+Device = Annotated[str, typer.Option(metavar="TEXT", parser=parse_device, **DEVICE)]
 ModelDtype = Annotated[
     str,
     typer.Option(
@@ -133,7 +146,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         help="Format of the cache for which scales are made or measured. Default: fp8_e4m3.",
-        **FORMAT,
+        **choice(FORMATS, ALIASES),
     ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="Number of tokens to read.")]
@@ -158,9 +171,6 @@ ChatTemplate = Annotated[
     ),
 ]
 
-# The options of `calibrate` and `inspect` that they pass to the library unchanged.
-_OPTIONS = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
-
 
 def load_texts(name: str) -> Path | list[str]:
     """Return the path of a file, or pydoc's text on each of Python's topics."""
@@ -184,5 +194,6 @@ def page_options(ctx: typer.Context) -> dict[str, Any]:
 
 
 def given_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the given options of the library. The library has the defaults of all others."""
-    return {n: value for n, value in ctx.params.items() if n in _OPTIONS and value is not None}
+    """Return the given options that the library has as well. It has the defaults of all others."""
+    known = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
+    return {name: x for name, x in ctx.params.items() if name in known and x is not None}

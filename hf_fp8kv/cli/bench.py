@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import RenderableType
 
 from ..modeling.layer_specs import read_config
 from .arguments import Device, parse_path
-from .shared import pick_device, print_parts, show_progress
+from .shared import make_console, show_progress
 
 if TYPE_CHECKING:
     from ..bench.contenders import Setup
@@ -79,7 +78,7 @@ def show_result(
         return
     if json_path is not None:
         Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
-    print_parts([format_table(result)], piped_width=140)
+    make_console(140).print(format_table(result))
 
 
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
@@ -87,12 +86,6 @@ def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
     from ..bench.contenders import Setup
     from ..serving.engines.common import sizes
 
-    device = pick_device(device)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        message = f"expected auto, cpu, cuda, cuda:1, ...; got {device!r}: {error}"
-        raise typer.BadParameter(message, param_hint="--device") from None
     if model is None:
         return Setup(device=device), None
     config = read_config(model)

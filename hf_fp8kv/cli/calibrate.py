@@ -14,7 +14,7 @@ from ..scales.report import REPORT_FILE
 from ..scales.save import open_place
 from . import arguments
 from .scales_table import describe_scales, quality_parts
-from .shared import load_model, print_note, print_parts, report_problems
+from .shared import Warnings, handle_log, load_model, make_console, print_note
 
 COPY = "checkpoint"
 
@@ -101,15 +101,15 @@ def calibrate(
     if not SCALE_FORMATS[to].holds_centers:
         options = {"center": False, "granularity": SCALE_FORMATS[to].granularity} | options
     folder = Path(out)
-    with report_problems() as warnings:
+    with handle_log(log := Warnings()):
         source = arguments.load_texts(texts)
         # With a checkpoint, its copy has the scales in --format, and OUT has them as hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else to
         # Check that the scales can be written before minutes are spent. The folder may not have
         # other scales, although some formats can be next to each other.
         written = SCALE_FORMATS[out_format].files(KVScales.uniform(1))
-        files = {JSON_FILE, REPORT_FILE, SCALES_FILE, *written}
-        open_place(folder, SCALE_FORMATS[out_format], files, None, overwrite=overwrite)
+        names = {JSON_FILE, REPORT_FILE, SCALES_FILE, *written}
+        open_place(folder, SCALE_FORMATS[out_format], names, None, overwrite=overwrite)
         if checkpoint is not None:
             copy = folder / COPY
             open_place(copy, SCALE_FORMATS[to], (), checkpoint, overwrite=overwrite)
@@ -127,11 +127,11 @@ def calibrate(
             paths += scales.save_pretrained(
                 folder / COPY, format=to, checkpoint=checkpoint, overwrite=overwrite
             )
-    report = scales.report
+    report, files = scales.report, list(map(str, paths))
     if as_json:
-        result = describe_scales(scales) | {"files": list(map(str, paths)), "warnings": warnings}
+        result = describe_scales(scales) | {"files": files, "warnings": log.messages}
         print(json.dumps(result | {"report": None if report is None else report.to_dict()}))
         return
     if report is not None:
-        print_parts(quality_parts(report), piped_width=120)
-    print("\n".join(map(str, paths)))
+        make_console(120).print(*quality_parts(report), sep="\n")
+    print("\n".join(files))

@@ -9,13 +9,11 @@ from typing import Annotated
 import typer
 
 from . import arguments
-from .shared import DEMO, load_model, print_note, print_parts
+from .shared import DEMO, load_model, make_console, print_note
 
 
 def card(
-    model: Annotated[
-        str | None, typer.Argument(help="A folder or a Hub id. Default: the demo model.")
-    ] = None,
+    model: arguments.ModelArgument = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -71,5 +69,5 @@ def card(
     else:
         print_note("drift.png needs matplotlib: pip install 'hf-fp8kv[plot]'")
     write_all({**files, parts: None})
-    print_parts([format_table(result)], piped_width=200)
+    make_console(200).print(format_table(result))
     print_note(f"The card is in {folder}.")

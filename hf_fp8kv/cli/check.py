@@ -3,19 +3,17 @@
 import json
 from typing import Any
 
-import torch
-
 from ..attention.check_model import check_model
 from ..bench.reporting import build_table
 from ..ops import available_backends
-from ..utils.environment import versions
+from ..utils.environment import hardware, versions
 from .arguments import Device, Json, Model
-from .shared import load_model, print_parts
+from .shared import load_model, make_console
 
 
 def check(model: Model = None, device: Device = "cpu", as_json: Json = False) -> None:
     """Show versions and backends. With --model, also show how each of its layers runs."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus: Any = hardware()["gpus"]
     installed = versions()
     facts: dict[str, Any] = {
         "python": installed.pop("python"),
@@ -32,6 +30,6 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         return
     rows = {"python": facts["python"], **facts["versions"], "gpus": ", ".join(gpus) or "none"}
     rows |= {f"backend {name}": why for name, why in facts["backends"].items()}
-    print_parts([build_table({"": "left", "found": "left"}, rows.items())])
+    make_console().print(build_table({"": "left", "found": "left"}, rows.items()))
     if report is not None:
         print(report)

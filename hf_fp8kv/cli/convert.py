@@ -13,7 +13,7 @@ from ..scales import SCALE_FORMATS, KVScales
 from ..scales.save import Weights
 from .arguments import Json, Overwrite, Scales, choice
 from .scales_table import describe_scales
-from .shared import print_note, report_problems
+from .shared import Warnings, handle_log, print_note
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def convert(
     given: dict[str, Any] = {
         "format": to, "overwrite": overwrite, "tp_size": tp_size, "base_model": base_model
     }  # fmt: skip
-    with report_problems() as warnings:
+    with handle_log(log := Warnings()):
         source = KVScales.from_pretrained(scales, strict=not lenient)
         about, named = describe_scales(source), source
         if model_type not in (None, source.model_type):
@@ -96,7 +96,7 @@ def convert(
             paths = named.save_pretrained(str(out), checkpoint=checkpoint, weights=weights, **given)
             files, target = list(map(str, paths)), {"format": to, "folder": str(out)}
     if as_json:
-        print(json.dumps({"from": about, "to": target, "files": files, "warnings": warnings}))
+        print(json.dumps({"from": about, "to": target, "files": files, "warnings": log.messages}))
         return
     print_note(
         f"{about['format']} -> {to}: {about['num_layers']} layers, per {about['granularity']}"

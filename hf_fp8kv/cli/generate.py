@@ -5,15 +5,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import RenderableType
 from rich.text import Text
-from transformers import DynamicCache
+from transformers import BatchEncoding, DynamicCache
 
 from ..bench.reporting import build_table, count_bytes
 from ..cache.cache import FP8PagedCache
@@ -24,9 +25,7 @@ from ..modeling.model_support import CACHE
 from ..scales.kv_scales import warn_if_stale
 from ..utils.terminal import format_size
 from . import arguments
-from .shared import DEMO, load_model, print_parts
-
-ATTENTIONS = ("fp8_paged", "sdpa", "eager", "flex_attention")
+from .shared import DEMO, load_model, make_console
 
 
 def generate(
@@ -47,7 +46,7 @@ def generate(
         str,
         typer.Option(
             help="Attention of the FP8 run: fp8_paged, sdpa, eager, ...",
-            autocompletion=arguments.offer(ATTENTIONS),
+            autocompletion=arguments.offer(("fp8_paged", "sdpa", "eager", "flex_attention")),
         ),
     ] = "fp8_paged",
     chat: Annotated[
@@ -68,18 +67,28 @@ def generate(
     if kv_cache_dtype != ADAPTIVE:
         FP8PagedCache(**options)  # raises an error for wrong options before the model is loaded
     text = sys.stdin.read().strip() if prompt == "-" else prompt
+    name = model or DEMO
     loaded, tokenizer = load_model(model, device)
+    inputs = encode_prompt(tokenizer, text, name, chat=chat).to(loaded.device)
     # None overrides what the checkpoint recommends for sampling.
     sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
                 "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
-    comparison = Comparison(model or DEMO, loaded, tokenizer, text, chat, sampling, seed, memory)
-    runs = [comparison.run_dense(), comparison.run_paged(attn, options)]
+    run = partial(run_cache, loaded, tokenizer, inputs, sampling, seed, memory)
+    # First the model's default attention.
+    runs = [run(partial(DynamicCache, config=loaded.config))]
+    try:
+        loaded.set_attn_implementation(attn)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"cannot use --attn {attn} with {name}: {error}") from error
+    dtype, chosen = resolve_plan(loaded, options["dtype"], options["plan"])
+    keywords = {**options, "dtype": dtype, "plan": chosen}
+    runs.append(run(partial(FP8PagedCache, loaded.config, **keywords), scales))
     if as_json:
-        facts = {"prompt": text, "model": comparison.name, "options": options}
+        facts = {"prompt": text, "model": name, "options": options}
         answers = {"agreement": compare_tokens(*runs), "runs": [asdict(run) for run in runs]}
         print(json.dumps({**facts, "memory_bytes": memory, **answers}))
     else:
-        print_parts(comparison_table(comparison.name, text, runs, memory))
+        make_console().print(*comparison_table(name, text, runs, memory), sep="\n")
 
 
 @dataclass(frozen=True)
@@ -91,101 +100,66 @@ class Run:
     attention: str
     text: str
     token_ids: list[int]
-    tokens_per_second: float | None
+    tokens_per_second: float | None  # after the first token
     cached_tokens: int
     cache_bytes: int
     bytes_per_token: float
     tokens_that_fit: int
 
 
-@dataclass
-class Comparison:
-    """A model and a prompt, with `chat` as the message of a user."""
+def encode_prompt(tokenizer: Any, prompt: str, name: str, *, chat: bool) -> BatchEncoding:
+    """Return the tokens of a prompt, with `chat` as the message of a user. `name` is the model."""
+    if not chat:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    elif tokenizer.chat_template is None:
+        raise ConfigError(f"--chat: expected a chat template, got none in {name}. Omit the option")
+    else:
+        encoded = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True, return_tensors="pt", return_dict=True,
+        )  # fmt: skip
+    if encoded["input_ids"].shape[1] == 0:
+        raise ConfigError("expected a prompt of at least one token, got an empty prompt")
+    # Some tokenizers also return token_type_ids, which many models do not accept.
+    return BatchEncoding({key: encoded[key] for key in ("input_ids", "attention_mask")})
 
-    name: str
-    model: Any
-    tokenizer: Any
-    prompt: str
-    chat: bool
-    sampling: Mapping[str, Any]
-    seed: int
-    room: int  # bytes of memory
 
-    @cached_property
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """The encoded prompt."""
-        if not self.chat:
-            encoded = self.tokenizer(self.prompt, return_tensors="pt")
-        elif self.tokenizer.chat_template is None:
-            raise ConfigError(
-                f"--chat: expected a chat template, got none in {self.name}. Omit the option"
-            )
-        else:
-            encoded = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": self.prompt}],
-                add_generation_prompt=True, return_tensors="pt", return_dict=True,
-            )  # fmt: skip
-        if encoded["input_ids"].shape[1] == 0:
-            raise ConfigError("expected a prompt of at least one token, got an empty prompt")
-        # Some tokenizers also return token_type_ids, which many models do not accept.
-        return {n: encoded[n].to(self.model.device) for n in ("input_ids", "attention_mask")}
-
-    def run_dense(self) -> Run:
-        """Generate with transformers' default cache and the model's default attention."""
-        cache, answer = self._generate(partial(DynamicCache, config=self.model.config))
-        tokens, size = cache.get_seq_length(), count_bytes(cache)
-        name = f"DynamicCache {str(self.model.dtype).removeprefix('torch.')}"
-        share = size / tokens
-        return Run(name, "none", *answer, tokens, size, share, int(self.room / share))
-
-    def run_paged(self, attn: str, options: Mapping[str, Any]) -> Run:
-        """Generate with FP8 pages and the attention `attn`."""
-        try:
-            self.model.set_attn_implementation(attn)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"cannot use --attn {attn} with {self.name}: {error}") from error
-        dtype, plan = resolve_plan(self.model, options["dtype"], options["plan"])
-        keywords = {**options, "dtype": dtype, "plan": plan}
-        cache, answer = self._generate(partial(FP8PagedCache, self.model.config, **keywords))
-        warn_if_stale(self.model, cache.options.scales)
-        sizes, page = cache.memory_footprint(), options["page_size"]
+def run_cache(
+    model: Any, tokenizer: Any, inputs: Mapping[str, torch.Tensor], sampling: Mapping[str, Any],
+    seed: int, room: int, make_cache: Callable[[], Any], scales: object = None,
+) -> Run:  # fmt: skip
+    """Generate with a cache. `room` is in bytes, and `scales` is the argument of an FP8 cache."""
+    stamps: list[float] = []
+    streamer = SimpleNamespace(
+        put=lambda _ids: stamps.append(time.perf_counter()), end=lambda: None
+    )
+    # Generate two tokens first, because kernels are compiled at their first use.
+    call = {**inputs, CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2}
+    model.generate(**call, do_sample=False)
+    torch.manual_seed(seed)
+    call = {**inputs, CACHE: (cache := make_cache()), **sampling}
+    ids = model.generate(**call, streamer=streamer)[0, inputs["input_ids"].shape[1] :].tolist()
+    stamps = stamps[-len(ids) :]
+    steps = len(stamps) - 1
+    speed = steps / (stamps[-1] - stamps[0]) if steps > 0 else None
+    if isinstance(cache, FP8PagedCache):
+        warn_if_stale(model, cache.options.scales)
+        sizes, page = cache.memory_footprint(), cache.options.page_size
+        tokens, size = sizes.tokens, sizes.used_bytes + sizes.other_bytes
         # The last page is partly filled. A token's size is its share of a full page.
-        room = -(-sizes.tokens // page) * page
-        share = sizes.used_bytes / room + sizes.other_bytes / sizes.tokens
+        share = sizes.used_bytes / (-(-tokens // page) * page) + sizes.other_bytes / tokens
         plans = [*sizes.layers_by_plan]
-        stored = plans[0] if len(plans) == 1 else "plans by layer"
+        name = f"pages of {page}, {plans[0] if len(plans) == 1 else 'plans by layer'}"
         is_auto = all(side.is_auto for plan in cache.plan.values() for side in plan)
-        scales = "none" if is_auto else str(options["scales"] or "dynamic")
-        name, size = f"pages of {page}, {stored}", sizes.used_bytes + sizes.other_bytes
-        return Run(name, scales, *answer, sizes.tokens, size, share, int(self.room / share))
-
-    def _generate(
-        self, make_cache: Callable[[], Any]
-    ) -> tuple[Any, tuple[str, str, list[int], float | None]]:
-        """Return the filled cache, and the attention, text, token ids and speed of the answer.
-
-        Speed is in tokens per second after the first token.
-        """
-        stamps: list[float] = []
-
-        def stamp(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            if input_ids.is_cuda:
-                torch.cuda.synchronize(input_ids.device)
-            stamps.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-        # Generate two tokens first, because kernels are compiled at their first use.
-        call = {**self.inputs, CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2}
-        self.model.generate(**call, do_sample=False)
-        torch.manual_seed(self.seed)
-        call = {**self.inputs, CACHE: (cache := make_cache()), **self.sampling}
-        ids = self.model.generate(**call, stopping_criteria=[stamp])[0]
-        ids = ids[self.inputs["input_ids"].shape[1] :].tolist()
-        stamps = stamps[-len(ids) :]
-        steps = len(stamps) - 1
-        speed = steps / (stamps[-1] - stamps[0]) if steps > 0 else None
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return cache, (str(self.model.config._attn_implementation), text, ids, speed)
+        label = "none" if is_auto else str(scales or "dynamic")
+    else:
+        tokens, size, label = cache.get_seq_length(), count_bytes(cache), "none"
+        share, name = size / tokens, f"DynamicCache {str(model.dtype).removeprefix('torch.')}"
+    return Run(
+        name, label, str(model.config._attn_implementation),
+        tokenizer.decode(ids, skip_special_tokens=True), ids, speed, tokens, size, share,
+        int(room / share),
+    )  # fmt: skip
 
 
 def compare_tokens(dense: Run, paged: Run) -> dict[str, int | None]:

@@ -17,7 +17,7 @@ from ..utils.terminal import format_size
 from . import arguments
 from .scales_plot import plot_scales
 from .scales_table import describe_layers, describe_scales, inspect_table, list_remarks
-from .shared import load_model, make_console, print_parts, report_problems
+from .shared import Warnings, handle_log, load_model, make_console
 
 
 def inspect(
@@ -44,7 +44,7 @@ def inspect(
     model_dtype: arguments.ModelDtype = "auto",
     as_json: arguments.Json = False,
 ) -> None:
-    """Show static scales, one row per layer, and remarks on odd scales.
+    """Show static scales, a row for K and for V of each layer, and remarks on odd scales.
 
     With --texts, measure the scales. Without it, show the report of their calibration, if any.
     For the file of a saved cache, show how each layer is stored.
@@ -53,7 +53,7 @@ def inspect(
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
         raise typer.BadParameter("requires --texts", param_hint=option)
-    with report_problems() as warnings:
+    with handle_log(log := Warnings()):
         if _is_cache(scales):
             if texts is not None or plot is not None:
                 option = "--texts" if texts is not None else "--plot"
@@ -73,14 +73,14 @@ def inspect(
             known = {
                 **describe_scales(source),
                 "layers": describe_layers(source, report),
-                "remarks": list_remarks(source),
+                "remarks": [*list_remarks(source)],
                 "report": None if report is None else report.to_dict(),
-                "warnings": warnings,
+                "warnings": log.messages,
             }
             print(json.dumps(known))
         else:
-            width = make_console(160).width
-            print_parts(inspect_table(source, report, width), piped_width=width)
+            console = make_console(160)
+            console.print(*inspect_table(source, report, console.width), sep="\n")
 
 
 def _is_cache(path: str) -> bool:
@@ -99,4 +99,4 @@ def _show_cache(path: str, as_json: bool) -> None:
     rows = ((index, *sides) for index, sides in layers.items())
     table = build_table(dict.fromkeys(("layer", "K stored as", "V stored as"), "left"), rows)
     print(f"{cache}\n{sizes.tokens} tokens, {format_size(sizes.used_bytes)} in pages")
-    print_parts([table], piped_width=160)
+    make_console(160).print(table)

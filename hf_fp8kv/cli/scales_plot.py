@@ -4,6 +4,7 @@ matplotlib is imported when a plot is requested. pyplot is not used, because it 
 window system and keep figures alive.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,8 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     panels["kv"].set_ylabel(f"{unit}\n(in units of K and V)")
     for number, side in enumerate("kv"):
         name, table = side.upper(), _amax_by_head(scales, report, side)
-        _draw_line(
-            panels["kv"], np.fmax.reduce(table, axis=1), number, label=f"{name}, largest head"
-        )
+        largest = dict(enumerate(np.fmax.reduce(table, axis=1)))
+        _draw_line(panels["kv"], largest, number, label=f"{name}, largest head")
         panels[side].set_title(f"{unit} of {name}, by layer and head", loc="left")
         _draw_heads(figure, panels[side], table)
         panels[f"{side} error"].set_title(f"error of {name} in 8 bits, by layer", loc="left")
@@ -106,12 +106,11 @@ def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str)
     return table
 
 
-def _draw_line(axes: Any, line: np.ndarray, number: int, **look: Any) -> None:
-    """Draw a line through the layers with values, in the color and with the marker `number`."""
-    layers = np.flatnonzero(line > 0)
-    if len(layers):
+def _draw_line(axes: Any, values: Mapping[int, float], number: int, **look: Any) -> None:
+    """Draw positive values by layer as a line, in the color and with the marker `number`."""
+    if points := [(layer, value) for layer, value in values.items() if value > 0]:
         look = {"color": _COLORS[number], "marker": _MARKERS[number], "markersize": 3, **look}
-        axes.plot(layers, line[layers], **look)
+        axes.plot(*zip(*points, strict=True), **look)
     _label_integers(axes.xaxis, "layer")
 
 
@@ -141,10 +140,9 @@ def _draw_errors(axes: Any, report: CalibrationReport | None, side: str) -> None
     axes.set_ylabel("relative RMS error, %")
     for start, style in (("", "-"), (DYNAMIC, ":")):
         for number, name in enumerate(FORMATS):
-            line = np.full(max(report.layers) + 1, np.nan)
-            for index, layer in report.layers.items():
-                line[index] = 100 * getattr(layer, side).error.get(start + name, np.nan)
-            _draw_line(axes, line, number, linestyle=style, label=start + name)
+            sides = {index: getattr(layer, side) for index, layer in report.layers.items()}
+            errors = {index: 100 * x.error.get(start + name, 0.0) for index, x in sides.items()}
+            _draw_line(axes, errors, number, linestyle=style, label=start + name)
     if not axes.lines:
         _write_text(axes, "no error was measured")
 

@@ -1,8 +1,8 @@
 """Static scales and their calibration report: JSON values, tables, and remarks on odd scales."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from rich.console import RenderableType
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..bench.reporting import build_table, format_number
 from ..formats import FORMATS, count_plans, summarize_plan
-from ..scales import CalibrationReport, Granularity, KVScales
+from ..scales import CalibrationReport, KVScales
 from ..scales.report import SideStatistics
 from ..utils.text import format_list
 
@@ -21,13 +21,12 @@ _OUTLIER = 10
 
 def describe_scales(scales: KVScales) -> dict[str, Any]:
     """Return the properties of all layers together, as JSON values."""
-    kinds = {layer.granularity for layer in scales.layers.values()}
     return {
         "format": scales.format,
         "origin": scales.origin,
         "model_type": scales.model_type,
         "num_layers": len(scales.layers),
-        "granularity": "/".join(x for x in (*get_args(Granularity), "token") if x in kinds),
+        "granularity": scales.granularity,
         "centered": scales.centered,
         "plan": None if scales.plan is None else count_plans(scales.plan),
         "weights_digest": scales.weights_digest,
@@ -68,19 +67,16 @@ def _describe_side(
     return side or None
 
 
-def list_remarks(scales: KVScales) -> list[str]:
-    """Return a sentence about each oddity of the scales."""
-    layers = scales.layers
-    remarks = [] if scales.is_dynamic else list(_remark_on_values(scales))
-    if missing := sorted(set(range(max(layers) + 1)) - set(layers)):
-        remarks.append(
-            f"no scales for {_name_layers(missing)}, of 0 to {max(layers)}: correct for layers "
-            "without their own KV cache. Exclude all other layers with skip_layers"
+def list_remarks(scales: KVScales) -> Iterator[str]:
+    """Yield a sentence about each oddity of the scales."""
+    last = max(scales.layers)
+    if missing := sorted(set(range(last + 1)) - set(scales.layers)):
+        yield (
+            f"no scales for {_name_layers(missing)}, of 0 to {last}: correct for layers without "
+            "their own KV cache. Exclude all other layers with skip_layers"
         )
-    return remarks
-
-
-def _remark_on_values(scales: KVScales) -> Iterator[str]:
+    if scales.is_dynamic:
+        return
     layers = {index: layer.static for index, layer in scales.layers.items()}
     if all(bool((side == 1).all()) for pair in layers.values() for side in pair):
         yield (
@@ -112,26 +108,18 @@ def inspect_table(
 ) -> list[RenderableType]:
     """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
 
-    Without a report only the scales are shown. The table of layers is split into tables that fit
-    into `width` columns of the terminal.
+    Without a report only the scales are shown. The table of layers has the sources of the scales if
+    they fit into `width` columns of the terminal.
     """
-    parts: list[RenderableType] = [Text(line, overflow="fold") for line in _heading(scales, report)]
-    layers = describe_layers(scales, report)
-    tables = [first := {"layer": list(layers)}]
-    columns = {name: cells for name, cells in _list_columns(scales, layers, report) if any(cells)}
-    source = {"source": [_shorten_source(layer["source"]) for layer in layers.values()]}
-    if _measure_width(first | columns | source) <= width:
-        columns |= source
-    for name, cells in columns.items():
-        column = {name: cells}
-        if len(tables[-1]) > 1 and _measure_width(tables[-1] | column) > width:
-            tables.append(first)
-        tables[-1] = tables[-1] | column
-    for table in tables:
-        sides: dict[str, Any] = {
-            name: "left" if name == "source" or "stored" in name else "right" for name in table
-        }
-        parts.append(build_table(sides, zip(*table.values(), strict=True)))
+    parts: list[RenderableType] = [Text(line) for line in _heading(scales, report)]
+    rows = list(_list_rows(scales, report))
+    columns = {name: cells for name in rows[0] if any(cells := [row[name] for row in rows])}
+    # Each column has two spaces and a line, and one line is added.
+    if 1 + sum(3 + max(map(len, [name, *cells])) for name, cells in columns.items()) > width:
+        columns.pop("source", None)
+    left = ("stored", "source")
+    sides: dict[str, Any] = {name: "left" if name in left else "right" for name in columns}
+    parts.append(build_table(sides, zip(*columns.values(), strict=True)))
     parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
     if report is not None:
         parts += quality_parts(report)
@@ -168,48 +156,24 @@ def describe_source(report: CalibrationReport) -> str:
     )
 
 
-def _list_columns(
-    scales: KVScales, layers: dict[str, Any], report: CalibrationReport | None
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield headings and cells. Cells without a value are empty."""
-
-    def cells(side: str, field: str) -> list[str]:
-        sides = [layer[side] or {} for layer in layers.values()]
-        if field == "scale":
-            ends = [dict.fromkeys(x[end] for end in ("min", "max") if end in x) for x in sides]
-            return [" .. ".join(map(format_number, different)) for different in ends]
-        if field == "amax":
-            origin = "scale" if report is None else "text"
-            return [format_number(x["amax"]) if x.get("amax_from") == origin else "" for x in sides]
-        return [f"{100 * x[field]:.3g} %" if field in x else "" for x in sides]
-
-    if scales.plan is not None:
-        for place, name in enumerate("KV"):
-            yield f"{name} stored as", [layer["plan"][place] for layer in layers.values()]
-    for side in "kv":
-        yield f"{side.upper()} scale", cells(side, "scale")
-    amax = f"{_LARGEST:g} x\n%s scale" if report is None else "amax\n%s"
-    for side in "kv":
-        yield amax % side.upper(), cells(side, "amax")
-    if scales.centered and scales.plan is None:
-        yield "centered", ["yes" if layer["centered"] else "no" for layer in layers.values()]
-    if report is not None and report.held_out_tokens:
-        for field in ("saturated", "underflow"):
-            for side in "kv":
-                yield f"{field}\n{side.upper()}", cells(side, field)
-
-
-def _measure_width(columns: Mapping[str, Sequence[str]]) -> int:
-    """Return the width of a table. Each column has two spaces and a line, and one line is added."""
-    widths = (max(map(len, [*name.split("\n"), *cells])) for name, cells in columns.items())
-    return 1 + sum(3 + width for width in widths)
-
-
-def _shorten_source(source: str) -> str:
-    """Return the names of the tensors without the file, with their common prefix only once."""
-    names = source.rpartition(": ")[2].split(", ")
-    stem = names[0].rpartition(".")[0]
-    return ", ".join([names[0], *(name.removeprefix(f"{stem}.") for name in names[1:])])
+def _list_rows(scales: KVScales, report: CalibrationReport | None) -> Iterator[dict[str, str]]:
+    """Yield the cells of K and of V of each layer by heading. Cells without a value are empty."""
+    amax, origin = (f"{_LARGEST:g} x scale", "scale") if report is None else ("amax", "text")
+    has_shares = report is not None and report.held_out_tokens > 0
+    for index, layer in describe_layers(scales, report).items():
+        for place, side in enumerate("kv"):
+            facts = layer[side] or {}
+            center = "centered" if layer["centered"] and side == "k" else ""
+            plan = center if layer["plan"] is None else layer["plan"][place]
+            ends = dict.fromkeys(facts[end] for end in ("min", "max") if end in facts)
+            row = {"layer": index, "stored": f"{side.upper()} {plan}".rstrip()}
+            row["scale"] = " .. ".join(map(format_number, ends))
+            row[amax] = format_number(facts["amax"]) if facts.get("amax_from") == origin else ""
+            for share in ("saturated", "underflow") if has_shares else ():
+                row[share] = f"{100 * facts[share]:.3g} %" if share in facts else ""
+            # The names of the tensors without the file.
+            row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-place]
+            yield row
 
 
 def quality_parts(report: CalibrationReport) -> list[RenderableType]:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from transformers.utils.logging import log_levels, set_verbosity
 
 from ..cache.plans import parse_plan
 from ..prefix.store import PrefixStore
 from ..utils.demo_model import demo_model_path
 from . import arguments
 from .shared import handle_log, print_note
-
-_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical")
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -30,9 +29,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 def serve(
     ctx: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help="A folder or a Hub id. Default: the demo model.")
-    ] = None,
+    model: arguments.ModelArgument = None,
     kv_cache_dtype: arguments.CacheDtype = None,
     key_dtype: arguments.KeyDtype = None,
     value_dtype: arguments.ValueDtype = None,
@@ -81,7 +78,7 @@ def serve(
         int | None,
         typer.Option(min=2, help="Tokens of a prompt and its answer. Default: the model's."),
     ] = None,
-    device: arguments.Device = "auto",
+    device: Annotated[str, typer.Option(**arguments.DEVICE)] = "auto",
     dtype: arguments.ModelDtype = "auto",
     quantization: Annotated[
         str | None, typer.Option(help="bnb-4bit or bnb-8bit, for the weights.")
@@ -141,7 +138,7 @@ def serve(
         str,
         typer.Option(
             help="Level of transformers' log.",
-            **arguments.choice(_LOG_LEVELS, {level.upper(): level for level in _LOG_LEVELS}),
+            **arguments.choice(log_levels, {level.upper(): level for level in log_levels}),
         ),
     ] = "warning",
 ) -> None:
@@ -153,8 +150,6 @@ def serve(
     from ..server import batching_config, require_server
 
     require_server()
-    from transformers.utils import logging as transformers_logging
-
     from .. import serving
     from ..server.app import Application
     from ..server.config import ServerConfig, listen
@@ -187,8 +182,7 @@ def serve(
     batching_config("", **batching)  # an error comes before the model is loaded
     template = None if chat_template is None else chat_template.read_text("utf-8")
     thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
-    level = transformers_logging.log_levels[log_level]
-    transformers_logging.get_logger("transformers").setLevel(level)
+    set_verbosity(log_levels[log_level])
     name = model or str(demo_model_path())
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)

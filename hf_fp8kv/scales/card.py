@@ -68,11 +68,10 @@ def _insert(text: str, section: str) -> str:
 def _describe(
     scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, model: str
 ) -> str:
-    kinds = "/".join(sorted({layer.granularity for layer in scales.layers.values()}))
-    centers = ", K centered" if scales.centered else ""
+    kinds = scales.granularity + ", K centered" * scales.centered
     kind = "Plan" if scales.is_dynamic else "Static scales"
     facts = [
-        f"{kind} for an FP8 KV cache: {len(scales.layers)} layers, per {kinds}{centers}",
+        f"{kind} for an FP8 KV cache: {len(scales.layers)} layers, per {kinds}",
         f"format `{format.name}`, values in the unit of E4M3 (`amax / 448`)",
     ]
     report = scales.report
@@ -94,7 +93,7 @@ def _describe(
     if scales.weights_digest:
         facts.append(f"made for the weights with the digest `{scales.weights_digest}`")
     commands = [_COMMANDS[format.name]]
-    if kinds == "tensor" and commands[0].startswith("vllm serve {0}"):
+    if scales.granularity == "tensor" and commands[0].startswith("vllm serve {0}"):
         commands.append(_SGLANG)  # SGLang reads one number for each side
     return "\n".join([
         _START, "## FP8 KV cache", "", *(f"- {fact}" for fact in facts), "",

@@ -186,12 +186,16 @@ class ScaleData:
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
 
     def __repr__(self) -> str:
-        kinds = "/".join(sorted({layer.granularity for layer in self.layers.values()}))
         plan = "" if self.plan is None else f"plan=[{summarize_plan(self.plan)}], "
         return (
-            f"{type(self).__name__}({len(self.layers)} layers, per {kinds}, {plan}"
+            f"{type(self).__name__}({len(self.layers)} layers, per {self.granularity}, {plan}"
             f"centered={self.centered}, format={self.format!r}, origin={self.origin!r})"
         )
+
+    @property
+    def granularity(self) -> str:
+        """The granularities of the layers, joined by "/" if they differ."""
+        return "/".join(sorted({layer.granularity for layer in self.layers.values()}))
 
     @property
     def plan(self) -> dict[int, LayerPlan] | None:

@@ -385,7 +385,7 @@ def chosen_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, choose.
     ranges = stages.collect_ranges(job, "text", [Batch((w,)) for w in windows], partners)
     tried = {i: listed(of_layer, partners[i].k, job.options) for i, of_layer in ranges.items()}
     made = choose.make_scales(job, windows, tried)
-    return choose.choose_scales(job, windows, Beyond(0), made)[0], tried
+    return choose.choose_scales(job, windows, Beyond(0), made, "a text")[0], tried
 
 
 @pytest.mark.parametrize("count", [3, 20])

@@ -194,7 +194,7 @@ GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "conver
         (2, GENERATE + "--backend abacus", "auto, torch, cpu, triton, got 'abacus'"),
         (1, GENERATE + "--page-size 48", "page_size"),
         (1, GENERATE + "--attn no_such_attention", "no_such_attention"),
-        (1, GENERATE + "--device no_such_device", "no_such_device"),
+        (2, GENERATE + "--device no_such_device", "no_such_device"),
         (1, GENERATE + "EMPTY", "at least one token"),
         (1, "generate --model /no/such/folder", "/no/such/folder"),
     ],

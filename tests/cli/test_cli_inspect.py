@@ -31,7 +31,7 @@ def measured(monkeypatch) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_every_format_is_a_table_with_a_row_a_layer(run, tmp_path, format):
+def test_every_format_is_a_table_with_two_rows_a_layer(run, tmp_path, format):
     scales = random_scales("tensor")
     scales.save_pretrained(tmp_path, format=format)
     out, err = run("inspect", tmp_path)
@@ -39,10 +39,11 @@ def test_every_format_is_a_table_with_a_row_a_layer(run, tmp_path, format):
     assert f"{format}, llama, 3 layers, per tensor, K not centered" in out
     assert str(tmp_path) in out
     for index, layer in KVScales.from_pretrained(tmp_path).layers.items():
-        (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
-        assert f"{layer.k.item():.3g}" in row
-        assert f"{layer.v.item():.3g}" in row
-        assert f"{448 * layer.k.item():.3g}" in row
+        rows = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
+        for name, scale, row in zip("KV", layer.static, rows, strict=True):
+            assert f"│ {name} " in row
+            assert f"{scale.item():.3g}" in row
+            assert f"{448 * scale.item():.3g}" in row
 
 
 @pytest.mark.parametrize("kind", ["tensor", "head", "channel", "row", "centered-channel"])
@@ -79,9 +80,9 @@ def test_a_plan_is_shown(run, tmp_path, is_dynamic):
     assert "per token" in out if is_dynamic else "per head" in out
     for index, plan in enumerate(PLANS):
         assert f"1 x {plan}" in out
-        (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
-        assert f"│ {plan.k} " in row
-        assert f"│ {plan.v} " in row
+        rows = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
+        for name, side, row in zip("KV", plan, rows, strict=True):
+            assert f"│ {name} {side} " in row
     said = run.json("inspect", tmp_path)
     assert said["plan"] == {str(plan): 1 for plan in PLANS}
     assert said["layers"]["1"]["plan"] == ["fp8_e4m3", "fp8_e2m5 rotated"]
