@@ -92,7 +92,7 @@ def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Ten
         exported = torch.export.export(model, (), inputs, strict=True)
         agree([exported.module()(**inputs).logits], [model(**inputs).logits])
         return
-    # AOTAutograd takes the handles apart. The other cases only check the tracing.
+    # AOTAutograd splits the handles into tensors. All other cases only check the tracing.
     backend = "aot_eager" if case == "preallocated" else "eager"
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     preallocated = case.startswith("preallocated")
