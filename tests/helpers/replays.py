@@ -1,7 +1,7 @@
 """Calls of the Triton backend with and without recordings: both must start the same kernels.
 
 Each call is recorded. Calls that differ from it in one argument are made before and after it. The
-arguments of the launcher are compared with those of a call without replay. Triton chooses kernels
+arguments of launches are compared with those in a call without replay. Triton chooses kernels
 as on a GPU, but a compiled kernel is only a name. Use this only in a process without the
 interpreter, and end the process afterwards.
 """

@@ -223,7 +223,7 @@ class Endpoint:
             if wanted.items() <= found.items():
                 return found
             if time.monotonic() > until:
-                raise AssertionError(f"expected {wanted}, got {found}; the log:\n{self.log}")
+                raise AssertionError(f"expected {wanted}, got {found}. The log:\n{self.log}")
             time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models of nearly every generating type of transformers, for the other tests.
+"""Tiny random models of nearly every generating type of transformers, for tests.
 
 `type_names()` lists the types, `build(name)` makes `(model, inputs)` for one type in about a tenth
 of a second, and `tiny(name, **config)` makes a variant, such as `tiny("llama", head_dim=64)`.

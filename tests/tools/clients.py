@@ -76,7 +76,7 @@ class Passing(http.server.BaseHTTPRequestHandler):
 
 
 def form_of(value: Any) -> Any:
-    """Return a JSON value with types instead of texts and numbers, except texts that name a kind."""
+    """Return a JSON value with types instead of texts and numbers. Names of kinds are kept."""
     if isinstance(value, dict):
         kept = ("type", "role", "tool_choice", "stream")
         return {n: v if n in kept else form_of(v) for n, v in sorted(value.items())}

@@ -79,7 +79,7 @@ def after(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> 
 
 
 def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Assert that logits agree; compiled code may round differently."""
+    """Assert that logits agree up to rounding, because compiled code may round differently."""
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 

@@ -83,7 +83,7 @@ def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Run the settings one after the other. Return 1 if a test failed under one of them."""
+    """Run all settings in order. Return 1 if a test failed under one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

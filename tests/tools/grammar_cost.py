@@ -1,7 +1,7 @@
 """Measure the cost of grammars in a step of the server: `python -m tests.tools.grammar_cost`.
 
-Steps have 8 or 32 requests. None, one or all of them follow a JSON schema. The vocabularies are
-those of the tiny model (95 tokens) and of the demo model (49,152). The model does not run. torch
+Steps have 8 or 32 requests. None, one or all of them follow a JSON schema. The tokens are the
+vocabulary of the tiny model (95) or of the demo model (49,152). The model does not run, and torch
 has one thread.
 """
 
