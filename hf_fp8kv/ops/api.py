@@ -198,8 +198,8 @@ def _write(
         return
     _check_limit(lengths, key.shape[2], limit)
     # "triton" checks the limit on the device, because the host does not have the lengths.
-    of_device = (limit,) if backend == "triton" else ()
-    load_backend(backend).write(pages, key, value, lengths, *of_device)
+    device_args = (limit,) if backend == "triton" else ()
+    load_backend(backend).write(pages, key, value, lengths, *device_args)
 
 
 def _gather(
@@ -231,9 +231,9 @@ def _attend(
         spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
     if spec.deterministic and backend != "cpu":
         return _attend_apart(query, lengths, start, stop, backend, spec, pages)
-    of_device = (plan,) if backend == "triton" else ()
+    device_args = (plan,) if backend == "triton" else ()
     run = load_backend(backend).attend
-    attended: Tensor = run(query, pages, lengths, start, stop, spec, *of_device)
+    attended: Tensor = run(query, pages, lengths, start, stop, spec, *device_args)
     return attended
 
 
