@@ -5,7 +5,7 @@ A step of the growing cache, as `generate()` runs it eagerly: `update`, then the
 saves host time: replayed launches, and calls that skip torch's dispatcher.
 
 Without a GPU, Triton compiles the kernels for a GPU, and a driver that starts nothing launches
-them: its launcher takes the arguments and returns. The numbers then exclude Triton's launcher in C,
+them: its launcher takes the arguments and returns. The times then exclude Triton's launcher in C,
 the driver's call, and torch's queries of the current device and stream. Tensors and torch's
 allocator are on the CPU.
 
@@ -34,7 +34,7 @@ GPU = "sm_90"
 LAYERS = (1, 32)
 HEADS: Heads = (32, 8, 128)
 TOKENS = 1000
-# DynamicCache really computes. With small tensors most of its time is the host's time for calls.
+# DynamicCache computes on the CPU. With small tensors, most of its time is spent on calls.
 TINY: Heads = (4, 2, 16)
 TINY_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
@@ -43,7 +43,7 @@ WITHOUT: dict[str, tuple[str, object]] = {
     f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._REPLAYS", False),
     f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_unobserved", lambda _: False),
 }
-# Calls of layers in a turn. Few, so that some turn is undisturbed.
+# Calls of layers in a turn. With few calls, some turn is undisturbed.
 _CALLS = 32
 
 

@@ -35,7 +35,7 @@ class Kind:
 
     Attributes:
         positions: Size of the positions relative to the latents.
-        outliers: Number of channels of each latent that are eight times as large.
+        outliers: Number of channels of each latent that are scaled by eight.
     """
 
     positions: float

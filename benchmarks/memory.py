@@ -51,7 +51,7 @@ def measure_windows(
     backend: str = "auto",
     progress: Callable[[str], None],
 ) -> Result:
-    """Measure the bytes of prompts in windows and full layers.
+    """Measure the bytes of prompts in layers with windows and with full attention.
 
     Args:
         models: Some of `MODELS`.

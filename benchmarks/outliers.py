@@ -1,6 +1,6 @@
 """Predictions of a model with outliers in K that no center or rotation removes.
 
-Some models have keys that are far larger in a few pairs of channels. RoPE turns them with the
+Some models have keys that are far larger in a few pairs of channels. RoPE rotates them with the
 position, so they have no center, and rotation spreads them over the whole head. No small model has
 such keys. This benchmark therefore multiplies K by a factor, and divides Q by it.
 """
@@ -128,7 +128,7 @@ def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> in
     heads = module.k_proj.out_features // dim
     group = module.q_proj.out_features // dim // heads
     for head in range(layer % min(every, heads), heads, every):
-        # Over the layers, outliers at every speed.
+        # Over all layers, outliers have every speed of RoPE.
         for pair in {(5 + 7 * layer) % pairs, (20 + 3 * layer + head) % pairs}:
             channels = (2 * pair, 2 * pair + 1) if turns.neighbors else (pair, pair + pairs)
             planted += len(channels)

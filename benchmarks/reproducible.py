@@ -61,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Reader:
-    """One model, its texts, and its results for the first text, read alone in one call."""
+    """A model, its texts, and its results for the first text, which is read alone in one call."""
 
     def __init__(
         self, model: PreTrainedModel, rng: random.Random, tokens: int, sequences: int

@@ -2,7 +2,7 @@
 
 All servers run one model with continuous batching, and have the same number of bytes for pages, so
 FP8 pages hold twice the tokens. A third server has our pages in the model's dtype: the same kernels
-without FP8. Each client sends one request after the other and reads the streamed answer. The
+without FP8. Each client sends requests one after another and reads the streamed answers. The
 servers alternate. The result is the median over turns, and percentiles over the requests of all
 turns. Prompts begin differently, so that no prefix is reused.
 """

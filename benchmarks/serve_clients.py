@@ -96,7 +96,7 @@ class Server:
         answers = [answer for answer in replies if answer is not None]
         if not answers:
             raise ConfigError(
-                f"the server of {self.model} answers no request; start it in a terminal to see why"
+                f"the server of {self.model} answers no request. Start it in a terminal to see why"
             )
         if counts:
             self.failed += len(replies) - len(answers)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _SAVED = "_hf_fp8kv_enabled"
 _HOOK = "_prepare_cache_for_generation"
-# The name of a growing cache in host memory in generate().
+# Value of generate()'s `cache_implementation` for a growing cache in host memory.
 OFFLOADED = "offloaded"
 # Types of PEFT's adapters that add keys and values to the cache.
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
@@ -87,7 +87,7 @@ def enable(
         raise ConfigError(f"model: expected a model with generate(), got {type(model).__name__}")
     if why := refusal(type(base)):
         raise ConfigError(
-            f"expected a model that can use this cache, got {type(base).__name__}: {why}; use it "
+            f"expected a model that can use this cache, got {type(base).__name__}: {why}. Use it "
             "without enable()"
         )
     cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
@@ -104,7 +104,7 @@ def enable(
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:
-            raise ConfigError("prefix_store: expected reuse_prefix=True, got False; pass only one")
+            raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
         # Slow first-time work is done here instead of in the first call.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))
@@ -147,7 +147,7 @@ def _unwrap(model: Any) -> Any:
 
 
 class _PrepareCache(ModelMethod):
-    """A model's cache preparation, which creates an FP8 cache. Its argument are cache keywords.
+    """A model's cache preparation, which creates an FP8 cache. Its argument is the cache keywords.
 
     It replaces this method instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
@@ -175,7 +175,7 @@ class _PrepareCache(ModelMethod):
     def _take_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
         """Store the prefix of PEFT's prefix tuning, which replaces an empty cache.
 
-        PEFT sets this method of the model during a `generate`, and restores it afterwards.
+        PEFT replaces the model's method during a `generate`, and restores it afterwards.
         """
         prepare: Any = model.prepare_inputs_for_generation
         config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
@@ -198,7 +198,7 @@ class _PrepareCache(ModelMethod):
 
 
 def _self_attention_cache(cache: Any) -> Any:
-    """Return the cache that receives prefixes: of an encoder-decoder, not its cross-attention."""
+    """Return the cache that receives prefixes, in an encoder-decoder the self-attention cache."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
@@ -240,7 +240,7 @@ def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
 def _note_padding(cache: Any, mask: torch.Tensor | None) -> None:
     """Pass the padding mask of a `generate` to a new cache, for centers of K.
 
-    Mask functions cannot pass it to the cache of a cross-attention, or with a different attention.
+    A mask function cannot pass it to a cross-attention's cache, or under a different attention.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.cross_attention_cache

@@ -42,7 +42,7 @@ class OutOfPagesError(FP8KVError, MemoryError):
         """Return the error for `tokens` new tokens after `stored` tokens past `max_cache_len`."""
         return cls(
             f"expected at most {limit} tokens per sequence (max_cache_len), got {stored} stored "
-            f"and {tokens} more; make the cache with a larger max_cache_len, or crop or reset it",
+            f"and {tokens} more. Make the cache with a larger max_cache_len, or crop or reset it",
             needed=stored + tokens,
             available=limit,
         )

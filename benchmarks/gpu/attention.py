@@ -29,7 +29,7 @@ def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
     for case in sizes.decode:
         for kind in FIRST if case in compared else COMMON:
             if case.is_ragged:
-                # Engines have such cases. generate() pads shorter prompts.
+                # Engines have such cases. `generate()` pads shorter prompts instead.
                 measure_pages(record, sizes, backend, "decode", case, kind)
             else:
                 measure_attention(record, "decode", case, kind, backend)
@@ -136,7 +136,7 @@ def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, t
     device = stage.device
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     batch, heads = len(case.lengths), case.heads.kv
-    # A cache passes its length, because all of its sequences have the same.
+    # A cache passes its length, because all of its sequences have the same length.
     length = None if case.is_ragged else case.read // batch
     query_rows = case.heads.query // heads * case.tokens
     rows = ops.plan_rows(backend, device, batch, heads, length, query_rows)

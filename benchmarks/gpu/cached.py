@@ -50,7 +50,7 @@ class CacheSteps:
         for layer in range(layers):
             shape = (batch, heads.kv, self.stored, heads.dim)
             self.cache.update(stage.randn(*shape), stage.randn(*shape), layer)
-        # A model exchanges heads and tokens in the same way.
+        # A model transposes heads and tokens in the same way.
         self.query, self._key, self._value = (
             stage.randn(batch, case.tokens, count, heads.dim).transpose(1, 2)
             for count in (heads.query, heads.kv, heads.kv)

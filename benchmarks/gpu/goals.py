@@ -13,7 +13,7 @@ LARGE = 2**18
 MET, MISSED, UNKNOWN = "met", "missed", "not measured"
 
 FORMATS = ("e4m3", "e3m4")
-# "At every batch size" cannot be judged without these cases.
+# Goals "at every batch size" cannot be judged without these cases.
 CASES = ("8 x 32k", "50 x 32k", "64 x 32k", "1 x 256k")
 PADDED = " left padded"
 PAGED, AUTO = "FP8PagedCache compiled", "FP8PagedCache auto compiled"

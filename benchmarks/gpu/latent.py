@@ -112,7 +112,7 @@ def _measure_step(
     record: Record, case: Case, name: str, kind: Kind, work: Callable[[Layers], dict[str, Any]],
     buffer: int = 0,
 ) -> None:  # fmt: skip
-    """Add a row for a step. `buffer` is the bytes that it reads if not the stored tokens."""
+    """Add a row for a step. `buffer` is the bytes that it reads instead of the stored tokens."""
     stage, heads = record.stage, case.heads
     # A step reads the tokens, and multiplies by 128 + 128 rows of weights for each head.
     size = case.bytes_read(kind) + 2 * heads.query * 256 * heads.dim

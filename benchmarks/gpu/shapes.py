@@ -40,7 +40,7 @@ class Kind:
 
     @property
     def is_rare(self) -> bool:
-        """Whether only the cases with all contenders measure it."""
+        """Whether this kind is only measured in cases with all contenders."""
         return self.static or self.format in _LIKE_E3M4
 
     def bytes_per_value(self, dim: int) -> float:
@@ -209,7 +209,7 @@ FULL = Sizes(
         Case(_LONG, tokens=8, label="4 x 32k, T 8 (32 rows)"),
         Case(_LONG, Heads(64, 8, 128), tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
         Case(_LONG, tokens=16, label="4 x 32k, T 16 (64 rows)"),
-        # Shapes with published results of other projects.
+        # Other projects have published results for these shapes.
         Case((2048,) * 128, Heads(64, 8, 128), label="128 x 2k, G 8"),
         Case((32768,) * 32, Heads(8, 1, 128), label="32 x 32k, 8 heads over 1"),
         Case(_LONG, tokens=4, label="4 x 32k, T 4 (16 rows)"),

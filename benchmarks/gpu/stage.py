@@ -109,7 +109,7 @@ class Stage:
         return count / len(steps) or None
 
     def time(self, steps: Sequence[Step], *, eagerly: bool = False) -> dict[str, Any]:
-        """Return the microseconds of one of `steps`, which alternate, and do the same.
+        """Return the microseconds of one of `steps`, which do equal work and alternate.
 
         The result has the median (`us`), the quartiles (`low`, `high`), the `calls` in one replay,
         and a `note` if no graph could be captured. With `eagerly`, Python makes each call.

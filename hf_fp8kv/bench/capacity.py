@@ -1,4 +1,4 @@
-"""The number of tokens that transformers' continuous batching plans for, with FP8 pages and bf16.
+"""Numbers of tokens that transformers' continuous batching plans for, with FP8 and bf16 pages.
 
 The planner gets the memory of a GPU as a number. It needs no GPU and allocates nothing, because the
 pages are on torch's "meta" device.
@@ -52,7 +52,7 @@ BATCH_TOKENS, REQUESTS = 8192, 256
 
 
 class _SingleProcess:
-    """An engine's view of one process."""
+    """The distributed helper of an engine in one process."""
 
     tp_size = 1
     tp_local_rank = 0

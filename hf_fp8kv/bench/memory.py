@@ -74,7 +74,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     bytes_table = build_rows_table(
         result["rows"],
         title=f"{heads[1]} key/value heads, head size {heads[2]}, bf16",
-        caption=f"bytes per token and layer; growth of a process with {_LAYERS} layers on {where}",
+        caption=f"bytes per token and layer, growth of a process with {_LAYERS} layers on {where}",
     )
     left, right = ("model", "cache"), ("KiB / token", "tokens", "x")
     capacity_table = build_table(
@@ -89,7 +89,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         grouped=True,
         title=f"Tokens that fit into {settings['memory_gib']:g} GiB next to the model",
         caption=f"calculated by the planner of transformers {result['versions']['transformers']}: "
-        f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens; "
+        f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens, "
         f"{result['date'][:10]}",
     )  # fmt: skip
     return Group(bytes_table, capacity_table)

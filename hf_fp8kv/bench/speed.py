@@ -105,7 +105,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 
 
 def _measure_first_call(setup: Setup, tokens: int, turns: int) -> list[dict[str, Any]]:
-    """Return rows of a layer's first call, which stores its tokens and attends among them."""
+    """Return rows of a layer's first call, which stores its tokens and attends to them."""
     config = make_config(setup.heads)
     config.max_position_embeddings = 2**17  # the center of the default depends on it
     query, key, value = setup.queries(tokens), setup.states(tokens), setup.states(tokens)

@@ -1,6 +1,6 @@
 """The three operations on stored pages, and the choice of their backend.
 
-Letters of axes, in all of this package: `B` sequences, `T` new tokens, `N` tokens that attention
+Letters of axes in this package: `B` sequences, `T` new tokens, `N` tokens that attention
 may read, `Hq` query heads, `Hkv` key/value heads, `Dk` and `Dv` head sizes, `P` pages, `S` slots of
 a page, `M` pages of one sequence.
 
@@ -14,8 +14,8 @@ The value of a stored code (reference.py is the specification):
     static scales    K[b, h, n, d] = code * k.static_scale[h, d]           + k.center[b, h, d]
     "auto"           K[b, h, n, d] = the stored value
 
-with page = table[b, n // S] and slot = n % S. V is stored alike, with token_scales[..., 1] and no
-center.
+with page = table[b, n // S] and slot = n % S. V is stored in the same way, with
+token_scales[..., 1] and no center.
 """
 
 # This file only imports names: the folders `torch`, `cpu` and `triton` become attributes.

@@ -103,8 +103,8 @@ def attend(
         backend: One of `BACKENDS`.
 
     Returns:
-        The attention output, `[B, T, Hq, Dv]`, in the query's dtype; for latents see
-        `AttentionSpec`. The output of a query without visible tokens is zero.
+        The attention output, `[B, T, Hq, Dv]`, or `[B, T, Hq, Dk]` for latents, in the query's
+        dtype. The output of a query without visible tokens is zero.
     """
     run = _attend if is_unobserved(query) else _observed("attend", backend)
     attended: Tensor = run(query, lengths, start, stop, plan, backend, spec, pages)
@@ -198,8 +198,8 @@ def _write(
         return
     _check_limit(lengths, key.shape[2], limit)
     # "triton" checks the limit on the device, because the host does not have the lengths.
-    of_device = (limit,) if backend == "triton" else ()
-    load_backend(backend).write(pages, key, value, lengths, *of_device)
+    device_args = (limit,) if backend == "triton" else ()
+    load_backend(backend).write(pages, key, value, lengths, *device_args)
 
 
 def _gather(
@@ -231,9 +231,9 @@ def _attend(
         spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
     if spec.deterministic and backend != "cpu":
         return _attend_apart(query, lengths, start, stop, backend, spec, pages)
-    of_device = (plan,) if backend == "triton" else ()
+    device_args = (plan,) if backend == "triton" else ()
     run = load_backend(backend).attend
-    attended: Tensor = run(query, pages, lengths, start, stop, spec, *of_device)
+    attended: Tensor = run(query, pages, lengths, start, stop, spec, *device_args)
     return attended
 
 
@@ -250,7 +250,7 @@ def _attend_apart(
     batch, heads, tokens, dim = query.shape
     rows = query.transpose(1, 2).reshape(-1, heads, 1, dim)
     steps = torch.arange(1 - tokens, 1, dtype=lengths.dtype, device=lengths.device)
-    seen = (lengths[:, None] + steps).flatten()
+    totals = (lengths[:, None] + steps).flatten()
 
     def apart(x: Tensor | None, part: slice, end: int) -> Tensor | None:
         if x is None:
@@ -258,7 +258,7 @@ def _attend_apart(
         each = x.expand(batch, -1, tokens, -1).transpose(1, 2).flatten(0, 1)
         return each[part, :, None, : end - start]
 
-    results, ends = [], None if backend == "triton" else seen.tolist()
+    results, ends = [], None if backend == "triton" else totals.tolist()
     step = 1 if ends is not None else _MOST_APART
     for first in range(0, len(rows), step):
         part, end = slice(first, first + step), stop
@@ -275,7 +275,7 @@ def _attend_apart(
             mask=apart(spec.mask, part, end), bias=apart(spec.bias, part, end), bounds=None
         )
         results.append(
-            load_backend(backend).attend(rows[part], part_pages, seen[part], start, end, each)
+            load_backend(backend).attend(rows[part], part_pages, totals[part], start, end, each)
         )
     return torch.cat(results).view(batch, tokens, heads, -1)
 

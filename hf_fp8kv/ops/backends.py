@@ -32,7 +32,7 @@ def _why_not(name: str) -> str | None:
         from .cpu.build import REPAIR, find_library
 
         _installed[name] = find_library(torch.backends.cpu.get_cpu_capability()).exists()
-        return None if _installed[name] else f"its kernels are not compiled; {REPAIR}"
+        return None if _installed[name] else f"its kernels are not compiled. To use it, {REPAIR}"
     return None
 
 
@@ -73,7 +73,7 @@ def choose_backend(name: str, device: torch.device) -> str:
     if why is None:
         return best
     if name != AUTO:
-        raise BackendError(f"backend {name!r} cannot run here: {why}; use backend='auto'")
+        raise BackendError(f"backend {name!r} cannot run here: {why}. Use backend='auto'")
     warn_once(logger, f"backend 'torch', which is slower, is used instead of {best!r}: {why}")
     return "torch"
 

@@ -22,8 +22,8 @@ class PageLayout:
 
     Attributes:
         parts: Name, shape and dtype of each part: "k" `[Hkv, S, Dk]`, "v" `[Hkv, Dv, S]`, and
-            "token_scales" `[Hkv, S, 2]` if there are dynamic scales. V is transposed because no GPU
-            loads 8-bit data transposed.
+            "token_scales" `[Hkv, S, 2]` if there are dynamic scales. V is transposed because sm_80
+            to sm_90 and gfx942 cannot load 8-bit data transposed.
         first: Offset of each part, in bytes.
         size: Size of a page, in bytes.
     """

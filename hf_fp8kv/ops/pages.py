@@ -107,7 +107,7 @@ class Pages(_PageFields):
         """Dynamic scales in the first block, a view, `[n, Hkv, S, 2]`, bfloat16, or None.
 
         The scales of K and V of a token and head form one 32-bit word, which a kernel loads at
-        once. If only one side has dynamic scales, the half of the other side is unused.
+        once. If only one side has dynamic scales, half of the word is unused.
         """
         return self._parts.get("token_scales")
 

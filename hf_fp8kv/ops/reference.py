@@ -44,7 +44,7 @@ def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
     start = int(lengths.max()) - tokens
     raise OutOfPagesError(
         f"expected a page for each of {tokens} new tokens at position {start}, got a block table "
-        f"of {pages.table.shape[1]} pages of {pages.page_size} tokens; reserve pages first",
+        f"of {pages.table.shape[1]} pages of {pages.page_size} tokens. Reserve pages first",
         needed=start + tokens,
         available=pages.table.shape[1] * pages.page_size,
     )

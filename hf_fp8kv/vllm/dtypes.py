@@ -65,6 +65,6 @@ def find_dtype(name: str) -> CacheDType:
     """Return the dtype with this name. Raise ConfigError for unknown names."""
     if name not in DTYPES:
         raise ConfigError(
-            f"--kv-cache-dtype: expected one of {', '.join(DTYPES)}, got {name!r}; choose one"
+            f"--kv-cache-dtype: expected one of {', '.join(DTYPES)}, got {name!r}. Choose one"
         )
     return DTYPES[name]

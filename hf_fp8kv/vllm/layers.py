@@ -22,7 +22,7 @@ from .storage import ModelStorage, read_storage
 
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
-    """Raise ConfigError for attention that our pages do not support. `config`: `VllmConfig`."""
+    """Raise ConfigError for attention that our pages do not support. `config` is vLLM's config."""
     _refuse(
         dtype,
         (f"attention of type {attn_type!r}", attn_type != "decoder"),
@@ -37,7 +37,7 @@ def refuse_spec(dtype: str, spec: Any) -> None:
     """Raise ConfigError if vLLM's description of a layer's pages does not fit our pages."""
     _refuse(
         dtype,
-        # For example layers into whose pages vLLM itself writes tokens.
+        # An example is layers into whose pages vLLM itself writes tokens.
         (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SPECS),
         ("attention that is not causal", getattr(spec, "non_causal", False)),
         ("values whose size differs from keys", spec.head_size != spec.head_size_v),
@@ -49,7 +49,7 @@ def _refuse(dtype: str, *kinds: tuple[str, bool]) -> None:
         if present:
             raise ConfigError(
                 f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got "
-                f"{feature}; serve this model with --kv-cache-dtype auto"
+                f"{feature}. Serve this model with --kv-cache-dtype auto"
             )
 
 
@@ -100,7 +100,7 @@ class BoundLayer:
             # CUDA graphs are padded with rows without a request, which only Triton's kernels skip.
             raise ConfigError(
                 f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
-                f"{model.backend!r}; leave it out"
+                f"{model.backend!r}. Leave it out"
             )
         self._dynamic = model.dtype.dynamic
         self._storage: LayerStorage = model.layer(index, heads, dim, device)

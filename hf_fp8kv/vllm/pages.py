@@ -15,8 +15,8 @@ def check_block_size(slots: int) -> None:
     """Raise ConfigError for a number of tokens per block that pages do not support."""
     if slots & (slots - 1) or not 16 <= slots <= 1024:
         raise ConfigError(
-            f"--block-size: expected a power of two from 16 to 1024 tokens, got blocks of {slots}; "
-            "use --block-size 64"
+            f"--block-size: expected a power of two from 16 to 1024 tokens, got blocks of {slots}. "
+            "Use --block-size 64"
         )
 
 
@@ -33,7 +33,7 @@ def view_pages(kv_cache: torch.Tensor, kind: EnginePages) -> Pages:
     if kind.bytes_per_page != size or not kv_cache[:1].is_contiguous():
         raise ConfigError(
             f"expected blocks of {kind.bytes_per_page} bytes without gaps, got {size} in strides "
-            f"{kv_cache.stride()}; leave VLLM_KV_CACHE_LAYOUT out"
+            f"{kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
         )
     block = kv_cache.view(torch.uint8).as_strided((len(kv_cache), size), (kv_cache.stride(0), 1))
     return kind.view(block)

@@ -49,12 +49,12 @@ class ModelStorage:
         if extra := [index for index in scales.layers if index >= count]:
             raise ScaleError(
                 f"scales ({scales.origin}): expected layers from 0 to {count - 1}, which the model "
-                f"has, got also {extra}; use the scales of the served model"
+                f"has, got also {extra}. Use the scales of the served model"
             )
         if scales.model_type is not None and model_types and scales.model_type not in model_types:
             raise ScaleError(
                 f"scales ({scales.origin}): expected scales of a {model_types[0]!r} model, got "
-                f"{scales.model_type!r}; use the scales of the served model"
+                f"{scales.model_type!r}. Use the scales of the served model"
             )
 
     def layer(self, index: int, heads: int, dim: int, device: torch.device) -> LayerStorage:
@@ -69,8 +69,8 @@ class ModelStorage:
         if any(side.is_auto for side in plan):
             raise ConfigError(
                 f"plan: expected 8 bits for K and V, because {self.dtype.name} sets the bytes of "
-                f"all tokens, got {plan} for layer {index}; calibrate without 'model', or keep "
-                "whole layers out with vLLM's --kv-cache-dtype-skip-layers"
+                f"all tokens, got {plan} for layer {index}. Calibrate without 'model', or "
+                "exclude whole layers with vLLM's --kv-cache-dtype-skip-layers"
             )
         scales = options.layer_scales(index, heads, dim, dim)
         return LayerStorage(plan, *(None if x is None else x.to(device) for x in scales))
@@ -93,13 +93,13 @@ def read_storage(
         engine: Unique name of the engine. Files are read once per engine.
 
     Raises:
-        ConfigError, ScaleError: An option is invalid, or conflicts with a different one.
+        ConfigError, ScaleError: An option is invalid, or conflicts with another option.
     """
     given = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping) or set(given) - set(_OPTIONS):
         raise ConfigError(
             f"--additional-config {_KEY}: expected a dict of {', '.join(_OPTIONS)}, got "
-            f"{given!r}; leave the rest out"
+            f"{given!r}. Leave the rest out"
         )
     scales, plan, backend = given.get("scales"), given.get("plan"), given.get("backend", "auto")
     for option, value, kinds, expected in (
@@ -109,7 +109,7 @@ def read_storage(
     ):
         if not isinstance(value, kinds):
             raise ConfigError(
-                f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}; leave "
+                f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}. Leave "
                 "it out, or pass one"
             )
     return _read(dtype, scales, plan, backend, checkpoint, rank, size, revision, engine)
@@ -132,7 +132,7 @@ def _read(
         matching = name.removesuffix("_static") if not dtype.dynamic else f"{name}_static"
         kind = "a scale for each token and head" if dtype.dynamic else "static scales"
         raise ConfigError(
-            f"--kv-cache-dtype {name}: expected {kind}, got {config.options.scales!r}; use "
+            f"--kv-cache-dtype {name}: expected {kind}, got {config.options.scales!r}. Use "
             f"{matching} for these scales"
         )
     return ModelStorage(config, dtype)

@@ -26,14 +26,14 @@ def unsupported_message(version: str) -> str:
     """Return a message that names the supported versions."""
     expected = " or ".join(f"{minor}.x" for minor in SUPPORTED)
     return (
-        f"hf_fp8kv's plugin expected vLLM {expected}, got {version}: no dtype was registered, and "
-        "--kv-cache-dtype hf_fp8kv... will be refused; install one of these versions"
+        f"hf_fp8kv's plugin expected vLLM {expected}, got {version}. No dtype was registered, "
+        "so vLLM refuses --kv-cache-dtype hf_fp8kv*. Install one of these versions"
     )
 
 
 def failed_message(version: str) -> str:
     """Return a message about an error in the hooks of a supported version."""
     return (
-        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, whose hooks differ "
-        "from those expected: --kv-cache-dtype hf_fp8kv... cannot be used; the error"
+        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, whose hooks are "
+        "not as expected. --kv-cache-dtype hf_fp8kv* cannot be used. The error follows"
     )

@@ -1,11 +1,11 @@
-"""Equality of tensors that says where the first difference is."""
+"""Assertions that tensors are equal. Their messages locate the first difference."""
 
 from typing import Any
 
 import torch
 
 Axes = tuple[str, ...]
-# Axes of a pool of pages, and of what is made of it.
+# Axes of a pool of pages, and of tensors made from it.
 K: Axes = ("page", "head", "slot", "dim")
 V: Axes = ("page", "head", "dim", "slot")
 SCALES: Axes = ("page", "head", "slot", "side")
@@ -18,13 +18,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def assert_same(
     got: torch.Tensor, expected: torch.Tensor, what: Any = "", axes: Axes | None = None
 ) -> None:
-    """Assert that two tensors hold equal numbers, as torch.equal does; a NaN equals nothing.
+    """Assert that two tensors hold equal values, like `torch.equal`. NaN equals nothing.
 
     Args:
-        got: of any shape and dtype.
-        expected: the same shape and dtype.
-        what: what the tensors are, such as "layer 1, K"; begins the message.
-        axes: names of the axes; without: sequence and token, or sequence, head, token and dim.
+        got: Tensor of any shape and dtype.
+        expected: Tensor of the same shape and dtype.
+        what: Description of the tensors, such as "layer 1, K", which begins the message.
+        axes: Names of the axes. None means `TOKENS` or `DENSE`, by the number of axes.
     """
     _assert_none_differs(got, expected, torch.ne, what, axes)
 
@@ -32,9 +32,9 @@ def assert_same(
 def assert_same_bytes(
     got: torch.Tensor, expected: torch.Tensor, what: Any = "", axes: Axes | None = None
 ) -> None:
-    """Assert that two tensors are the same bit for bit: NaN too, and the sign of zero.
+    """Assert that two tensors have the same bits, including NaN and the sign of zero.
 
-    The arguments are those of `assert_same`.
+    The arguments are as in `assert_same`.
     """
     bits = _BITS[got.element_size()]
     differ = lambda x, y: x.contiguous().view(bits) != y.contiguous().view(bits)  # noqa: E731

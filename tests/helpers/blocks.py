@@ -1,4 +1,4 @@
-"""Pages in several blocks of memory, made of pages in one, and back."""
+"""Conversion of pages between one block and several blocks of memory."""
 
 import numpy as np
 import torch
@@ -8,10 +8,10 @@ from hf_fp8kv.ops.blocks import blocks_of, locate_pages, put_pages, take_pages
 
 
 def in_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
-    """The same pages in blocks of `size` pages, in no order of their addresses, and on `device`."""
+    """Return the same pages on `device`, in blocks of `size` pages with unordered addresses."""
     rows, device = _rows(pages), device or pages.table.device
     width = rows.shape[1]
-    # What is between pages is never to be read as a number.
+    # Bytes between pages decode to NaN, so that no test passes if they are read.
     blocks = [
         torch.full((min(size, len(rows) - start), width), 0xFF, dtype=torch.uint8, device=device)
         for start in range(0, len(rows), size)
@@ -29,7 +29,7 @@ def in_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -
 
 
 def between_others(pages: Pages) -> Pages:
-    """The same pages in one block, with other bytes between them."""
+    """Return the same pages in one block, with other bytes between them."""
     rows = _rows(pages)
     block = torch.full((len(rows), rows.shape[1] + 48), 0xFF, dtype=torch.uint8)[:, :-48]
     block.copy_(rows)
@@ -37,7 +37,7 @@ def between_others(pages: Pages) -> Pages:
 
 
 def in_one_block(pages: Pages) -> Pages:
-    """The same pages, by the same numbers, in one block."""
+    """Return the same pages, with the same numbers, in one block."""
     return pages._replace(block=(block := _rows(pages)), offsets=locate_pages([block]))
 
 

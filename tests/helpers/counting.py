@@ -1,4 +1,4 @@
-"""Counts in place of clocks: what an operation copies does not depend on the machine."""
+"""Counts instead of times: the bytes that an operation copies do not depend on the machine."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class BytesWritten(TorchDispatchMode):
-    """Count the bytes of every tensor that torch makes or writes to; views count nothing."""
+    """Counts the bytes of every tensor that torch makes or writes to, except views."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints that declare a KV cache in the format compressed-tensors, and their models.
+"""Checkpoints that declare a KV cache in the format of compressed-tensors, and their models.
 
 The scales are much too small, so that rounding with them changes K and V beyond recognition.
 """
@@ -15,7 +15,7 @@ from hf_fp8kv import KVScales, LayerScales
 from tests.helpers.tiny_models import tiny
 
 LAYERS, HEADS = 2, 2
-# With codes up to 448 they reach 0.9 and 0.67. K and V of the model exceed both by far.
+# With codes up to 448 these scales reach 0.9 and 0.67. K and V of the model exceed both by far.
 TOO_SMALL = KVScales(
     {
         index: LayerScales(
@@ -49,7 +49,7 @@ def save_plain(folder: Path) -> Path:
 
 
 def save_w8a8(folder: Path) -> Path:
-    """Save it with weights and activations in FP8 and without a declared KV cache."""
+    """Save the model with weights and activations in FP8, but without a declared KV cache."""
     model = tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
     tensors = model.state_dict()
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -71,7 +71,7 @@ def declare(checkpoint: Path, folder: Path) -> Path:
 
 
 def save_projections(checkpoint: Path, folder: Path) -> Path:
-    """Copy a checkpoint in the form before `kv_cache_scheme`: it rounds outputs of projections."""
+    """Copy a checkpoint to the format before `kv_cache_scheme`: projections round their outputs."""
     tensors = load_file(checkpoint / "model.safetensors")
     for layer in range(LAYERS):
         for side, scale in (("k", 0.002), ("v", 0.0015)):

@@ -1,15 +1,15 @@
 """A model of a GPU that runs the decode kernel: the time that a plan takes.
 
-The model covers the properties of an H200 (132 processors, 4.3 TB/s of usable bandwidth) that the
-plan depends on. Programs start in order, each where a place is free. A processor with one to six
-programs reads a fixed number of bytes per clock, and all processors together cannot read more than
-the memory delivers. A program reads nothing at its beginning and end. A second kernel merges parts
-after all of them. Nothing else is modeled, so only ratios are meaningful.
+The model covers the properties of an H200 (132 SMs, 4.3 TB/s of usable bandwidth) that the plan
+depends on. Programs start in order, each on an SM with a free place. An SM with one to six programs
+reads a fixed number of bytes per clock, and all SMs together cannot read more than the memory
+delivers. A program reads nothing at its beginning and end. A second kernel merges parts after the
+last program. Nothing else is modeled, so only ratios are meaningful.
 
-Six programs of two warps read 40 bytes per clock, by a cycle model of one processor that runs the
-machine code of the main loop. One program alone reads 10, an estimate: its warps have as many
-instructions for a tile as those of four warps had before, 489 and 464, for which the cycle model
-gave 10.7. The other rates lie between.
+Six programs of two warps read 40 bytes per clock, according to a cycle model of one SM that runs
+the machine code of the main loop. The rate of one program, 10 bytes, is an estimate: its warps have
+489 instructions for a tile, and an earlier program of four warps had 464 and reached 10.7 in the
+cycle model. The remaining rates lie in between.
 """
 
 import heapq
@@ -27,8 +27,8 @@ __all__ = ["UNIT", "Part", "best_time", "bound", "time_of"]
 BYTES_PER_TOKEN = 260
 UNIT = PlanConfig().unit  # tokens
 
-# RATES: bytes per clock of a processor with one program, with two, ... It has a place for each.
-PROCESSORS, RATES = 132, (10.0, 18.0, 25.0, 31.0, 36.0, 40.0)
+# RATES: bytes per clock of an SM with one program, with two, and so on. An SM has six places.
+SM_COUNT, RATES = 132, (10.0, 18.0, 25.0, 31.0, 36.0, 40.0)
 CLOCK = 1980.0  # MHz
 BANDWIDTH = 4.3e6  # of the memory, in bytes per microsecond
 # Microseconds before a program's first bytes (its launch, its row of the plan, the page table, the
@@ -40,7 +40,7 @@ MERGE, MERGE_STEP = 1.9, 0.033
 
 
 class Part(NamedTuple):
-    """A row of a plan: units `begin` to `end - 1` of a sequence, and whether it is all of it."""
+    """A row of a plan: units `begin` to `end - 1` of a sequence. `whole` means all of its units."""
 
     sequence: int
     begin: int
@@ -49,8 +49,15 @@ class Part(NamedTuple):
 
 
 @dataclass
-class _Processor:
-    """What it has read for each of its programs, and how much that is when which are done."""
+class _SM:
+    """An SM and its programs.
+
+    Attributes:
+        read: Bytes read so far for each of its programs.
+        since: `flow` at the last update of `read`.
+        ends: Values of `read` at which programs have read everything, and the programs, as a heap.
+        version: Number of changes of `ends`.
+    """
 
     read: float = 0.0
     since: float = 0.0
@@ -59,16 +66,15 @@ class _Processor:
 
 
 def run_parts(sizes: Iterable[int]) -> float:
-    """Return the microseconds until programs that read so many bytes are done.
+    """Return the microseconds until all programs are done. `sizes` are the bytes that each reads.
 
-    `flow` is the time that would have passed if the memory were fast enough, so that all processors
-    read at their own rates.
+    `flow` is the time in clocks that would have passed if the memory did not limit the SMs' rates.
     """
     waiting = enumerate(sizes)
-    processors = [_Processor() for _ in range(PROCESSORS)]
-    # When, order, processor, program, bytes to read.
+    sms = [_SM() for _ in range(SM_COUNT)]
+    # Time, order, SM, program, bytes to read.
     timers: list[tuple[float, int, int, int, float | None]] = []
-    drained: list[tuple[float, int, int]] = []  # flow, processor, its version
+    drained: list[tuple[float, int, int]] = []  # flow, SM, its version
     order = itertools.count()
     now = flow = demand = 0.0
     running = 0
@@ -84,25 +90,25 @@ def run_parts(sizes: Iterable[int]) -> float:
     def rate(count: int) -> float:
         return RATES[count - 1] if count else 0.0
 
-    def settle(p: int) -> _Processor:
-        one, count = processors[p], len(processors[p].ends)
+    def settle(p: int) -> _SM:
+        one, count = sms[p], len(sms[p].ends)
         if count:
             one.read += (flow - one.since) * rate(count) / count
         one.since = flow
         return one
 
     def expect(p: int) -> None:
-        one, count = processors[p], len(processors[p].ends)
+        one, count = sms[p], len(sms[p].ends)
         one.version += 1
         if count:
             ends = flow + (one.ends[0][0] - one.read) * count / rate(count)
             heapq.heappush(drained, (ends, p, one.version))
 
     for _ in RATES:
-        for p in range(PROCESSORS):
+        for p in range(SM_COUNT):
             running += issue(p)
     while running:
-        while drained and drained[0][2] != processors[drained[0][1]].version:
+        while drained and drained[0][2] != sms[drained[0][1]].version:
             heapq.heappop(drained)
         speed = CLOCK * min(1.0, most / demand) if demand else CLOCK
         done = now + (drained[0][0] - flow) / speed if drained else float("inf")

@@ -8,8 +8,8 @@ from typing import Any
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return cases in which every pair of values of two axes occurs, in a fixed order.
 
-    A greedy cover: faults of a kernel that need three particular values at once are rare, and the
-    full product of five axes takes five to ten times as many cases.
+    This is a greedy cover. Faults of a kernel that need three particular values at once are rare,
+    and the full product of five axes has five to ten times more cases.
     """
     columns = list(itertools.combinations(range(len(axes)), 2))
 

@@ -1,17 +1,17 @@
-"""Repairs of Triton's interpreter (3.6 to 3.9): it then computes what a GPU computes.
+"""Repairs of Triton's interpreter (3.6 to 3.9), so that it computes what a GPU computes.
 
-They replace private functions of `triton.runtime.interpreter`: another Triton may need others.
+They replace private functions of `triton.runtime.interpreter`, which may differ in other versions.
 
-Left alone it cuts float32 to bfloat16 without rounding, rounds float32 to an 8-bit float wrongly,
-reads the NaN codes of 8-bit floats as numbers, computes with the bit patterns of bfloat16, lets a
-NaN through a maximum, does not know the FNUZ formats, takes a comparison of scalars for numbers,
-and needs numpy < 2.4 for a loop whose bound is loaded. TRITON_INTERPRET=1 must be set before Triton
-is imported: conftest.py does that.
+Without the repairs, the interpreter truncates float32 to bfloat16, rounds float32 to an 8-bit float
+wrongly, reads the NaN codes of 8-bit floats as numbers, and computes with the bit patterns of
+bfloat16. A maximum returns NaN if one operand is NaN, the FNUZ formats are missing, a comparison of
+scalars is treated as numbers, and a loop whose bound is loaded needs numpy < 2.4.
+TRITON_INTERPRET=1 must be set before Triton is imported, which conftest.py does.
 
-More changes save three quarters of its time, which goes into describing types, not into numbers:
-the language is patched once per launch instead of in every call of a device function, overflow of
-integers is not computed for a check that is off, a type of blocks is made once for each shape, and
-what follows from types alone is not computed again for every tensor.
+Further changes save three quarters of the time, which is spent on descriptions of types instead of
+values. The language is patched once per launch instead of in every call of a device function.
+Overflow of integers is not computed for a check that is off. A type of blocks is made once for each
+shape, and facts that follow from types alone are not computed again for every tensor.
 """
 
 import functools
@@ -63,16 +63,16 @@ def repair() -> None:
     _repair_reductions()
     _repair_language()
     _patch_once_per_launch()
-    # What it computes is checked in debug mode only.
+    # The results of this function are only checked in debug mode.
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
     _silence()
 
 
 def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """Return the bits of `data`, numbers of type `source`, as `target`.
+    """Return the bits of `data`, values of type `source`, as `target`.
 
-    They are rounded to nearest, ties to even. 8-bit floats saturate, as `cvt.rn.satfinite` of PTX
-    does; NaN stays NaN.
+    Values are rounded to nearest, ties to even. 8-bit floats saturate, as in `cvt.rn.satfinite` of
+    PTX. NaN stays NaN.
     """
     bits = np.ascontiguousarray(data).view(_SIGNED[data.dtype.itemsize])
     x = torch.from_numpy(bits.reshape(-1).copy()).view(_FLOATS[source])
@@ -89,7 +89,7 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
 
 
 def _widened(handle: Any) -> Any:
-    """Return `handle` as float32 if its numbers are kept as bit patterns."""
+    """Return `handle` as float32 if its values are kept as bit patterns."""
     kind = handle.dtype.scalar
     if kind not in _AS_BITS or handle.data.dtype.kind != "u":
         return handle
@@ -97,7 +97,7 @@ def _widened(handle: Any) -> Any:
 
 
 def _narrowed(handle: Any) -> Any:
-    """Return a float32 result as bfloat16, the outcome of a comparison as it is."""
+    """Return a float32 result as bfloat16, and the result of a comparison unchanged."""
     if handle.data.dtype.kind != "f":
         return handle
     data = handle.data.astype(np.float32)
@@ -134,8 +134,8 @@ def _repair_arithmetic() -> None:
                 wide = (_widened(x) if isinstance(x, Handle) else x for x in operands)
                 return _narrowed(operation(self, *wide))
             found = operation(self, *operands)
-            # The outcome of a comparison keeps the type of what was compared, and as a block of it
-            # is no mask any more for Triton 3.9.
+            # The result of a comparison has the type of its operands, and Triton 3.9 does not
+            # accept a block of that type as a mask.
             return Handle(found.data, tl.int1) if found.data.dtype == bool else found
 
         return wrapped
@@ -152,7 +152,7 @@ def _repair_arithmetic() -> None:
 
 
 def _repair_maximum() -> None:
-    """Take the number of a number and NaN, as the GPU does unless told to pass NaN on."""
+    """Return the number if one operand is NaN, as a GPU does unless it must propagate NaN."""
     Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -198,7 +198,7 @@ def _repair_reductions() -> None:
 
 
 def _repair_language() -> None:
-    """Add the FNUZ types, and take an array of one element as a loop's bound."""
+    """Add the FNUZ types, and accept an array of one element as a loop's bound."""
     patch_core, patch_tensor = interpreter._patch_lang_core, interpreter._patch_lang_tensor
 
     def patch_lang_core(lang: Any, scope: Any) -> None:
@@ -221,9 +221,9 @@ def _repair_language() -> None:
 
 
 def _patch_once_per_launch() -> None:
-    """Patch the language when a kernel is launched, and leave it so until the launch ends.
+    """Patch the language when a kernel is launched, until the launch ends.
 
-    A device function is then called without patching it again, whichever module it is from.
+    A device function of any module is then called without patching the language again.
     """
     patch = interpreter._patch_lang
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
@@ -247,7 +247,7 @@ def _patch_once_per_launch() -> None:
 
 
 def _look_types_up_once() -> None:
-    """Look the numpy type of a type up in a table that is made once, not in every call."""
+    """Cache the numpy type of each type."""
     of_scalar = functools.cache(interpreter._get_np_dtype)
 
     def get_np_dtype(kind: Any) -> np.dtype:
@@ -258,7 +258,7 @@ def _look_types_up_once() -> None:
 
 
 def _make_types_once() -> None:
-    """Make a type of blocks once for each element and shape, and with it what its tensors have."""
+    """Cache the type of blocks for each element and shape, and the attributes of its tensors."""
     block, tensor = tl.block_type, tl.tensor
     make_block, make_tensor = block.__init__, tensor.__init__
     made: dict[tuple[Any, ...], Any] = {}
@@ -272,7 +272,7 @@ def _make_types_once() -> None:
         if found is None:
             found = object.__new__(kind)
             make_block(found, element, shape)
-            made[key] = found  # and with it the element, so that no other gets its id
+            made[key] = found  # keeps the element alive, so that no other element gets its id
         return found
 
     def init_block(self: Any, element: Any, shape: Any) -> None:
@@ -294,14 +294,14 @@ def _make_types_once() -> None:
     broadcast = TritonSemantic.broadcast_impl_value
 
     def broadcast_impl_value(self: Any, x: Any, y: Any) -> Any:
-        # Of scalars it is the same empty one.
+        # All scalars share one empty shape.
         return (x, y) if x.shape is y.shape else broadcast(self, x, y)
 
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
 
 def _check_operands_once() -> None:
-    """Remember what a Python number becomes beside blocks of a type; equal types need no check."""
+    """Cache the conversion of Python numbers next to blocks of a type, and skip equal types."""
     check = TritonSemantic.binary_op_type_checking_impl
     numbers = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
     known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
@@ -318,12 +318,12 @@ def _check_operands_once() -> None:
             other.handle.data.flags.writeable = False
             if len(known) > 4096:
                 known.clear()
-            found = known[key] = other, beside.type  # the type, so that no other gets its id
+            found = known[key] = other, beside.type  # keeps the type alive, and so its id
         return (found[0], beside) if turned else (beside, found[0])
 
     def binary_op_type_checking_impl(self: Any, x: Any, y: Any, *rules: Any, **more: Any) -> Any:
         if type(x) is tl.tensor and x.dtype.name in numbers and not more:
-            # Equal types stay as they are, unless they are divided.
+            # Equal types are not converted, except for division.
             if type(y) is tl.tensor and x.dtype is y.dtype and len(rules) < 4:
                 return self.broadcast_impl_value(x, y)
             if type(y) in (int, float):
@@ -336,7 +336,7 @@ def _check_operands_once() -> None:
 
 
 def _compare_types_by_identity() -> None:
-    """Compare scalar types by identity first, and look for what is nested only in what may be."""
+    """Compare scalar types by identity first, and only unwrap values that may be nested."""
     integers = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
     equal, unwrap = tl.dtype.__eq__, tl.core._unwrap_if_constexpr
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
@@ -346,7 +346,7 @@ def _compare_types_by_identity() -> None:
 
 
 def _make_handles_in_one_call() -> None:
-    """Give every handle its attributes; only a wide number is compared with its type's width."""
+    """Set the attributes of a handle directly. Only wide values are checked against their type."""
     check = Handle.__post_init__
 
     def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
@@ -358,7 +358,7 @@ def _make_handles_in_one_call() -> None:
 
 
 def _silence() -> None:
-    """Silence warnings of overflow, division by zero and NaN: a GPU gives none."""
+    """Silence warnings of overflow, division by zero and NaN, which a GPU does not give."""
     run = interpreter.GridExecutor.__call__
 
     @functools.wraps(run)

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 class WideMargins(LogitsProcessor):
     """Assert at each step of generate() that the best logit leads the next one by `least`.
 
-    Sums in another order change a logit by less than `least`, so every CPU picks the same tokens.
+    A different order of sums changes a logit by less than `least`, so all CPUs choose equal tokens.
     """
 
     def __init__(self, least: float) -> None:
@@ -20,7 +20,7 @@ class WideMargins(LogitsProcessor):
         margin, row = (best - second).min(0)
         assert margin >= self.least, (
             f"a thin margin: in row {int(row)}, after {input_ids.shape[1]} tokens, the best logit "
-            f"leads by {margin:.1e}, expected at least {self.least:.1e}; take another prompt"
+            f"leads by {margin:.1e}, expected at least {self.least:.1e}. Use a different prompt"
         )
         return scores
 

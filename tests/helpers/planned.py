@@ -1,4 +1,4 @@
-"""Scales with a storage plan for each layer of a tiny model with GQA; all plans differ."""
+"""Scales with a storage plan for each layer of a tiny model with GQA. All plans differ."""
 
 import torch
 from transformers import PreTrainedModel
@@ -7,7 +7,7 @@ from hf_fp8kv import StoragePlan
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.scales import KVScales, LayerScales
 
-# Static scales of E4M3 for values up to about 4; V has other scales than K.
+# The storage plans of consecutive layers.
 PLANS = (
     LayerPlan.parse("fp8_e2m5 rotated centered", "int8 rotated"),
     LayerPlan.parse("fp8_e4m3", "fp8_e2m5 rotated"),
@@ -23,9 +23,10 @@ def planned_scales(
     is_dynamic: bool = False,
     coarse: bool = False,
 ) -> KVScales:
-    """Return scales per head, or dynamic scales, with the plans above in turn.
+    """Return scales per head for values up to about 4, or dynamic scales, with `PLANS` in order.
 
-    `coarse`: The codes are so few that a different plan changes the tokens of a model.
+    K and V have different scales. With `coarse` the scales are so large that few codes are used,
+    and a different plan changes the tokens of a model.
     """
     chance = torch.Generator().manual_seed(5)
 
@@ -45,12 +46,12 @@ def planned_scales(
 
 
 def as_keyword(scales: KVScales) -> dict[str, KVScales]:
-    """Return the argument of a cache that these scales are."""
+    """Return the keyword of a cache for these scales: `plan` or `scales`."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
 def planned_for(model: PreTrainedModel, **keywords: bool) -> KVScales:
-    """Return such scales for a model."""
+    """Return `planned_scales` for a model."""
     config = model.config.get_text_config()
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,9 +1,9 @@
 """Calls of the Triton backend with and without recordings: both must start the same kernels.
 
-Each call is recorded, and calls that differ from it in one thing are made before and after it. What
-reaches the launcher is compared with the same call made the long way. Triton chooses kernels as on
-a GPU, but a compiled kernel is only a name. Only for a process without the interpreter, in which
-nothing else follows.
+Each call is recorded. Calls that differ from it in one argument are made before and after it. The
+arguments of launches are compared with those in a call without replay. Triton chooses kernels
+as on a GPU, but a compiled kernel is only a name. Use this only in a process without the
+interpreter, and end the process afterwards.
 """
 
 import itertools
@@ -31,14 +31,14 @@ from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming
 
 BATCH, HEADS, QUERIES, DIM, SLOTS, COUNT, COLUMNS = 2, 2, 8, 64, 16, 9, 4
-# What the launcher was given, and whether with a hook, since it was last looked at.
+# Arguments of launches since the last comparison, and whether the launches had a hook.
 started: list[tuple[Any, ...]] = []
 hooked: list[bool] = []
 _numbers, by_jit = itertools.count(), itertools.count()
 
 
 def _compile(src: Any, **_: Any) -> SimpleNamespace:
-    """Stand in for Triton's compiler: a kernel is what it was asked to compile, and a number."""
+    """Replace Triton's compiler. A compiled kernel is the name of its function and a number."""
 
     def run(*launch: Any) -> None:
         *grid, stream, function, metadata, _data, enter, _exit = launch[:9]
@@ -54,7 +54,7 @@ def _compile(src: Any, **_: Any) -> SimpleNamespace:
 
 
 def pretend() -> None:
-    """Have Triton take itself to be on a GPU, and count the launches that go through it."""
+    """Make Triton assume a GPU, and count the launches that go through Triton."""
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -70,7 +70,7 @@ def pretend() -> None:
 
 
 class Made(TorchDispatchMode):
-    """Keep every tensor that a call allocates."""
+    """Keeps every tensor that a call allocates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Made(TorchDispatchMode):
 
 
 def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], at: int = -1) -> Any:
-    """Return arguments with the tensor number `at` changed; -1: all of them."""
+    """Return arguments with the tensor number `at` changed. -1 means all tensors."""
     leaves, spec = tree_flatten(args)
     numbers = itertools.count()
     changed = [
@@ -97,7 +97,7 @@ def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], at: int = -1) 
 
 
 def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
-    """Return what a call starts, and what it returns, with names in place of addresses."""
+    """Return launches, allocations and result of a call, with names instead of addresses."""
     known: dict[int, str] = {}
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def compare(operation: Any, args: tuple[Any, ...], what: str) -> bool:
-    """Raise AssertionError if a call differs from the long way; return whether it was repeated."""
+    """Raise AssertionError if a call differs with replay. Return whether it was replayed."""
     replay._REPLAYS = False
     expected = call(operation, args)
     replay._REPLAYS = True
@@ -158,7 +158,7 @@ MakePlan = namedtuple("MakePlan", "plan lengths tokens window start heads")
 
 
 def copied(x: torch.Tensor, begin: int = 0, stretch: int = 1) -> torch.Tensor:
-    """Return a copy with the strides of `x`, times `stretch`, that begins `begin` numbers later."""
+    """Return a copy with the strides of `x`, times `stretch`, that begins `begin` values later."""
     strides = [stretch * stride for stride in x.stride()]
     reach = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
     memory = torch.zeros(reach + begin + 16, dtype=x.dtype)
@@ -171,19 +171,19 @@ def copied(x: torch.Tensor, begin: int = 0, stretch: int = 1) -> torch.Tensor:
 
 
 def _misaligned(x: torch.Tensor) -> torch.Tensor:
-    # Parts of a block have other dtypes.
+    # The parts of a block have different dtypes.
     return copied(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
 
 
 def changes(args: Any) -> Iterator[tuple[str, Any]]:
-    """Yield arguments that differ from `args` in one thing, and in what."""
+    """Yield a description and arguments that differ from `args` in one respect."""
     yield "other addresses", map_tensors(args, copied)
     count = itertools.count()
     map_tensors(args, lambda _: next(count))
     for i in range(next(count)):
         yield f"tensor {i}, another address", map_tensors(args, copied, i)
         yield f"tensor {i}, not aligned", map_tensors(args, _misaligned, i)
-    # Fields with other values; queries, keys and values of other dtypes and strides.
+    # Fields with different values, and queries, keys and values with different dtypes and strides.
     for name, values in OTHERS[type(args)].items():
         for i, value in enumerate(values):
             yield f"{name}, {i}", args._replace(**{name: value})
@@ -247,7 +247,7 @@ OTHERS: dict[type, dict[str, list[Any]]] = {
     Attend: {"start": [5], "stop": [43], "plan": [None, plan(20), plan(5)]},
     MakePlan: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
 }  # fmt: skip
-# Changes of what is around a call.
+# Changes of a call's environment.
 CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
     lambda: assuming(Target.parse("sm_80")),
     lambda: assuming(Target("cuda", 90, 16)),
@@ -258,7 +258,7 @@ CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
 
 
 def check(operation: Any, first: Any, second: Any, what: str, around: Any = nullcontext) -> None:
-    """Raise AssertionError if one of two calls differs where the other was recorded before."""
+    """Raise AssertionError if a call differs after a recording of a similar call."""
     for known in replay.recordings.values():
         known.clear()
     backend._NO_PAGES.recordings.clear()
@@ -289,13 +289,13 @@ def compare_calls() -> dict[str, int]:
         for name, args in calls.items():
             operation, seen = getattr(backend, name), itertools.count()
             compare(operation, args, name)
-            assert compare(operation, map_tensors(args, copied), name), "not repeated"
+            assert compare(operation, map_tensors(args, copied), name), "not replayed"
             for what, changed in changes(args):
                 check(operation, args, changed, f"{name}, {what} {next(seen)}")
                 check(operation, changed, args, f"{name}, all but {what}")
             for around in CONTEXTS:
                 check(operation, args, args, f"{name}, context {next(seen)}", around)
-            # A hook is called with launches as Triton makes them.
+            # A hook observes launches, so Triton makes them.
             hook = knobs.runtime.launch_enter_hook
             for change in (hook.add, hook.remove):
                 change(print)

@@ -209,21 +209,21 @@ class Endpoint:
             yield
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of /metrics by name."""
+        """Return the values of /metrics by name."""
         status, text, _ = self.ask("/metrics")
         assert status == 200
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("hf_fp8kv_"): float(value) for name, value in rows}
 
     def wait_until(self, seconds: float = WAIT, **wanted: float) -> dict[str, float]:
-        """Return the numbers of /metrics as soon as they include the wanted ones."""
+        """Return the values of /metrics as soon as they include the wanted values."""
         until = time.monotonic() + seconds
         while True:
             found = self.metrics()
             if wanted.items() <= found.items():
                 return found
             if time.monotonic() > until:
-                raise AssertionError(f"expected {wanted}, got {found}; the log:\n{self.log}")
+                raise AssertionError(f"expected {wanted}, got {found}. The log:\n{self.log}")
             time.sleep(0.05)
 
 

@@ -1,9 +1,9 @@
-"""What SGLang, TGI and old versions of vLLM accept of a folder with KV scales, by their sources.
+"""The rules of SGLang, TGI and old versions of vLLM for folders with KV scales, by their sources.
 
-vLLM's own loader reads our files in tests/vllm/test_checkpoints.py; these servers were not run.
+These servers were not run. vLLM's own loader reads our files in tests/vllm/test_checkpoints.py.
 
-Each function gives the scales that the server would use, one pair a layer, or raises `Refused`. It
-knows nothing of the package: names, configs and defaults are those of the servers.
+Each function returns the scales that the server would use, a pair for each layer, or raises
+`Refused`. It uses the names, configs and defaults of the server, and nothing of this package.
 """
 
 import json
@@ -21,7 +21,7 @@ class Refused(Exception):
 
 
 def checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The config, and the tensors of the files that the index names, or of all."""
+    """Return the config, and the tensors of the files in the index, or of all files."""
     config = json.loads((folder / "config.json").read_text())
     index = folder / "model.safetensors.index.json"
     files = {path.name for path in folder.glob("*.safetensors")}
@@ -29,29 +29,29 @@ def checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, 
     if by_index and index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]
         if not set(weight_map.values()) <= files:
-            raise Refused("the index names a file that is not there")
+            raise Refused("the index names a missing file")
         files = set(weight_map.values())
     for file in sorted(files):
         content = load_file(folder / file)
         if set(content) & set(tensors):
-            raise Refused("a tensor is there twice")
+            raise Refused("two files hold the same tensor")
         tensors |= content
     if by_index and index.exists() and set(tensors) != set(weight_map):
-        raise Refused("the index names other tensors than the files hold")
+        raise Refused("index and files have different tensors")
     return config, tensors
 
 
 def quant_config(config: dict) -> dict:
-    """The quantisation config, where the server looks for it."""
+    """Return the quantization config from the places that the server reads."""
     text = config.get("text_config") or {}
     found = config.get("quantization_config") or text.get("quantization_config")
     found = found or config.get("compression_config")
     if not found:
-        raise Refused("without a quantisation config no scale is loaded")
+        raise Refused("without a quantization config no scale is loaded")
     return found
 
 
-# A scale's name in a checkpoint, and the side that it is loaded as.
+# Patterns of scales' names in a checkpoint. The group is the side that a scale is loaded as.
 SGLANG_NAMES = (
     r"\.(?:self_attn|mixer)\.[kv]_proj\.([kv])_scale$",
     r"\.([kv])_proj\.output_scale$",
@@ -61,7 +61,7 @@ SGLANG_NAMES = (
 
 
 def loaded(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
-    """The scales by layer and side; what the server does not remap is dropped."""
+    """Return the scales by layer and side. Tensors that the server does not remap are dropped."""
     layers: dict[int, dict] = {}
     for name, tensor in tensors.items():
         side = next((m[1] for m in (re.search(p, name) for p in SGLANG_NAMES) if m), None)
@@ -72,7 +72,7 @@ def loaded(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
 
 
 def per_tensor(layers: dict[int, dict], count: int) -> Pairs:
-    """The rules of a scalar cache: one number, above 0, and K's stands in for V's."""
+    """Apply the rules of a scalar cache: one number above 0. K's scale replaces V's if missing."""
     pairs = {}
     for layer in range(count):
         sides = layers.get(layer, {})
@@ -89,7 +89,7 @@ def per_tensor(layers: dict[int, dict], count: int) -> Pairs:
 
 
 def sglang(folder: Path) -> Pairs:
-    """The scales that SGLang 0.5 uses."""
+    """Return the scales that SGLang 0.5 uses."""
     config, tensors = checkpoint(folder)
     block, count = quant_config(config), config["num_hidden_layers"]
     if block["quant_method"] == "compressed-tensors":
@@ -106,13 +106,13 @@ def sglang(folder: Path) -> Pairs:
 def scaling_factors(
     path: Path, *, layers: int, model_type: str, rank: int = 0, size: int = 1
 ) -> dict[int, float]:
-    """What both servers take from a `kv_cache_scales.json`."""
+    """Return the factors that both servers read from a `kv_cache_scales.json`."""
     data = json.loads(path.read_text())
     if "model_type" not in data or data["model_type"] != model_type:
         raise Refused("scaling factors of a different model type")
     cache = data["kv_cache"]
     if cache["dtype"] != "float8_e4m3fn":
-        raise Refused("scaling factors of another dtype")
+        raise Refused("scaling factors of a different dtype")
     ranks = {int(key): value for key, value in cache["scaling_factor"].items()}
     if len(ranks) != size or rank not in ranks:
         raise Refused(f"the file is for {len(ranks)} ranks")
@@ -123,9 +123,9 @@ def scaling_factors(
 
 
 def tgi(folder: Path) -> Pairs:
-    """The scales that TGI 3 uses: both sides, each one number, beside its attention.
+    """Return the scales that TGI 3 uses: one number for each side, next to its attention.
 
-    It takes every file in the folder, whatever the index says.
+    TGI reads every file in the folder, regardless of the index.
     """
     config, tensors = checkpoint(folder, by_index=False)
     if config.get("kv_cache_torch_dtype") not in ("float8_e4m3fn", None):

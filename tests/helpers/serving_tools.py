@@ -50,7 +50,7 @@ def greedy(**more: Any) -> GenerationConfig:
 def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
     """Return scales that differ between K and V, all layers and all heads.
 
-    They are so large that most codes are subnormal: coarse, so that FP8 shows in the tokens.
+    They are so large that most codes are subnormal. This coarse rounding changes the tokens.
     """
     config = model.config.get_text_config()
     heads = config.num_key_value_heads
@@ -180,7 +180,7 @@ def forked(model: PreTrainedModel, texts: Sequence[list[int]], times: int) -> li
 
 
 class _Unpinned:
-    """torch without pinned memory, for a machine without an accelerator."""
+    """torch without pinned memory, as a stand-in on a machine without an accelerator."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -190,7 +190,7 @@ class _Unpinned:
 
 
 def note_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that gets the requests of each offload. Need no accelerator to offload."""
+    """Return a list to which each offload adds its requests. Offloading needs no accelerator."""
     gone: list[Any] = []
     kind: Any = offloading_manager.OffloadingManager
     stock = kind._offload_to_cpu

@@ -1,4 +1,4 @@
-"""The first layers of the demo model: its tokenizer, its sizes, and a tenth of the work."""
+"""The first layers of the demo model, with its tokenizer and sizes, and a tenth of the work."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ LAYERS = 2
 
 
 def save_first_layers(model: Path, folder: Path, layers: int = LAYERS, **fields: str) -> Path:
-    """Copy a checkpoint with its first layers and these fields of its config. Return the folder."""
+    """Copy the first layers of a checkpoint, and set fields of its config. Return the folder."""
     kept = {
         name: tensor
         for name, tensor in load_file(model / "model.safetensors").items()
@@ -33,7 +33,7 @@ def save_first_layers(model: Path, folder: Path, layers: int = LAYERS, **fields:
 
 @pytest.fixture(scope="session")
 def shallow_model_path(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the first layers of the demo model."""
+    """Return the folder with the first layers of the demo model."""
     return save_first_layers(demo_model_path, tmp_path_factory.mktemp("shallow") / "model")
 
 
@@ -44,7 +44,7 @@ def layers(
     shallow_model_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> int:
-    """The number of layers of the model at `demo_model_path()` during a test."""
+    """Return the number of layers of the model at `demo_model_path()` during a test."""
     if request.param == "whole":
         return 30
     monkeypatch.setattr(demo_model, "make_copy", lambda *_, **__: shallow_model_path)

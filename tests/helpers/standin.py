@@ -1,4 +1,4 @@
-"""A stand-in for the "triton" backend: it plans, and refuses a plan that is not of this step."""
+"""A stand-in for the "triton" backend, which makes plans and rejects plans of other steps."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,25 +25,25 @@ class Made(NamedTuple):
 
 
 def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[Made]:
-    """Make backend="triton" the reference with plans, and return the list of plans made.
+    """Replace backend="triton" by the reference with plans. Return a list of all later plans.
 
-    Its plan holds the lengths that it was made for, one per row.
+    A plan holds the lengths that it was made for, one per row.
 
     Args:
-        computes: False: nothing is computed, on a device without values ("meta").
+        computes: Whether values are computed. False is for the device "meta".
     """
     made: list[Made] = []
-    asked = [0]
+    planned_rows = [0]
 
     def plan_rows(_device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1) -> int:
         if not torch.compiler.is_compiling():
-            asked[0] = rows
+            planned_rows[0] = rows
         return batch
 
     def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *rest: int) -> None:
         if computes:
             plan[:, 0] = lengths
-            made.append(Made(plan, lengths.tolist(), *rest, asked[0]))
+            made.append(Made(plan, lengths.tolist(), *rest, planned_rows[0]))
 
     def attend(
         query: torch.Tensor,
@@ -58,7 +58,7 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
             batch, heads, tokens, _ = query.shape
             return query.new_empty(batch, tokens, heads, pages.v.head_dim)
         assert plan is not None
-        assert torch.equal(plan[:, 0], lengths), "a plan of another step"
+        assert torch.equal(plan[:, 0], lengths), "a plan of a different step"
         return reference.attend(query, pages, lengths, start, stop, spec)
 
     def write(*arguments: Any) -> None:

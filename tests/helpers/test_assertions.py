@@ -1,4 +1,4 @@
-"""The assertions that name the first difference."""
+"""The assertions locate the first difference."""
 
 from types import SimpleNamespace
 

@@ -1,13 +1,13 @@
-"""Tiny random models of nearly every generating type of transformers, for the other tests.
+"""Tiny random models of nearly every generating type of transformers, for tests.
 
-`type_names()` lists the types, `build(name)` makes `(model, inputs)` for one of them in about a
-tenth of a second, and `tiny(name, **config)` makes a variant: `tiny("llama", head_dim=64)`.
+`type_names()` lists the types, `build(name)` makes `(model, inputs)` for one type in about a tenth
+of a second, and `tiny(name, **config)` makes a variant, such as `tiny("llama", head_dim=64)`.
 A name is a transformers model type: `llama` is the decoder-only model, `seq2seq/bart` the
 encoder-decoder, `vision/llava` a text model behind an image encoder.
 
-Every model is fp32 on the CPU, in eval mode, without an end token, and the same for the same seed.
-The weights are rescaled: with transformers' usual standard deviation of 0.02 a tiny model answers
-with what its embedding says, and a broken cache would go unnoticed.
+Every model is in fp32 on the CPU, in eval mode, without an end token, and the same for the same
+seed. The weights are rescaled, because with transformers' standard deviation of 0.02 the answers of
+a tiny model only depend on its embedding, and a broken cache would go unnoticed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WINDOW = 8
 Inputs = dict[str, torch.Tensor]
 Options = dict[str, Any]
 
-# One table for every dialect of configuration: a type takes the names that it knows.
+# One table for all names of config fields. A type gets the fields that it has.
 SIZES: Options = {
     "vocab_size": VOCAB,
     "vocab_size_per_layer_input": VOCAB,
@@ -117,15 +117,15 @@ SIZES: Options = {
     "decoder_start_token_id": 1,
     "tie_word_embeddings": False,
 }
-# Attention over a compressed latent: as many heads for keys as for queries, and its own head sizes.
+# Attention over a compressed latent has equal numbers of key and query heads, and other head sizes.
 LATENT: Options = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
-    # So many that few scores are 0: which of equal ones are chosen depends on their number.
+    # With 16 heads few scores are 0. The choice among equal scores depends on their number.
     "index_n_heads": 16,
     "index_topk": 8,
 }
-# Encoders of images and sound behind a text model; their output fits the text model's width.
+# Encoders of images and sound for a text model. Their output has the text model's width.
 ENCODER_SIZES: Options = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -168,7 +168,7 @@ _DECODER_ONLY: Options = {
     "is_encoder_decoder": False,
     "add_cross_attention": False,
 }
-# Encoder-decoders whose decoder is also a causal model of its own.
+# Encoder-decoders whose decoder is also a separate causal model.
 DECODERS = (
     "bart",
     "bigbird_pegasus",
@@ -182,7 +182,7 @@ DECODERS = (
     "prophetnet",
     "whisper",
 )
-# What a type needs beyond the table; None drops the table's value.
+# Fields that a type needs in addition to the table. None removes the table's value.
 CAUSAL_EXTRAS: dict[str, Options] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
     "blt": {
@@ -244,7 +244,7 @@ CAUSAL_EXTRAS: dict[str, Options] = {
         "zero_expert_num": 2,
         "moe_topk": 2,
     },
-    # Some have no positions, and some attend to another's keys, with or without an own indexer.
+    # Layers may lack positions, or attend to a different layer's keys, with or without an indexer.
     "mistral_large4": {
         "num_hidden_layers": 5,
         "no_rope_layers": [1, 0, 1, 0, 1],
@@ -296,7 +296,7 @@ CAUSAL_EXTRAS: dict[str, Options] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 CAUSAL_EXTRAS["qwen4_exp"] = CAUSAL_EXTRAS["qwen4_exp_text"]
-# Types of text that transformers lists among those that take images, too.
+# Text models that transformers lists among models for images and text.
 TEXT_AMONG_IMAGES = ("glm5_next", "mistral4", "mistral_large4")
 SEQ2SEQ_EXTRAS: dict[str, Options] = {
     **{name: {} for name in DECODERS},
@@ -339,7 +339,7 @@ AUDIO_FRAMES = {"whisper": 128, "speech_to_text": 48}
 
 
 def type_names(kind: str | None = None) -> list[str]:
-    """All names that `build` takes, of one kind ("causal", "seq2seq", "vision") or of all."""
+    """Return all names for `build` of one kind ("causal", "seq2seq", "vision") or of all kinds."""
     others = set(TEXT_AMONG_IMAGES).intersection(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names = {
         "causal": sorted(others.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
@@ -349,7 +349,7 @@ def type_names(kind: str | None = None) -> list[str]:
     return names[kind] if kind else [name for group in names.values() for name in group]
 
 
-# Named variants: what a test wants to see, the type that has it, and its options.
+# Named variants: a feature to test, a type with this feature, and its options.
 VARIANTS: dict[str, tuple[str, Options]] = {
     "gqa": ("llama", {}),
     "mha": ("llama", {"num_key_value_heads": 4}),
@@ -377,7 +377,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
 def tiny(
     name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any
 ) -> tuple[PreTrainedModel, Inputs]:
-    """`build` of a type or of one of `VARIANTS`; `key_bias` is the size of K's bias."""
+    """Build a type or one of `VARIANTS`. `key_bias` is the size of K's bias."""
     name, options = VARIANTS.get(name, (name, {}))
     options = options | config
     bias = key_bias or options.pop("key_bias", 0.0)
@@ -394,10 +394,10 @@ def tiny(
 def build(
     name: str, seed: int = 0, *, attn_implementation: str | None = None, **config: Any
 ) -> tuple[PreTrainedModel, Inputs]:
-    """The model and the arguments of `generate` that make it see padding in a batch of two.
+    """Return a model, and arguments of `generate` with a batch of two that contains padding.
 
-    `attn_implementation` is None for the model's default, and `config` overrides fields of the
-    (decoder's, or text model's) configuration.
+    `attn_implementation` is None for the model's default. `config` overrides fields of the config,
+    or of the decoder's or text model's config.
     """
     kind, _, short = name.rpartition("/")
     attn = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -419,7 +419,7 @@ def build(
 
 
 def prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS) -> Inputs:
-    """Two rows of random tokens, the first of them with `pad` tokens of padding on the left."""
+    """Return two rows of random tokens. The first row has `pad` tokens of padding on the left."""
     ids = torch.randint(4, 90, (2, tokens), generator=torch.Generator().manual_seed(seed + 1))
     mask = torch.ones_like(ids)
     ids[0, :pad] = 0
@@ -428,7 +428,7 @@ def prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS)
 
 
 def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
-    """Every matrix has unit gain afterwards, and no bias, sink or norm is trivial."""
+    """Rescale every matrix to unit gain, and make biases, sinks and norms nontrivial."""
     generator = torch.Generator().manual_seed(seed + 2)
     sharp = str(getattr(model.config, "model_type", "")).startswith("gemma4")
     head = model.get_output_embeddings()
@@ -436,7 +436,7 @@ def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2 and any(part in name for part in _TOKEN_TABLES):
-                # a table that is also the output layer would answer with the last token
+                # A table that is also the output layer would answer with the last token.
                 weight.mul_((0.1 if weight is head_weight else 1.0) / weight.float().std())
             if any(part in name for part in _LEAVE_ALONE) or not weight.is_floating_point():
                 continue
@@ -449,7 +449,7 @@ def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
             elif weight.ndim == 1 and name.endswith("bias") and len(weight) != VOCAB:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
             elif sharp and name.endswith("q_norm.weight"):
-                # gemma4 does not scale its logits; unscaled ones would amplify any rounding
+                # gemma4 does not scale its logits, so they would amplify any rounding.
                 weight.mul_(0.25)
 
 
@@ -467,14 +467,14 @@ def _set_std(weight: torch.Tensor, want: float) -> None:
 
 
 def causal_config(name: str, **config: Any) -> PreTrainedConfig:
-    """A tiny configuration of a causal type; `config` overrides the text part of it."""
+    """Return a tiny config of a causal type. `config` overrides fields of its text part."""
     base = AutoConfig.for_model(name)
     text = base.get_text_config(decoder=True)
     part = next((key for key in base.sub_configs if getattr(base, key, None) is text), None)
     text = base if part is None else text
     table = dict(SIZES)
     fields = _fields(text)
-    if _knows(text, "kv_lora_rank", fields):
+    if _has_field(text, "kv_lora_rank", fields):
         table.update(LATENT)
         del table["head_dim"]
     options = _options(text, table, {})
@@ -483,7 +483,7 @@ def causal_config(name: str, **config: Any) -> PreTrainedConfig:
         for key in ("num_hidden_layers", "n_layer", "num_layers"):
             options.pop(key, None)
         options.update(_DECODER_ONLY)
-    elif _knows(text, "is_decoder", fields):
+    elif _has_field(text, "is_decoder", fields):
         options["is_decoder"] = True
     options = _options(text, options, CAUSAL_EXTRAS.get(name, {}) | config)
     if part is not None:
@@ -496,9 +496,9 @@ _MAY_BE_NONE = ("eos_token_id", "forced_eos_token_id", "q_lora_rank")
 
 
 def _layer_types(name: str, text: PreTrainedConfig) -> Options:
-    """Each kind of layer of the type twice, or once where there are many kinds."""
+    """Return fields for two layers of each kind of the type, or one layer if it has many kinds."""
     kinds = getattr(text, "layer_types", None)
-    if kinds is None or not _knows(text, "layer_types", _fields(text)) or "mamba" in name:
+    if kinds is None or not _has_field(text, "layer_types", _fields(text)) or "mamba" in name:
         return {}
     kinds = list(dict.fromkeys(kinds))
     kinds = (2 * kinds)[: max(2, len(kinds))]
@@ -506,7 +506,7 @@ def _layer_types(name: str, text: PreTrainedConfig) -> Options:
 
 
 def _encoder_options(base: PreTrainedConfig, text: PreTrainedConfig) -> Options:
-    """Small encoders for the images and sounds of a composite configuration."""
+    """Return small encoders for the images and sounds of a composite config."""
     parts = {key: getattr(base, key, None) for key in base.sub_configs}
     return {
         key: _options(part, ENCODER_SIZES, {"model_type": part.model_type})
@@ -516,7 +516,7 @@ def _encoder_options(base: PreTrainedConfig, text: PreTrainedConfig) -> Options:
 
 
 def _make(kind: type[PreTrainedConfig], options: Options) -> PreTrainedConfig:
-    """The configuration, without `layer_types` where the type derives them from other fields."""
+    """Return a config, without `layer_types` if the type derives them from other fields."""
     try:
         return kind(**options)
     except AttributeError as error:
@@ -529,15 +529,15 @@ _UNREADABLE = (ValueError, KeyError, NotImplementedError)
 
 
 def _fields(config: PreTrainedConfig) -> Options | None:
-    """What the configuration writes, or None if it cannot."""
+    """Return the fields of a config, or None if it cannot be converted to a dict."""
     try:
         return config.to_dict()
     except _UNREADABLE:
         return None
 
 
-def _knows(config: PreTrainedConfig, key: str, fields: Options | None) -> bool:
-    """True if the configuration, of these `_fields`, has this one and lets it be set."""
+def _has_field(config: PreTrainedConfig, key: str, fields: Options | None) -> bool:
+    """Return whether a config with these `fields` has a field, and the field can be set."""
     member = getattr(type(config), key, None)
     if isinstance(member, property) and member.fset is None:
         return False
@@ -549,7 +549,9 @@ def _knows(config: PreTrainedConfig, key: str, fields: Options | None) -> bool:
 
 def _options(config: PreTrainedConfig, table: Options, extra: Options) -> Options:
     fields = _fields(config)
-    options = {key: value for key, value in table.items() if _knows(config, key, fields)} | extra
+    options = {
+        key: value for key, value in table.items() if _has_field(config, key, fields)
+    } | extra
     return {k: v for k, v in options.items() if v is not None or k in _MAY_BE_NONE}
 
 
@@ -557,7 +559,7 @@ def _build_seq2seq(
     name: str, seed: int, config: Options, attn: Options
 ) -> tuple[PreTrainedModel, Inputs]:
     source = prompt(seed, tokens=SOURCE_TOKENS)
-    # encoders are padded on the right
+    # Encoders are padded on the right.
     source = {key: value.flip(1) for key, value in source.items()}
     target = prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
     target[:, 0] = 1
@@ -605,13 +607,13 @@ def _nested_config(name: str, config: Options) -> PreTrainedConfig:
 def _build_vision(
     name: str, seed: int, config: Options, attn: Options
 ) -> tuple[PreTrainedModel, Inputs]:
-    """A text model and its image encoder; both rows of the prompt hold an image of four patches."""
+    """Build a text model with an image encoder. Each prompt has an image of four patches."""
     model = AutoModelForImageTextToText.from_config(causal_config(name, **config), **attn)
     inputs = prompt(seed)
     inputs["input_ids"][:, 5:9] = IMAGE_TOKEN
     generator = torch.Generator().manual_seed(seed + 4)
     if name == "qwen2_vl":
-        # four patches of 14 x 14 are merged into one token
+        # Four patches of 14 x 14 are merged into one token.
         inputs["input_ids"][:, 5] = 95
         inputs["input_ids"][:, 7:9] = 7
         inputs["pixel_values"] = torch.randn(8, 3 * 2 * 14 * 14, generator=generator)

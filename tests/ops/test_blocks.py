@@ -1,4 +1,4 @@
-"""Pages in blocks of memory: their offsets, and who keeps them.
+"""Pages in blocks of memory: their offsets and lifetime.
 
 test_ops.py and test_kernels_*.py read and write blocks with each backend.
 """
@@ -59,7 +59,7 @@ def test_parts_of_a_page_do_not_overlap_and_are_aligned(sizes):
 
 
 def test_numbers_go_to_a_gpu_from_pinned_memory(monkeypatch):
-    """From other memory a copy waits for all that was started before."""
+    """A copy from pageable memory would wait for all earlier work."""
     calls: list[Any] = []
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What only the "cpu" backend has: threads, compiled libraries, and cases that it hands over."""
+"""Properties of the "cpu" backend: threads, compiled libraries, and calls passed to torch."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def attend(
 
 @pytest.fixture
 def many_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every call is split, however small."""
+    """Split calls of any size between threads."""
     monkeypatch.setattr(cpu_backend, "GRAIN", 64)
     monkeypatch.setattr(cpu_backend, "SPAN", 16)
     before = torch.get_num_threads()
@@ -96,7 +96,7 @@ def test_calls_from_several_threads_at_once():
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("fmt", ["fp8_e3m4", "auto"])
 def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
-    """Chunks, other sequences and threads share work, and change no bit of a result."""
+    """Chunks, further sequences and threads do not change a bit of a result."""
     length, prompt = 1333, 70
     pages, query = make(length, fmt), torch.randn(1, 6, prompt, DIM)
     spec = AttentionSpec(0.2, causal=True, window=window)
@@ -118,7 +118,7 @@ def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
 
 
 def compare(case: test_ops.Case, pages: Pages) -> None:
-    """Compare attention of both sequences with the reference, NaN included."""
+    """Compare attention of both sequences with the reference, including NaN."""
     query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim)
     arguments = test_ops.arguments(case, pages) | {"bounds": None}
     expected = test_ops.attend(case, pages, query, "reference", **arguments)
@@ -137,7 +137,7 @@ def test_pages_that_begin_inside_of_a_vector():
 
 
 def test_a_prompt_that_sees_positions_from_a_start():
-    """torch's attention, which takes prompts in 16 bits, would see all of them."""
+    """torch's attention, which computes 16-bit prompts, would attend to all positions."""
     pages, query = make(100, dtype=torch.float16), torch.randn(1, 6, 70, DIM).half()
     spec, ends = AttentionSpec(0.2, causal=True), torch.tensor([100], dtype=torch.int32)
     expected = reference.attend(query.float(), pages, ends, 40, 100, spec)
@@ -155,8 +155,8 @@ def test_more_new_tokens_than_the_length_are_refused():
 
 
 def test_scales_of_any_layout():
-    """A scale per head or per tensor may come expanded."""
-    # Small, so that logits are: an error of a logit is a relative one of the result.
+    """A scale per head or per tensor may be an expanded tensor."""
+    # Small scales give small logits. An error of a logit is a relative error of the result.
     scale = (0.01 * torch.rand(HEADS, 1)).expand(HEADS, DIM)
     pages = with_scales(make(40), scale, torch.tensor(0.003).expand(HEADS, DIM))
     pages = pages._replace(table=pages.table.t().contiguous().t())
@@ -191,7 +191,7 @@ def test_a_forked_process_has_threads_of_its_own():
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No library has been loaded, and the next one is looked for again."""
+    """Forget the loaded library, so that the next call looks for it again."""
     cpu_backend.load_library.cache_clear()
     yield
     cpu_backend.load_library.cache_clear()
@@ -200,7 +200,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
 def test_each_library_is_right(capability, monkeypatch):
-    """The libraries that a CPU with AVX2 can run."""
+    """These libraries run on any CPU with AVX2."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     for case in test_ops.CASES[:12] + test_ops.LATENTS:
         pages, query, kwargs = test_ops.prepare(case)

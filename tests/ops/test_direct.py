@@ -1,4 +1,4 @@
-"""Operations go by torch's dispatcher where something of torch has to see them, and else not."""
+"""Operations go through torch's dispatcher only if something in torch observes them."""
 
 import subprocess
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.helpers.assertions import assert_same
 
 
 class Subclass(torch.Tensor):
-    """As FakeTensor and DTensor are."""
+    """A subclass of Tensor, like FakeTensor and DTensor."""
 
 
 def pages_of(table: torch.Tensor, count: int, heads: int = 1) -> Pages:
@@ -30,12 +30,12 @@ def pages_of(table: torch.Tensor, count: int, heads: int = 1) -> Pages:
     return pack_pages(side, zeros, side, zeros, None, table)
 
 
-# Not made inside of a trace.
+# Made outside any trace.
 PAGES = pages_of(torch.tensor([[1]], dtype=torch.int32), 2)
 
 
 def call(make: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
-    """Store a token and attend to it, by each operation; `make` makes what is given."""
+    """Store a token and attend to it, with each operation. `make` converts the inputs."""
     pages, one = PAGES, torch.tensor([1], dtype=torch.int32)
     x = make(torch.arange(16.0).view(1, 1, 1, 16))
     spec = AttentionSpec(0.25, True)
@@ -44,7 +44,7 @@ def call(make: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Te
 
 
 class Names(TorchDispatchMode):
-    """Note the names of this package's operations."""
+    """Records the names of this package's operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def by_transform() -> tuple[Any, list[str]]:
     return found[0], []
 
 
-# How a call is observed, and how many operations are seen so: 0 if only its result is.
+# How a call is observed, and the number of observed operations: 0 if only the result is observed.
 OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
     "mode": (by_mode, 2), "profiler": (by_profiler, 2), "tracing": (by_tracing, 2),
     "compiling": (by_compiling, 2), "transform": (by_transform, 0),
@@ -114,7 +114,7 @@ def test_observers_see_operations(observer: str, gradients: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_calls_compare_sizes_as_others_do() -> None:
-    """Growing sizes need one more graph. Wrong sizes are refused when the graph is made."""
+    """Growing sizes need one additional graph. Wrong sizes are refused when a graph is made."""
     table = torch.arange(4, dtype=torch.int32)[None]
 
     def attend(query: torch.Tensor, stop: int, mask: torch.Tensor) -> torch.Tensor:

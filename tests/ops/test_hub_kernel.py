@@ -1,4 +1,4 @@
-"""The kernels as a kernel for the Hub: whole, and independent of this package."""
+"""The kernels as a kernel for the Hub: complete, and independent of this package."""
 
 import ast
 import os
@@ -55,12 +55,12 @@ def test_it_imports_torch_and_triton_and_itself_alone(folder):
 @pytest.mark.full
 @pytest.mark.skipif(
     version("triton").startswith("3.9."),
-    reason="in the interpreter of Triton 3.9 a comparison of scalars is no mask of a block",
+    reason="in the interpreter of Triton 3.9 a comparison of scalars cannot mask a block",
 )
 def test_its_own_tests_pass(folder):
     run(folder, "-m", "pytest", "-q", "-k", "1-fp8_e3m4 or 5-int8", "tests")
 
 
 def test_the_hubs_package_loads_it(folder):
-    pytest.importorskip("kernels", reason="make hub-kernel has it")
+    pytest.importorskip("kernels", reason="make hub-kernel installs it")
     run(folder, "-c", LOAD, str(folder))

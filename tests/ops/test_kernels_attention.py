@@ -1,9 +1,9 @@
 """Triton's decode and extend kernels against reference.py, on the same bytes.
 
-On a GPU where there is one, otherwise in Triton's interpreter. Cases, faults and the bound for
-float32 are those of test_ops.py: what memory held before is NaN. In 16 bits the yardstick is
-PyTorch: a kernel may be twice as far from the reference as its own attention is that reads the same
-numbers dense. (The kernel keeps K and V exact, and rounds queries and weights to float16; PyTorch
+The tests run on a GPU if there is one, otherwise in Triton's interpreter. test_ops.py has the
+cases, the faults and the bound for float32. Memory that was not written holds NaN. In 16 bits
+PyTorch is the yardstick: a kernel's error may be twice the error of PyTorch's attention to the same
+values, dense. (The kernel keeps K and V exact, and rounds queries and weights to float16. PyTorch
 keeps the queries, and rounds K, V and weights.)
 """
 
@@ -63,30 +63,30 @@ Tensor = torch.Tensor
 
 
 def to_device(x: Any) -> Any:
-    """Return the same on the device."""
+    """Return a tensor on the device, and any other object as it is."""
     return x.to(DEVICE) if isinstance(x, Tensor) else x
 
 
 def run(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> Tensor:
-    """Return a kernel's answer, on the CPU. Pages of 64 tokens are in blocks, unless told."""
+    """Return a kernel's result, on the CPU. By default pages of 64 tokens are in several blocks."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     plans = {"plan": kwargs.pop("plan")} if "plan" in kwargs else {}
     blocks = kwargs.pop("blocks", case.page_size == 64)
     spec = AttentionSpec(**{name: to_device(x) for name, x in kwargs.items()})
-    if blocks is not None:  # else the pages are on the device already
+    if blocks is not None:  # with None, the pages are already on the device
         pages = in_blocks(pages, device=DEVICE) if blocks else map_pages(to_device, pages)
     found = KERNELS[kernel](to_device(query), pages, lengths, case.start, case.stop, spec, **plans)
     return found.cpu()
 
 
 def prepared(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
-    """What `prepare` makes, and the reference's answer."""
+    """Return the results of `prepare`, and the reference's result."""
     pages, query, kwargs = prepare(case)
     return pages, query, kwargs, attend(case, pages, query.float(), "reference", **kwargs)
 
 
 def planned(lengths: Sequence[int], heads: int, tokens: int = 1, window: int = 0) -> Tensor:
-    """A plan for these lengths."""
+    """Return a plan for these lengths."""
     rows = plan.plan_rows(DEVICE, len(lengths), heads)
     table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
@@ -95,17 +95,17 @@ def planned(lengths: Sequence[int], heads: int, tokens: int = 1, window: int = 0
 
 
 def takes(kernel: str, case: Case) -> bool:
-    """Whether a kernel takes as many query rows."""
+    """Return whether a kernel supports the case's number of query rows."""
     rows = case.q_heads // case.heads * case.tokens
     return kernel == "extend" or rows <= tuning.DECODE_ROWS or case.latent
 
 
 def alternating(cases: Sequence[Any], values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Each case with one of the values, which take turns."""
+    """Return each case with one of the values, which alternate."""
     return list(zip(cases, itertools.cycle(values), strict=False))
 
 
-# What the kernels have code for besides shapes.
+# Features for which the kernels have separate code, besides shapes.
 _FEATURES = (
     "key", "value", "dynamic", "center", "rotated", "causal", "window", "softcap", "sinks",
     "padding", "mask", "latent", "from_zero",
@@ -113,7 +113,7 @@ _FEATURES = (
 
 
 def in_turn(cases: list[Case]) -> list[tuple[Case, str]]:
-    """Each case with the kernels that have not met one of its features, or with one in turn."""
+    """Return each case with the kernels that a feature of it is new to, or with the next kernel."""
     met: set[tuple[str, str, Any]] = set()
     chosen: list[tuple[Case, str]] = []
     for case in cases:
@@ -151,11 +151,11 @@ def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, A
     ).transpose(1, 2)  # fmt: skip
 
 
-# What is special in prompts is how "cpu" computes them.
+# Prompts are only special in how "cpu" computes them.
 _CASES = [case for case in CASES if case not in PROMPTS]
 
 
-# Grid: both kernels read pages by the same code, and each meets each feature.
+# Grid: both kernels read pages with the same code, and each runs with each feature.
 @pytest.mark.parametrize(
     ("case", "kernel"), in_turn([c for c in _CASES if c.dtype == torch.float32]), ids=str
 )
@@ -168,7 +168,7 @@ def test_float32_equals_the_reference(case, kernel):
     assert errors(found, expected).max() <= bound(case)
 
 
-# Sinks and softcap are beyond PyTorch's own attention: there is no yardstick for them.
+# PyTorch's attention supports neither sinks nor softcap, so it is not a yardstick for them.
 _HALF = [
     *(c for c in _CASES if c.dtype != torch.float32 and not c.sinks),
     Case("K auto, V e4m3, bf16", key=AUTO, dtype=torch.bfloat16, lengths=(700,)),
@@ -197,9 +197,9 @@ def test_16_bits_are_within_twice_pytorch_s_error(case, kernel):
     assert (error <= 2 * yardstick).all(), f"{error.tolist()} > 2 * {yardstick.tolist()}"
 
 
-# How GPUs read a format: by an instruction, or by moving bits.
+# GPUs that differ in how they decode a format: by an instruction, or by moving bits.
 _READERS = ["sm_80", "sm_90", "gfx942", "gfx950"]
-# Of the formats that no hardware knows, one on every GPU is enough.
+# No hardware converts E3M4, E2M5 or int8, so only E3M4 runs on every GPU.
 _READ = [
     (name, target)
     for name in sorted(FORMATS)
@@ -208,14 +208,14 @@ _READ = [
 ]
 
 
-# Grid: what a target reads a format by depends on the dtype of products; scales are apart from it.
+# Grid: how a target decodes a format depends on the dtype of products, but not on the scales.
 @pytest.mark.parametrize(
     ("read", "dynamic", "dtype", "side", "kernel"),
     pairwise(_READ, [True, False], [torch.float32, torch.bfloat16], ["k", "v"], list(KERNELS)),
     ids=str,
 )
 def test_every_way_to_read_a_format(read, dynamic, dtype, side, kernel):
-    """Each code, and a NaN that is seen is not hidden."""
+    """Every code is decoded, and a visible NaN is not lost."""
     name, target = read
     case = Case("", key=name, value=name, dynamic=dynamic, dtype=dtype, lengths=(150, 70))
     pages, query, kwargs, expected = prepared(case)
@@ -235,9 +235,9 @@ def test_every_way_to_read_a_format(read, dynamic, dtype, side, kernel):
 
 
 def pretending(target: str) -> AbstractContextManager[None]:
-    """Launch as on another GPU, with few SMs; skip where kernels are compiled for this one."""
+    """Launch as on a different GPU, with few SMs. Skip the test if a real GPU runs the kernels."""
     if not (INTERPRETED or (EXECUTED and target.startswith("sm_"))):
-        pytest.skip("a GPU reads a format in one way")
+        pytest.skip("a GPU decodes a format in one way")
     how = Target.parse(target)
     return assuming(dataclasses.replace(how, sm_count=4, interpreted=INTERPRETED))
 
@@ -245,7 +245,7 @@ def pretending(target: str) -> AbstractContextManager[None]:
 def yardstick(
     target: str, case: Case, pages: Pages, query: Tensor, kwargs: Any, expected: Any
 ) -> float:
-    """The error of a target's products: AMD's bfloat16 has three bits less than float16."""
+    """Return the error of a target's products. AMD's bfloat16 has three bits less than float16."""
     theirs = errors(torch_attention(case, pages, query, kwargs), expected).max().item()
     return (4 if target.startswith("gfx") else 2) * theirs
 
@@ -293,7 +293,7 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         assert all(x[2] == y[1] for x, y in itertools.pairwise(own)), "a gap, or tokens twice"
         assert own[0][1] == 0
         assert own[-1][2] == 2**31 - 1
-        # All but the first begin where something is to be read.
+        # All parts except the first begin at a position that must be read.
         assert all(low < row[1] < length for row in own[1:])
 
 
@@ -301,8 +301,8 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
 @pytest.mark.parametrize("heads", [1, 8, 32])
 @pytest.mark.skipif(not INTERPRETED, reason="the model has the SMs of an H200")
 def test_plans_take_hardly_longer_than_the_best(heads):
-    """95 % of what the memory delivers, or of the best even split if no plan reaches that."""
-    # The interpreter takes a second to plan for the largest batch, so this one has one case.
+    """A plan reaches 95 % of the bandwidth, or of the best even split if no plan can reach that."""
+    # The interpreter takes a second to plan for the largest batch, so that batch has one case.
     largest = [(64, 32768)] if heads == 8 else []
     for batch, most in ((1, 131072), (8, 131072), (25, 32768), *largest):
         spread = [1024 + (most - 1024) * (7 * i % batch) // batch for i in range(batch)]
@@ -318,7 +318,7 @@ def test_plans_take_hardly_longer_than_the_best(heads):
             ]
             took = gpu_model.time_of(parts, lengths, heads)
             share = gpu_model.bound(lengths, heads) / took
-            # From 0.5 GB on the fixed times of a program are of no weight.
+            # From 0.5 GB on, the fixed times of a program are negligible.
             if share < 0.95 and (gpu_model.bound(lengths, heads) < 120 or len(set(lengths)) > 1):
                 share = max(share, gpu_model.best_time(lengths, heads) / took)
             assert share >= (0.95 if took > 30 else 0.88), (batch, lengths[:3], took, share)
@@ -354,7 +354,7 @@ def test_nothing_is_merged_where_no_sequence_is_split():
 
 SPLIT = Case("split", lengths=(450, 130, 200), tokens=3, page_size=64, sinks=True, heads=2,
              q_heads=6)  # fmt: skip
-# Grid: few parts and many, and rotation of the merged sums by either order of operands.
+# Grid: few and many parts, and rotation of the merged sums for either order of operands.
 SPLITS = [
     pytest.param(1, False, False, id="1", marks=pytest.mark.full),
     pytest.param(5, False, False, id="5"),
@@ -363,24 +363,24 @@ SPLITS = [
 ]
 
 
-# Without poison an output that no program writes may be the memory of an earlier equal output.
+# Without poison, an output that no program writes may lie in the memory of an earlier equal output.
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize(("sm_count", "rotated", "swapped"), SPLITS)
 def test_any_split_gives_the_same_answer(sm_count, rotated, swapped):
     case = SPLIT
     if rotated:
-        # Blocks of 32 and of 16 numbers, beside what pads a head.
+        # Blocks of 32 and of 16 channels, next to the padding of a head.
         case = dataclasses.replace(
             SPLIT, rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80, dynamic=False,
             center=True,
         )  # fmt: skip
     pages, query, kwargs, expected = prepared(case)
-    # Any kernel takes a plan that is made for as many programs as it expects.
+    # Any kernel accepts a plan for the number of programs that it expects.
     parameters = {"swapped": swapped, "programs": 4}
     with assuming(dataclasses.replace(target_of(DEVICE), sm_count=sm_count, parameters=parameters)):
         found = run("decode", case, pages, query, **kwargs)
         assert errors(found, expected).max() <= bound(case)
-        # With a plan made outside, used by two layers.
+        # With a plan that was made before, used by two layers.
         table = planned(case.lengths, case.heads, case.tokens)
         for _ in range(2):
             again = run("decode", case, pages, query, plan=table, **kwargs)
@@ -388,7 +388,7 @@ def test_any_split_gives_the_same_answer(sm_count, rotated, swapped):
 
 
 def test_a_plan_for_other_lengths_is_as_right():
-    """After a crop, say: it was made for more tokens, fewer, or a window."""
+    """For example after a crop: the plan was made for more or fewer tokens, or for a window."""
     case = Case("stale", lengths=(900, 60), page_size=64)
     pages, query, kwargs, expected = prepared(case)
     for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
@@ -397,12 +397,12 @@ def test_a_plan_for_other_lengths_is_as_right():
         assert errors(found, expected).max() <= bound(case)
 
 
-# Neither dim is a power of two; one, three and more blocks of query rows.
+# Neither head size is a power of two. Cases have one, three and more blocks of query rows.
 _LATENT = {"latent": True, "heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
 _CHUNK = Case("chunk", lengths=(800, 400), tokens=30, page_size=64, heads=1, q_heads=3, window=600)
 _EDGES = tuple(n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1))
-# Grid: parameters change how a tile is computed, and not which tiles there are. So each is met by a
-# few cases: in both kernels, in few parts and in many.
+# Grid: parameters change how a tile is computed, but not which tiles there are. So each parameter
+# runs with a few cases: in both kernels, in few and in many parts.
 _CONFIGURED: list[tuple[Case, str, int, dict[str, Any]]] = [
     (_CHUNK, "extend", 40, {"rows": 32}),
     (Case("many", lengths=tuple(range(1, 60, 3)), heads=2, q_heads=2), "decode", 3, {}),
@@ -435,13 +435,13 @@ def test_any_launch_gives_the_same_answer(case, kernel, sm_count, config):
         assert errors(run(kernel, case, pages, query, **kwargs), expected).max() <= bound(case)
 
 
-# Grid: the slot decides the mask of a tile, the tokens how many tiles need it.
+# Grid: the slot determines the mask of a tile, and the tokens determine how many tiles need it.
 @pytest.mark.parametrize(
     ("tokens", "slot", "from_zero", "kernel"),
     pairwise([1, 3, 17], [15, 16, 17], [False, True], list(KERNELS)),
 )
 def test_a_window_that_begins_at_the_edge_of_a_page(tokens, slot, from_zero, kernel):
-    """Where a page is a tile, so that the edge of both is at the edge of the window."""
+    """A page is a tile here, so the edges of page, tile and window coincide."""
     case = edge_case(tokens, slot, from_zero)
     kernel = kernel if takes(kernel, case) else "extend"
     pages, query, kwargs, expected = at_the_edge(case)
@@ -453,7 +453,7 @@ def test_a_window_that_begins_at_the_edge_of_a_page(tokens, slot, from_zero, ker
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_pages_past_two_gigabytes(kernel):
-    """Addresses are 64 bits wide: memory is only touched where the table says."""
+    """Addresses have 64 bits, and kernels only access the pages in the table."""
     case = Case("far", lengths=(150,), page_size=64, k_dim=64, v_dim=64, heads=2, q_heads=2)
     pages, query, kwargs = prepare(case)
     count = 2**31 // (2 * 64 * 64) + 5
@@ -476,7 +476,7 @@ def test_deterministic_attention_depends_on_nothing_else(case):
 
 
 def test_tiny_and_huge_scales_keep_their_weight():
-    """Weights in float16 neither vanish beside a V of zeros nor under a scale of 1e-9."""
+    """Weights in float16 vanish neither next to a V of zeros nor with a scale of 1e-9."""
     for magnitude in (1e-9, 1.0, 1e6):
         case = Case("scales", lengths=(300,), dtype=torch.bfloat16, page_size=64)
         pages = poisoned(case)
@@ -494,7 +494,7 @@ def test_tiny_and_huge_scales_keep_their_weight():
 
 
 def test_many_zeros_before_the_first_value():
-    """Their scales are the smallest there are: sums of weights must not overflow before it."""
+    """Zeros have the smallest possible scales. Sums of weights must not overflow before a value."""
     case = Case("zeros", lengths=(17000,), page_size=1024, heads=1, q_heads=32, k_dim=16, v_dim=16)
     pages = poisoned(case)
     key, value = torch.randn(1, 1, 17000, 16), torch.randn(1, 1, 17000, 16)
@@ -510,7 +510,7 @@ def test_many_zeros_before_the_first_value():
 
 
 def test_a_row_that_is_all_lowest_numbers_is_a_mean():
-    """What additive masks make of padding; only rows of -inf see nothing."""
+    """Additive masks give padding the lowest value. Only rows of -inf attend to nothing."""
     case = Case("lowest", lengths=(150,), tokens=3)
     pages, query, kwargs = prepare(case)
     for lowest in (torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min):
@@ -539,7 +539,7 @@ def test_a_sink_of_nothing_for_a_row_that_sees_nothing():
     [("decode", 60, {"tile": 16}), ("extend", 128, {"tile": 32, "rows": 128})],
 )
 def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
-    """A complete mask and a window besides, as static sliding layers have them."""
+    """A call has a complete mask in addition to a window, as in static sliding layers."""
     case = Case("window", lengths=(600,), tokens=tokens, page_size=64, heads=1, q_heads=1)
     pages, query, kwargs = prepare(case)
     mask = visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
@@ -551,7 +551,7 @@ def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
 
 
 def test_the_length_of_a_chunk_is_no_constant():
-    """Else each prompt would wait for a compiler."""
+    """Otherwise each prompt would wait for a compiler."""
     launched: dict[str, set[str]] = {}
 
     pages = poisoned(Case("chunk", lengths=(9000,), page_size=64, heads=2))
@@ -601,7 +601,7 @@ def test_widened_codes_give_the_same_bits(case, monkeypatch):
 
 
 def test_grids_of_a_million_tokens():
-    """Of a grid's axes only the first may be longer than 65535."""
+    """Only the first axis of a grid may exceed 65535."""
     pages = poisoned(Case("long", lengths=(64,), page_size=64))
     query = torch.zeros(32).expand(1, 8, 2**20, 32)
     with recording(starts=False) as recorded:
@@ -612,7 +612,7 @@ def test_grids_of_a_million_tokens():
 
 
 def test_more_rows_than_shared_memory_holds():
-    """Float32: more than one block of rows, and a plan that was made for one."""
+    """In float32 there are several blocks of rows, but the plan was made for one block."""
     tokens = 21
     case = Case("blocks", lengths=(300, 150), tokens=tokens, page_size=64, k_dim=128, v_dim=72)
     pages, query, kwargs, expected = prepared(case)
@@ -624,12 +624,12 @@ def test_more_rows_than_shared_memory_holds():
 # -- latents -------------------------------------------------------------------------------------
 
 
-# Grid: test_every_way_to_read_a_format has each format on each target.
+# Grid: test_every_way_to_read_a_format runs each format on each target.
 @pytest.mark.parametrize(
     ("name", "target"), alternating(["fp8_e4m3", "fp8_e5m2", "fp8_e2m5", "fp8_e4m3"], _READERS)
 )
 def test_every_way_to_read_a_latent(name, target):
-    """With the launch parameters of each target; a NaN that is seen is not hidden."""
+    """Each target has its launch parameters, and a visible NaN is not lost."""
     rotated = name == "fp8_e2m5"
     extra = {**_LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
     case = Case("", q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **extra)

@@ -1,6 +1,6 @@
 """generate() through Triton's kernels: the tokens of the torch backend, in float32.
 
-On a GPU where there is one, otherwise in Triton's interpreter.
+The tests run on a GPU if there is one, otherwise in Triton's interpreter.
 """
 
 import copy
@@ -48,7 +48,7 @@ _STATIC = {"max_cache_len": 40}
 _CENTERS = {"scales": 0.05, "plan": "fp8 centered"}
 
 
-# Grid: each architecture with a growing and a preallocated cache, each way to store with either.
+# Grid: each architecture with a growing and a preallocated cache, each storage with either cache.
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
@@ -73,7 +73,7 @@ def test_tokens_of_other_architectures(name, cache):
 )
 def test_ways_to_generate(more):
     model, inputs = setting("gqa")
-    if "only" in more:  # these take one sequence, here the one without padding
+    if "only" in more:  # these accept a single sequence, here the sequence without padding
         row = int(inputs["attention_mask"].sum(1).argmax())
         inputs = {key: x[row : row + 1] for key, x in inputs.items()}
         more = {key: x for key, x in more.items() if key != "only"}
@@ -86,13 +86,13 @@ def test_ways_to_generate(more):
 def test_a_compiled_step():
     """One graph, with a plan that the first layer makes for all.
 
-    The fast tier has it in tests/cache/test_compile.py, where the reference computes.
+    In the fast tier, tests/cache/test_compile.py tests this with the reference.
     """
     model, inputs = setting("gqa")
     cache = {"max_cache_len": 40}
     expected = tokens(model, inputs, "torch", cache, disable_compile=True)
     config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
-    config._compile_all_devices = True  # on a CPU too
+    config._compile_all_devices = True  # includes CPUs
     torch._dynamo.reset()
     counters.clear()
     assert_same(tokens(model, inputs, "triton", cache, compile_config=config), expected)
@@ -105,7 +105,7 @@ def started(recorded: Any) -> list[str]:
 
 
 def test_a_decode_step_is_two_launches_a_layer():
-    """Besides the plan, one for all layers."""
+    """The plan is an additional launch, once for all layers."""
     model, inputs = setting("gqa")
     with recording(starts=False) as recorded:
         tokens(model, inputs, "triton", max_new_tokens=3)
@@ -132,7 +132,7 @@ def test_a_later_prompt_is_two_launches_a_layer(keywords):
 
 @pytest.mark.parametrize(("cache", "count"), [({}, 1), ({}, 2), (_STATIC, 1)], ids=str)
 def test_layers_take_the_plan_of_their_query_rows(cache, count):
-    """16 rows: fewer programs fit on a processor; a plan for more would be made anew by layers.
+    """With 16 rows fewer programs fit on an SM. Layers would replace a plan for more programs.
 
     The model has 16 bits. With float32 operands, a GPU reports how many programs fit.
     """
@@ -140,7 +140,7 @@ def test_layers_take_the_plan_of_their_query_rows(cache, count):
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", **sizes)
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache)
-    # As if sequences of any length were worth splitting.
+    # Without a cost, sequences of any length are split.
     split = dataclasses.replace(target_of(DEVICE), parameters={"split_cost": 0})
     with torch.no_grad(), assuming(split):
         model(ids, past_key_values=cache)
@@ -158,7 +158,7 @@ def test_requests_take_the_plan_of_their_query_rows(monkeypatch):
     model = tiny("llama", **sizes)[0].to(DEVICE, torch.bfloat16)
     serving.enable(model, backend="triton")
     monkeypatch.setattr(decode, "make_plan", refuse)
-    # Prompts of so many tokens that they are not for this kernel.
+    # The prompts are too long for this kernel.
     texts = [list(range(3, 3 + count)) for count in (6, 9)]
     assert [len(x) for x in batched(model, texts, generation=greedy(max_new_tokens=3))] == [3, 3]
 
@@ -187,7 +187,7 @@ LEFT: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_tokens_left_to_an_attention_that_does_not_come(name, tmp_path):
-    """They are stored before anything looks at the pages, or changes whose they are."""
+    """They are stored before other code reads the pages or changes their owner."""
     config = tiny("gqa")[0].config
     found = {}
     for backend in ("torch", "triton"):
@@ -213,7 +213,7 @@ def test_tokens_left_to_an_attention_that_does_not_come(name, tmp_path):
 
 @pytest.mark.parametrize("forked", [True, False], ids=["a fork grows the pool", "one buffer"])
 def test_tokens_are_stored_before_their_memory_changes(forked):
-    """Between update and attention: the pages move, or the buffer of all layers is used again."""
+    """Between update and attention, the pages move, or the layers' shared buffer is reused."""
     found = {}
     for backend in ("reference", "triton"):
         generator = torch.Generator().manual_seed(5)
@@ -244,7 +244,7 @@ def causal_module() -> torch.nn.Module:
 
 
 class NoMemory(TorchDispatchMode):
-    """Attention finds no memory."""
+    """Makes attention run out of memory."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

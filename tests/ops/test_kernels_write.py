@@ -1,7 +1,7 @@
-"""Triton's write and gather kernels against the reference: the same bits, and no byte beside them.
+"""Triton's write and gather kernels against the reference: the same bits, and no further bytes.
 
-On a GPU where there is one, otherwise in Triton's interpreter. Memory is random before it is
-written, and there is a page more at either end than a table may name.
+The tests run on a GPU if there is one, otherwise in Triton's interpreter. Memory is random before
+it is written, and the first and the last page are in no table.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Case(test_ops.Case):
-    """One call: what is stored where, and how. `lengths` are those before it."""
+    """One call: its tokens, pages and formats. `lengths` are the lengths before the call."""
 
     name: str = ""
     lengths: tuple[int, ...] = (5, 0, 30)
     dtype: torch.dtype = torch.bfloat16
     limit: int = UNLIMITED
-    released: int = 0  # pages at the start of every table that are gone
-    columns: int = 0  # of the table, less than what is needed
+    released: int = 0  # freed pages at the start of every table
+    columns: int = 0  # columns that the table lacks
     blocks: bool = False
 
     @property
@@ -64,7 +64,7 @@ class Case(test_ops.Case):
 
 
 def pages_of(case: Case) -> Pages:
-    """Pages that hold noise. The first and the last are not in any table."""
+    """Return pages that hold noise. The first and the last page are not in any table."""
     pages = poisoned(case)
     for x in (pages.k_codes, pages.v_codes, pages.token_scales):
         if x is not None:
@@ -77,14 +77,14 @@ def pages_of(case: Case) -> Pages:
 
 
 def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
-    """New keys and values, in the memory order of a model's projections."""
+    """Return new keys and values, in the memory order of a model's projections."""
     shape = (len(case.lengths), case.tokens, case.heads)
     key, value = torch.randn(*shape, case.k_dim), torch.randn(*shape, case.v_dim)
     return (3 * key).to(case.dtype).transpose(1, 2), value.to(case.dtype).transpose(1, 2)
 
 
 def to_device(pages: Pages) -> Pages:
-    """A copy on the device."""
+    """Return a copy on the device."""
     return map_pages(lambda x: x.to(DEVICE, copy=True), pages)
 
 
@@ -93,7 +93,7 @@ def lengths_of(case: Case) -> Tensor:
 
 
 def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
-    """The pages after the write, token by token."""
+    """Return the pages after the write, computed token by token."""
     found = map_pages(torch.clone, pages)
     k, k_scales = reference.quantize(key, pages.k, search=True)
     v, v_scales = reference.quantize(value, pages.v, search=False)
@@ -116,7 +116,7 @@ def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
 
 
 def bits(x: Tensor, name: str) -> Tensor:
-    """What is compared: a code that is NaN may have either sign."""
+    """Return the bits to compare. The code of a NaN may have either sign."""
     if x.dtype != torch.uint8:
         return x.contiguous().view(torch.uint8)
     fmt = FORMATS[name]
@@ -142,7 +142,7 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     key, value = made[0] if key is None else key, made[1] if value is None else value
     pages = pages_of(case)
     found = in_blocks(pages, device=DEVICE) if case.blocks else to_device(pages)
-    # The table may be a part of a larger one.
+    # The table may be part of a larger table.
     columns = found.table.shape[1]
     wide = torch.nn.functional.pad(found.table, (0, 3), value=1 << 30)
     found = found._replace(table=wide[:, :columns])
@@ -165,7 +165,7 @@ SHAPES = {
 }
 
 
-# Grid: a format meets each kind of scale and each shape.
+# Grid: each format runs with each kind of scale and each shape.
 @pytest.mark.parametrize(
     ("name", "scales", "shape"),
     pairwise(
@@ -181,8 +181,8 @@ def test_around_the_end_of_a_page(tokens):
     check(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
 
 
-# Grid: one token and tiles of them are two kernels. A head size decides how the numbers of a token
-# are cut into vectors, a page size how the tokens of a tile are.
+# Grid: single tokens and tiles use two kernels. The head size determines how the values of a token
+# are divided into vectors, and the page size how the tokens of a tile are divided.
 @pytest.mark.parametrize(
     ("dims", "page_size", "scales", "dtype", "tokens"),
     pairwise(
@@ -195,7 +195,7 @@ def test_around_the_end_of_a_page(tokens):
     ids=str,
 )
 def test_sizes_and_dtypes(dims, page_size, scales, dtype, tokens):
-    """Also of the stored numbers, and with an infinity and a NaN in some tokens."""
+    """The dtype of stored values varies as well. Some tokens contain an infinity and a NaN."""
     case = Case(
         lengths=(70,), tokens=tokens, heads=1, k_dim=dims[0], v_dim=dims[1], page_size=page_size,
         dtype=dtype, key="int8", value="fp8_e2m5", **SCALES[scales],
@@ -228,7 +228,7 @@ PLACELESS = {
 }
 
 
-# Grid: what is missing decides which tokens have no place, their number which kernel stores them.
+# Grid: the missing pages determine which tokens are skipped, and their number the kernel.
 @pytest.mark.parametrize(
     ("what", "page_size", "tokens"), pairwise(list(PLACELESS), [6, 16], [1, 3, 40])
 )
@@ -244,7 +244,7 @@ def test_tokens_without_a_place_are_not_stored(what, page_size, tokens):
 @pytest.mark.parametrize("rows", [special, ties, ordinary], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_every_kind(name, rows):
-    """As tokens of one tile after the other, and each with a program of its own."""
+    """Values are stored as tokens of consecutive tiles, and with a separate program for each."""
     x = rows(16)
     many = Case(
         lengths=(0,), tokens=len(x), heads=1, k_dim=16, v_dim=16, page_size=32,
@@ -271,7 +271,7 @@ def _encode(x, codes, FORMAT: tl.constexpr, N: tl.constexpr):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_encoder_on_numbers_of_every_binade(name):
-    """All upper halves of a float32, with lower halves around those where rounding changes."""
+    """Encode all upper halves of a float32, with lower halves at which rounding changes."""
     upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
     lower = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     x = torch.cat([upper | low for low in lower]).view(torch.float32).to(DEVICE)
@@ -295,7 +295,7 @@ GATHERED += [
 ]  # fmt: skip
 
 
-# Grid: the range decides which pages are read, the dtype how the result is rounded.
+# Grid: the range determines which pages are read, and the dtype how the result is rounded.
 GATHERS = pairwise(
     ["k", "v"],
     [torch.float32, torch.bfloat16, torch.float16],
@@ -305,7 +305,7 @@ GATHERS = pairwise(
 
 @pytest.mark.parametrize("case", GATHERED, ids=str)
 def test_gathering_every_byte(case):
-    """Pages hold noise: every code occurs, NaN and infinity among them."""
+    """Pages hold noise: every code occurs, including NaN and infinity."""
     pages = pages_of(case)
     if pages.token_scales is not None:
         pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
@@ -320,7 +320,7 @@ def test_gathering_every_byte(case):
 
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_gathering_behind_a_window(side):
-    """Pages that were given back are read as if they were page 0, which others hide."""
+    """Freed pages are read as page 0, which callers mask."""
     case = Case(lengths=(40, 50), released=1, k_dim=24, v_dim=40)
     pages = pages_of(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
@@ -334,7 +334,7 @@ def test_gathering_behind_a_window(side):
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_addresses_past_four_gigabytes(tokens, tmp_path):
-    """A block of 8 GiB; on a CPU it is a file with holes."""
+    """The block has 8 GiB. On a CPU it is a sparse file."""
     case = Case(
         lengths=(12,), tokens=tokens, k_dim=128, v_dim=128, page_size=64, heads=1, dynamic=False
     )

@@ -1,9 +1,9 @@
 """Every backend against reference.py, on the same bytes.
 
-Memory is poisoned before it is written: codes, scales and whole pages that hold NaN. So a backend
-that reads a slot which nobody may see gives NaN. Results are compared by their relative RMS per
-sequence, with a bound that follows from float32; `test_faults_are_far_above_the_bound` shows that
-faults which matter are more than fifty times larger.
+Memory is poisoned before it is written: codes, scales and whole pages hold NaN. So a backend that
+reads a hidden slot returns NaN. Results are compared by their relative RMS error per sequence, with
+a bound that follows from float32. `test_faults_are_far_above_the_bound` shows that faults exceed it
+more than fifty times.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from tests.helpers.grids import pairwise
 
 pytestmark = pytest.mark.text
 
-NUMBA = pytest.param(
+CPU = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(
         ops.available_backends()["cpu"] is not None, reason=str(ops.available_backends()["cpu"])
     ),
 )
-BACKENDS = ["torch", NUMBA]
+BACKENDS = ["torch", CPU]
 Tensor = torch.Tensor
 
 
@@ -64,10 +64,10 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     padding: int = 0  # hidden tokens at the start of sequence 0
-    mask: str = ""  # "bool" or "bias": complete ones
+    mask: str = ""  # "bool" or "bias" for a complete mask
     dtype: torch.dtype = torch.float32
-    from_zero: bool = False  # `start` is 0 though there is a window, as in a static layer
-    latent: bool = False  # K holds latents, which are values too, and V their positions
+    from_zero: bool = False  # `start` is 0 despite a window, as in a static layer
+    latent: bool = False  # K holds latents, which are also the values, and V their positions
 
     def __str__(self) -> str:
         return self.name
@@ -82,11 +82,11 @@ class Case:
 
     @property
     def start(self) -> int:
-        """The first position that some query may see."""
+        """The first position that is visible to some query."""
         return self.edge(min(self.lengths)) if self.window and not self.from_zero else 0
 
     def edge(self, length: int) -> int:
-        """The first position that the first query of a sequence of this length may see."""
+        """Return the first position that is visible to the first query of a sequence."""
         return max(0, length - self.tokens - self.window + 1)
 
     @property
@@ -95,7 +95,7 @@ class Case:
 
 
 def static(*shape: int, least: float) -> Tensor:
-    """Scales that differ in every head and channel."""
+    """Return scales that differ in every head and channel."""
     return least * (1 + torch.rand(shape))
 
 
@@ -104,7 +104,7 @@ def nan_code(name: str) -> int:
 
 
 def poisoned(case: Case) -> Pages:
-    """Pages in random order that hold NaN in every byte, some of them in nobody's table."""
+    """Return pages in random order with NaN in every byte. Some pages are in no table."""
     columns = -(-case.stop // case.page_size) + 1
     batch = len(case.lengths)
     pages = batch * columns + 3
@@ -133,7 +133,7 @@ def poisoned(case: Case) -> Pages:
 
 
 def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
-    """The same pages, in one block, with another tensor for each."""
+    """Return the same pages, in one block, with `function` applied to each tensor."""
     leaves = flatten(in_one_block(pages))
     return unflatten([function(x) if isinstance(x, Tensor) else x for x in leaves])
 
@@ -143,12 +143,12 @@ def copy(pages: Pages) -> Pages:
 
 
 def with_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
-    """The same pages with other static scales, and no dynamic ones."""
+    """Return the same pages with these static scales, or with dynamic scales for None."""
     return pages._replace(k=pages.k._replace(static_scale=k), v=pages.v._replace(static_scale=v))
 
 
 def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
-    """Writes each sequence with its own length, in two calls that meet in the middle of a page."""
+    """Write each sequence separately, in two calls that meet in the middle of a page."""
     generator = torch.Generator().manual_seed(1)
     for row, length in enumerate(case.lengths):
         one, center = pages._replace(table=pages.table[row : row + 1]), pages.k.center
@@ -167,7 +167,7 @@ def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
 
 
 def arguments(case: Case, pages: Pages) -> dict[str, Any]:
-    """The fields of the spec. Hidden tokens are poisoned again."""
+    """Return the fields of the spec, and poison hidden tokens again."""
     batch, width = len(case.lengths), case.stop - case.start
     found: dict[str, Any] = {
         "scaling": case.k_dim**-0.5,
@@ -213,21 +213,21 @@ def attend(case: Case, pages: Pages, query: Tensor, backend: str, **kwargs: Any)
 
 
 def errors(found: Tensor, expected: Tensor) -> Tensor:
-    """The relative RMS of each sequence: `[B]`. NaN if any number is NaN."""
+    """Return the relative RMS error of each sequence, `[B]`, NaN if any value is NaN."""
     found, expected = found.double(), expected.double()
     axes = tuple(range(1, found.ndim))
     return ((found - expected).square().mean(axes) / expected.square().mean(axes)).sqrt()
 
 
 def bound(case: Case, backend: str = "") -> float:
-    """The relative RMS that rounding can explain.
+    """Return the largest relative RMS error that rounding can explain.
 
-    A sum of n numbers, rounded after each, is off by about sqrt(n) units of 2^-24 of its size. A
-    logit sums Dk of them, and is itself up to 2 * sqrt(Dk) * scaling = 2 in size; the output sums
-    as many as there are tokens. Both sides make that error, and no order is better than the other:
-    four times covers it. A result in 16 bits is rounded once more. "cpu" multiplies prompts in
-    bfloat16, where the model does and the CPU can: then V, weights, and K, which makes an error of
-    twice its own in a logit of that size, are rounded, too.
+    A sum of n values, rounded after each, has an error of about sqrt(n) units of 2^-24 of its size.
+    A logit sums Dk products, and its size is at most 2 * sqrt(Dk) * scaling = 2. The output sums
+    one product per token. Both results have this error, and no order of sums is better, so a factor
+    of four covers it. A result in 16 bits is rounded once more. "cpu" multiplies prompts in
+    bfloat16 if the model does and the CPU can. Then V and the weights are also rounded, and so is
+    K, whose error doubles in a logit of that size.
     """
     result = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}.get(case.dtype, 0.0)
     if case.name.startswith("prompt") and backend == "cpu" and case.dtype == torch.bfloat16:
@@ -237,8 +237,8 @@ def bound(case: Case, backend: str = "") -> float:
 
 NAMES = sorted(FORMATS)
 NEXT = dict(zip([*NAMES, AUTO], [*NAMES[1:], AUTO, NAMES[0]], strict=True))
-# Grid: the sides are read apart, so that each format is once K, once V and beside another one. The
-# dtype of the query decides in what a code is multiplied by its scale.
+# Grid: K and V are read separately, so each format is once the format of K, once of V, next to a
+# different format. The dtype of the query determines how a code is multiplied by its scale.
 _FORMATS = [
     Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", key=name,
          value=NEXT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
@@ -303,7 +303,7 @@ _ROTATED = [
     Case("rotated, 16 bits", rotated=True, k_dim=256, v_dim=256, dtype=torch.float16, padding=5,
          heads=1, q_heads=3),
 ]  # fmt: skip
-# Latents of one KV head; the positions' scales are never those of the latents.
+# Latents of one KV head. The scales of positions always differ from the scales of latents.
 LATENTS = [
     dataclasses.replace(case, latent=True, heads=1)
     for case in (
@@ -333,7 +333,7 @@ LATENTS = [
              q_heads=16, dtype=torch.bfloat16),
     )
 ]  # fmt: skip
-# More query rows of a head than "cpu" attends to with loops of its own.
+# Many query rows per head. "cpu" passes such calls to torch's attention if the model has 16 bits.
 PROMPTS = [
     Case("prompt, ragged", tokens=64, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
     Case("prompt, one page too many", tokens=22, lengths=(33, 32), heads=1, q_heads=3,
@@ -355,9 +355,9 @@ CASES = [*_FORMATS, *_SHAPES, *_EXTRAS, *_ROTATED, *LATENTS, *PROMPTS]
 
 
 def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
-    """A window whose first position is slot 15, 0 or 1 of a page; NaN is before it.
+    """Return a case with NaN before a window that begins at slot 15, 0 or 1 of a page.
 
-    So in one sequence, and in one that is a page longer.
+    It has two sequences. The second sequence is a page longer.
     """
     name = f"edge at slot {slot}, {tokens} queries{', from 0' if from_zero else ''}"
     lengths = 32 + slot + 19 + tokens, 48 + slot + 19 + tokens
@@ -373,14 +373,12 @@ LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
 
 
 def in_layouts(cases: list[Case]) -> Any:
-    """Each case with each backend, which meets the layouts in turn."""
-    # Grid: a layout decides where a page is, and nothing about what is in it.
+    """Parametrize a test by each case with each backend, and alternating layouts."""
+    # Grid: a layout determines where a page is, but not its contents.
     found = []
     for i, case in enumerate(cases):
         found.append(pytest.param(case, "torch", ("whole", "blocks", "gaps")[i % 3]))
-        found.append(
-            pytest.param(case, "cpu", ("whole", "blocks", "gaps")[i % 3], marks=NUMBA.marks)
-        )
+        found.append(pytest.param(case, "cpu", ("whole", "blocks", "gaps")[i % 3], marks=CPU.marks))
     return pytest.mark.parametrize(("case", "backend", "layout"), found, ids=str)
 
 
@@ -402,7 +400,7 @@ def test_attention_equals_the_reference(case, backend, layout):
     assert worst <= most, f"{worst:.2e} > {most:.2e}"
 
 
-# 600 tokens are in two parts by a plan, and 70 rows are too many for the decode kernel's block.
+# A plan splits 600 tokens into two parts, and 70 rows exceed the decode kernel's block.
 APART = [
     Case("apart, ragged", tokens=9, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
     Case("apart, window", tokens=5, window=20, lengths=(99, 71), dynamic=False, page_size=8),
@@ -415,7 +413,7 @@ APART = [
 
 
 def check_apart(case: Case, backend: str) -> None:
-    """A deterministic query token has the bits that it has alone, and the reference's numbers."""
+    """Check that a deterministic query token has the same bits alone, and the right values."""
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query.float(), "reference", **kwargs)
     kwargs["deterministic"] = True
@@ -438,9 +436,9 @@ def test_deterministic_attention_depends_on_nothing_else(case, backend):
     check_apart(case, backend)
 
 
-@pytest.mark.parametrize("backend", [NUMBA])
+@pytest.mark.parametrize("backend", [CPU])
 def test_a_prompt_too_large_for_all_heads_at_once(backend):
-    """A head has 18 MB of dense keys and values, of which at most 64 MB are made at a time."""
+    """A head has 18 MB of dense keys and values. At most 64 MB are made dense at a time."""
     case = Case("prompt, wide", key=AUTO, value=AUTO, dtype=torch.bfloat16, lengths=(1100,),
                 tokens=64, heads=4, q_heads=4, k_dim=4096, v_dim=4096, page_size=64)  # fmt: skip
     pages, query, kwargs = prepare(case)
@@ -451,7 +449,7 @@ def test_a_prompt_too_large_for_all_heads_at_once(backend):
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_auto_is_plain_attention(backend):
-    """The one test here that does not lean on the reference: torch's attention, on the original."""
+    """Only this test does not use the reference, but torch's attention on the original values."""
     case = Case("auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5)
     pages, query, kwargs = prepare(case)
     generator = torch.Generator().manual_seed(1)
@@ -467,7 +465,7 @@ def test_auto_is_plain_attention(backend):
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_latents_are_keys_and_values(backend):
-    """Expanded by a projection for each head, as a model does; K is [latent, positions]."""
+    """A projection expands latents for each head, as in a model. K is [latent, positions]."""
     case = Case("latent, auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5, heads=1,
                 k_dim=64, v_dim=16, latent=True)  # fmt: skip
     pages, query, kwargs = prepare(case)
@@ -488,9 +486,9 @@ def test_latents_are_keys_and_values(backend):
 
 
 def at_the_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
-    """What `prepare` makes, with NaN before the window, and what torch's attention makes of it.
+    """Return the results of `prepare`, with NaN before the window, and torch's attention.
 
-    What each query sees is written down once more here, and does not lean on visibility.py.
+    The visible positions are computed here independently of visibility.py.
     """
     pages, query, kwargs = prepare(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
@@ -519,14 +517,14 @@ def test_a_window_that_begins_at_the_edge_of_a_page(case, backend):
     assert worst <= bound(case), f"{worst:.2e} > {bound(case):.2e}"
 
 
-# The smallest fault is one token of a thousand.
+# The smallest fault is one lost token of a thousand.
 FAR = 50
 
 
 def faults(
     case: Case, pages: Pages, query: Tensor, sinks: Tensor
 ) -> Iterator[tuple[str, Pages, Tensor, dict[str, Any]]]:
-    """Yield calls with one thing wrong: pages, query and the changed fields of the spec."""
+    """Yield a name, pages, query and changed fields of the spec for each fault."""
     lost = {"the last page dropped": slice(case.stop // 64 * 64, None), "one token lost": 500,
             "causality off by one": -1}  # fmt: skip
     for fault, positions in lost.items():
@@ -552,7 +550,7 @@ def faults(
 
 @pytest.mark.parametrize("shape", [{}, {"latent": True, "heads": 1, "q_heads": 16}], ids=str)
 def test_faults_are_far_above_the_bound(shape):
-    """So a backend with such a fault fails, because its bound is around the reference."""
+    """A backend with such a fault therefore fails, because its bound is around the reference."""
     case = Case("fault", dynamic=False, lengths=(1037,), tokens=3, page_size=64, sinks=True,
                 k_dim=64, v_dim=64, **shape)  # fmt: skip
     pages, query, kwargs = prepare(case)
@@ -563,7 +561,7 @@ def test_faults_are_far_above_the_bound(shape):
 
 
 def with_holes(case: Case, pages: Pages, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The spec with padding on the left of one sequence, and holes in the text of the other."""
+    """Return the spec with padding left of the first sequence, and holes in the second sequence."""
     mask = torch.ones(2, 1, 1, case.stop - case.start, dtype=torch.uint8)
     for row, hidden in enumerate((range(case.start, 333), [case.start + 1, 901])):
         poison(pages, row, [x for x in hidden if pages.table[row, x // pages.page_size] >= 0])
@@ -588,7 +586,7 @@ def test_bounds_of_a_mask(case, backend):
     assert errors(found, expected).max() <= bound(case)
 
 
-# Grid: NaN comes by a code or by a dynamic scale, on either side, in each format.
+# Grid: a code or a dynamic scale is NaN, in K or V, in each format.
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 @pytest.mark.parametrize(("name", "side", "dynamic"), pairwise(NAMES, ["k", "v"], [True, False]))
 def test_a_visible_nan_is_not_hidden(name, side, dynamic, backend):
@@ -627,7 +625,7 @@ def test_written_bytes_are_the_reference_s(case, backend, layout):
     pages = LAYOUTS[layout](copy(other))
     lengths = torch.tensor([0, 0], dtype=torch.int32)
     for tokens in (1, 15, 17, 40, 1):
-        # As a model makes them: heads after tokens, and numbers of very different size.
+        # As in a model, heads come after tokens. The values have very different sizes.
         shape = (2, tokens, case.heads, case.k_dim + case.v_dim)
         states = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, (2, tokens, case.heads, 1)))
         key, value = states.to(case.dtype).transpose(1, 2).split([case.k_dim, case.v_dim], dim=3)
@@ -644,7 +642,7 @@ def test_special_numbers(name, dynamic, backend):
     case = Case("special", key=name, value=name, dynamic=dynamic, k_dim=5, v_dim=5, lengths=(13,))
     pages = poisoned(case)
     other = copy(pages)
-    # Each alone, so that it decides the scale, and beside ordinary numbers.
+    # Each value is alone, so that it determines the scale, and next to ordinary values.
     x = torch.zeros(1, 2, 13, 5)
     x[0, 0, :, 1] = SPECIAL
     x[0, 1] = torch.randn(13, 5)
@@ -654,7 +652,7 @@ def test_special_numbers(name, dynamic, backend):
     ops.write(other, x, x, lengths, "reference")
     table = code_table(FORMATS[name], torch.device("cpu"))
     for found, expected in ((pages.k_codes, other.k_codes), (pages.v_codes, other.v_codes)):
-        # NaN times a NaN scale: no rule says whose sign the product has.
+        # The sign of NaN times a NaN scale is undefined.
         nan = table[expected.int()].isnan()
         assert_same(nan, table[found.int()].isnan())
         assert_same(found[~nan], expected[~nan])
@@ -693,7 +691,7 @@ def test_any_strides_and_dtypes(layout, backend):
 @pytest.mark.parametrize(
     ("backend", "layout"),
     [("reference", "whole"), ("torch", "whole"), ("torch", "blocks"),
-     pytest.param("cpu", "whole", marks=NUMBA.marks)],
+     pytest.param("cpu", "whole", marks=CPU.marks)],
 )  # fmt: skip
 @pytest.mark.parametrize("hole", [False, True], ids=["past the table", "a page that is missing"])
 def test_an_overrun_changes_nothing(hole, backend, layout):
@@ -704,7 +702,7 @@ def test_an_overrun_changes_nothing(hole, backend, layout):
     before, pages = copy(pages), LAYOUTS[layout](pages)
     key = torch.randn(2, 2, 20, 32)
     lengths = torch.tensor([20, 50 if hole else 70], dtype=torch.int32)
-    with pytest.raises(OutOfPagesError, match="reserve pages"):
+    with pytest.raises(OutOfPagesError, match="Reserve pages"):
         ops.write(pages, key, key, lengths, backend)
     assert_same_pool(in_one_block(pages), before)
 
@@ -749,7 +747,7 @@ def test_every_code_is_decoded_exactly(name, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sequence_of_which_nothing_is_visible(backend):
-    """It begins past its end: in the middle of a tile, and of the next one."""
+    """The sequence begins past its end, in the middle of a tile and of the next tile."""
     for hidden in (9, 130):
         case = Case("hidden", lengths=(hidden, 37), padding=hidden, page_size=64)
         pages, query, kwargs = prepare(case)
@@ -762,7 +760,7 @@ def test_a_sequence_of_which_nothing_is_visible(backend):
 
 GPUS = {
     "triton": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"),
-    # No GPU can be assumed to be on "mps" and "xpu".
+    # A target cannot be assumed for "mps" and "xpu".
     "torch": ("sm_70", "sm_75", "gfx906", "gfx908", "gfx90a", "gfx1100", "gfx1201", "mps", "xpu"),
 }  # fmt: skip
 
@@ -797,7 +795,7 @@ def test_an_additive_mask_is_a_bias(backend):
     assert_same(attend(case, pages, query, backend, **kwargs, mask=mask, bias=bias), right)
 
 
-# What a call gets, by name, and the operations.
+# Arguments of a call by name, and the operations.
 Call = dict[str, Any]
 SPOILED = (
     "query", "key", "value", "lengths", "table", "start", "stop", "mask", "bias", "sinks",
@@ -817,7 +815,7 @@ OPERATIONS: dict[str, Callable[[Call, Pages, AttentionSpec, str], Tensor | None]
 
 
 def draw(rng: random.Random) -> tuple[Case, Call]:
-    """A call of which all sizes fit each other."""
+    """Return a call whose sizes fit each other."""
     pick, tokens, latent = rng.choice, rng.choice((1, 1, 2, 5, 33)), rng.random() < 0.2
     heads, mask = 1 if latent else pick((1, 2)), pick(("", "padding", "bool", "bias"))
     case = Case(
@@ -842,7 +840,7 @@ def draw(rng: random.Random) -> tuple[Case, Call]:
 
 
 def spoil(rng: random.Random, x: Any) -> Any:
-    """Return a changed number, or a tensor with another dtype, size or number of axes."""
+    """Return a changed number, or a tensor with a changed dtype, size or number of axes."""
     if isinstance(x, int):
         return x + rng.choice((-9, -1, 1, 16, 99))
     kind = rng.random()
@@ -894,9 +892,9 @@ def test_sizes_that_do_not_fit_each_other(others, calls):
             assert name or not isinstance(expected, type), number
             for backend in others:
                 if backend == "triton" and expected is OutOfPagesError:
-                    continue  # kernels leave tokens without a page out
+                    continue  # kernels skip tokens without a page
                 found, after = outcome(operation, x, backend)
-                what = f"{number}: {operation} with another {name} by {backend}"
+                what = f"{number}: {operation} with a changed {name} by {backend}"
                 assert_same_pool(after, written, what)
                 if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
                     assert found is expected, what

@@ -1,7 +1,7 @@
-"""Plans: one for all layers of a step, made when the step's tokens are stored, never an old one.
+"""Work plans: one for all layers of a step, made when the step's tokens are stored.
 
-The stand-in's attention raises for a plan that was made for other lengths than it is given.
-test_kernels_attention.py tests the plans that the kernel makes.
+The stand-in's attention raises an error for a plan that was made for other lengths, such as a plan
+of an earlier step. test_kernels_attention.py tests the contents of plans.
 """
 
 import copy
@@ -67,12 +67,12 @@ def test_one_plan_a_step(
     assert_same(found[1], found[0])
     addresses = len({x.plan.data_ptr() for x in made})
     if keywords:
-        # One more when it is taken, and one at the prefill.
+        # Allocation and prefill each make an additional plan.
         assert more or len(made) == (STEPS + 2) * groups
         assert addresses == groups, "an address changed"
     else:
         assert len(made) == STEPS * groups
-        assert addresses == len(made), "one was written over"
+        assert addresses == len(made), "a plan was overwritten"
     if more:
         assert {len(x.lengths) for x in made} == {6}
 
@@ -83,14 +83,14 @@ def test_what_a_plan_is_made_for(made: list[Made]) -> None:
     window = model.config.sliding_window
     length = inputs["input_ids"].shape[1] + STEPS
     assert {x.lengths[0] for x in made[-2:]} == {length}
-    # The part that a window leaves is said by `start`, whatever the number of query tokens.
+    # `start` excludes positions before the window, for any number of query tokens.
     assert {x.start for x in made[-2:]} == {0, max(length - window, 0)}
     assert {x.window for x in made} == {0}
 
     made.clear()
     (model, inputs), cache = cache_of("sliding_and_full", **STATIC)
     model.generate(**inputs, past_key_values=cache, **GREEDY)
-    # Masks are complete, and all pages are there: layers read their window only, in each step.
+    # Masks are complete, and all pages exist. Layers only read their window, in each step.
     assert {x.window for x in made[-2:]} == {0, window}
     assert {x.start for x in made} == {0}
     assert [x.tokens for x in made[-2:]] == [1, 1]
@@ -113,7 +113,7 @@ def test_layers_with_other_heads_have_their_own(
 
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
 def test_plans_are_for_the_query_rows(keywords: dict[str, int], made: list[Made]) -> None:
-    """Of the config, for each KV head that is here."""
+    """The number of query rows follows from the config and the KV heads of this process."""
     for heads, size, rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
         made.clear()
         _, cache = cache_of(tensor_parallel=TensorParallel(0, size), **keywords)
@@ -133,7 +133,7 @@ def _crop_and_repeat(cache: FP8PagedCache) -> FP8PagedCache:
     return cache
 
 
-# With the number of sequences after the change.
+# Number of sequences after each change, and the change.
 CHANGES: dict[str, tuple[int, Callable[[FP8PagedCache], Any]]] = {
     "copy": (2, lambda cache: (copy.deepcopy(cache), cache)),
     "repeat": (4, lambda cache: cache.batch_repeat_interleave(2)),
@@ -174,7 +174,7 @@ def test_other_backends_have_no_plans(keywords: dict[str, int]) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.skipif(ops.available_backends()["triton"] is not None, reason="needs Triton")
 def test_layers_that_part_ways_lose_no_token(device: torch.device) -> None:
-    """The layer that fills the plan takes no part in a step, or holds other tokens."""
+    """The layer that makes the plan does not run in a step, or holds different tokens."""
     config = tiny("gqa")[0].config
     caches = [
         FP8PagedCache(config, page_size=16, backend=backend, max_cache_len=300, prefill="stored")

@@ -1,7 +1,7 @@
-"""What `make kernels-ptx` stands on: faults in a kernel's PTX are found.
+"""The interpreter of `make kernels-ptx` finds faults in a kernel's PTX.
 
 Each fault is one change of the text, as a wrong compiler or a wrong kernel would make it. The list
-was written before the interpreter ran any of them.
+was written before the interpreter ran any of the faults.
 """
 
 import linecache
@@ -68,7 +68,7 @@ def check_gather() -> None:
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     "decode": lambda: check_attention("decode", "sm_90"),
-    # Causality hides a token past the end as well.
+    # A causal mask would also hide a token past the end.
     "decode to the end": lambda: check_attention("decode", "sm_90", causal=False),
     "decode e3m4": lambda: check_attention("decode", "sm_80", key="fp8_e3m4", value="fp8_e3m4"),
     "extend": lambda: check_attention("extend", "sm_90", lengths=(200, 90), tokens=70),
@@ -153,7 +153,7 @@ FAULTS = {
     "products are not waited for": Fault(
         "extend", "_extend", "", r"(wgmma\.wait_group\.sync\.aligned )(\d+)", one_more
     ),
-    "a matrix is not turned": Fault("decode", "_decode", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
+    "a matrix not transposed": Fault("decode", "_decode", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
     "no barrier at all": Fault("extend sm_80", "_extend", "", r"\tbar\.sync\s+0", ""),
     "rows of an older plan": Fault(
         "plan", "_plan", "tl.store(plan_ptr + unused", r"@%p\d+ st\.global[^;]*", ""
@@ -171,7 +171,7 @@ FAULTS = {
         "gather", "_gather", "position < tl.load(lengths_ptr", r"setp\.lt\.s32", "setp.le.s32"
     ),
 }  # fmt: skip
-# Those of the fast tier.
+# Faults of the fast tier.
 FEW = (
     "a wait one group too late", "no barrier after a wait", "the page after the right one",
     "sums of another part", "all programs store one head", "rows of an older plan",
@@ -179,7 +179,7 @@ FEW = (
 
 
 def change(fault: Fault, text: str) -> str:
-    """Return a module with the fault, if it is in this kernel."""
+    """Return a module's text with the fault, or unchanged if it has a different kernel."""
     if f".entry {fault.kernel}(" not in text:
         return text
     if not fault.source:
@@ -193,7 +193,7 @@ def change(fault: Fault, text: str) -> str:
 
 
 def marked(names: Iterable[str], fast: Container[str]) -> list[Any]:
-    """Return parameters, of which the fast tier has some."""
+    """Return parameters. The fast tier only runs the parameters in `fast`."""
     full = pytest.mark.full
     return [name if name in fast else pytest.param(name, marks=full) for name in names]
 
@@ -216,7 +216,7 @@ def test_a_fault_is_found(name, monkeypatch):
     monkeypatch.setattr(device, "edit", edit)
     with pytest.raises(AssertionError):
         SCENARIOS[fault.scenario]()
-    # It is a kernel that can be executed, and not one that cannot be read.
+    # The faulty kernel can be parsed and executed.
     assert changed
     compile_program(parse(changed[-1]))
 

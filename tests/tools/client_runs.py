@@ -1,9 +1,9 @@
-"""Clients of OpenAI's API, run for real: what each does with a server is a function here.
+"""Real runs of clients of OpenAI's API. Each function here runs one feature of a client.
 
     python -m tests.tools.client_runs CLIENT URL TOKENIZER
 
-prints a line for each. `make clients` starts the servers, and calls this for every client, in the
-environment that has them; the packages are imported by the functions that need them.
+prints a line for each run. `make clients` starts the server, and calls this for every client in the
+environment of the clients. Each function imports the packages that it needs.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ PACKAGES = {"lm-eval": "lm_eval"}
 
 
 def of(client: str) -> Callable[[Run], Run]:
-    """Register a function under its client; its name says what is run."""
+    """Register a function under its client. Its name, after "__", describes the run."""
 
     def register(run: Run) -> Run:
         name = run.__name__.removeprefix("_").partition("__")[2].replace("_", " ")
@@ -393,7 +393,7 @@ def _litellm__structured_output(target: Target) -> None:
         found = litellm.completion(
             **_litellm(target), messages=ask, max_tokens=400, response_format=form, temperature=0
         )
-        if found.choices[0].finish_reason == "length":  # any object, of any length
+        if found.choices[0].finish_reason == "length":  # an object may have any length
             assert form is not Person
             continue
         content = json.loads(found.choices[0].message.content)
@@ -469,7 +469,7 @@ def _ask_with(mode: str, **more: Any) -> Run:
     return ask
 
 
-# The only one of its modes in which nothing makes the model write JSON.
+# MD_JSON is the only mode in which nothing else makes the model write JSON.
 _FENCED = r'```json\n\{"name": "[A-Za-z ]{1,20}", "age": [0-9]{1,3}\}\n```'
 CLIENTS["instructor"] = {
     f"mode {mode}": _ask_with(mode)
@@ -771,7 +771,7 @@ def _guidellm__completions(target: Target) -> None:
 
 
 def main(client: str, url: str, tokenizer: str) -> int:
-    """Run what there is of a client, print a line for each, and return how many failed."""
+    """Run all functions of a client, print a line for each, and return the number of failures."""
     import urllib.request
 
     with urllib.request.urlopen(f"{url}/models") as answer:

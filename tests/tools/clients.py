@@ -1,11 +1,11 @@
-"""`make clients`: clients of OpenAI's API, run for real against `hf-fp8kv serve`.
+"""`make clients`: real runs of clients of OpenAI's API against `hf-fp8kv serve`.
 
     python -m tests.tools.clients --python .venv-clients/bin/python
     python -m tests.tools.clients ... --record tests/serving/client_requests.json
 
-`--python` has the clients (see client_runs.py), each of which runs in a process of its own with a
-time limit. The server has the demo model, with a chat template that shows tools. `--record` keeps
-one request of each form that a client sends: test_clients.py sends them again.
+`--python` is an interpreter with the clients (see client_runs.py). Each client runs in a separate
+process with a time limit. The server has the demo model, with a chat template that shows tools.
+`--record` writes one request of each form that a client sends, which test_clients.py sends again.
 """
 
 import argparse
@@ -28,19 +28,19 @@ CLIENTS = (
     "openai", "langchain-openai", "litellm", "instructor", "openai-agents", "llm", "lm-eval",
     "guidellm",
 )  # fmt: skip
-SECONDS = 600  # that a client may take
+SECONDS = 600  # time limit of a client
 ROOM = ("--cb-num-blocks", "512", "--max-model-len", "2048")
 
 
 class Recorder(http.server.ThreadingHTTPServer):
-    """Passes requests on to a server, and keeps those that generate, by client."""
+    """Forwards requests to a server, and keeps requests that generate, by client."""
 
     def __init__(self, port: int) -> None:
         self.target, self.client, self.requests = port, "", {name: {} for name in CLIENTS}
         super().__init__(("127.0.0.1", 0), Passing)
 
     def handle_error(self, *_: Any) -> None:
-        """Print nothing: a client left."""
+        """Print nothing, because a client may close its connection."""
 
     def note(self, path: str, content: bytes) -> None:
         """Keep a request, if it is the first of its form."""
@@ -50,7 +50,7 @@ class Recorder(http.server.ThreadingHTTPServer):
 
 
 class Passing(http.server.BaseHTTPRequestHandler):
-    """One connection of a Recorder; HTTP/1.0, so that an answer ends with it."""
+    """One connection of a Recorder. It uses HTTP/1.0, so that it ends with the answer."""
 
     server: Recorder
 
@@ -76,7 +76,7 @@ class Passing(http.server.BaseHTTPRequestHandler):
 
 
 def form_of(value: Any) -> Any:
-    """Return a JSON value with all texts and numbers alike, but those that name a kind."""
+    """Return a JSON value with types instead of texts and numbers. Names of kinds are kept."""
     if isinstance(value, dict):
         kept = ("type", "role", "tool_choice", "stream")
         return {n: v if n in kept else form_of(v) for n, v in sorted(value.items())}
@@ -88,7 +88,7 @@ def form_of(value: Any) -> Any:
 
 @contextlib.contextmanager
 def recording(port: int) -> Iterator[Recorder]:
-    """Run a Recorder inside."""
+    """Run a Recorder inside the context."""
     with Recorder(port) as found:
         thread = threading.Thread(target=found.serve_forever, daemon=True)
         thread.start()
@@ -97,7 +97,7 @@ def recording(port: int) -> Iterator[Recorder]:
 
 
 def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[str, Any]]:
-    """Run one client, and return what it printed, one object a line."""
+    """Run one client, and return the objects that it printed, one per line."""
     given = [python, "-m", "tests.tools.client_runs", name]
     try:
         done = subprocess.run(
@@ -113,9 +113,9 @@ def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[s
 
 
 def main() -> int:
-    """Run the clients, print a table, and return how many of their runs failed."""
+    """Run the clients, print a table, and return the number of failed runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", required=True, help="the interpreter that has the clients")
+    parser.add_argument("--python", required=True, help="an interpreter with the clients")
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
     parser.add_argument("--record", type=Path, help="the file of requests to write")
     chosen = parser.parse_args()

@@ -79,7 +79,7 @@ def after(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> 
 
 
 def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Assert that logits agree; compiled code may round differently."""
+    """Assert that logits agree up to rounding, because compiled code may round differently."""
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
@@ -92,7 +92,7 @@ def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Ten
         exported = torch.export.export(model, (), inputs, strict=True)
         agree([exported.module()(**inputs).logits], [model(**inputs).logits])
         return
-    # AOTAutograd takes the handles apart. The other cases only check the tracing.
+    # AOTAutograd splits the handles into tensors. All other cases only check the tracing.
     backend = "aot_eager" if case == "preallocated" else "eager"
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     preallocated = case.startswith("preallocated")

@@ -3,7 +3,7 @@
     python -m tests.tools.cpu_matrix                    the tests marked text, nine settings
     python -m tests.tools.cpu_matrix --product          all eighteen combinations
     python -m tests.tools.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
-    python -m tests.tools.cpu_matrix -- -k quickstart   what follows goes to pytest
+    python -m tests.tools.cpu_matrix -- -k quickstart   further arguments go to pytest
 
 A library picks its kernels by the instruction sets of the CPU. These variables hide some of them,
 so sums run in a different order, as on a different machine. The nine settings contain every pair of
@@ -83,7 +83,7 @@ def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Run the settings one after the other. Return 1 if a test failed under one of them."""
+    """Run all settings in order. Return 1 if a test failed under one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every test, not only those marked text")
     parser.add_argument(
         "--only", action="append", type=parse_only, metavar="NAME=VALUE,...",
-        help="the settings with these choices; may be given again",
+        help="the settings with these choices, may be repeated",
     )  # fmt: skip
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "cpu_matrix")
     parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT")

@@ -1,7 +1,8 @@
-"""Measure what grammars cost a step of the server: `python -m tests.tools.grammar_cost`.
+"""Measure the cost of grammars in a step of the server: `python -m tests.tools.grammar_cost`.
 
-Steps of 8 and 32 requests, of which none, one or all follow a JSON schema, with the tokens of the
-tiny model (95) and of the demo model (49,152). One thread; without the model itself.
+Steps have 8 or 32 requests. None, one or all of them follow a JSON schema. The tokens are the
+vocabulary of the tiny model (95) or of the demo model (49,152). The model does not run, and torch
+has one thread.
 """
 
 import argparse
@@ -28,7 +29,7 @@ ANSWER = (
 
 
 def measure(tokenizer: object, guide: Guide, rows: int, guides: int) -> float:
-    """Return the median time of a step, in microseconds: masks, applying them, going on."""
+    """Return the median time of a step, in microseconds: make masks, apply them, and advance."""
     vocabulary, found = len(tokenizer), []
     sampler, scores = Sampler([], vocabulary), torch.ones(rows, vocabulary)
     arguments, ends = torch.zeros(5, rows, dtype=torch.int32), frozenset({vocabulary - 1})
@@ -62,10 +63,10 @@ def main() -> None:
             guide = made._compile(*asked)
             times.append((time.perf_counter() - begin) * 1e3)
         later = statistics.median(times[1:])
-        print(f"{len(tokenizer)} tokens: first request {times[0]:.0f} ms, later ones {later:.1f}")
+        print(f"{len(tokenizer)} tokens: first request {times[0]:.0f} ms, later {later:.1f} ms")
         for rows, guides in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
             found = measure(tokenizer, guide, rows, guides)
-            print(f"  {rows} requests, {guides} with a grammar: {found:.0f} us a step")
+            print(f"  {rows} requests, {guides} with a grammar: {found:.0f} us per step")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ VERSION = 1
 BACKENDS = ("cuda", "rocm", "cpu")
 _FIRST = "ops/triton/backend.py"
 
-# Parts that are not copied from the package: public names, tests, benchmark and card.
+# Files that do not come from the package: public names, tests, benchmark and card.
 PARTS = ROOT / "tests" / "data" / "hub_kernel"
 
 

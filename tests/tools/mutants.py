@@ -31,7 +31,7 @@ PARALLEL = ["-n", "2", "--dist", "worksteal"]
 
 
 class Mutant(NamedTuple):
-    """A fault: in `file`, the one occurrence of `old` becomes `new`; `tests` should notice it."""
+    """A fault: the only occurrence of `old` in `file` becomes `new`. `tests` should notice it."""
 
     name: str
     file: str
@@ -125,7 +125,7 @@ MUTANTS = (
         "tests/ops/test_ops.py tests/cache/test_windows.py",
     ),
     Mutant(
-        "causal: a token does not see itself", "ops/visibility.py",
+        "causal: a token does not attend to itself", "ops/visibility.py",
         "seen & (position <= query)", "seen & (position < query)", "tests/ops/test_ops.py",
     ),
     # The torch backend.

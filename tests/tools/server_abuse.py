@@ -1,23 +1,23 @@
-"""Clients that do to a server what they should not, for a bounded time.
+"""Clients that misuse a server, for a bounded time.
 
     python -m tests.tools.server_abuse --minutes 10
 
 starts `hf-fp8kv serve` on this machine with a tiny model, some of whose logits are NaN (or with
-`--demo`), and sends it for some minutes what good clients send (chats, completions, responses,
-streams, several answers, penalties, structured output, forced tools), what bad ones do (half
-bodies, bad chunks, floods of connections, slow readers, clients that leave), and requests whose
-logits overflow. It prints a table, and what is wrong at the end:
+`--demo`). For some minutes, good clients send chats, completions, responses, streams, several
+answers, penalties, structured output and forced tools. Bad clients send half bodies, bad chunks and
+floods of connections, read slowly, or close connections. Some requests have logits that overflow.
+The program prints a table and all violations:
 
-* an answer with status 5xx (but for logits that are NaN), another answer to a request that is sent
-  over and over, or a request without an answer at its deadline;
-* memory that still grows in the second half;
-* pages that cannot be had back: the last request needs all of them;
-* a traceback in the log, or another exit code than 0 after SIGTERM with requests running.
+* an answer with status 5xx (except for logits that are NaN), a different answer to a request that
+  is repeated, or a request without an answer at its deadline
+* memory that still grows in the second half
+* pages that are not freed: the last request needs all pages
+* a traceback in the log, or a nonzero exit code after SIGTERM while requests run
 
-With `--hostile` all clients but one do only what a server must not be hurt by: many prompts with a
-large field, pipelined requests whose answers are never read, headers without end, bodies that are
-held, and other hosts' names. It is also wrong then if the 99th percentile of /health is above
-0.5 s, or memory grows by 200 MiB.
+With `--hostile`, all clients except one send requests that must not harm a server: many prompts
+with a large field, pipelined requests whose answers are never read, endless headers, bodies without
+their last byte, and names of other hosts. Two further violations are a 99th percentile of /health
+above 0.5 s, and memory that grows by 200 MiB.
 """
 
 import argparse
@@ -51,9 +51,9 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 PAGES, PAGE = 96, 16
 CONTEXT = 2 * PAGES * PAGE
 DEADLINE = 180.0  # seconds, for one request among 60 clients on two cores
-GROWTH = 24 * 2**20  # bytes that memory may grow by from the second to the last quarter
-MOST_GROWTH = 200 * 2**20  # bytes that it may grow by since the start, with hostile clients
-HEALTH = 0.5  # seconds, the 99th percentile of /health with hostile clients
+GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
+MOST_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
+HEALTH = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
 CLIENT_TIMEOUT = 5.0
 BODY = 4 * 2**20 - 1
 LARGE = [
@@ -89,7 +89,7 @@ class Hang(Exception):
 
 
 class Abuse:
-    """What 60 clients do with one server. `wrong` says what must not be."""
+    """The requests of 60 clients to one server. `wrong` lists all violations."""
 
     def __init__(
         self, server: Server, seconds: float, seed: int, *, nan: bool, hostile: bool
@@ -103,12 +103,12 @@ class Abuse:
         self.until = time.monotonic() + seconds
 
     def run(self, number: int) -> None:
-        """Be one client until the time is over."""
+        """Run one client until the time is over."""
         chance = random.Random(self.seed * 1000 + number)
         names = [name for name in dir(self) if name.startswith("do_") and name not in HOSTILE]
         actions = [getattr(self, name) for name in (HOSTILE if self.hostile else names)]
         while time.monotonic() < self.until:
-            # Most requests are good ones, so that the bad ones have clients to hurt.
+            # Half of the requests are good, so that bad requests have clients to disturb.
             good = self.do_ask if not self.hostile else self.do_steady if number == 0 else None
             share = 0.5 if not self.hostile else 1
             action = good if good and chance.random() < share else chance.choice(actions)
@@ -130,7 +130,7 @@ class Abuse:
                 self.times[name].append(time.monotonic() - began)
 
     def note(self, text: str) -> None:
-        """Note what must not be."""
+        """Record a violation."""
         with self.lock:
             self.wrong.append(text)
 
@@ -151,7 +151,7 @@ class Abuse:
             return answer.status, json.loads(text)
         events = [line.removeprefix("data: ") for line in text.split("\n") if line]
         if path != RESPONSES and events.pop() != "[DONE]":
-            raise AssertionError("a stream that does not end")
+            raise AssertionError("a stream without an end")
         return answer.status, json.loads(events[-1])
 
     def do_ask(self, chance: random.Random) -> object:
@@ -213,7 +213,7 @@ class Abuse:
         )
 
     def do_leave(self, chance: random.Random) -> object:
-        """Leave within the body, the prompt, or the answer, with or without RST."""
+        """Close the connection within the body, the prompt or the answer, with or without RST."""
         path, body = some_request(chance)
         content = json.dumps(body).encode()
         with self._connected() as connection:
@@ -263,7 +263,7 @@ class Abuse:
     # -- hostile clients --------------------------------------------------------------------------
 
     def do_prompts(self, chance: random.Random) -> object:
-        """Send one body of megabytes whose shared fields could be read once for each prompt."""
+        """Send a body of megabytes, whose shared fields must not be read again for each prompt."""
         with self._connected() as connection:
             path, content = chance.choice(LARGE)
             self._post(connection, path, content)
@@ -273,15 +273,15 @@ class Abuse:
         return status
 
     def do_pipeline(self, chance: random.Random) -> object:
-        """Ask over and over in one connection, and read no answer."""
-        asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
+        """Repeat requests in one connection without reading an answer."""
+        requests = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
         with self._connected(12 * CLIENT_TIMEOUT) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             try:
                 while time.monotonic() < self.until:
-                    connection.send(asked)
+                    connection.send(requests)
             except TimeoutError:
-                self.note("a client that does not read was not cut off")
+                self.note("a client that reads nothing was not disconnected")
                 return "hang"
             except ConnectionError:
                 return "cut off"
@@ -299,7 +299,7 @@ class Abuse:
         return "read"
 
     def do_hold(self, chance: random.Random) -> object:
-        """Send all of a body but the last byte, and wait."""
+        """Send a body except its last byte, and wait."""
         with self._connected(30) as connection:
             self._post(connection, COMPLETIONS, b"[" + b" " * (BODY - 2), length=BODY)
             connection.settimeout(chance.uniform(1, 20))
@@ -314,11 +314,11 @@ class Abuse:
             status = _status(connection)
         time.sleep(0.1)
         if status != 421:
-            self.note(f"another host's name: expected 421, got {status}")
+            self.note(f"the name of another host: expected 421, got {status}")
         return status
 
     def probe(self) -> None:
-        """Ask /health all the time, in addition to the clients."""
+        """Request /health repeatedly, in addition to the clients."""
         while time.monotonic() < self.until:
             began = time.monotonic()
             status = self.server.ask("/health")[0]
@@ -339,10 +339,10 @@ def _text(chance: random.Random, most: int) -> str:
 
 
 def some_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return a path and a body that a server answers."""
+    """Return the path and the body of a valid request."""
     path = chance.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
     limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": chance.randrange(1, 40)}
-    # Half begin alike, so that they share pages.
+    # Most prompts have the same beginning, so that they share pages.
     text = ("the same beginning of many " * chance.randrange(8)) + _text(chance, 90)
     prompt = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
     asked = [{"role": "user", "content": text}] if path == CHAT else text
@@ -350,7 +350,7 @@ def some_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
     if chance.random() < 0.5:
         body["temperature"] = chance.choice((0, 1e-40, 1e-6, 0.7, 2.0))
         body["top_p"] = chance.choice((1e-9, 0.5, 1))
-        # At temperature 2 the model may choose the token whose own logits are NaN.
+        # At temperature 2 the model may choose the token after which logits are NaN.
         body["logit_bias"] = {str(ord(OVERFLOWS) - 32): -100}
         body["seed"] = chance.randrange(-5, 5)
     if path != RESPONSES and chance.random() < 0.4:
@@ -378,7 +378,7 @@ def some_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 class Memory(threading.Thread):
-    """Looks at the memory of a process, resident, once in half a second."""
+    """Reads the resident memory of a process every half second."""
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
@@ -386,7 +386,7 @@ class Memory(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        """Look until `ended`."""
+        """Read until `ended` is set."""
         while not self.ended.wait(0.5):
             line = next(x for x in self._path.read_text().splitlines() if x.startswith("VmRSS"))
             self.seen.append(int(line.split()[1]) * 1024)
@@ -398,10 +398,10 @@ class Memory(threading.Thread):
 
 
 def check_end(abuse: Abuse) -> dict[str, float]:
-    """Check that all pages can be had back, and that running requests finish at SIGTERM."""
+    """Check that all pages are free again, and that running requests finish at SIGTERM."""
     server = abuse.server
     found = server.wait_until(DEADLINE, requests_active=0, requests_waiting=0)
-    if abuse.nan:  # of the tiny model, whose tokens are letters
+    if abuse.nan:  # the tiny model, whose tokens are letters
         status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (PAGES * PAGE - 8)})
         if status != 200 or answer["usage"]["completion_tokens"] != 9:
             abuse.note(f"the last request: {status} {json.dumps(answer):.200}")
@@ -420,13 +420,13 @@ def check_end(abuse: Abuse) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run it, print what happened, and return 1 if anything was wrong."""
+    """Run the clients, print a report, and return 1 after a violation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--clients", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hostile", action="store_true", help="hostile clients instead")
-    parser.add_argument("--demo", action="store_true", help="the demo model, not a tiny one")
+    parser.add_argument("--demo", action="store_true", help="the demo model, not a tiny model")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -455,7 +455,7 @@ def main() -> int:
 
 
 def report(abuse: Abuse, memory: Memory, found: dict[str, float]) -> None:
-    """Print a table of what was done, and what was wrong."""
+    """Print a table of all actions, and the violations."""
     quarters, growth = memory.quarters(), max(memory.seen) - memory.seen[0]
     slow = statistics.quantiles(abuse.times["health"], n=100)[-1]
     if not abuse.hostile and quarters[3] - quarters[1] > GROWTH:
@@ -471,10 +471,10 @@ def report(abuse: Abuse, memory: Memory, found: dict[str, float]) -> None:
         median = statistics.median(times)
         print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {text}")
     sizes = ", ".join(f"{size / 2**20:.0f}" for size in quarters)
-    print(f"memory by quarters of the time: {sizes} MiB; pages at rest: "
+    print(f"memory by quarters of the time: {sizes} MiB, pages at rest: "
           f"{found['pages_used']:.0f} of {found['pages_total']:.0f}, prefix hits: "
           f"{found['prefix_hits_total']:.0f}")  # fmt: skip
-    print(f"/health, 99th percentile: {slow:.3f} s; memory grew by at most "
+    print(f"/health, 99th percentile: {slow:.3f} s, memory grew by at most "
           f"{growth / 2**20:.0f} MiB")  # fmt: skip
     print(f"wrong: {len(abuse.wrong)}")
     for text, count in Counter(abuse.wrong).most_common(20):

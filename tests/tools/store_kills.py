@@ -2,9 +2,10 @@
 
     python -m tests.tools.store_kills --kills 200
 
-The parent has a tiny model ready. It forks each writer, which answers prompts in a random order
-until it is killed at a random moment. After each kill, another store reads the folder: the tokens
-must be those without a store, and all files, including unfinished ones, must be within the bound.
+The parent builds a tiny model. It forks each writer, which answers prompts in a random order until
+it is killed at a random moment. After each kill, another store reads the folder: the tokens must
+equal the tokens without a store, and all files, including unfinished files, must be within the
+bound.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 PROMPTS, TOKENS, PAGE = 6, 100, 8
-# Of the 12 pages of each of six prompts, about half fit.
+# About half of the pages of six prompts fit. A prompt has 12 pages.
 BOUND = 36 * 2300
 
 
@@ -31,7 +32,7 @@ def run_kills(folder: Path, kills: int) -> dict[str, int]:
 
 
 def run_together(folder: Path, processes: int) -> dict[str, int]:
-    """Let processes write and read the same prompts at once."""
+    """Run processes that write and read the same prompts at the same time."""
     return _run("--together", str(processes), "--folder", str(folder))
 
 
@@ -67,7 +68,7 @@ class Tried:
             self.expected.append(self.model.generate(prompt, past_key_values=cache, **GREEDY))
 
     def say(self, rounds: int, seed: int) -> dict[str, int]:
-        """Answer random prompts; return the number of wrong answers and the counts of the store."""
+        """Answer random prompts. Return the number of wrong answers and the counts of the store."""
         import torch
 
         store = self.make(self.folder, max_bytes=BOUND)
@@ -93,7 +94,7 @@ class Tried:
         return total
 
     def fork(self, rounds: int, seed: int, result: Path | None = None) -> int:
-        """Answer prompts in a child process; return its id."""
+        """Answer prompts in a child process, and return its id."""
         child = os.fork()
         if child:
             return child
@@ -106,7 +107,7 @@ class Tried:
 
 
 def kill_writers(tried: Tried, kills: int) -> dict[str, int]:
-    """Kill a writing process `kills` times at random moments; return the sums of all reads."""
+    """Kill a writing process `kills` times at random moments. Return the sums of all reads."""
     started = time.monotonic()
     tried.say(PROMPTS, 0)
     span = time.monotonic() - started
@@ -114,7 +115,7 @@ def kill_writers(tried: Tried, kills: int) -> dict[str, int]:
     moments = random.Random(1)
     for number in range(kills):
         for path in list(tried.folder.glob("*.safetensors"))[:: moments.randint(1, 3)]:
-            path.unlink()  # so that there is something to write
+            path.unlink()  # the writer then has pages to write
         child = tried.fork(1000, seed=number)
         time.sleep(moments.uniform(0, span))
         os.kill(child, signal.SIGKILL)
@@ -128,7 +129,7 @@ def kill_writers(tried: Tried, kills: int) -> dict[str, int]:
 
 
 def write_together(tried: Tried, processes: int) -> dict[str, int]:
-    """Let processes answer prompts at once; return the sums over the processes."""
+    """Run processes that answer prompts at the same time. Return the sums over the processes."""
     results = [tried.folder.with_name(f"result{number}") for number in range(processes)]
     children = [tried.fork(30, number, result) for number, result in enumerate(results)]
     total = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}

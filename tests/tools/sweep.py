@@ -1,10 +1,10 @@
-"""Which model types run with `FP8PagedCache`: every type that transformers builds here, measured.
+"""Model types that run with `FP8PagedCache`, measured for every type that transformers builds here.
 
     python -m tests.tools.sweep [--types llama,t5] [--out docs/architectures.md] [--json FILE]
 
 Each type is a tiny random model (`tests/helpers/tiny_models.py`) that generates eight tokens
-greedily, for a batch of two with padding. Every answer is compared with that of transformers' own
-`DynamicCache`: `dtype="auto"` must give the same tokens, under the model's own attention and under
+greedily, for a batch of two with padding. Every answer is compared with the answer of transformers'
+`DynamicCache`. `dtype="auto"` must give the same tokens, under the model's own attention and under
 "fp8_paged".
 """
 
@@ -41,7 +41,7 @@ from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build, type_names
 NAME = "fp8_paged"
 FP8 = "fp8_e4m3"
 TYPE_SECONDS = 60
-# A different order of summation: fp32 logits, as a share of their standard deviation.
+# Tolerance for a different order of sums in fp32: a share of the logits' standard deviation.
 TOLERANCE = 1e-3
 SIDES = ("own", "own_fp8", "paged", "paged_fp8")
 
@@ -162,7 +162,7 @@ def cache_makers(model: PreTrainedModel, bare: bool) -> dict[str, CacheMaker]:
     if bare:
         makers["alone"] = lambda dtype: make(dtype, model.config)
     if model.config.is_encoder_decoder:
-        # As transformers makes it for models with a window: the encoder's keys have none.
+        # As in transformers for models with a window: the encoder's keys have no window.
         makers["pair"] = lambda dtype: EncoderDecoderCache(
             make(dtype, model.config), DynamicCache() if remakes else make(dtype)
         )
@@ -173,14 +173,14 @@ def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
     """Return the answer with transformers' own cache.
 
     Raises:
-        ValueError: The type keeps no keys and values.
+        ValueError: The type stores no keys and values.
     """
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
     found = answer(model, inputs, cache)
     if not cache.get_seq_length():
-        raise ValueError("keeps no keys and values")
+        raise ValueError("stores no keys and values")
     return found
 
 
@@ -209,7 +209,7 @@ def attempt(run: Callable[[], Outcome]) -> Outcome:
     """Return the outcome of a run. An error of this package is a refusal."""
     try:
         return run()
-    except Exception as error:  # a type may fail in any way: it is reported, not hidden
+    except Exception as error:  # a type may raise any error, which is reported
         return Outcome("refused" if isinstance(error, FP8KVError) else "error", note=short(error))
 
 
@@ -290,11 +290,11 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
     try:
         model, inputs = build(name)
         if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
-            # sdpa, which older versions choose here, leaves the cap out
+            # sdpa, which older versions choose here, omits the softcap.
             model.set_attn_implementation("eager")
         row.attention = decoder_attention(model)
         want = baseline(model, inputs)
-    except Exception as error:  # any: a type that cannot run here is listed with its reason
+    except Exception as error:  # a type that cannot run here is listed with the reason
         row.baseline = short(error)
     else:
         if not only_baseline:
@@ -338,7 +338,7 @@ def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
-    """Return the numbers at the top of the table."""
+    """Return the counts above the table."""
     ran = [row for row in rows if row.runs]
     accepts = [row for row in ran if row.accepts]
 
@@ -362,7 +362,7 @@ def counts(rows: list[Row]) -> dict[str, int]:
 
 
 def markdown(rows: list[Row], command: str) -> str:
-    """Return the page: counts, the table of types that run, and the list of the other types."""
+    """Return the page: counts, the table of types that run, and the list of types that do not."""
     seconds = sum(row.seconds for row in rows)
     numbers = "\n".join(f"* {label}: **{number}**" for label, number in counts(rows).items())
     return f"""# Model types
@@ -420,10 +420,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m tests.tools.sweep", description="Sweep model types."
     )
-    parser.add_argument("--types", help="comma-separated names; default: all")
+    parser.add_argument("--types", help="comma-separated names (default: all)")
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     parser.add_argument("--json", type=Path, help="write the rows as JSON")
-    parser.add_argument("--baseline", action="store_true", help="only what runs under DynamicCache")
+    parser.add_argument("--baseline", action="store_true", help="only run types under DynamicCache")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

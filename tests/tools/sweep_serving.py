@@ -1,10 +1,10 @@
-"""Which model types transformers' engine runs, and what FP8 pages make of them.
+"""Model types that run in transformers' engine, with its own cache and with our pages.
 
     python -m tests.tools.sweep_serving [--json PATH]
 
-A tiny random model of each type answers five prompts with `generate_batch`, in chunks: with
-transformers' own cache, and with pages that store the model's own dtype, so that equal means equal
-tokens. Both are compared with the model's `generate()`. About five minutes.
+A tiny random model of each type answers five prompts with `generate_batch`, in chunks. It uses
+transformers' own cache, and then pages in the model's dtype, with which all tokens must be equal.
+Both answers are compared with the model's `generate()`. This takes about five minutes.
 """
 
 import argparse
@@ -51,7 +51,10 @@ def main() -> None:
 
 
 def compare(name: str) -> list[str] | None:
-    """What becomes of a type: with transformers' cache, with ours, and why; None: no generate()."""
+    """Return the outcomes with transformers' cache and with ours, and a reason.
+
+    The result is None if `generate()` does not run for the type.
+    """
     texts = prompts(90)[:5]
     try:
         model, _ = tiny(name)

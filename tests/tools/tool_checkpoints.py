@@ -2,9 +2,9 @@
 
     python tests/tools/tool_checkpoints.py llm-compressor tests/data/tools
 
-runs in an environment of that tool and imports nothing of this package. Each layout is a tiny model
-with random weights, calibrated on random tokens; of what the tool saves, its configs and the scale
-tensors of K and V are kept, in `TOOL-VERSION/LAYOUT`.
+runs in an environment of that tool, and does not import this package. Each layout is a tiny model
+with random weights, calibrated on random tokens. The configs that the tool saves, and the scale
+tensors of K and V, are copied to `TOOL-VERSION/LAYOUT`.
 """
 
 import importlib.metadata
@@ -46,7 +46,7 @@ def make_model(kind: str) -> PreTrainedModel:
 
 
 def save_model(kind: str, folder: Path) -> Path:
-    """Save the model and a tokenizer for tools that load them; return the folder."""
+    """Save the model and a tokenizer for tools that load them, and return the folder."""
     words = Tokenizer(WordLevel({str(i): i for i in range(512)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="2")
     make_model(kind).save_pretrained(folder)
@@ -60,7 +60,7 @@ def make_tokens() -> torch.Tensor:
 
 
 def keep(saved: Path, target: Path) -> None:
-    """Copy the configs of a checkpoint, and of each of its files the scale tensors."""
+    """Copy the configs of a checkpoint, and the scale tensors of each of its files."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for path in sorted(saved.iterdir()):
@@ -73,7 +73,7 @@ def keep(saved: Path, target: Path) -> None:
 
 
 def auto_round() -> dict[str, Save]:
-    """Return how AutoRound saves each layout."""
+    """Return a function for each layout, which saves it with AutoRound."""
     from auto_round import AutoRound
 
     def layout(scheme: str, format: str, **options: str) -> Save:
@@ -99,7 +99,7 @@ def auto_round() -> dict[str, Save]:
 
 
 def llm_compressor() -> dict[str, Save]:
-    """Return how LLM Compressor saves each layout."""
+    """Return a function for each layout, which saves it with LLM Compressor."""
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -143,7 +143,7 @@ def llm_compressor() -> dict[str, Save]:
 
 
 def quark() -> dict[str, Save]:
-    """Return how Quark saves each layout."""
+    """Return a function for each layout, which saves it with Quark."""
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
     def layout(
@@ -179,7 +179,7 @@ def quark() -> dict[str, Save]:
 
 
 def modelopt() -> dict[str, Save]:
-    """Return how ModelOpt saves each layout."""
+    """Return a function for each layout, which saves it with ModelOpt."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
 
@@ -219,7 +219,7 @@ def modelopt() -> dict[str, Save]:
     }
 
 
-# The functions, and the package whose version is in the name of the folder.
+# For each tool, the package whose version is in the folder's name, and the function.
 TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
     "auto-round": ("auto-round", auto_round),
     "llm-compressor": ("llmcompressor", llm_compressor),
@@ -229,7 +229,7 @@ TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
 
 
 def main(tool: str, target: Path, only: list[str]) -> int:
-    """Write the layouts of a tool (those that are named, or all); return how many failed."""
+    """Write the layouts of a tool (`only` these, or all). Return the number of failed layouts."""
     package, layouts = TOOLS[tool]
     folder = target / f"{tool}-{importlib.metadata.version(package)}"
     failed = 0

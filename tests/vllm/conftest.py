@@ -1,4 +1,4 @@
-"""vLLM on a CPU, in this process; skipped where it is not installed (`make vllm` installs it)."""
+"""vLLM on a CPU, in this process. Tests are skipped without vLLM (`make vllm` installs it)."""
 
 import functools
 import gc
@@ -9,7 +9,7 @@ import torch
 
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
 
-# Before vLLM is imported. In one process, so that a test sees the pages of the pool.
+# Set before vLLM is imported. One process lets a test read the pages of the pool.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -23,7 +23,8 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 256,
     "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-# What each adds to Llama: biases, a window, softcaps or sinks (and windows in every other layer).
+# Features that each model adds to Llama: biases, a window, softcaps, or sinks (with a window in
+# every second layer).
 _MODELS = {
     "llama": {},
     "qwen2": {},
@@ -38,7 +39,7 @@ _MODELS = {
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Return a function: the name of a kind of model to a model and the folder it is saved in."""
+    """Return a function that returns a model and its folder for a key of `_MODELS`."""
     made = {}
 
     def make(name):
@@ -53,9 +54,9 @@ def models(tmp_path_factory):
                     if path.endswith("sinks"):
                         parameter.copy_(torch.linspace(-1, 2, len(parameter)))
                     elif parameter.ndim > 1:
-                        parameter.mul_(3)  # tokens then depend on what is attended to
+                        parameter.mul_(3)  # tokens then depend on attention
                     elif path.endswith("post_attention_layernorm.weight") and name == "gemma2":
-                        parameter.add_(5)  # or tokens follow from the last one alone
+                        parameter.add_(5)  # otherwise tokens only depend on the previous token
                     elif name == "qwen2":
                         parameter.add_(torch.randn_like(parameter))
             folder = tmp_path_factory.mktemp(name)
@@ -74,7 +75,7 @@ def prompts():
 
 
 def make_scales(granularity, *, centered=False, layers=LAYERS, heads=HEADS, model_type=None):
-    """Return scales that are all different, K's other than V's."""
+    """Return scales that all differ, also between K and V."""
     shape = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM)}[granularity]
     generator = torch.Generator().manual_seed(3)
 
@@ -95,10 +96,10 @@ def make_scales(granularity, *, centered=False, layers=LAYERS, heads=HEADS, mode
 
 @functools.cache
 def _override_kernels_once():
-    """Have vLLM replace its Triton kernels now, and not again with each engine.
+    """Make vLLM replace its Triton kernels now, and not again with each engine.
 
-    It looks through all modules for them, which fails at one of llvmlite's (vLLM 0.32: an object of
-    it has any attribute), once numba is there. A process that serves imports numba after that.
+    vLLM searches all modules for them. If numba is imported, this fails at a module of llvmlite
+    (vLLM 0.32), an object of which has any attribute. A serving process imports numba later.
     """
     from vllm.platforms import current_platform
 
@@ -108,7 +109,7 @@ def _override_kernels_once():
 
 @pytest.fixture
 def serve():
-    """Return a function that starts vLLM; what it holds is freed after the test."""
+    """Return a function that starts vLLM. Its memory is freed after the test."""
     pytest.importorskip("vllm")
     _override_kernels_once()
     from vllm import LLM
@@ -122,7 +123,7 @@ def serve():
             "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": True, "dtype": "float32",
             "max_model_len": 512,
             "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 8 << 20,
-            # Less than the longest prompts: the engine prefills them in chunks, with others.
+            # The longest prompts are prefilled in chunks, together with further requests.
             "max_num_batched_tokens": 128, "seed": 0, "block_size": 32,
         } | options  # fmt: skip
         llm = LLM(folder, additional_config=config, **options)
@@ -137,7 +138,7 @@ def serve():
 
 
 def store_options(dtype, folder, layers=LAYERS):
-    """Return options of FP8PagedCache that store as `dtype`, and the folder of static scales."""
+    """Return options of FP8PagedCache equal to `dtype`, and the folder of static scales."""
     options = {} if dtype == "hf_fp8kv_static" else {"dtype": "fp8_e3m4"}
     if not dtype.endswith("static"):
         return options, None
@@ -147,7 +148,7 @@ def store_options(dtype, folder, layers=LAYERS):
 
 
 def generate(llm, prompts, tokens=NEW_TOKENS):
-    """Return vLLM's greedy tokens, and how many of each prompt it had in its prefix cache."""
+    """Return vLLM's greedy tokens, and the number of cached prefix tokens of each prompt."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)

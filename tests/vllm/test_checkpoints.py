@@ -1,4 +1,4 @@
-"""Checkpoints that we write, judged by the server: vLLM's own loader reads the scales back."""
+"""Checkpoints that this package writes: vLLM's own loader reads the scales."""
 
 import shutil
 
@@ -11,7 +11,7 @@ from .conftest import HEADS, LAYERS, generate, generate_here, make_scales
 
 
 def loaded_scales(llm):
-    """Return `_k_scale` and `_v_scale` of each layer, as vLLM's loader left them."""
+    """Return `_k_scale` and `_v_scale` of each layer after vLLM's loader has run."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     attention = [layers[f"model.layers.{index}.self_attn.attn"] for index in range(LAYERS)]
     return [(layer._k_scale.float(), layer._v_scale.float()) for layer in attention]
@@ -24,7 +24,7 @@ def loaded_scales(llm):
 class TestLoader:
     @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8", "quark"])
     def test_per_tensor(self, models, serve, tmp_path, format):
-        rounded = format != "compressed-tensors"  # the loader holds these in the model's dtype
+        rounded = format != "compressed-tensors"  # the loader rounds these to the model's dtype
         scales, copy = make_scales("tensor"), str(tmp_path / "copy")
         scales.save_pretrained(copy, format=format, checkpoint=models("llama")[1])
         for index, (k, v) in enumerate(loaded_scales(serve(copy, "fp8", dtype="bfloat16"))):
@@ -33,7 +33,7 @@ class TestLoader:
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
     def test_scales_that_it_does_not_take(self, models, serve, tmp_path, format):
-        """Without a quantization config it would stop at scales among the weights."""
+        """Without a quantization config, vLLM would fail at scales among the weights."""
         copy = str(tmp_path / "copy")
         make_scales("tensor").save_pretrained(copy, format=format, checkpoint=models("llama")[1])
         assert all(k == v == 1 for k, v in loaded_scales(serve(copy, "fp8")))
@@ -43,7 +43,7 @@ class TestLoader:
         [("tensor", "shards"), ("head", "its own folder"), ("head", "a checkpoint")],
     )
     def test_checkpoints(self, models, serve, tmp_path, granularity, given):
-        """The index of several files names the scales. Scales may join an existing checkpoint."""
+        """The index of several files lists the scales. Scales may join an existing checkpoint."""
         model, folder = models("llama")
         scales, copy, options = make_scales(granularity), tmp_path / "copy", {"checkpoint": folder}
         if given == "shards":
@@ -61,7 +61,7 @@ class TestLoader:
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 def test_a_checkpoints_own_scales(models, prompts, serve, tmp_path, granularity):
-    """A dtype with static scales takes those of the checkpoint that is served."""
+    """A dtype with static scales uses the scales of the served checkpoint."""
     model, folder = models("llama")
     scales = make_scales(granularity)
     copy = tmp_path / "copy"

@@ -1,4 +1,4 @@
-"""What cannot be served is refused before anything is, with what to do."""
+"""Unsupported models and options are refused before serving, with a remedy."""
 
 import importlib.metadata
 import sys
@@ -69,7 +69,7 @@ class TestWithoutVLLM:
 
     def test_static_scales_for_slots_with_scales(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match="use hf_fp8kv_e4m3_static"):
+        with pytest.raises(ConfigError, match="Use hf_fp8kv_e4m3_static"):
             read("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
 
     def test_a_plan_for_slots_with_scales(self, tmp_path):
@@ -84,7 +84,7 @@ class TestWithoutVLLM:
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
             model.check_layers([0, 1], 2, ["qwen2"])
         for dtype, extra, message in (
-            ("hf_fp8kv_static", {}, "use hf_fp8kv for these scales"),
+            ("hf_fp8kv_static", {}, "Use hf_fp8kv for these scales"),
             ("hf_fp8kv_e3m4", {}, "dtype: expected None, since the plan says"),
             ("hf_fp8kv", {"scales": str(tmp_path)}, "pass it as plan"),
         ):
@@ -108,7 +108,7 @@ class TestWithoutVLLM:
             model.check_layers([0], 1, ["mistral"])
 
     def test_scales_of_each_rank(self, tmp_path):
-        """A rank of two has the second half of the heads, a rank of four shares a head."""
+        """Rank 1 of two has the second half of the heads. A rank of four shares a head."""
         scales = make_scales("head", centered=True)
         scales.save_pretrained(tmp_path)
         config = {"scales": str(tmp_path)}
@@ -122,7 +122,7 @@ class TestWithoutVLLM:
 
     def test_no_vllm(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-        hf_fp8kv.vllm.register()  # imports nothing of vLLM, or it would fail where there is none
+        hf_fp8kv.vllm.register()  # would fail without vLLM if it imported from vLLM
 
     @pytest.mark.parametrize("version", ["0.31.2", "0.34.1", "1.0", "unknown", "0.33.9"])
     def test_another_version_or_hook_registers_nothing(self, monkeypatch, caplog, version):

@@ -1,4 +1,4 @@
-"""The attention for GPUs, in vLLM on a CPU, where only its kernels are others; and vLLM 0.33."""
+"""The attention for GPUs, run by vLLM on a CPU with kernels for CPUs, and vLLM 0.33."""
 
 import os
 import subprocess
@@ -14,12 +14,12 @@ vllm = pytest.importorskip("vllm")
 
 @pytest.fixture
 def gpu_attention():
-    """Have vLLM's CPU platform take the attention that is for GPUs."""
+    """Make vLLM's CPU platform use the attention for GPUs."""
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    load_general_plugins()  # or vLLM does it later, and puts ours for CPUs there
+    load_general_plugins()  # otherwise vLLM loads them later, and selects our attention for CPUs
     before = AttentionBackendEnum.CPU_ATTN.get_path()
     register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum["HF_FP8KV"].get_path())
     selector._cached_get_attn_backend.cache_clear()
@@ -64,7 +64,7 @@ def test_what_vllm_selects_it_for():
         assert len(reasons(**requested | other)) == 1, other
 
 
-# Prints what a version of vLLM knows after the plugin was registered twice.
+# Checks the registrations in a version of vLLM after two calls of `register`.
 SCRIPT = """
 import vllm
 import hf_fp8kv.vllm
@@ -87,7 +87,7 @@ print("version", vllm.__version__)
 
 
 def test_vllm_0_33(tmp_path):
-    """Against the Python files of its wheel, in the folder that VLLM_0_33 names."""
+    """The plugin registers in the Python files of vLLM's wheel, in the folder VLLM_0_33."""
     folder = os.environ.get("VLLM_0_33")
     if folder is None:
         pytest.skip("set VLLM_0_33 to a folder with vllm 0.33's Python files")

@@ -1,6 +1,6 @@
-"""Layers for which vLLM derives classes from an attention, or that have no pages of their own.
+"""Layers with classes that vLLM derives from an attention, and layers that share pages.
 
-With our dtypes, and with vLLM's: there our package must not be noticed.
+They are tested with our dtypes, and with vLLM's dtypes, for which our package must change nothing.
 """
 
 import pytest
@@ -9,13 +9,13 @@ import torch
 from .conftest import SIZES, generate, generate_here, store_options
 
 _KINDS = {
-    # Layers see the tokens of their own chunk of 64, but for every second one.
+    # Every second layer has full attention. The remaining layers attend within chunks of 64 tokens.
     "llama4_text": SIZES | {
         "num_hidden_layers": 4, "intermediate_size_mlp": 128, "num_local_experts": 2,
         "attention_chunk_size": 64, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 5,
         "attn_temperature_tuning": False, "use_qk_norm": False,
     },
-    # The last two layers read the pages of those before.
+    # The last two layers read the pages of earlier layers.
     "gemma3n_text": SIZES | {
         "num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 40,
         "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def make_model(name, folder):
-    """Return a model of transformers, which is saved in the folder."""
+    """Save a model of transformers in the folder, and return it."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     config = AutoConfig.for_model(name, **_KINDS[name])
@@ -53,7 +53,7 @@ def test_chunks(prompts, serve, tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
 def test_layers_that_share_pages(prompts, serve, tmp_path, dtype):
-    """They read with the scales that were written with; scales of their own there are none."""
+    """They read with the scales of the layer that wrote the pages, and have no separate scales."""
     model = make_model("gemma3n_text", tmp_path / "model")
     model.set_attn_implementation("fp8_paged")
     options, path = store_options(dtype, tmp_path, layers=4)

@@ -1,4 +1,4 @@
-"""vLLM as users start it: with processes of its own, which load the plugin by its entry point."""
+"""vLLM as users start it, with separate processes that load the plugin by its entry point."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ from tests.helpers.margins import greedy_deficit
 
 from .conftest import generate_here, make_scales
 
-# The logits that a token may lose to 8-bit pages. An answer to a different prompt loses over 5.
+# Largest loss of a token's logit by 8-bit pages. In an answer to a different prompt it exceeds 5.
 DEFICIT = 1.0
 SCRIPT = """
 import json, sys
@@ -45,7 +45,7 @@ def test_tensor_parallel(models, prompts, tmp_path, ranks):
     """Each rank has one of two heads, whose scales and centers differ."""
     pytest.importorskip("vllm")
     if ranks > (os.cpu_count() or 1):
-        pytest.skip("vLLM gives each rank a core of its own")
+        pytest.skip("vLLM needs a core for each rank")
     model, folder = models("llama")
     scales = make_scales("head", centered=True)
     scales.save_pretrained(tmp_path / "scales")
@@ -66,10 +66,10 @@ def test_tensor_parallel(models, prompts, tmp_path, ranks):
 
 
 def test_the_example():
-    """A real model, calibrated here; its engine is a process that vLLM starts.
+    """A real model is calibrated here. Its engine is a process that vLLM starts.
 
-    Its pages round to 8 bits, where a CPU may choose another of two nearly equal tokens. So each
-    answer has to be greedy to within that rounding, and not an answer to a different prompt.
+    With 8-bit pages, CPUs may choose differently between two nearly equal tokens. Each answer must
+    therefore be greedy to within that rounding, and not an answer to a different prompt.
     """
     pytest.importorskip("vllm")
     example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"

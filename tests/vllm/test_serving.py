@@ -1,4 +1,4 @@
-"""vLLM with our pages gives the tokens of `FP8PagedCache(prefill="stored")`: float32, greedy."""
+"""vLLM with our pages returns the tokens of `FP8PagedCache(prefill="stored")`: float32, greedy."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_llama_with_static_scales(models, prompts, serve, tmp_path, granularity,
 
 
 def test_each_scale_counts(models, prompts):
-    """What the comparisons above would show: other scales, or none, give other tokens."""
+    """The tests above can fail: with different scales, or none, the tokens differ."""
     model, _ = models("llama")
     scales = make_scales("head", centered=True)
     tokens = generate_here(model, prompts, scales=scales)
@@ -77,12 +77,12 @@ def test_prefixes_of_earlier_requests_are_read(models, prompts, serve):
     longer = [prompt + new for prompt, new in zip(prompts, expected, strict=True)]
     tokens, cached = generate(llm, longer)
     assert tokens == generate_here(model, longer, dtype="fp8_e3m4")
-    # Whole blocks of 32 tokens; the last token of a step is not stored yet.
+    # Only whole blocks of 32 tokens are cached, and the last token is not stored yet.
     assert cached == [(len(x) - 1) // 32 * 32 for x in longer]
 
 
 def test_few_blocks_are_given_from_one_request_to_the_next(models, prompts, serve):
-    """Requests wait, are preempted and computed again; blocks hold the bytes of others before."""
+    """Requests wait, are preempted and recomputed. Blocks hold old bytes of earlier requests."""
     model, folder = models("llama")
     llm = serve(folder, "hf_fp8kv_e3m4", num_gpu_blocks_override=17, enable_prefix_caching=False)
     expected = generate_here(model, prompts, dtype="fp8_e3m4")
@@ -101,7 +101,7 @@ def test_a_plan_chosen_once(models, prompts, serve, tmp_path):
 
 def test_transformers_models_in_vllm(models, prompts, serve):
     model, folder = models("qwen3")
-    # First: vLLM changes transformers' class, whose instances of before cannot be called then.
+    # This comes first, because vLLM changes transformers' class and breaks existing instances.
     expected = generate_here(model, prompts, dtype="fp8_e4m3")
     tokens, _ = generate(serve(folder, "hf_fp8kv_e4m3", model_impl="transformers"), prompts)
     assert tokens == expected
@@ -121,7 +121,7 @@ def test_number_of_blocks(models, serve, tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "hf_fp8kv"])
 def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, dtype):
-    """Compares each code and scale in vLLM's pool, token by token."""
+    """Compare each code and scale in vLLM's pool, token by token."""
     model, folder = models("llama")
     if dtype == "hf_fp8kv":
         plan, path, given = choose_plan(model), None, {"plan": tmp_path}

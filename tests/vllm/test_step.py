@@ -1,6 +1,6 @@
-"""A step of vLLM's scheduler as our operations, on pages that are in blocks of bytes, without vLLM.
+"""Operations for a step of vLLM's scheduler, on pages in blocks of bytes, without vLLM.
 
-The backend "triton" is interpreted: what vLLM would call on a GPU, as far as a CPU can show it.
+The backend "triton" is interpreted, which tests the calls that vLLM would make on a GPU.
 """
 
 import itertools
@@ -25,7 +25,7 @@ NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 
 def make_pool(dtype, *, gap=0):
-    """Return a pool as vLLM makes it, full of codes of NaN, and `gap` bytes between blocks."""
+    """Return a pool like vLLM's, full of codes of NaN, with `gap` bytes between blocks."""
     slot = dtype.slot_bytes(DIM, DIM)
     memory = torch.full((BLOCKS, HEADS * SLOTS * slot + gap), 0xFF, dtype=torch.uint8)
     shape = (BLOCKS, HEADS, SLOTS, slot)
@@ -69,7 +69,7 @@ def make_storage(dtype, *, centered):
 
 
 class Requests:
-    """Requests with tokens of their own, in blocks of a pool; a step adds some to each."""
+    """Requests with random tokens, in blocks of a pool. A step adds tokens to each request."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
@@ -83,7 +83,7 @@ class Requests:
         return torch.randn((tokens, HEADS, DIM), generator=self.generator)
 
     def step(self, counts, run):
-        """Add tokens, and compare what `run` returns with the reference; return the comparison."""
+        """Add tokens, and return the step's queries and starts, and the result of `run`."""
         before = [len(x) for x in self.keys]
         new = [(self._random(n), self._random(n)) for n in counts]
         self.keys = [torch.cat([old, k]) for old, (k, _) in zip(self.keys, new, strict=True)]
@@ -103,7 +103,7 @@ class Requests:
 
 
 def expected(requests, request, query, layer):
-    """Return the attention of a request's queries to its K and V as they are stored."""
+    """Return the attention of a request's queries to its stored K and V."""
     storage, spec = layer.storage, layer.spec
     sides = [
         (requests.keys[request], storage.plan.k, storage.k, storage.center),
@@ -143,8 +143,8 @@ ATTENTIONS = {
 }
 
 
-# Grid: the interpreter is slow, so "triton" meets each kind and each attention once. It finds pages
-# by their addresses, with gaps or without.
+# Grid: the interpreter is slow, so "triton" runs with each kind and each attention once. It locates
+# pages by their addresses, with or without gaps.
 @pytest.mark.parametrize(
     ("backend", "gap", "kind", "attention"),
     [
@@ -173,9 +173,9 @@ def test_steps(backend, gap, kind, attention):
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.usefixtures("interpreted")
 def test_a_captured_decode_step(kind):
-    """What a CUDA graph replays: the same tensors, with other requests in them than before.
+    """As in the replay of a CUDA graph, the same tensors hold different requests in each step.
 
-    The second of the first step has no slot: its block table is that of a request which waits.
+    The second request of the first step has no slot. Its table belongs to a waiting request.
     """
     layer, requests = Layer(kind, "triton"), Requests(seed=8)
     memory = layer.memory

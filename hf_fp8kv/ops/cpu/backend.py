@@ -35,7 +35,7 @@ from .records import (
 GRAIN = 1 << 16
 # Sums are computed separately for each span of this number of tokens, and then added in a fixed
 # order. If heads and queries give fewer than UNITS units of work per thread, each span is a
-# separate unit, so that a delayed thread holds up the others only briefly.
+# separate unit, so that a delayed thread delays the call only briefly.
 SPAN = 512
 UNITS = 4
 # Maximum number of query rows per unit and head. More rows exceed the CPU's cache.
@@ -54,13 +54,14 @@ def load_library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendError(
-            f"backend 'cpu': expected {path.name}, got {error}; {build.REPAIR}"
+            f"backend 'cpu': expected {path.name}, got {error}. To use it, {build.REPAIR}"
         ) from error
     described = (ctypes.c_int64 * 4)()
     library.describe(described)
     if list(described) != [build.stamp(), WRITE.size, GATHER.size, ATTEND.size]:
         raise BackendError(
-            f"backend 'cpu': {path.name} was built from a different source; {build.REPAIR}"
+            f"backend 'cpu': {path.name} was built from a different source. To use it, "
+            f"{build.REPAIR}"
         )
     for name in ("write_tokens", "gather", "attend"):
         getattr(library, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
@@ -86,8 +87,8 @@ def _plain_side(side: StoredSide) -> StoredSide:
     )
 
 
-def _threads(numbers: int) -> int:
-    return max(1, min(torch.get_num_threads(), numbers // GRAIN))
+def _threads(values: int) -> int:
+    return max(1, min(torch.get_num_threads(), values // GRAIN))
 
 
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:

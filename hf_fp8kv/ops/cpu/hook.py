@@ -19,8 +19,8 @@ class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be
         try:
             _BUILD["build"]()
         except (OSError, subprocess.CalledProcessError) as error:
-            slower = "the backend 'torch', which is slower, runs on CPUs"
-            self.app.display_warning(f"kernels for CPUs were not compiled: {error}; {slower}")
+            slower = "CPUs use the backend 'torch', which is slower"
+            self.app.display_warning(f"kernels for CPUs were not compiled: {error}. {slower}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{next(sys_tags()).platform}"

@@ -1,12 +1,12 @@
 """Attention for many queries: a few heads at a time are made dense for torch's attention.
 
-The C++ kernels multiply in float32, and decode a page again for each block of queries. From some
-dozens of query rows on, products dominate. torch's library computes them several times faster, and
+The C++ kernels multiply in float32, and decode a page again for each block of queries. From a few
+dozen query rows on, products dominate. torch's library computes them several times faster, and
 in bfloat16 uses the CPU's matrix units if there are any.
 
 K and V then have the model's dtype, as in the model's own attention. This is only used for 16-bit
-models. In float32 it would be twice as fast, but the result of a query would depend on the other
-queries of the call. With the C++ kernels a sequence has the same codes and logits however it is
+models. In float32 it would be twice as fast, but the result of a query would depend on which
+queries share its call. With the C++ kernels a sequence has the same codes and logits however it is
 split into calls, which training through the cache relies on.
 """
 

@@ -87,7 +87,7 @@ def readable_floats(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _numbers(name: str) -> tuple[Tensor, float]:
+def _values_of_codes(name: str) -> tuple[Tensor, float]:
     """Return the values of the 256 codes divided by a factor, float32, and the factor."""
     fmt = FORMATS[name]
     factor = 2.0 ** (15 - fmt.bias)
@@ -105,13 +105,13 @@ def decoding(name: str) -> tuple[float, ...]:
     if name == AUTO:
         return 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
-    numbers, factor = _numbers(name)
+    values, factor = _values_of_codes(name)
     shift = 10 - fmt.mantissa_bits
     if fmt.inf_code is not None:
         nan_mask = nan_code = fmt.inf_code
     else:
         nan_mask, nan_code = 0xFF if fmt.unsigned_zero else 0x7F, fmt.nan_code
-    return numbers.data_ptr(), shift, 0x7F << shift | 0x8000, nan_mask, nan_code, factor
+    return values.data_ptr(), shift, 0x7F << shift | 0x8000, nan_mask, nan_code, factor
 
 
 @functools.cache

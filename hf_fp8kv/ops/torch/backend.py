@@ -144,7 +144,7 @@ def _read(
 
     Returns:
         Unscaled K `[B * Hkv, n * S, Dk]`, scales of K, unscaled V `[B * Hkv, Dv, n * S]`, and
-        scales of V. Dynamic scales are `[B * Hkv, 1, n * S]`; None if a side has none.
+        scales of V. Dynamic scales are `[B * Hkv, 1, n * S]`. A side without them has None.
     """
     parts = pages.layout.split(read_rows(pages, first, last))
     batch, count = len(pages.table), last - first
@@ -162,12 +162,12 @@ def _read(
         k_scales = (words << 16).view(torch.float32) if pages.k.is_dynamic else None
         v_scales = (words & -0x10000).view(torch.float32) if pages.v.is_dynamic else None
 
-    def numbers(side: str, stored: StoredSide) -> Tensor:
+    def decoded(side: str, stored: StoredSide) -> Tensor:
         codes = by_head(parts[side])
         if stored.format == AUTO:
             return codes.float()
         return decode(codes, FORMATS[stored.format])
 
-    v = numbers("v", pages.v).reshape(batch * heads, count, pages.v.head_dim, size)
-    k = numbers("k", pages.k).reshape(batch * heads, count * size, -1)
+    v = decoded("v", pages.v).reshape(batch * heads, count, pages.v.head_dim, size)
+    k = decoded("k", pages.k).reshape(batch * heads, count * size, -1)
     return k, k_scales, v.transpose(1, 2).flatten(2), v_scales

@@ -159,9 +159,8 @@ class AttentionArgs(NamedTuple):
         start, stop, window: As in `ops.attend`.
         query_strides: Strides of batch, head and token.
         strides: Strides that kernels are not specialized for, in the order of their parameters:
-            batch stride of the table; strides of batch, head and token of the mask (for a compact
-            mask: its batch stride, the batch stride of its bounds, 0); strides of batch, head and
-            token of the bias.
+            table (batch), mask (batch, head, token) and bias (batch, head, token). For a compact
+            mask the three are its batch stride, the batch stride of its bounds, and 0.
         target: The GPU.
         workload: Facts that launch parameters depend on.
     """

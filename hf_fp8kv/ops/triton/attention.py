@@ -11,7 +11,8 @@ because scales are never applied to codes:
 
 A code is only converted to the value that it encodes. Each query row is scaled by a power of two to
 just below float16's largest number, so that it does not underflow where the result could show it.
-softmax.py has the steps between the two products, and products.py the products, also for latents.
+softmax.py has the steps between the two products. products.py has the products, and explains
+latents.
 """
 
 from typing import Any, NamedTuple
@@ -166,7 +167,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     # masked tiles, which are not pipelined and need the most registers.
     main = tl.cdiv(full, TILE)
     main_end = tl.maximum(full_end // TILE, main)
-    # If nothing is visible there are no masked tiles, because the table may end before `begin`.
+    # If nothing is visible, no masked tile is read, because the table may end before `begin`.
     first = begin // MASKED_TILE
     last = tl.where(begin < end, tl.cdiv(end, MASKED_TILE), first)
     PER_TILE: tl.constexpr = TILE // MASKED_TILE

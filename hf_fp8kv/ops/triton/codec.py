@@ -169,7 +169,7 @@ _KEEP_WITH_NAN = """
 
 
 def packed_shift(shift: int, nan: int) -> str:
-    """Return PTX that converts the four codes in $2 to float16 in $0 and $1; see `Codec`."""
+    """Return PTX (`Codec.assembly`) that converts the four codes in $2 to float16 in $0 and $1."""
     body = _HALVES + (_MARK[nan] + _KEEP_WITH_NAN if nan >= 0 else _KEEP)
     mask = (0x8000 | 0x7F << shift) * 0x10001
     return "{ .reg .b32 low, high, a, b, m;" + body.format(shift=shift, mask=hex(mask)) + "}"

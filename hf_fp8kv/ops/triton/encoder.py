@@ -1,9 +1,9 @@
 """Encoding of values and choice of scales: the device side of formats/codec.py.
 
 Integer arithmetic gives the same bits as formats/codec.py on every GPU. The hardware's casts round
-twice on some architectures, are missing on others, and differ for NaN and for values past the
-largest. A kernel that uses this must be launched with `enable_fp_fusion=False`: fusing a product
-with the subtraction that follows it would change the choice of a scale.
+twice on some architectures, are missing on others, and differ for NaN and for values beyond
+the largest. A kernel that uses this must be launched with `enable_fp_fusion=False`, because fusing
+a product with the subtraction that follows it would change the choice of a scale.
 """
 
 import triton
@@ -67,8 +67,8 @@ def _mark_nan(scale, largest):
 
 @triton.jit
 def _smallest(x, FORMAT: tl.constexpr):
-    """Return smallest scale and largest magnitude, as bits, of each row of `x`, `[N, D]`."""
-    # As integers, because a maximum of floats ignores NaN.
+    """Return the smallest scale and the bits of the largest magnitude of each row, `[N]`."""
+    # Bits are compared as integers, because a maximum of floats ignores NaN.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     scale = tl.div_rn(largest.to(tl.float32, bitcast=True), FORMAT.max)
     return _round_up_to_bfloat16(tl.maximum(scale, LEAST_SCALE)), largest
@@ -76,7 +76,7 @@ def _smallest(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def smallest_scale(x, FORMAT: tl.constexpr):
-    """Return `formats.codec.dynamic_scale` of each row of `x` `[N, D]`: `[N]`, float32."""
+    """Return `formats.codec.dynamic_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
     scale, largest = _smallest(x, FORMAT)
     return _mark_nan(scale, largest)
 

@@ -67,10 +67,10 @@ def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
     """Copy the pages below `args.stop`, with codes converted to operands of products.
 
     Returns:
-        None unless widening is known to pay. It is not for few blocks of rows; with a window, which
-        limits the shared codes; for latents, float32 products and complete masks, whose sums would
-        spill; without 8-bit codes; on GPUs whose products do not read K and V from shared memory;
-        and if the copies exceed `WIDENED_BYTES`.
+        None unless widening is known to pay. It is not for few blocks of rows, nor with a window,
+        which limits the shared codes. It is not for latents, float32 products and complete masks,
+        whose sums would spill, nor without 8-bit codes. GPUs whose products do not read K and V
+        from shared memory do not gain, and the copies may not exceed `WIDENED_BYTES`.
     """
     workload, stop = args.workload, args.stop
     is_shared = blocks >= WIDENED_BLOCKS and stop >= WIDENED_FROM

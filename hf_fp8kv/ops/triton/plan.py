@@ -190,7 +190,7 @@ def _plan(
     # This n minimizes the time to read a range of n tokens and to merge `longest / n` parts.
     least = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
     length = tl.maximum(tl.cdiv(total, ranges), (least / UNIT).to(tl.int32))
-    # If many parts would have to be merged, half of the programs suffice for the bandwidth.
+    # With many parts to merge, half of the programs suffice for the bandwidth.
     length = tl.maximum(length, tl.minimum(tl.cdiv(total, ranges) * 2, longest // MANY_PARTS))
     split = _gains(units, total, longest, batch, heads, capacity, UNIT, cost)
     length = tl.where(split, length, total)

@@ -1,4 +1,4 @@
-"""Products of a tile with queries and weights, also for latents, which are keys and values.
+"""Products of a tile with queries and weights, including latents, which are keys and values.
 
 With latents, K holds the latents and V their positional parts. Both are keys, with different scales
 and formats, so each needs a separate product. The logit of a token is

@@ -11,12 +11,11 @@ launches the same compiled kernels.
 A recording holds no tensors, so all layers and caches share it. Its key has everything that it
 depends on:
 
-    `layout`: arguments that are neither tensors nor such integers, and all shapes and strides that
-    the operation reads;
-    the operation and the device;
-    for each tensor whether it is None, its dtype, and its alignment to 16 bytes, because Triton
-    compiles kernels for these properties (on AMD also for sizes over 2 GiB);
-    the `Target`.
+    * the operation, the device and the `Target`
+    * `layout`: arguments that are neither tensors nor such integers, and all shapes and strides
+      that the operation reads
+    * for each tensor: whether it is None, its dtype, and its alignment to 16 bytes, because Triton
+      compiles kernels for these properties, and on AMD for sizes over 2 GiB
 
 The facts about the tensors of pages (`SharedTensors`) are computed once and cached in the pages.
 This is safe because these tensors never change their memory.

@@ -89,7 +89,7 @@ def weigh(x, m_i, l_i, v_scale, seen, DYNAMIC: tl.constexpr, SWAPPED: tl.constex
     """Return the weights of a tile, the factor of earlier sums, and the new m_i and l_i.
 
     If DYNAMIC, weights are multiplied by V's dynamic scales, `v_scale`, `[TILE]`. `seen` marks
-    tokens that are visible to some row, `[TILE]`; None means all.
+    tokens that are visible to some row, `[TILE]`. None means all.
     """
     ROW_AXIS: tl.constexpr = 1 if SWAPPED else 0
     if DYNAMIC:

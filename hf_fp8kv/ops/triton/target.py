@@ -123,7 +123,7 @@ class Target:
 
 # Number of SMs of the most common chips, and the resources of one SM: A100, RTX 3090, RTX 4090,
 # H100, B200, RTX 5090, MI300X, MI355X. These values are only used to compile kernels without a GPU.
-# Sources: CUDA C++ Programming Guide, compute capabilities; CDNA 3 and 4 ISA, local data share.
+# Sources: CUDA C++ Programming Guide (compute capabilities), CDNA 3 and 4 ISA (local data share).
 CHIPS = {
     "sm_80": (108, Resources(164 << 10, 2048)), "sm_86": (82, Resources(100 << 10, 1536)),
     "sm_89": (128, Resources(100 << 10, 1536)), "sm_90": (132, Resources(228 << 10, 2048)),
@@ -218,7 +218,7 @@ class _Recorder(threading.local):
 
 _recorder = _Recorder()
 
-# Default options of kernels. Triton 3.9 warns without this one, because 3.10 changes its default.
+# Default options of kernels. Triton 3.9 warns without this one because 3.10 changes the default.
 _OPTIONS = {"enable_fp_fusion": True}
 
 
@@ -276,7 +276,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             raise
         raise BackendError(
             "backend 'triton': expected a C compiler and the headers of Python, with which Triton "
-            f"builds a launcher for each kernel, got {error}; install them (gcc, python3-dev), or "
+            f"builds a launcher for each kernel, got {error}. Install them (gcc, python3-dev), or "
             "pass backend='torch', which is slower"
         ) from error
     if recorded is not None:

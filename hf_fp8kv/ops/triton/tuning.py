@@ -143,7 +143,7 @@ _CUDA = Family(
         16: {width: (*row[:3], row[3] and 240) for width, row in _FEW.items()},
         32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
     },
-    # Swapping saves nothing if there are as many rows as tokens.
+    # Swapping saves nothing with equal numbers of rows and tokens.
     decode_rows_first={
         64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
         1024: (16, 8, 2, None),

@@ -2,8 +2,8 @@
 
 A smoke test and compute-sanitizer run first, and the benchmark before the slower half of the
 tests. Each part has a time limit, and the logs name what it left out. Logs and gpu.json go to a
-folder. The last line is one JSON object. The exit code is that of the tests, or else that of the
-benchmark. Without a GPU nothing runs, and the exit code is 0. In a dry run, half an hour is the
+folder. The last line is one JSON object. The exit code is the tests' exit code, or if it is 0 the
+benchmark's. Without a GPU nothing runs, and the exit code is 0. In a dry run, half an hour is the
 limit of each part.
 """
 

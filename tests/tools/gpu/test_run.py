@@ -17,7 +17,7 @@ from tests.tools.gpu import run
 
 def test_without_a_gpu(monkeypatch, capsys):
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     monkeypatch.setattr(sys, "argv", ["run.py"])
     assert run.main() == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"gpu": None}

@@ -55,10 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     names = [variant.name for variant in list_variants()]
     add("--target", nargs="+", action="extend", choices=TARGETS, help="default: all")
     add("--variant", nargs="+", action="extend", choices=names, metavar="NAME", default=[],
-        help="rows of the table to compile; default: all")  # fmt: skip
+        help="rows of the table to compile (default: all)")  # fmt: skip
     add("--summary", action="store_true", help="only variants that read pages")
     add("--before", type=read_rows, default={}, metavar="FILE",
-        help="output of an earlier --json; cells that differ have both values")  # fmt: skip
+        help="output of an earlier --json. Cells that differ have both values")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     variants = SUMMARY if options.summary else options.variant

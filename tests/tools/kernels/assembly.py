@@ -23,8 +23,8 @@ class Assembly:
         spills: Instructions that access local memory (NVIDIA), or spilled vector registers (AMD).
         loop_spills: Spills in the main loop. NVIDIA only.
         doubles: Instructions on float64.
-        loop: Instructions of the main loop, or 0. Of the innermost loops that multiply matrices it
-            is the one with the most 16-byte loads, and then the shortest.
+        loop: Instructions of the main loop, or 0. The main loop is the innermost loop with products
+            of matrices that has the most 16-byte loads, and among equals the shortest.
         wide_bytes: Bytes that a thread loads in the loop with 16-byte loads from global memory.
         byte_loads: Loads of single bytes from shared memory in the loop.
         conversions: Instructions in the loop, or anywhere without a loop, that convert 8-bit
@@ -46,7 +46,7 @@ class Assembly:
 
 
 def read_assembly(asm: dict[str, Any]) -> Assembly:
-    """Return the facts of a kernel, given the `asm` of what Triton compiled."""
+    """Return the facts of a kernel, given the `asm` of Triton's compiled kernel."""
     if "amdgcn" in asm:
         return read_amd(asm["amdgcn"])
     with tempfile.TemporaryDirectory() as folder:
@@ -94,10 +94,10 @@ def read_nvidia(text: str, usage: str) -> Assembly:
 
 
 def _count_copies(loop: Sequence[str]) -> float:
-    """Return the rounds of asynchronous copies to shared memory that are in flight together.
+    """Return the number of rounds whose asynchronous copies to shared memory are in flight at once.
 
-    These are the groups that the strictest wait leaves, and the groups that a round adds. Loads to
-    registers do not count, because the same round waits for their values.
+    In flight are the groups that the strictest wait leaves, and the groups that a round adds. Loads
+    to registers do not count, because the same round waits for their values.
     """
     groups = _count(r"LDGDEPBAR\b", loop)
     left = [int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))]

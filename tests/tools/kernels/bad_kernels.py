@@ -1,6 +1,6 @@
-"""What the check must notice: kernels that break a rule, a wrong variant, a compiler that dies.
+"""Faults for the check: kernels that break a rule, a wrong variant, and a compiler that dies.
 
-The kernels resemble the decode kernel. "good" breaks no rule. Other cases change one thing each.
+The kernels resemble the decode kernel. "good" breaks no rule. Each further case has one change.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""Compile every kernel for every supported GPU, without one, and check the machine code.
+"""Compile every kernel for every supported GPU, without a GPU, and check the machine code.
 
 The functions that a cache calls run on tensors on the CPU, and each kernel that they would start is
-compiled for the target instead. So the check sees what would run, with the same constants and the
-same alignment of arguments. assembly.py reads the machine code, rules.py judges it.
+compiled for the target instead. The compiled kernels therefore have the constants and the alignment
+of arguments of real calls. assembly.py reads the machine code, and rules.py checks it.
 
-Triton's cache (TRITON_CACHE_DIR) keeps what was compiled, by the kernels' source.
+Triton's cache (TRITON_CACHE_DIR) stores compiled kernels by their source.
 """
 
 import json
@@ -43,9 +43,9 @@ def run_in_processes(
 ) -> dict[str, list[Row]]:
     """Return the rows that `work` yields for each name, in one process per name, two at a time.
 
-    Triton 3.6 converts FP8 for every target in the way of the first target of a process. The
-    processes are forks, because an import of torch and transformers takes seconds. A process that
-    dies becomes a row.
+    Triton 3.6 converts FP8 for all targets of a process as for its first target. The processes are
+    forks, because an import of torch and transformers takes seconds. A process that dies gives a
+    row with a violation.
     """
     fork = multiprocessing.get_context("fork")
     found: dict[str, list[Row]] = {}
@@ -77,7 +77,7 @@ def _write_rows(path: Path, work: Callable[[str], Iterable[Row]], name: str) -> 
 def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
     """Yield a row for each kernel that the variants start on the target `name`.
 
-    From now on Triton takes the target for this process's GPU.
+    Triton then compiles for the target in this process.
     """
     set_target(name)
     target = Target.parse(name)
@@ -91,7 +91,7 @@ def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
                 if compiled.hash not in seen:
                     seen.add(compiled.hash)
                     yield make_row(target, variant, kernel.__name__, compiled, constants)
-        except Exception as error:  # a compiler may raise anything, and the report is about it
+        except Exception as error:  # a compiler may raise any error, which the row reports
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             why = f"does not compile: {type(error).__name__}: {lines[-1] if lines else ''}"
             yield _failed_row(name, variant.name, variant.operation, why)
@@ -105,7 +105,7 @@ def set_target(name: str) -> None:
     """Make Triton compile for the GPU `name` from now on."""
     parsed = Target.parse(name)
     target = GPUTarget(parsed.vendor, parsed.arch, 32 if parsed.is_nvidia else 64)
-    # The part of a driver that a compilation uses.
+    # The methods of a driver that a compilation uses.
     driver = SimpleNamespace(
         get_current_target=lambda: target,
         get_active_torch_device=lambda: torch.device("cpu"),
@@ -116,12 +116,12 @@ def set_target(name: str) -> None:
 
 
 def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:
-    """Return the facts of a compiled kernel: those of Assembly, its resources and ratios.
+    """Return the facts of a compiled kernel: the fields of Assembly, resources and ratios.
 
-    "rows" are the query rows of a program, "tile" the tokens that a round of the main loop reads,
-    "per_kib" the loop's instructions of a warp per KiB of keys and values, "per_tile" those of all
-    warps in a round. "programs" fit on a multiprocessor, and have "in_flight" bytes of keys and
-    values in flight, at most, while they compute.
+    "rows" are the query rows of a program, and "tile" the tokens that a round of the main loop
+    reads. "per_tile" counts instructions of all warps in a round, and "per_kib" instructions of all
+    warps per KiB of keys and values. "programs" fit on one SM, and have at most "in_flight" bytes
+    of keys and values in flight while they compute.
     """
     found = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared

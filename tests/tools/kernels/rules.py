@@ -15,8 +15,8 @@ TARGETS = {
 }
 # Newer versions of ptxas keep a few values outside the main loop that are used after it.
 SPILLS_OUTSIDE = 8
-# The 64 rows of a program of latents take all registers: what is used before and after the main
-# loop, and in the tiles with a mask, is kept in memory. Prompts still take 0.68 to 0.77 of the time
+# The 64 rows of a program of latents use all registers. Values for the code before and after the
+# main loop, and for masked tiles, are kept in memory. Prompts still take 0.68 to 0.77 of the time
 # of 16 rows without spills (H200).
 LATENT_SPILLS_OUTSIDE = 48
 
@@ -40,7 +40,7 @@ def find_violations(
         shared: Bytes of shared memory.
         warps: Warps of a program.
         tile: Tokens that a round of the main loop reads. 0 if the kernel need not read pages fast.
-        converts: Whether it reads codes of K in 8 bits, and no others converted them before.
+        converts: Whether it reads 8-bit codes of K, which no earlier kernel has converted.
     """
     if assembly.loop_spills:
         yield f"{assembly.loop_spills} spills in the main loop"
@@ -51,9 +51,9 @@ def find_violations(
     if assembly.doubles:
         yield f"{assembly.doubles} float64 instructions"
     if assembly.fused and "bias" in variant.extras:
-        # The lowest number, less itself, would not be 0.
+        # The lowest value minus itself would not be 0.
         yield f"{assembly.fused} products with log2(e) fused with sums"
-    # Codes of E5M2 may also become float16 by placing their bytes.
+    # Codes of E5M2 may also be converted to float16 by moves of bytes.
     stored = FORMATS.get(variant.k)
     is_native = stored is not None and stored.mantissa_bits > 2 and target.converts(stored)
     if converts and is_native and not assembly.conversions:
@@ -63,7 +63,7 @@ def find_violations(
     if not assembly.loop:
         yield "no main loop"
         return
-    # The positions of latents in 8 bits are too few bytes for 16-byte loads.
+    # Positions of latents in 8 bits have too few bytes for 16-byte loads.
     narrow_v = "latent" in variant.extras and variant.v in FORMATS
     width = variant.bytes_per_token - (variant.dims[1] if narrow_v else 0)
     wide, needed = assembly.wide_bytes * (32 if target.is_nvidia else 64), width * tile / warps
@@ -74,4 +74,4 @@ def find_violations(
     programs = target.fit(assembly.registers, warps, shared)
     expected = expected_programs(target, variant.groups * variant.tokens)
     if variant.main and variant.operation == "decode" and programs < expected:
-        yield f"{programs} programs fit on a multiprocessor, of {expected}"
+        yield f"{programs} programs fit on an SM, of {expected}"

@@ -1,6 +1,6 @@
 """Calls that kernels are compiled for: every format, and the shapes and features worth checking.
 
-A variant is called as a cache calls it, on small tensors on the CPU; see check.py.
+A variant is called as a cache calls it, on small tensors on the CPU (see check.py).
 """
 
 import importlib
@@ -31,8 +31,8 @@ class Variant:
         dtype: Dtype of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center" or "rotated".
             "complete" is a mask per query token. "latent" means one head whose K holds latents, and
-            V their positions. "k" or "v" is the side to gather. "float32": keys are float32
-            next to values of another dtype.
+            V their positions. "k" or "v" is the side to gather. "float32" means keys in float32
+            next to values of a different dtype.
         main: Whether the variant must be fast.
     """
 
@@ -77,7 +77,7 @@ class Variant:
 def list_variants(names: Collection[str] = ()) -> list[Variant]:
     """Return the variants to compile for every target, or those with one of `names`."""
     formats = [{"k": name, "v": name} for name in FORMATS]
-    # No hardware converts these formats: their bits are moved on every GPU.
+    # No hardware converts these formats, so their bits are shifted on every GPU.
     own = [{"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None]
     auto, static = {"k": AUTO, "v": AUTO}, {"static": True}
     e2m5, int8 = ({"k": name, "v": name} for name in ("fp8_e2m5", "int8"))
@@ -121,9 +121,9 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *(Variant("decode", **main, main=True) for main in mains),
         *(Variant("decode", **other) for other in others),
         *(Variant("extend", **extend, tokens=1024) for extend in (*extends, *latents)),
-        # Codes are read as they are within a window.
+        # Within a window, codes are not widened.
         *(Variant("extend", **fmt, tokens=1024, extras=("window",)) for fmt in formats),
-        # Too few programs to fill a GPU: split as decoding is.
+        # With too few programs for a GPU, sequences are split as in decoding.
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
         *(Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})

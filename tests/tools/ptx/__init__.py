@@ -1,1 +1,1 @@
-"""Kernels executed from the PTX that Triton's compiler makes of them, on the CPU."""
+"""Execution of kernels on the CPU, from the PTX that Triton's compiler generates."""

@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
     shared: int
 
 
-# A change of the PTX of kernels before they are executed. Tests plant faults with it.
+# Function that changes the PTX of kernels before execution. Tests insert faults with it.
 edit: Callable[[str], str] | None = None
 
 

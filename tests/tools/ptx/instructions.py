@@ -15,7 +15,7 @@ from .parse import Instruction, Program
 
 
 def compile_program(program: Program) -> list[tuple[str, bool, int, Step | None]]:
-    """Return guard, whether it is negated, target and function of each instruction.
+    """Return the guard, whether it is negated, the target and the function of each instruction.
 
     A branch has a target and no function. The target of an end is below zero.
     """
@@ -48,7 +48,7 @@ def _compile_operation(operation: Operation, operands: Any, program: Program) ->
     compute, kinds, result = operation
     reads = [read_as(x, kind, program) for x, kind in zip(sources, kinds, strict=True)]
     stored = STORED[program.registers[to]]
-    # A narrow result is extended, by its sign if it has one.
+    # A narrow result is extended, with its sign if it is signed.
     wide = stored if result.kind != "i" else np.dtype(f"i{stored.itemsize}")
 
     def run(machine: Machine, mask: Mask) -> None:
@@ -169,7 +169,7 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
 
 
 def _wait_for_copies(machine: Machine, mask: Mask, left: int) -> None:
-    """Let the copies of all groups but the last ones arrive."""
+    """Let the copies of all groups except the last groups arrive."""
     closed = machine.groups.reshape(-1)
     remaining = []
     for copy in machine.copies:
@@ -243,7 +243,7 @@ def _make_reduction(instruction: Instruction, program: Program) -> Step:
 
 
 def _make_fence(instruction: Instruction, _: Program) -> Step:
-    """Show stores to shared memory to products that run asynchronously."""
+    """Make stores to shared memory visible to products that run asynchronously."""
     assert instruction.opcode[1:3] == ("proxy", "async"), instruction.text
     return lambda machine, mask: machine.shared.show(machine.programs(mask))
 

@@ -1,4 +1,4 @@
-"""Programs of a launch, executed together: the threads at the lowest instruction come next."""
+"""Programs of a launch, executed together: the threads at the lowest instruction run next."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from .memory import Array, Fault, GlobalMemory, Ints, SharedMemory
 from .operations import TYPES
 from .parse import Program
 
-# Threads that are executed together, at most.
+# Maximum number of threads that are executed together.
 LANES = 1 << 13
 # The threads that execute an instruction, `[programs, threads]`. None means all threads.
 Mask = Any
@@ -18,7 +18,7 @@ _RUBBISH = 0xDEADBEEFDEADBEEF  # a large number in each type
 
 
 class Copy(NamedTuple):
-    """An asynchronous copy: threads, their groups, where to, and bytes `[n, size]`."""
+    """An asynchronous copy: threads, their groups, destinations, and bytes `[n, size]`."""
 
     lanes: Ints
     groups: Array
@@ -39,10 +39,10 @@ class Machine:
 
     Args:
         program: The kernel.
-        steps: What `compile_program` returns for it.
-        parameters: Their bits, 64 of each.
+        steps: Result of `compile_program` for the kernel.
+        parameters: 64 bits of each parameter.
         grid: Programs of the launch, on three axes.
-        numbers: Which of them are executed.
+        numbers: Numbers of the programs to execute.
         memory: Global memory.
         shared: Bytes of shared memory of a program.
     """
@@ -66,9 +66,9 @@ class Machine:
         self.registers["%tid.x"] = np.arange(threads, dtype=np.uint32)[None]
         self.registers["%laneid"] = self.registers["%tid.x"] % 32
         self.shared = SharedMemory(len(numbers), threads, shared, _find_grain(program))
-        self.groups = np.zeros(self.shape, np.int32)  # of asynchronous copies, that are closed
+        self.groups = np.zeros(self.shape, np.int32)  # number of closed groups of copies
         self.copies: list[Copy] = []
-        # Results of products that no wait has ended, the closed groups of products, and those.
+        # Results of unfinished products by register, the products, and the number of closed groups.
         self.unfinished: dict[str, Array] = {}
         self.products: list[Product] = []
         self.product_groups = 0
@@ -92,7 +92,7 @@ class Machine:
             raise Fault(f"{self.program.name}: a program ends before its copies arrive")
 
     def _run_lanes(self, at: int, until: int, lanes: Array) -> None:
-        """Execute threads up to an instruction that others are at, or that divides them."""
+        """Execute threads until instruction `until`, or to an instruction where they diverge."""
         active = None if lanes.all() else lanes
         registers, steps = self.registers, self.steps
         while at < until:
@@ -129,14 +129,14 @@ class Machine:
         self.waiting[at] = self.waiting[at] | lanes if at in self.waiting else lanes
 
     def _end(self, ended: Array, at: int, left: Array) -> None:
-        """End threads. Programs without a thread are forgotten, so that most lanes are in use."""
+        """End threads. Programs without a thread are removed, so that most lanes are in use."""
         if left.any():
             self._wait(at, left)
         self.live &= ~ended
         keep = self.live.any(1)
         if keep.all() or not keep.any():
             return
-        assert not self.products, "a program ends before the products of others"
+        assert not self.products, "a program ends before products of other programs"
         count = self.shape[0]
         self.shape = int(keep.sum()), self.shape[1]
         of_programs = lambda x: x[keep] if len(x) == count else x  # noqa: E731
@@ -152,7 +152,7 @@ class Machine:
                 raise Fault("a program ends before its copies arrive")
             self.copies[i] = copy._replace(lanes=places[program] * self.shape[1] + thread)
 
-    # -- what instructions do ----------------------------------------------------------------------
+    # -- effects of instructions -------------------------------------------------------------------
 
     def put(self, name: str, value: Array, mask: Mask) -> None:
         """Overwrite a register of some threads."""
@@ -162,13 +162,13 @@ class Machine:
         self.registers[name] = value
 
     def make_rubbish(self, name: str) -> Array:
-        """Return numbers of a register that holds none yet. Compilers store no result of them."""
+        """Return values for an unset register. Compilers do not store results of such values."""
         width = self.program.registers[name]
         rubbish = np.array([[_RUBBISH & (1 << width) - 1]], np.uint64)
         return rubbish.astype("?" if width == 1 else f"u{width // 8}")
 
     def lanes(self, mask: Mask) -> Ints:
-        """Return the numbers of the threads of a mask."""
+        """Return the indices of the threads of a mask."""
         size = self.shape[0] * self.shape[1]
         return np.arange(size) if mask is None else np.flatnonzero(mask)
 
@@ -186,10 +186,10 @@ class Machine:
         self.put(name, full, mask)
 
     def programs(self, mask: Mask) -> Array:
-        """Return whether each program is in a mask, in which it must be with all of its threads."""
+        """Return whether each program is in a mask. All or none of its threads must be in it."""
         threads = np.broadcast_to(True if mask is None else mask, self.shape)
         if (threads.any(1) != threads.all(1)).any():
-            raise Fault("some threads of a program do not come")
+            raise Fault("some threads of a program do not arrive")
         return threads[:, 0]
 
     def warps(self, mask: Mask) -> Ints:
@@ -199,7 +199,7 @@ class Machine:
             return np.arange(count)
         threads = np.broadcast_to(mask, self.shape).reshape(count, 32)
         if (threads.any(1) != threads.all(1)).any():
-            raise Fault("some threads of a warp do not come")
+            raise Fault("some threads of a warp do not arrive")
         return np.flatnonzero(threads[:, 0])
 
     def by_warps(self, x: Array, warps: Ints) -> Array:
@@ -229,11 +229,11 @@ def execute(
     program: Program, steps: Sequence[Any], arguments: Sequence[int], grid: Sequence[int],
     memory: GlobalMemory, shared: int,
 ) -> int:  # fmt: skip
-    """Run a launch, and return how many instructions were executed.
+    """Run a launch, and return the number of executed instructions.
 
     Args:
         program: The kernel.
-        steps: What `compile_program` returns for it.
+        steps: Result of `compile_program` for the kernel.
         arguments: The bits of its parameters, in order.
         grid: Programs on three axes.
         memory: The tensors.

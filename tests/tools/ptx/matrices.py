@@ -1,4 +1,4 @@
-"""Instructions of a warp, or of four, on matrices that their threads hold together."""
+"""Instructions of one or four warps on matrices that are distributed over their threads."""
 
 import re
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def _make_matrix_store(instruction: Instruction, program: Program) -> Step:
 _TO_NUMBERS = {
     "f16": lambda x: x.view(np.float16).astype(np.float32),
     "bf16": lambda x: from_bfloat16(x.view(np.uint16)),
-    # Tensor cores do not look at the lower bits.
+    # Tensor cores ignore the lower bits.
     "tf32": lambda x: (x & np.uint32(0xFFFFE000)).view(np.float32),
 }
 
@@ -90,9 +90,9 @@ def _make_product(instruction: Instruction, program: Program) -> Step:
 
 
 def _rows(numbers: Array, depth: int) -> Array:
-    """Return `[warps, 16, depth]`, A, from the numbers of threads, `[warps, 32, numbers]`.
+    """Return A, `[warps, 16, depth]`, from the values of threads, `[warps, 32, values]`.
 
-    Words are of rows 8 apart, and then of the second half of the columns.
+    The first words belong to rows 8 apart, and the next words to the second half of the columns.
     """
     count = len(numbers)
     parts = numbers.reshape(count, 8, 4, 2, 2, -1)  # row, column, half of columns, of rows, element
@@ -100,7 +100,7 @@ def _rows(numbers: Array, depth: int) -> Array:
 
 
 def _of_threads(product: Array) -> Array:
-    """Return a product `[warps, 16, columns]` as the numbers of threads, `[warps, 32, numbers]`."""
+    """Return a product `[warps, 16, columns]` as the values of threads, `[warps, 32, values]`."""
     count, _, columns = product.shape
     parts = product.reshape(count, 2, 8, columns // 8, 4, 2)  # half, row, eight columns, two, one
     return np.ascontiguousarray(parts.transpose(0, 2, 4, 3, 1, 5)).reshape(count, 32, -1)
@@ -142,7 +142,7 @@ def _make_group_product(instruction: Instruction, program: Program) -> Step:
         warps = machine.warps(mask)
         groups = warps[::4] // 4
         if (warps.reshape(-1, 4) != groups[:, None] * 4 + np.arange(4)).any():
-            raise Fault("some of four warps do not come")
+            raise Fault("some of four warps do not arrive")
         if held:
             words = np.stack([machine.by_warps(read(machine), warps) for read in reads], 2)
             x, used = _rows(convert(words), depth), []
@@ -171,9 +171,9 @@ def _make_group_product(instruction: Instruction, program: Program) -> Step:
 
 
 def _find_places(descriptors: Array, rows: int, depth: int, size: int, turned: bool) -> Ints:
-    """Return addresses in shared memory, `[n, rows, depth]`, of matrices with some descriptors.
+    """Return addresses in shared memory, `[n, rows, depth]`, of matrices with these descriptors.
 
-    Layouts of PTX: a row of 32, 64 or 128 bytes is along the depth, or along the rows if `turned`.
+    In PTX's layouts a row of 32, 64 or 128 bytes is along the depth, or along the rows if `turned`.
     """
     fields = descriptors.astype(np.int64)[:, None, None]
     start, leading, stride = ((fields >> at & 0x3FFF) << 4 for at in (0, 16, 32))
@@ -191,7 +191,7 @@ def _find_places(descriptors: Array, rows: int, depth: int, size: int, turned: b
 
 
 def _wait_for_products(machine: Machine, last: int) -> None:
-    """End the products of all groups but the last ones."""
+    """End the products of all groups except the last groups."""
     done = [x for x in machine.products if x.group < machine.product_groups - last]
     machine.products = [x for x in machine.products if x.group >= machine.product_groups - last]
     left = {name for product in machine.products for name in product.names}

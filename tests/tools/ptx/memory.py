@@ -4,9 +4,9 @@ Global memory is the memory of the process. An access must lie in a tensor of th
 order in which programs run must not matter. No kernel has fences or atomics, so no program may
 store or load a byte that a different program stores.
 
-Shared memory has no numbers before they are stored, and a thread may load the stores of other
-threads only after a barrier. Asynchronous copies arrive at their wait, and until then no thread may
-touch their places.
+Shared memory is undefined before a store, and a thread may load the stores of other threads only
+after a barrier. Asynchronous copies arrive at their wait. Until then no thread may access their
+destinations.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _FIRST = 1 << 12
 
 
 class Fault(AssertionError):
-    """A kernel does what has no defined result on a GPU."""
+    """The behavior of a kernel is undefined on a GPU."""
 
 
 class _Everything:
@@ -57,7 +57,7 @@ class GlobalMemory:
         self._kept = 0
 
     def load(self, places: Ints, size: int, count: int, programs: Ints) -> Array:
-        """Return `[n, count]` numbers of `size` bytes from the addresses `[n]`."""
+        """Return `[n, count]` values of `size` bytes from the addresses `[n]`."""
         self._check(places, size * count)
         self._loads.setdefault(size * count, []).append(programs << 48 | places)
         self._kept += len(places)
@@ -67,7 +67,7 @@ class GlobalMemory:
         return self._views[size][self._index(places, size, count)]
 
     def store(self, places: Ints, values: Array, programs: Ints) -> None:
-        """Store `[n, count]` numbers at the addresses `[n]`."""
+        """Store `[n, count]` values at the addresses `[n]`."""
         count, size = values.shape[1], values.itemsize
         self._check(places, size * count)
         self._views[size][self._index(places, size, count)] = values
@@ -75,7 +75,7 @@ class GlobalMemory:
         self._stores.append(keys.reshape(-1))
 
     def check_order(self) -> None:
-        """Raise Fault if what programs load or store depends on which of them runs first."""
+        """Raise Fault if loads or stores depend on the order of programs."""
         if not self._stores:
             return
         keys = np.unique(np.concatenate(self._stores))
@@ -107,15 +107,15 @@ class GlobalMemory:
 
 
 # States of a place in shared memory since the last barrier, for stores and for loads. A number from
-# 1 on is a thread, `_MET` and above a warp whose threads have met since, `_SEVERAL` and above a
-# warp whose threads have not, and `_PRODUCT` a product that runs asynchronously. Below zero the
-# place holds no number.
+# 1 on is a thread. `_MET` and above is a warp whose threads have synchronized since, `_SEVERAL` and
+# above a warp whose threads have not, and `_PRODUCT` a product that runs asynchronously. With a
+# negative state the place is undefined.
 _CLEAN, _NEVER, _COPIED = 0, -1, -2
 _MET, _SEVERAL, _MANY, _PRODUCT = 1 << 16, 1 << 17, 1 << 20, 1 << 21
 
 
 def _differ(x: Array, y: Array) -> bool:
-    """Return whether bits differ, for float32 numbers by more than rounding.
+    """Return whether bits differ, or for float32 values whether they differ by more than rounding.
 
     If a product is fused with the first sum of a butterfly, threads round the total differently.
     """
@@ -131,10 +131,10 @@ class SharedMemory:
     """Shared memory of programs that run together.
 
     Args:
-        programs: How many there are.
+        programs: Number of programs.
         threads: Threads of a program.
         size: Bytes of a program.
-        grain: Bytes that no access divides.
+        grain: Bytes of the narrowest access.
     """
 
     def __init__(self, programs: int, threads: int, size: int, grain: int) -> None:
@@ -142,11 +142,11 @@ class SharedMemory:
         self.bytes = np.zeros((programs, self.size), np.uint8)
         self.writer = np.full((programs, self.size // grain), _NEVER, np.int32)
         self.reader = np.zeros_like(self.writer)
-        # Whether products that run asynchronously would not see what was stored.
+        # Whether stores are not yet visible to products that run asynchronously.
         self.hidden = np.zeros(self.writer.shape, bool)
 
     def load(self, lanes: Ints, places: Ints, size: int, count: int) -> Array:
-        """Return `[n, count]` numbers of `size` bytes for the threads `lanes`, `[n]`."""
+        """Return `[n, count]` values of `size` bytes for the threads `lanes`, `[n]`."""
         at, me, warp = self._locate(lanes, places, size * count)
         writer, reader = self.writer.reshape(-1), self.reader.reshape(-1)
         self._check_numbers(writer[at], me, warp)
@@ -167,7 +167,7 @@ class SharedMemory:
         return self._view(size)[self._index(lanes, places, size, count)]
 
     def store(self, lanes: Ints, places: Ints, values: Array) -> None:
-        """Store `[n, count]` numbers of the threads `lanes`, `[n]`."""
+        """Store `[n, count]` values of the threads `lanes`, `[n]`."""
         count, size = values.shape[1], values.itemsize
         at, me, warp = self._locate(lanes, places, size * count)
         self._check_free(at, me, warp)
@@ -179,12 +179,12 @@ class SharedMemory:
             raise Fault("a thread stores where another thread stored, without a barrier between")
         view[index] = values
         if _differ(view[index], values):
-            raise Fault("two threads store different numbers in one place")
+            raise Fault("two threads store different values in one place")
         writer[at] = me
         self.hidden.reshape(-1)[at] = True
 
     def begin_copy(self, lanes: Ints, places: Ints, size: int) -> None:
-        """Take the places of asynchronous copies from all threads until the copies arrive."""
+        """Block the destinations of asynchronous copies for all threads until the copies arrive."""
         at, me, warp = self._locate(lanes, places, size)
         self._check_free(at, me, warp)
         writer = self.writer.reshape(-1)
@@ -201,13 +201,13 @@ class SharedMemory:
         self.hidden.reshape(-1)[at] = True
 
     def show(self, programs: Array) -> None:
-        """Show the stores of some programs to their products that run asynchronously."""
+        """Make the stores of some programs visible to their asynchronous products."""
         self.hidden[programs] = False
 
     def begin_product(self, program: Ints, places: Ints, size: int) -> tuple[Array, Ints]:
-        """Return numbers of `size` bytes that a product reads until its wait, and where they are.
+        """Return values of `size` bytes that a product reads until its wait, and their places.
 
-        `program`, `places`: Arrays of one shape.
+        `program` and `places` are arrays of one shape.
         """
         if (places + size > self.size).any():
             raise Fault("a product reads outside of shared memory")
@@ -221,20 +221,20 @@ class SharedMemory:
         return self._view(size)[(program * self.size + places) // size], at
 
     def end_products(self, done: list[Ints], left: list[Ints]) -> None:
-        """Let what products read be stored to, after a barrier."""
+        """Allow stores to the places that products read, after a barrier."""
         reader = self.reader.reshape(-1)
         for state, of_products in ((_MANY, done), (_PRODUCT, left)):
             for at in of_products:
                 reader[at] = state
 
     def meet(self, programs: Any) -> None:
-        """All threads of some programs are at a barrier."""
+        """Synchronize all threads of some programs."""
         self.writer[programs] = np.minimum(self.writer[programs], _CLEAN)
         reader = self.reader[programs]
         self.reader[programs] = np.where(reader == _PRODUCT, reader, 0)
 
     def meet_in_warps(self, lanes: Ints) -> None:
-        """All threads of some warps are at a barrier."""
+        """Synchronize all threads of some warps."""
         for warp in np.unique(lanes // 32):
             program, first = divmod(int(warp) * 32, self.threads)
             for who in (self.writer[program], self.reader[program]):
@@ -242,7 +242,7 @@ class SharedMemory:
                 who[inside] = _MET + first // 32
 
     def keep(self, programs: Array) -> None:
-        """Forget all programs but some."""
+        """Keep some programs, and remove all others."""
         self.bytes, self.writer, self.reader, self.hidden = (
             x[programs] for x in (self.bytes, self.writer, self.reader, self.hidden)
         )
@@ -269,9 +269,9 @@ class SharedMemory:
     def _check_free(self, at: Ints, me: Array, warp: Array) -> None:
         reader = self.reader.reshape(-1)[at]
         if ((reader != 0) & (reader != me) & (reader != warp)).any():
-            raise Fault("a store to what another thread loaded, without a barrier between")
+            raise Fault("a store to a place that another thread loaded, without a barrier between")
         if (self.writer.reshape(-1)[at] == _COPIED).any():
-            raise Fault("a store to where an asynchronous copy arrives")
+            raise Fault("a store to the destination of an asynchronous copy")
 
     def _index(self, lanes: Ints, places: Ints, size: int, count: int) -> Ints:
         first = (lanes // self.threads * self.size + places) // size

@@ -11,13 +11,13 @@ from .memory import Array, Fault
 from .operations import TYPES
 from .parse import Program
 
-# What registers hold, by their width in bits.
+# Types of registers by their width in bits.
 STORED = {1: TYPES["pred"], 8: TYPES["b8"], 16: TYPES["b16"], 32: TYPES["b32"], 64: TYPES["b64"]}
 _FLOAT = re.compile(r"0([fd])([0-9A-Fa-f]+)")
 
 
 def read_as(operand: Any, kind: np.dtype[Any], program: Program) -> Callable[[Machine], Array]:
-    """Return a function that returns an operand, as numbers of some type."""
+    """Return a function that returns an operand, as values of a type."""
     width = 1 if kind == TYPES["pred"] else 8 * kind.itemsize
     if operand in program.registers or operand[0] == "%":
         stored = STORED[program.registers.get(operand, 32)]

@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 _PRED = np.dtype(bool)
 _F32, _F16, _U64, _U32, _U16 = (np.dtype(x) for x in ("<f4", "<f2", "<u8", "<u4", "<u2"))
-# Numbers of 16 bits that numpy lacks are bits here.
+# Formats that numpy lacks are represented by their bits.
 TYPES = {"pred": _PRED, "f16": _F16, "f32": _F32, "f64": np.dtype("<f8"), "bf16": _U16} | {
     f"{kind}{8 * size}": np.dtype(f"{'i' if kind == 's' else 'u'}{size}")
     for kind in "bus"
@@ -120,7 +120,7 @@ def _funnel(low: Array, high: Array, by: Array) -> Array:
 
 
 def _extract(x: Array, start: Array, length: Array) -> Array:
-    # Fields reach no bit above the 32nd in what Triton makes.
+    # In Triton's code, fields do not exceed the 32 bits of a register.
     left = _U32.type(8 * x.itemsize) - start - length
     assert (left < 32).all(), "bfe: expected a field within the register"
     return (x << left.astype(x.dtype)) >> (left + start).astype(x.dtype)
@@ -218,7 +218,7 @@ _OPERATIONS: dict[tuple[str, str], Callable[..., Array]] = {
     ("mul.lo", "i"): np.multiply, ("mul", "f"): np.multiply, ("mul.hi", "i"): _multiply_high,
     ("mad.lo", "i"): lambda a, b, c: a * b + c, ("fma", "f"): _fuse,
     ("div", "i"): _divide, ("rem", "i"): lambda a, b: np.fmod(a, np.where(b == 0, 1, b)),
-    # Exact results, where the instruction may be two units off.
+    # These results are exact. The instruction may have an error of two units.
     ("div", "f"): np.divide, ("div.full", "f"): np.divide, ("sqrt", "f"): np.sqrt,
     ("ex2.approx", "f"): np.exp2,
     ("popc", "i"): lambda x: np.bitwise_count(x).astype(np.uint32),
@@ -230,25 +230,25 @@ _OPERATIONS: dict[tuple[str, str], Callable[..., Array]] = {
 
 
 def to_bfloat16(x: Array) -> Array:
-    """Return the bits of float32 numbers rounded to bfloat16, to nearest even."""
+    """Return the bits of float32 values rounded to bfloat16, to nearest even."""
     bits = x.view(np.uint32)
     rounded = (bits + _U32.type(0x7FFF) + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
 
 
 def from_bfloat16(bits: Array) -> Array:
-    """Return the float32 numbers that the bits of bfloat16 ones are."""
+    """Return the float32 values of bfloat16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_tf32(x: Array) -> Array:
-    """Return float32 numbers rounded to 10 bits of mantissa, to nearest, ties away from zero."""
+    """Return float32 values rounded to 10 bits of mantissa, to nearest, ties away from zero."""
     rounded = (x.view(np.uint32) + _U32.type(0x1000)) & _U32.type(0xFFFFE000)
     return np.where(np.isfinite(x), rounded.view(np.float32), x)
 
 
 def _pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    """Return what packs two converted numbers into a register, the second one in the lower half."""
+    """Return a function that packs two converted values, the second in the lower half."""
     return lambda high, low: convert(high).astype(np.uint32) << 16 | convert(low)
 
 

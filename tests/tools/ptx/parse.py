@@ -1,4 +1,4 @@
-"""PTX as Triton's compiler writes it, as a list of instructions."""
+"""A parser of PTX that Triton's compiler writes."""
 
 import re
 from collections import ChainMap
@@ -16,7 +16,7 @@ class Instruction(NamedTuple):
         opcode: Its parts, such as ("add", "s32").
         operands: Registers, numbers and symbols as they are written, vectors as tuples.
         guard: The register of a predicate, or "".
-        negated: Whether it is executed where the predicate is false.
+        negated: Whether the instruction is executed by threads whose predicate is false.
         text: The line of the kernel's source, and the instruction.
     """
 
@@ -32,7 +32,7 @@ class Program(NamedTuple):
 
     Attributes:
         name: Its name.
-        parameters: How many parameters it has.
+        parameters: Number of its parameters.
         threads: Threads of a program.
         code: Instructions.
         labels: The index of the instruction after each label.

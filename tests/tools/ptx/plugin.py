@@ -1,6 +1,6 @@
 """A pytest plugin that runs the kernels of tests from their PTX: `make kernels-ptx`.
 
-`python -m pytest -p tests.tools.ptx.plugin tests/ops`: see device.py.
+`python -m pytest -p tests.tools.ptx.plugin tests/ops` uses the device of device.py.
 """
 
 import os
@@ -27,7 +27,7 @@ def pytest_load_initial_conftests() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
-    """Assume a GPU with four multiprocessors, so that grids are small."""
+    """Assume a GPU with four SMs, so that grids are small."""
     from hf_fp8kv.ops.triton import replay
     from hf_fp8kv.ops.triton.target import Target, assuming
 
