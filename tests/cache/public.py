@@ -1,4 +1,4 @@
-"""Calls that a model makes of a cache, and reads of its state through such calls."""
+"""Calls that a model makes to a cache, and the state of the cache that such calls show."""
 
 import functools
 from typing import Any
@@ -44,7 +44,7 @@ def tensors_in(cache: FP8PagedCache) -> list[torch.Tensor]:
 
 @functools.cache
 def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a model and its prompt that tests share; no test may change them."""
+    """Return a model and its prompt, which tests share and must not change."""
     return tiny(name, attn_implementation=attention)
 
 
