@@ -54,10 +54,9 @@ def test_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
     names |= set(re.findall(r"python -m ((?:benchmarks|tests)\b\.[a-z][\w.]*)", text))
-    packages = "attention|calibration|formats|ops|paging|serving"  # not variables on any page
+    others = "attention|calibration|formats|ops|paging|serving"  # not variables on any page
     names |= {
-        f"hf_fp8kv.{name}"
-        for name in re.findall(rf"`((?:{packages})(?:\.(?!py\b)[a-z]\w*)+)", text)
+        f"hf_fp8kv.{name}" for name in re.findall(rf"`((?:{others})(?:\.(?!py\b)[a-z]\w*)+)", text)
     }
     missing = [name for name in sorted(names) if pydoc.locate(name) is None]
     assert not missing

@@ -66,7 +66,7 @@ def graph() -> dict[str, set[str]]:
     return {name: set(imported_modules(name)) - {name} for name in MODULES}
 
 
-def folder_of(module: str) -> str:
+def folder(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -98,13 +98,12 @@ def test_a_cycle_is_detected():
 
 def test_imports_point_to_lower_floors():
     floor = {folder: index for index, folders in enumerate(FLOORS) for folder in folders}
-    assert {folder_of(module) for module in MODULES} == set(floor)
+    assert {folder(module) for module in MODULES} == set(floor)
     against = [
         f"{module} imports {target}"
         for module, targets in graph().items()
         for target in sorted(targets)
-        if folder_of(module) != folder_of(target)
-        and floor[folder_of(target)] >= floor[folder_of(module)]
+        if folder(module) != folder(target) and floor[folder(target)] >= floor[folder(module)]
     ]
     print(f"{len(against)} imports against the order")
     assert not against, "\n".join(against)
@@ -119,13 +118,11 @@ def test_docs_show_the_same_floors():
 def test_budgets():
     lines = Counter[str]()
     for path in [*MODULES.values(), *PACKAGE.rglob("*.cpp")]:
-        lines[folder_of(module_name(path))] += len(path.read_text().splitlines())
+        lines[folder(module_name(path))] += len(path.read_text().splitlines())
     root = [path.name for path in PACKAGE.glob("*.py")]
     print(f"{len(MODULES)} files, {sum(lines.values())} lines: {dict(lines)}")
     over = {
-        folder: (n, BUDGETS.get(folder, 0))
-        for folder, n in lines.items()
-        if n > BUDGETS.get(folder, 0)
+        name: (n, BUDGETS.get(name, 0)) for name, n in lines.items() if n > BUDGETS.get(name, 0)
     }
     assert not over, f"lines and budget of a folder: {over}. Delete lines before adding more"
     assert BUDGETS.keys() == lines.keys()

@@ -168,9 +168,7 @@ def test_results_and_gradients_of_modules(module: torch.nn.Module, shape: tuple[
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
-def test_sizes_that_fill_no_vector_change_no_bit(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_of_incomplete_vectors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch computes incomplete vectors at the end of each thread's part by different code.
 
     Threads share the spans of one sequence, and whole sequences of a batch.

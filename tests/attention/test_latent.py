@@ -76,9 +76,8 @@ def answer(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, An
 
 def check_same(actual: Any, expected: Any) -> None:
     assert torch.equal(actual[0], expected[0])
-    torch.testing.assert_close(
-        actual[1], expected[1], atol=CLOSE * float(expected[1].std()), rtol=0
-    )
+    size = float(expected[1].std())
+    torch.testing.assert_close(actual[1], expected[1], atol=CLOSE * size, rtol=0)
 
 
 def stock(model: Any, inputs: Any, **options: Any) -> Any:
@@ -151,14 +150,12 @@ def test_chunks_crop_and_forks(name: str, options: dict[str, Any], watch: Watch)
     expected = model(ids, attention_mask=mask, use_cache=False).logits
 
     def read(cache: FP8PagedCache, start: int, stop: int) -> None:
-        actual = model(
-            ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
-        ).logits
+        out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
         hidden = max(3 - start, 0)
         torch.testing.assert_close(
-            actual[0, hidden:], expected[0, start + hidden : stop], atol=CLOSE, rtol=CLOSE
+            out[0, hidden:], expected[0, start + hidden : stop], atol=CLOSE, rtol=CLOSE
         )
-        torch.testing.assert_close(actual[1], expected[1, start:stop], atol=CLOSE, rtol=CLOSE)
+        torch.testing.assert_close(out[1], expected[1, start:stop], atol=CLOSE, rtol=CLOSE)
 
     cache = paged(model, **options)
     if name == "dots3_note_text":

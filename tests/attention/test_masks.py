@@ -132,20 +132,16 @@ def test_a_request_applies_to_one_mask_of_one_cache() -> None:
     """All other masks are complete, since only a preallocated cache has room after the queries."""
     text, function, config = ROWS.bool(), stock.causal_mask_function, LlamaConfig()
     first, second = cache_of(9, 31), cache_of(9, 40)
-    arguments, stale = (mask_arguments(cache, 3, function, text) for cache in (first, second))
-    masks = [fp8_paged_mask(*arguments, config=config) for arguments in (arguments, stale)]
-    assert [isinstance(mask, CompactMask) for mask in masks] == [False, False], (
-        "the request of a different cache"
-    )
-    arguments = mask_arguments(first, 3, function, text)
+    call, stale = (mask_arguments(cache, 3, function, text) for cache in (first, second))
+    masks = [fp8_paged_mask(*call, config=config) for call in (call, stale)]
+    assert [isinstance(mask, CompactMask) for mask in masks] == [False, False], "different cache"
+    call = mask_arguments(first, 3, function, text)
     thread = ThreadPoolExecutor(1)
-    other_thread = thread.submit(fp8_paged_mask, *arguments, config=config).result()
+    other_thread = thread.submit(fp8_paged_mask, *call, config=config).result()
     mask_arguments(second, 3, function, text)
     for _ in range(2):
         thread.submit(mask_arguments, first, 3, function, text).result()
-        masks = [
-            thread.submit(fp8_paged_mask, *arguments, config=config).result() for _ in range(2)
-        ]
+        masks = [thread.submit(fp8_paged_mask, *call, config=config).result() for _ in range(2)]
         assert [isinstance(mask, CompactMask) for mask in masks] == [True, False], "for one mask"
     assert not isinstance(other_thread, CompactMask), "the request of a different thread"
     for mask in (other_thread, *masks):
@@ -157,11 +153,10 @@ def test_a_request_applies_to_one_mask_of_one_cache() -> None:
 
 
 def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
-    arguments = mask_arguments(
-        cache_of(9, 31), 3, stock.sliding_window_causal_mask_function(4), ROWS.bool()
-    )
-    mask = fp8_paged_mask(*arguments, config=LlamaConfig())
-    expected = stock.sdpa_mask(*arguments, allow_is_causal_skip=False)
+    function = stock.sliding_window_causal_mask_function(4)
+    call = mask_arguments(cache_of(9, 31), 3, function, ROWS.bool())
+    mask = fp8_paged_mask(*call, config=LlamaConfig())
+    expected = stock.sdpa_mask(*call, allow_is_causal_skip=False)
     assert isinstance(mask, CompactMask)
     assert expected is not None
     assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
@@ -364,9 +359,8 @@ def test_compact_masks_over_dense_keys(name: str) -> None:
     expected = continued(
         stock_model, inputs, DynamicCache(config=model.config), output_attentions=True
     )
-    actual = continued(
-        model, inputs, FP8PagedCache(model.config, **options), output_attentions=True
-    )
+    cache = FP8PagedCache(model.config, **options)
+    actual = continued(model, inputs, cache, output_attentions=True)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 

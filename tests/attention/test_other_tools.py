@@ -255,15 +255,13 @@ def test_enable_a_wrapped_model(name: str, prefix: int) -> None:
     length = expected.past_key_values.get_seq_length()
     assert length == prefix + 13 + 5
     assert enable(wrapper, dtype="auto") is wrapper
-    outputs = wrapper.generate(**options)
-    assert isinstance(outputs.past_key_values, FP8PagedCache)
-    assert outputs.past_key_values.get_seq_length() == length
-    assert torch.allclose(
-        torch.cat(outputs.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3
-    )
+    out = wrapper.generate(**options)
+    assert isinstance(out.past_key_values, FP8PagedCache)
+    assert out.past_key_values.get_seq_length() == length
+    assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
     enable(wrapper)
     stored = wrapper.generate(**options).past_key_values
-    sizes = [cache.memory_footprint().used_bytes for cache in (stored, outputs.past_key_values)]
+    sizes = [cache.memory_footprint().used_bytes for cache in (stored, out.past_key_values)]
     assert sizes[0] < sizes[1] / 2
     assert disable(wrapper) is wrapper
     last = wrapper.generate(**options)
@@ -277,14 +275,12 @@ def test_enable_a_wrapped_encoder_decoder(prefix: int) -> None:
     wrapper = Wrapper(model, prefix)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
-    outputs = enable(wrapper, dtype="auto").generate(**options)
+    out = enable(wrapper, dtype="auto").generate(**options)
     for part in ("self_attention_cache", "cross_attention_cache"):
-        stock, ours = (getattr(output.past_key_values, part) for output in (expected, outputs))
+        stock, ours = (getattr(output.past_key_values, part) for output in (expected, out))
         assert isinstance(ours, FP8PagedCache)
         assert ours.get_seq_length() == stock.get_seq_length() > prefix
-    assert torch.allclose(
-        torch.cat(outputs.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3
-    )
+    assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
     disable(wrapper)
     assert_same(wrapper.generate(**options).sequences, expected.sequences)
 

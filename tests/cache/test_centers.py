@@ -137,10 +137,8 @@ def test_a_center_starts_at_the_first_token(
             if expected[row] is None and first < stop:
                 expected[row] = alone(model, batch["input_ids"][row], first, stop)
         started = [row for row, center in enumerate(expected) if center is not None]
-        actual, singles = (
-            centers(cache)[:, started],
-            torch.stack([expected[row] for row in started], 1),
-        )
+        actual = centers(cache)[:, started]
+        singles = torch.stack([expected[row] for row in started], 1)
         torch.testing.assert_close(actual[0], singles[0], rtol=1e-4, atol=1e-4)
         # Later chunks of the batch attend to 8-bit keys.
         assert (actual - singles).abs().max() < 0.02 * singles.abs().max()

@@ -379,9 +379,7 @@ def test_memory_of_a_loaded_cache(source: str, change: Change, room: int, tmp_pa
     tracemalloc.stop()
     check_values(cache, meta, tensors)
     # Two layers of two sequences with 2 heads: K and V of 16 values, and two scales of 2 bytes.
-    assert allocations.bytes < 4 * path.stat().st_size + (17 << 20) + room * 2 * 2 * 2 * (
-        16 + 16 + 4
-    )
+    assert allocations.bytes < 4 * path.stat().st_size + (17 << 20) + 8 * room * (16 + 16 + 4)
 
 
 # -- writing ---------------------------------------------------------------------------------------

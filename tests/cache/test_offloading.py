@@ -178,9 +178,7 @@ def test_generate_with_an_offloaded_cache_implementation() -> None:
 
 
 @pytest.mark.parametrize("where", OPTIONS, ids=str)
-def test_offloaded_caches_read_and_write_a_prefix_store(
-    where: dict[str, Any], tmp_path: Path
-) -> None:
+def test_offloaded_caches_use_a_prefix_store(where: dict[str, Any], tmp_path: Path) -> None:
     model, inputs = tiny("sliding_and_full", num_hidden_layers=LAYERS, **MIXED)
     ids = inputs["input_ids"][1:].repeat(1, 4)
     options = {**GREEDY, "return_dict_in_generate": True}
@@ -431,9 +429,7 @@ def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
 
 
 @pytest.mark.parametrize(("where", "both_fit"), [(OPTIONS[0], True), ({"offloading": 1}, False)])
-def test_the_next_layer_is_fetched_during_computation(
-    where: dict[str, Any], both_fit: bool
-) -> None:
+def test_the_next_layer_is_fetched_early(where: dict[str, Any], both_fit: bool) -> None:
     cache = FP8PagedCache(config(), **EXACT, **where)
     feed([cache], 124)
     feed([cache], 1, 1)

@@ -127,9 +127,8 @@ def test_attention_without_a_window_argument_uses_the_window_of_the_layer(room: 
     module.is_causal = True
     actual, _ = fp8_paged_attention(module, query, *handles, None)
     visible = [side.dense()[:, :, 38 - WINDOW - side.start : 38 - side.start] for side in handles]
-    torch.testing.assert_close(
-        actual, scaled_dot_product_attention(query, *visible).transpose(1, 2)
-    )
+    expected = scaled_dot_product_attention(query, *visible)
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
 def test_a_ring_may_be_saved_during_a_step(tmp_path: Path) -> None:

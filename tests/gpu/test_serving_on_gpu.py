@@ -146,9 +146,7 @@ def test_batches_give_the_tokens_of_generate(name: str, kind: str, form: str) ->
     if "async" in form and (kind != "static" or not ON_GPU):
         pytest.skip("a GPU prepares steps, of any kind in the same way")
     if not ON_GPU and name != "llama" and (kind != "static" or form == "whole"):
-        pytest.skip(
-            "the interpreter needs minutes, and test_serving.py tests these models on the CPU"
-        )
+        pytest.skip("the interpreter needs minutes, and test_serving.py tests the CPU")
     model = MODELS[name]()
     keywords = {**TRITON, **KINDS[kind]}
     if kind == "static":
@@ -156,9 +154,7 @@ def test_batches_give_the_tokens_of_generate(name: str, kind: str, form: str) ->
     else:
         expected = one_by_one(model, texts(), **keywords)
     if kind == "static" and ON_GPU:
-        assert expected != one_by_one(model, texts(), dtype="auto"), (
-            "FP8 does not change the tokens"
-        )
+        assert expected != one_by_one(model, texts(), dtype="auto"), "FP8 has no effect"
     with enabled(model, **keywords):
         assert run(model, texts(), **FORMS[form]) == expected
 

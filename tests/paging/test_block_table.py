@@ -560,9 +560,7 @@ def test_full_pages_are_shared_and_partial_pages_are_copied():
         with contextlib.suppress(MemoryError):
             table.reserve(length, 9, 2, fail)
         assert len(sources) == copied
-        assert table.allocator.held == held + (2 if not copied else 0), (
-            "a failure allocates no page"
-        )
+        assert table.allocator.held == held + (2 if not copied else 0), "no page after a failure"
         check_tables(table, fork)
 
 
@@ -618,10 +616,8 @@ def test_a_table_alive_at_the_end_of_the_process_prints_nothing():
         "table.reserve(0, 9, 2)\n"
         "table.self = table\n"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert process.stderr == ""
+    command = [sys.executable, "-c", code]
+    assert not subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 # Growth.

@@ -120,13 +120,11 @@ def engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any
 def test_the_work_per_block_does_not_depend_on_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_up: list[str] = []
+    lookups: list[str] = []
     touched: list[str] = []
     hashed: list[int] = []
     has, touch, chain = PrefixStore.has, PrefixStore.touch, engine_module.chain_keys
-    monkeypatch.setattr(
-        PrefixStore, "has", lambda self, key: looked_up.append(key) or has(self, key)
-    )
+    monkeypatch.setattr(PrefixStore, "has", lambda self, key: lookups.append(key) or has(self, key))
     monkeypatch.setattr(
         PrefixStore, "touch", lambda self, keys: touched.extend(keys) or touch(self, keys)
     )
@@ -141,7 +139,7 @@ def test_the_work_per_block_does_not_depend_on_the_text(
     assert sum(hashed) <= (blocks + 1) * PAGE, "each token once, and the first missing block"
     assert len(touched) == blocks, "once per request"
     # Each block is looked up when it is new (twice if written), afterwards, and at the end.
-    assert len(looked_up) <= 4 * blocks
+    assert len(lookups) <= 4 * blocks
 
 
 def test_a_frequent_prefix_outlives_later_texts(tmp_path: Path) -> None:
@@ -164,7 +162,7 @@ def test_a_frequent_prefix_outlives_later_texts(tmp_path: Path) -> None:
     assert answers(tmp_path, [cold])[2].tokens_found < 4 * PAGE
 
 
-def test_a_request_is_looked_up_once(tmp_path: Path) -> None:
+def test_a_request_is_lookups_once(tmp_path: Path) -> None:
     with engine(PrefixStore(tmp_path)) as (generate, cache):
         requested: list[str] = []
         find = cache.search_prefix_match
@@ -286,7 +284,7 @@ def test_unsupported_stores_are_refused(
 
 
 # Invalid pages in intact files. None stands for the page in a truncated file.
-INVALID_PAGES: tuple[Callable[[torch.Tensor], Page | None], ...] = (
+INVALID: tuple[Callable[[torch.Tensor], Page | None], ...] = (
     lambda _: None,
     lambda row: Page([row[:-1]], None),
     lambda row: Page([row], []),
@@ -299,11 +297,8 @@ INVALID_PAGES: tuple[Callable[[torch.Tensor], Page | None], ...] = (
 
 @pytest.mark.parametrize(
     "change",
-    [
-        *INVALID_PAGES[:3],
-        *(pytest.param(change, marks=pytest.mark.full) for change in INVALID_PAGES[3:]),
-    ],
-    ids=range(len(INVALID_PAGES)),
+    [*INVALID[:3], *(pytest.param(change, marks=pytest.mark.full) for change in INVALID[3:])],
+    ids=range(len(INVALID)),
 )
 def test_invalid_files_are_recomputed(
     change: Callable[[torch.Tensor], Page | None], tmp_path: Path

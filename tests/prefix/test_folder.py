@@ -82,9 +82,7 @@ def test_least_recently_used_files_are_removed(plan: list[tuple[str, int, int, i
                 assert kept == others[len(removed) :], "the oldest files are removed"
                 assert {*own} <= after
                 if is_exact and removed:
-                    assert total_of(before) + size - total_of(removed[:-1]) > BOUND, (
-                        "no more than necessary"
-                    )
+                    assert total_of(before) + size - total_of(removed[:-1]) > BOUND, "no more"
                 if is_exact:
                     count = int((path / ".prefix_store.lock").read_text())
                     assert count == total_of(folder.files())

@@ -410,9 +410,7 @@ def test_texts_match_up_to_different_positions() -> None:
     ids, counted = torch.arange(24).view(2, 12), torch.arange(12)[None]
     placed = Text(ids, None, counted[:, :5])
     assert Text(ids).match(Text(ids, None, counted)) == ([0, 1], 0), "only one has positions"
-    assert placed.match(Text(ids, None, counted)) == ([0, 1], 12), (
-        "later positions continue the count"
-    )
+    assert placed.match(Text(ids, None, counted)) == ([0, 1], 12), "later positions follow"
     assert placed.match(Text(ids, None, counted + (counted > 8))) == ([0, 1], 9)
     turned = counted.expand(3, 2, 12)
     assert Text(ids, None, turned[..., :5]).match(Text(ids, None, turned)) == ([0, 1], 12)

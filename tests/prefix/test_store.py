@@ -572,9 +572,7 @@ def keys_of(folder: Path) -> list[str]:
     [[*DAMAGES[:-11:6], *DAMAGES[-11:]], pytest.param(DAMAGES, marks=pytest.mark.full)],
     ids=["some", "all"],
 )
-def test_damaged_files_are_refused_and_replaced(
-    damages: list[Damage], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_files(damages: list[Damage], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, outside, ids = tmp_path / "store", tmp_path / "other", words(40)
     Reader(folder, "sliding").answer(ids)
     Reader(outside, "sliding", dtype="fp8").answer(ids)
