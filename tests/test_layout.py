@@ -97,7 +97,7 @@ def test_a_cycle_is_detected():
 
 
 def test_imports_point_to_lower_floors():
-    floor = {folder: index for index, folders in enumerate(FLOORS) for folder in folders}
+    floor = {name: index for index, names in enumerate(FLOORS) for name in names}
     assert {folder(module) for module in MODULES} == set(floor)
     against = [
         f"{module} imports {target}"
@@ -112,7 +112,7 @@ def test_imports_point_to_lower_floors():
 def test_docs_show_the_same_floors():
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     table = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
-    assert table == [(str(n), folder) for n, folders in enumerate(FLOORS, 1) for folder in folders]
+    assert table == [(str(n), name) for n, names in enumerate(FLOORS, 1) for name in names]
 
 
 def test_budgets():

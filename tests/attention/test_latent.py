@@ -423,9 +423,7 @@ def test_training_through_stored_latents_is_refused() -> None:
         model(step, past_key_values=cache)
 
 
-def test_a_warning_gives_the_reason_why_latents_are_expanded(
-    caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("deepseek_v3", attn_implementation="fp8_paged")
     step = torch.tensor([[5], [9]])
 

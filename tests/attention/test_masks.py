@@ -283,11 +283,11 @@ def test_masks_are_created_in_compiled_code(name: str, padded: bool) -> None:
         for node in graph.graph.nodes:
             if ".attend" in str(node.target):
                 values = [getattr(x, "meta", {}).get("example_value") for x in node.args]
-                found = [
+                candidates = [
                     x for x in values if x is not None and x.dtype in (torch.uint8, torch.bool)
                 ]
-                found = [x for x in found if x.shape[1] == 1 and x.shape[3] == ROOM]
-                rows.append(found[0].shape[2] if found else None)
+                candidates = [x for x in candidates if x.shape[1] == 1 and x.shape[3] == ROOM]
+                rows.append(candidates[0].shape[2] if candidates else None)
         return graph.forward
 
     step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=record_masks)

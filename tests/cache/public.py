@@ -49,19 +49,19 @@ def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]
 
 
 class OutOfMemory(TorchDispatchMode):
-    """Raise MemoryError instead of allocation number `at` of at least `least` bytes."""
+    """Raise MemoryError instead of allocation number `at` of at least `min_bytes` bytes."""
 
-    def __init__(self, at: int, least: int) -> None:
+    def __init__(self, at: int, min_bytes: int) -> None:
         super().__init__()
-        self.left, self.least = at, least
+        self.remaining, self.min_bytes = at, min_bytes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         is_new = all(x.alias_info is None for x in function._schema.returns)
-        if is_new and isinstance(result, torch.Tensor) and result.nbytes >= self.least:
-            self.left -= 1
-            if self.left == 0:
+        if is_new and isinstance(result, torch.Tensor) and result.nbytes >= self.min_bytes:
+            self.remaining -= 1
+            if self.remaining == 0:
                 raise MemoryError
         return result

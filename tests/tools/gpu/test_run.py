@@ -93,7 +93,7 @@ def test_a_tool_runs_python_without_cached_memory(tmp_path):
     assert (tmp_path / "log").read_text() == "1\n"
 
 
-def test_another_process_replaces_one_that_lost_the_gpu(tmp_path):
+def test_a_process_that_lost_the_gpu_is_replaced(tmp_path):
     """The later test passes, although the GPU is lost for good in the first process."""
     pytest.importorskip("xdist")
     # The processes import this instead of the package, which takes seconds.
