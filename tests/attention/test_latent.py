@@ -310,7 +310,7 @@ def test_changed_weights_take_effect() -> None:
 
 
 def test_a_different_adapter_for_each_text() -> None:
-    """With PEFT's `adapter_names`, a hook chooses adapters per call, so no weight is right."""
+    """With PEFT's `adapter_names`, a hook chooses adapters per call, so one weight is wrong."""
     model, inputs = build("deepseek_v3")
     replace_all(model, Adapted)
     factors = torch.tensor([1.0, -4.0]).view(2, 1, 1, 1)

@@ -67,7 +67,7 @@ def test_causal_patterns_and_their_windows_are_recognized(name: str) -> None:
     assert causal_window(make()) == window
 
 
-# Rows of 12 tokens with none hidden, or hidden on the left, on the right, in the middle, or all.
+# Rows of 12 tokens: none hidden, hidden on the left, on the right or in the middle, most, and all.
 ROWS = torch.tensor(
     [
         [1] * 12, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3, [0, 1, 1, 0, 1] + [1] * 7,

@@ -212,7 +212,7 @@ def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
             call()
         bytes_written.append(written.total)
     assert bytes_written[0] >= sum(2 * layer.keys.nbytes for layer in stock.layers)
-    # A fork or a reorder copies page numbers, of pages of 64 tokens.
+    # A fork or a reorder copies the indices of pages of 64 tokens.
     assert max(bytes_written[1:]) <= 100 * 4 * 16384 // 64
     after = cache.memory_footprint()
     assert after.pages_bytes <= before.pages_bytes
@@ -273,7 +273,7 @@ def test_centers_of_scales_remove_a_common_bias() -> None:
             for i in range(LAYERS)
         }
     )
-    # Static scales saturate far below the bias; A key equal to the center is stored as 0.
+    # Static scales saturate far below the bias. A key equal to the center is stored as 0.
     cache = FP8PagedCache(config(), scales=scales)
     cache.update(bias.repeat(2, 1, 3, 1), tokens(3), 0)
     assert_same(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))

@@ -192,7 +192,7 @@ def test_only_operations_that_read_values_are_cudagraph_unsafe() -> None:
 def test_a_compiled_step_fits_a_cuda_graph(
     name: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is traced on "meta", which is not the CPU, as CUDA is not. Nothing is computed."""
+    """The step is traced on "meta", which like CUDA is not the CPU. Nothing is computed."""
     triton_standin(monkeypatch, computes=False)
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     model = model.to("meta")

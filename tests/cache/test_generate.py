@@ -73,7 +73,7 @@ def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Grid: Each model once with "fp8_paged" and its own attention twice; `prefill` alternates, because
+# Grid: Each model once with "fp8_paged" and its own attention twice. `prefill` alternates, because
 # it decides only what the first call reads. The full tier has all combinations.
 def of_every_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> pytest.MarkDecorator:
     fast = [(name, values[i % 2], "fp8_paged") for i, name in enumerate(names)]

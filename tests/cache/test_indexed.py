@@ -151,7 +151,7 @@ def test_skip_layers_by_type_keeps_indexed_layers(model, ids):
 
 
 @pytest.mark.skipif("mistral_large4" not in type_names(), reason="transformers is too old")
-def test_a_layer_that_shares_keys_only_has_an_indexer(form, ids):
+def test_a_layer_that_shares_keys_has_only_an_indexer(form, ids):
     model = make("mistral_large4")
     cache = read(model, ids, **form)
     kinds = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]

@@ -282,7 +282,7 @@ def test_a_crop_frees_host_memory() -> None:
     assert after.pages_bytes == 0, "pages are fetched when their layer computes"
     assert_holds(pair)
     feed(pair, 1, 1)
-    # Assigned tokens are stored in the freed pages.
+    # Assign every second token.
     for layer in (layer for cache in pair for layer in cache.paged_layers):
         k, v = layer.keys.dense(), layer.values.dense()
         layer.keys, layer.values = k[:, :, ::2], v[:, :, ::2]

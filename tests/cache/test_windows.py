@@ -159,7 +159,7 @@ def test_addresses_of_a_ring_stay() -> None:
 
 @pytest.mark.parametrize("length", [30, 100, 101, 103])
 def test_a_ring_may_be_cropped_to_its_first_complete_page(length: int) -> None:
-    """A crop is refused if it needs a token that was overwritten, in one or more steps."""
+    """Crops in one or more steps are refused if they need a token that was overwritten."""
     intact = max((length - 1) // PAGE - MAX_PAGES + 1, 0) * PAGE
     max_crop = length - (intact + WINDOW - 1) if intact else length
     cache = new_cache(max_cache_len=ROOM)
@@ -369,7 +369,7 @@ def test_memory_is_freed_when_a_quarter_is_in_use() -> None:
     cache.crop(-100)
     other.crop(-260)
     assert cache.memory_footprint().pages_bytes == LAYERS * -(-60 // PAGE) * BATCH * PAGE_BYTES
-    # Alternate growth and crops move no pages.
+    # Alternating growth and crops moves no pages.
     feed([cache, other], 10, 1)
     addresses = {cache.layers[1].keys.block.data_ptr()}
     for step in range(20):

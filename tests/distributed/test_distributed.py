@@ -29,8 +29,8 @@ pytestmark = pytest.mark.text
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
-# On a busy machine a process may abort: in about one of 50 launches torch does, while its threads
-# end, and in about one of 200 the C library found its lists of free memory damaged.
+# On a busy machine, torch aborts a process in about one of 50 launches, while its threads end. In
+# about one of 200, the C library finds its lists of free memory damaged.
 # 56 rounds of the last cases in one launch, 30 launches with checks of each block of memory, and
 # 6,000 process groups alone have not shown the cause. The log has the stacks of all threads.
 ABORTED = ("terminate called without an active exception", "malloc(): unaligned tcache chunk")

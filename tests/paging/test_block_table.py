@@ -95,7 +95,7 @@ def entries(
 
 
 class ModelPage:
-    """A page. Only its identity counts."""
+    """A page, compared by identity."""
 
 
 class ModelTable:

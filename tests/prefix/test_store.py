@@ -120,7 +120,7 @@ def size_of(folder: Path) -> int:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, as another process does while it writes."""
+    """Hold the lock of a folder, as a different process does while it writes."""
     with open(folder / ".prefix_store.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -553,7 +553,7 @@ DAMAGES: list[Damage] = [
     lambda path, _: shutil.copy(next(x for x in files_of(path.parent) if x != path), path),
     *map(link, ("good", "none", "")),
     lambda path, _: (path.unlink(), os.mkfifo(path)),
-    # A truncated header, a different format, additional bytes, and a header that exceeds parsers.
+    # A header length of 2**62, a different format, additional bytes, and a header of brackets.
     rewrite(lambda good: (1 << 62).to_bytes(8, "little") + good[8:]),
     rewrite(lambda good: pickle.dumps({"k": good})),
     rewrite(lambda good: good + b"\0"),
