@@ -8,11 +8,11 @@ import gc
 import os
 from pathlib import Path
 
-# Read by huggingface_hub and transformers when they are imported, hence before everything else.
+# huggingface_hub and transformers read this when they are imported, so it is set first.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Read when torch is imported. Threads that wait by spinning make a suite of tiny models up to eight
-# times slower on a machine that is busy with something else.
+# torch reads this when it is imported. Threads that spin make a suite of tiny models up to eight
+# times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Starting a pool of compiler processes takes longer than compiling these models.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -29,16 +29,16 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    # Read when triton is imported, which torch leaves for later. Kernels then run in its
+    # triton reads this when it is imported, which torch does later. Kernels then run in Triton's
     # interpreter, on tensors of the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Under pytest-xdist the workers share the cores.
+# The workers of pytest-xdist share the cores.
 _SHARED = "PYTEST_XDIST_WORKER" in os.environ
 THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _SHARED else 2))
 
 # No deadline: the first example of a test may compile a kernel. CI draws the same examples in every
-# run. A test sets no number of examples itself: `make test` uses the fast profile, which does not
-# shrink what fails, since that takes minutes. The full one does.
+# run. Tests do not set a number of examples: `make test` uses the fast profile, which does not
+# shrink failures, since that takes minutes. The full profile does.
 _CI = bool(os.environ.get("CI"))
 for _name, _examples, _steps in (("fast", 25, 20), ("full", 60, 30)):
     hypothesis.settings.register_profile(
@@ -66,13 +66,13 @@ def _devices() -> list[object]:
 
 @pytest.fixture(params=_devices())
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU, and the GPU where there is one (that half then carries the marker gpu)."""
+    """Return the CPU, and the GPU if there is one (marked as gpu)."""
     return torch.device(request.param)
 
 
 @pytest.fixture(scope="session")
 def interpreted() -> None:
-    """Kernels compute in the interpreter what they compute on a GPU; does nothing where one is."""
+    """Make kernels in the interpreter compute what they compute on a GPU. No effect on a GPU."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         from tests.helpers.interpreter import repair
 
@@ -81,7 +81,7 @@ def interpreted() -> None:
 
 @pytest.fixture
 def poisoned_outputs() -> Iterator[None]:
-    """What is not written of a tensor made by `empty` is NaN, or the largest integer."""
+    """Fill tensors of `empty` with NaN, or with the largest integer."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -92,7 +92,7 @@ def poisoned_outputs() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """Take objects of earlier modules out of collections: each engine of transformers runs two."""
+    """Exclude objects of earlier modules from garbage collections. Each engine runs two of them."""
     gc.collect()
     gc.freeze()
 
@@ -111,13 +111,13 @@ def _seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output has the width of a pipe: pytest-xdist tells its workers that they have 80 columns."""
+    """Remove COLUMNS, so output has the width of a pipe. pytest-xdist sets 80 columns."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
 def _default_dtype() -> Iterator[None]:
-    """A test that changes torch's defaults does not change those of the next one."""
+    """Restore torch's default dtype after each test."""
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
@@ -125,7 +125,7 @@ def _default_dtype() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
-    """The folder of the demo model (SmolLM2-135M-Instruct, bf16), converted on first use."""
+    """Return the folder of the demo model (SmolLM2-135M-Instruct, bf16), converted on first use."""
     from hf_fp8kv.errors import ConfigError
     from hf_fp8kv.utils import demo_model
 
@@ -133,5 +133,5 @@ def demo_model_path() -> Path:
         return demo_model.demo_model_path()
     except ConfigError as error:
         if os.environ.get("CI"):
-            raise  # CI installs the model: a skip there would hide half of the tests
+            raise  # CI installs the model, and a skip would hide half of the tests
         pytest.skip(str(error))

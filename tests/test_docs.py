@@ -1,6 +1,6 @@
-"""The Python blocks of README.md and of the tutorial and how-to pages run, block by block.
+"""The Python blocks of README.md, the tutorial and the how-to pages run, block by block.
 
-They run with the first layers of the demo model. The examples of `make test-all` run the whole one.
+They use the first layers of the demo model. The examples in `make test-all` use the whole model.
 """
 
 import re
@@ -22,24 +22,24 @@ PROMPT = "London is the capital of"
 
 @pytest.fixture(scope="module")
 def shallow_model_path(demo_model_path, tmp_path_factory):
-    """In float32: most CPUs take six times as long for products of bfloat16."""
+    """Save the model in float32, because most CPUs are six times slower with bfloat16."""
     folder = tmp_path_factory.mktemp("shallow") / "model"
     return save_first_layers(demo_model_path, folder, dtype="float32")
 
 
 @pytest.fixture
 def run(layers, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Run the blocks of pages in order and return the names that they define.
+    """Return a function that runs the blocks of pages in order, and returns their names.
 
-    A comment after a print() must be a line that the block printed. The answers of a model in 16
-    bits differ between CPUs, so they have no such comment: only their prompt is certain.
+    A comment after a print() must be a line that the block printed. The answers of 16-bit models
+    differ between CPUs, so they have no such comment. Only their prompt is certain.
     """
     monkeypatch.chdir(tmp_path)  # some blocks write files
 
     def scale(number: re.Match[str]) -> str:
-        """Layers and their bytes have a factor of 30, the number of layers of the whole model."""
-        whole = int(number[0])
-        return str(whole if whole % 30 else whole // 30 * layers)
+        """Scale numbers of layers and their bytes, which are multiples of the model's 30 layers."""
+        value = int(number[0])
+        return str(value if value % 30 else value // 30 * layers)
 
     def run_pages(*pages: str) -> dict[str, Any]:
         names: dict[str, Any] = {}
@@ -75,11 +75,11 @@ def test_the_blocks_of_the_tutorial_run(run):
 )
 def test_the_blocks_of_a_page_run_after_the_tutorial(run, page):
     names = run("docs/quickstart.md", f"docs/{page}.md")
-    # What was enabled is disabled.
+    # Each page disables what it enables.
     assert names["model"].config._attn_implementation == "fp8_paged"
 
 
-def test_the_blocks_of_serving_run_in_their_order(run):
+def test_the_blocks_of_serving_run_in_order(run):
     names = run("docs/serving.md")
     assert [len(answer.generated_tokens) for answer in names["answers"].values()] == [12, 12, 12]
     assert len(names["result"].generated_tokens) == 12

@@ -1,4 +1,4 @@
-"""The targets of references in the docs exist: links, files, modules, functions, keywords."""
+"""Links, files, modules, functions and keywords in the docs exist."""
 
 import inspect
 import pydoc
@@ -54,9 +54,9 @@ def test_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
     names |= set(re.findall(r"python -m ((?:benchmarks|tests)\b\.[a-z][\w.]*)", text))
-    rooms = "attention|calibration|formats|ops|paging|serving"  # which no page uses as a variable
+    others = "attention|calibration|formats|ops|paging|serving"  # not variables on any page
     names |= {
-        f"hf_fp8kv.{name}" for name in re.findall(rf"`((?:{rooms})(?:\.(?!py\b)[a-z]\w*)+)", text)
+        f"hf_fp8kv.{name}" for name in re.findall(rf"`((?:{others})(?:\.(?!py\b)[a-z]\w*)+)", text)
     }
     missing = [name for name in sorted(names) if pydoc.locate(name) is None]
     assert not missing

@@ -1,4 +1,4 @@
-"""The classes of errors, their built-in bases, and that they can be copied and pickled."""
+"""The classes of errors and their built-in bases. Errors can be copied and pickled."""
 
 import copy
 import inspect
@@ -34,13 +34,13 @@ EXAMPLES = [
 ]
 
 
-def test_these_are_all_errors_of_the_module():
+def test_examples_cover_all_errors_of_the_module():
     classes = {c for _, c in inspect.getmembers(errors, inspect.isclass)}
     assert classes == {FP8KVError, *BUILT_IN} == {type(e) for e in EXAMPLES}
 
 
 @pytest.mark.parametrize("kind", BUILT_IN, ids=lambda c: c.__name__)
-def test_each_is_ours_and_of_a_built_in_kind(kind):
+def test_each_error_has_one_built_in_base(kind):
     assert issubclass(kind, FP8KVError)
     assert issubclass(kind, BUILT_IN[kind])
     assert [other for other in BUILT_IN if issubclass(kind, other)] == [kind]
@@ -48,23 +48,23 @@ def test_each_is_ours_and_of_a_built_in_kind(kind):
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
-def test_an_error_survives_copying_and_pickling(error):
+def test_errors_can_be_copied_and_pickled(error):
     assert_same(error, copy.copy(error))
     assert_same(error, copy.deepcopy(error))
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         assert_same(error, pickle.loads(pickle.dumps(error, protocol)))
 
 
-def assert_same(error: FP8KVError, other: FP8KVError) -> None:
-    assert type(other) is type(error)
-    assert other is not error
-    assert (str(other), other.args) == (str(error), error.args)
-    assert vars(other) == vars(error)
+def assert_same(error: FP8KVError, copied: FP8KVError) -> None:
+    assert type(copied) is type(error)
+    assert copied is not error
+    assert (str(copied), copied.args) == (str(error), error.args)
+    assert vars(copied) == vars(error)
 
 
-def test_out_of_pages_has_both_numbers():
+def test_out_of_pages_error_requires_both_counts():
     error = OutOfPagesError("no pages", needed=7, available=2)
     assert (error.needed, error.available, str(error)) == (7, 2, "no pages")
-    for numbers in ({}, {"needed": 1}, {"available": 1}):
+    for counts in ({}, {"needed": 1}, {"available": 1}):
         with pytest.raises(TypeError, match="keyword-only"):
-            OutOfPagesError("no pages", **numbers)
+            OutOfPagesError("no pages", **counts)

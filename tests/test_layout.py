@@ -1,4 +1,4 @@
-"""The layout of docs/architecture.md: who may import whom, and how many lines a folder may have."""
+"""The layout in docs/architecture.md: imports between folders, and line budgets of folders."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_fp8kv"
-# From the bottom to the top: a room imports rooms of lower floors, and none beside it. Imports in
+# From the bottom to the top. A folder only imports from folders on lower floors. Imports in
 # functions and for types count.
 FLOORS = (
     ("errors",),
@@ -46,7 +46,7 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imported_modules(name: str) -> Iterator[str]:
-    """Yield the modules of the package that a module imports, wherever the statement stands."""
+    """Yield the modules of the package that a module imports, at any place in the file."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -66,12 +66,12 @@ def graph() -> dict[str, set[str]]:
     return {name: set(imported_modules(name)) - {name} for name in MODULES}
 
 
-def room_of(module: str) -> str:
+def folder(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
 def find_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other in a circle."""
+    """Return the groups of modules that import each other in a cycle."""
     reached = {name: set(targets) for name, targets in graph.items()}
     for middle in graph:
         for targets in reached.values():
@@ -91,39 +91,39 @@ def test_no_import_cycles():
     assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
 
 
-def test_a_cycle_is_found():
+def test_a_cycle_is_detected():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
     assert find_cycles(graph) == [["a", "b", "c"]]
 
 
-def test_imports_run_from_the_top_to_the_bottom():
-    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-    assert {room_of(module) for module in MODULES} == set(floor)
+def test_imports_point_to_lower_floors():
+    floor = {name: index for index, names in enumerate(FLOORS) for name in names}
+    assert {folder(module) for module in MODULES} == set(floor)
     against = [
         f"{module} imports {target}"
         for module, targets in graph().items()
         for target in sorted(targets)
-        if room_of(module) != room_of(target) and floor[room_of(target)] >= floor[room_of(module)]
+        if folder(module) != folder(target) and floor[folder(target)] >= floor[folder(module)]
     ]
     print(f"{len(against)} imports against the order")
     assert not against, "\n".join(against)
 
 
-def test_docs_show_this_order():
+def test_docs_show_the_same_floors():
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     table = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
-    assert table == [(str(n), room) for n, rooms in enumerate(FLOORS, 1) for room in rooms]
+    assert table == [(str(n), name) for n, names in enumerate(FLOORS, 1) for name in names]
 
 
 def test_budgets():
     lines = Counter[str]()
     for path in [*MODULES.values(), *PACKAGE.rglob("*.cpp")]:
-        lines[room_of(module_name(path))] += len(path.read_text().splitlines())
+        lines[folder(module_name(path))] += len(path.read_text().splitlines())
     root = [path.name for path in PACKAGE.glob("*.py")]
     print(f"{len(MODULES)} files, {sum(lines.values())} lines: {dict(lines)}")
     over = {
-        room: (n, BUDGETS.get(room, 0)) for room, n in lines.items() if n > BUDGETS.get(room, 0)
+        name: (n, BUDGETS.get(name, 0)) for name, n in lines.items() if n > BUDGETS.get(name, 0)
     }
-    assert not over, f"lines and budget of a folder: {over}; delete before you add"
+    assert not over, f"lines and budget of a folder: {over}. Delete lines before adding more"
     assert BUDGETS.keys() == lines.keys()
     assert len(root) <= 6, root

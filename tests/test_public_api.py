@@ -1,4 +1,4 @@
-"""The names of `import hf_fp8kv`, and its effects on transformers and on the process."""
+"""The names of `import hf_fp8kv`, and the effects of the import on transformers and the process."""
 
 import inspect
 import json
@@ -16,7 +16,7 @@ from tests.helpers.tiny_models import tiny
 
 
 def public_names(module: ModuleType) -> set[str]:
-    """The names in a module, without private names and submodules."""
+    """Return the names in a module, except private names and submodules."""
     return {n for n, o in vars(module).items() if n[0] != "_" and not inspect.ismodule(o)}
 
 
@@ -73,11 +73,11 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def imported() -> dict[str, object]:
-    """The changes by the import in a new process."""
+    """Return the changes by the import in a new process."""
     command = [sys.executable, "-W", "error::UserWarning", "-c", PROBE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 def test_importing_adds_one_name_to_the_registries(imported):
@@ -90,12 +90,12 @@ def test_importing_adds_one_name_to_the_registries(imported):
     }
 
 
-def test_importing_changes_nothing_that_was_there(imported):
+def test_importing_changes_no_existing_entry(imported):
     assert not any(imported["changed"].values()), imported["changed"]
     assert imported["filters"] == 0
 
 
-def test_importing_loads_only_the_package_besides_models_of_transformers(imported):
+def test_importing_loads_no_other_package(imported):
     assert {name.split(".")[0] for name in imported["modules"]} == {"hf_fp8kv"}
     assert "hf_fp8kv.serving" not in imported["modules"]
     assert imported["later"] == ["hf_fp8kv.serving", "hf_fp8kv.server"]
@@ -103,8 +103,8 @@ def test_importing_loads_only_the_package_besides_models_of_transformers(importe
         hf_fp8kv.nothing  # noqa: B018
 
 
-def test_registered_functions_take_the_arguments_of_sdpa_in_its_order():
-    """Code that wraps every registered function passes some of them by position."""
+def test_registered_functions_have_the_signature_of_sdpa():
+    """Code that wraps all registered functions passes some arguments by position."""
     expected = ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"]
     expected += ["is_causal", "position_bias"]
     model, _ = tiny("gqa")

@@ -1,6 +1,6 @@
 """The sweep over model types: equal tokens with `dtype="auto"`, in every type that can run.
 
-The fast tier runs one type of each kind. `make test-all` runs every type that transformers builds.
+The fast tier runs one type of each kind. `make test-all` runs all types that transformers builds.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from tests.tools.sweep import answer, baseline, check_type, compare, counts, swe
 # transformers warns about the tiny configurations.
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
-# What attention gets under "fp8_paged" in a decoding step.
+# The path of "fp8_paged" attention in a decoding step.
 TYPES = {
     "fused": (
         "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gpt2", "gpt_neox", "opt",
@@ -38,7 +38,7 @@ if CACHE == "cache":  # transformers 5.24, which looks up GPT-J's attention
     PATHS["gptj"] = "fused"
     del PATHS["inkling2_text"]  # its small model does not run there
 REFUSED = ("refused", "not switched")
-# Grid: one type of each kind. Grouped and multi-head attention, window, softcap, sinks, shared K
+# Grid: One type of each kind. Grouped and multi-head attention, window, softcap, sinks, shared K
 # and V, chunks, latents (MLA), latents with an indexer, linear layers, an encoder-decoder with
 # cross attention and one with position biases, images, a type that is refused, and one that
 # transformers does not switch.
@@ -49,13 +49,13 @@ KINDS = (
 
 
 def in_tiers(names: Iterable[str]) -> list[Any]:
-    """Mark the names outside `KINDS` as full."""
+    """Return the names, marked as full if they are not in `KINDS`."""
     full = pytest.mark.full
     return [name if name in KINDS else pytest.param(name, marks=full) for name in names]
 
 
 @pytest.mark.parametrize("name", in_tiers(type_names()))
-def test_a_type_answers_as_with_dynamic_cache(name):
+def test_a_type_gives_the_tokens_of_dynamic_cache(name):
     row = check_type(name)
     if name not in PATHS and not row.runs:
         pytest.skip(row.baseline)
@@ -69,32 +69,32 @@ def test_a_type_answers_as_with_dynamic_cache(name):
     assert row.path == PATHS.get(name, row.path)
 
 
-# Grid: head counts, a head size and a bias that no type above has.
+# Grid: Head counts, a head size and a bias that no type of the sweep has.
 @pytest.mark.parametrize("name", ["mqa", "head_dim_64", "biased_keys"])
-def test_a_variant_answers_as_with_dynamic_cache(name):
+def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
     model, inputs = tiny(name)
-    want = baseline(model, inputs)
+    expected = baseline(model, inputs)
     for attention in ("sdpa", "fp8_paged"):
         model.set_attn_implementation(attention)
-        got = answer(model, inputs, FP8PagedCache(model.config, dtype="auto", page_size=16))
-        assert compare(want, got).status == "equal"
+        actual = answer(model, inputs, FP8PagedCache(model.config, dtype="auto", page_size=16))
+        assert compare(expected, actual).status == "equal"
 
 
 @pytest.mark.parametrize("name", ["afmoe", "moshi", "phimoe"])
-def test_a_prompt_that_is_read_from_pages(name):
-    """Prompts longer than the window, in models that pass no window to attention."""
+def test_prompts_are_read_from_pages(name):
+    """Prompts are longer than the window, and the models pass no window to attention."""
     model, inputs = build(name, attn_implementation="fp8_paged")
-    want = answer(model, inputs, DynamicCache(config=model.config))
+    expected = answer(model, inputs, DynamicCache(config=model.config))
     cache = FP8PagedCache(model.config, dtype="auto", prefill="stored", page_size=16)
-    assert compare(want, answer(model, inputs, cache)).status == "equal"
+    assert compare(expected, answer(model, inputs, cache)).status == "equal"
 
 
 @pytest.mark.parametrize("name", in_tiers(x for x in PATHS if x in type_names("causal")))
-def test_one_lost_token_is_noticed(name):
+def test_a_lost_token_is_detected(name):
     model, inputs = build(name)
 
-    class Forgetful(DynamicCache):
-        """In a decoding step, the keys and values of the token before are zero."""
+    class LossyCache(DynamicCache):
+        """Zeroes the keys and values of the previous token in a decoding step."""
 
         def update(self, key_states: Any, *rest: Any, **kw: Any):
             states = super().update(key_states, *rest, **kw)
@@ -102,11 +102,11 @@ def test_one_lost_token_is_noticed(name):
                 states = [x.index_fill(2, torch.tensor(x.shape[2] - 2), 0) for x in states]
             return states
 
-    wrong = answer(model, inputs, Forgetful(config=model.config))
+    wrong = answer(model, inputs, LossyCache(config=model.config))
     assert compare(baseline(model, inputs), wrong).status != "equal"
 
 
-# Grid: each kind of decoder under one of the two kinds of attention.
+# Grid: Each kind of decoder with one of the two attention implementations.
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -114,18 +114,18 @@ def test_one_lost_token_is_noticed(name):
         ("gemma3n_text", "fp8_paged"), ("qwen3_next", "sdpa"), ("bart", "fp8_paged"),
     ],
 )  # fmt: skip
-def test_heads_in_the_wrong_order_are_noticed(name, attention):
-    class Confused(FP8PagedCache):
+def test_swapped_heads_are_detected(name, attention):
+    class SwappedCache(FP8PagedCache):
         def update(self, key_states: Any, value_states: Any, layer_idx: int, *rest: Any, **kw: Any):
             if key_states.shape[2] == 1:
                 value_states = value_states.roll(1, dims=1)
             return super().update(key_states, value_states, layer_idx, *rest, **kw)
 
     model, inputs = build(name)
-    want = baseline(model, inputs)
+    expected = baseline(model, inputs)
     model.set_attn_implementation(attention)
-    wrong = answer(model, inputs, Confused(model.config, dtype="auto"))
-    assert compare(want, wrong).status != "equal"
+    wrong = answer(model, inputs, SwappedCache(model.config, dtype="auto"))
+    assert compare(expected, wrong).status != "equal"
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""`enable(model, deterministic=True)`: no bit depends on the batch, the chunks or the engine."""
+"""`enable(model, deterministic=True)`: bits do not depend on the batch, chunks or engine."""
 
 import copy
 import random
@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import tiny
 
 Tensor = torch.Tensor
 PAGE = 16
-# More than a span of sums (512), which a window of 16 tokens does not need.
+# More than a span of sums (512). A window of 16 tokens has one span.
 TOKENS = {"gqa": 530}
 MODELS = ["gqa", "sliding", "latent", "softcap", "sinks", "gpt2"]
 Read = tuple[Tensor, list[Tensor]]
@@ -29,7 +29,7 @@ def texts(count: int, tokens: int) -> Tensor:
 
 @torch.no_grad()
 def read(model: Any, ids: Tensor, chunks: list[int] | int, cache: Any = None) -> Read:
-    """Return logits `[B, T, V]`, and the keys and values of all layers, of texts read in chunks."""
+    """Return logits `[B, T, V]`, and keys and values of all layers, of texts read in chunks."""
     cache = cache or FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
     parts = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
     sides = [x for layer in cache.layers for x in (layer.keys, layer.values)]
@@ -37,7 +37,7 @@ def read(model: Any, ids: Tensor, chunks: list[int] | int, cache: Any = None) ->
 
 
 def draw(rng: random.Random, tokens: int) -> list[int]:
-    """Return lengths of chunks, of which some are single tokens."""
+    """Return random lengths of chunks. Some are single tokens."""
     chunks: list[int] = []
     while (left := tokens - sum(chunks)) > 0:
         largest = rng.choice([1, 3, PAGE, 40, tokens])
@@ -47,7 +47,7 @@ def draw(rng: random.Random, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_any_batch_and_any_chunks(name: str, dtype: torch.dtype) -> None:
+def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model, _ = tiny(name, attn_implementation="fp8_paged", dtype=dtype)
     enable(model, deterministic=True, page_size=PAGE)
     tokens, rng = TOKENS.get(name, 90), random.Random(name)
@@ -57,11 +57,11 @@ def test_any_batch_and_any_chunks(name: str, dtype: torch.dtype) -> None:
         order = rng.sample(range(5), rng.randint(1, 5))
         if 0 not in order:
             order[0] = 0
-        found, pages = read(model, ids[order], draw(rng, tokens))
+        actual, pages = read(model, ids[order], draw(rng, tokens))
         row = order.index(0)
-        assert torch.equal(found[row], logits[0]), order
-        for one, other in zip(pages, stored, strict=True):
-            assert torch.equal(one[row], other[0]), order
+        assert torch.equal(actual[row], logits[0]), order
+        for page, expected_page in zip(pages, stored, strict=True):
+            assert torch.equal(page[row], expected_page[0]), order
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding"])
@@ -71,8 +71,8 @@ def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
     ids, mask = texts(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[1, 25:] = 0
     cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE)
-    found = model(ids, attention_mask=mask, past_key_values=cache).logits[1, :25]
-    assert torch.equal(found, read(model, ids[1:, :25], 25)[0][0])
+    actual = model(ids, attention_mask=mask, past_key_values=cache).logits[1, :25]
+    assert torch.equal(actual, read(model, ids[1:, :25], 25)[0][0])
 
 
 def test_forks_crops_and_a_preallocated_cache() -> None:
@@ -87,32 +87,32 @@ def test_forks_crops_and_a_preallocated_cache() -> None:
     read(model, texts(2, 9)[1:], [9], cache.fork())
     read(model, texts(2, 4)[1:], [4], cache)
     cache.crop(-4)
-    found, pages = read(model, ids[:, 33:], [1] * 28, cache)
-    assert torch.equal(found, logits[:, 33:])
+    actual, pages = read(model, ids[:, 33:], [1] * 28, cache)
+    assert torch.equal(actual, logits[:, 33:])
     assert all(map(torch.equal, pages, stored))
 
 
-def test_a_prefix_store_keeps_its_pages_apart(tmp_path: Path) -> None:
+def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    ids, found = texts(1, 40), {}
+    ids, logits = texts(1, 40), {}
     for deterministic in (False, True, True):
         keywords = {"deterministic": deterministic, "page_size": PAGE}
         enable(model, prefix_store=PrefixStore(tmp_path), **keywords)
         out = model.generate(
             ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
         )
-        found[out.past_key_values.memory_footprint().restored_tokens] = out.logits[0]
-    # Twice without pages from the store, and then with them.
-    assert sorted(found) == [0, 32]
-    assert torch.equal(found[32], found[0])
+        logits[out.past_key_values.memory_footprint().restored_tokens] = out.logits[0]
+    # Two calls restore no pages, and the third one does.
+    assert sorted(logits) == [0, 32]
+    assert torch.equal(logits[32], logits[0])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("plan", ["adaptive", "model"])
-def test_a_trainer_s_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> None:
-    """Positions are those of a text without padding, as trainers leave them out.
+def test_a_training_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> None:
+    """Positions are those of texts without padding, since trainers pass no positions.
 
-    PEFT calls `forward`, and here the mask has no name.
+    PEFT calls `forward`, here with a positional mask.
     """
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     plan = choose_plan(model) if plan == "adaptive" else plan
@@ -120,15 +120,15 @@ def test_a_trainer_s_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> N
     lengths = torch.tensor([[70], [35], [5]])
     ids, column = texts(3, 70), torch.arange(70)[None]
     mask = column < lengths if side == "right" else column >= 70 - lengths
-    found = model.train().forward(ids, mask.long(), use_cache=False).logits
-    assert found.requires_grad
-    for text, present, logits in zip(ids, mask, found, strict=True):
+    outputs = model.train().forward(ids, mask.long(), use_cache=False).logits
+    assert outputs.requires_grad
+    for text, present, logits in zip(ids, mask, outputs, strict=True):
         cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, plan=plan)
         assert torch.equal(read(model, text[None, present], 5, cache)[0][0], logits[present])
 
 
-def test_an_engine_has_the_probabilities_of_a_cache() -> None:
-    """Requests of several lengths share steps, whose room cuts prompts."""
+def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
+    """Requests of several lengths share steps, and prompts are cut by the limit of a step."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     serving.enable(model, deterministic=True)
     prompts = [
@@ -168,8 +168,8 @@ def test_results_and_gradients_of_modules(module: torch.nn.Module, shape: tuple[
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
-def test_sizes_that_fill_no_vector(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch computes the rest of a vector by other code, at the end of each thread's part.
+def test_sizes_of_incomplete_vectors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes incomplete vectors at the end of each thread's part by different code.
 
     Threads share the spans of one sequence, and whole sequences of a batch.
     """
@@ -188,18 +188,18 @@ def test_sizes_that_fill_no_vector(threads: int, monkeypatch: pytest.MonkeyPatch
 
 # The products of the backend "torch" have the shapes of its pages.
 @pytest.mark.parametrize(("backend", "page_size"), [("cpu", 32), ("cpu", 256), ("torch", PAGE)])
-def test_pages_and_backends(backend: str, page_size: int) -> None:
+def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, backend=backend)
     ids, options = texts(2, 130), {"prefill": "stored", "backend": backend}
-    first, other = (
+    first, second = (
         FP8PagedCache(model.config, page_size=size, **options) for size in (PAGE, page_size)
     )
     logits, _ = read(model, ids[:1], [130], first)
-    assert torch.equal(read(model, ids, [40, 1, 89], other)[0][:1], logits)
+    assert torch.equal(read(model, ids, [40, 1, 89], second)[0][:1], logits)
 
 
-def test_calls_are_refused_before_they_store() -> None:
+def test_refused_calls_store_no_tokens() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
     centered = ("fp8_e3m4 centered", "fp8_e3m4")
@@ -224,7 +224,7 @@ class Adapter(torch.nn.Module):
 
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(64, 99, bias=False), Adapter()])
-def test_modules_that_are_added_later_are_refused(module: torch.nn.Module) -> None:
+def test_modules_added_later_are_refused(module: torch.nn.Module) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
     model.lm_head = module
@@ -233,8 +233,8 @@ def test_modules_that_are_added_later_are_refused(module: torch.nn.Module) -> No
         model(texts(1, 9), past_key_values=cache)
 
 
-def test_as_many_tokens_as_experts() -> None:
-    """A bias of each expert is none of each token."""
+def test_tokens_may_match_the_number_of_experts() -> None:
+    """A bias per expert is not treated as a bias per token."""
     model, _ = tiny("minimax_m2", attn_implementation="fp8_paged")
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
@@ -245,7 +245,7 @@ def test_as_many_tokens_as_experts() -> None:
 
 
 class Router(torch.nn.Module):
-    """Multiplies by the weight of a module inside, as LongcatFlash does."""
+    """Multiplies by the weight of a submodule, as LongcatFlash does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Router(torch.nn.Module):
         return torch.nn.functional.linear(states, self.classifier.weight)
 
 
-def test_routers_rows_with_gaps_and_functions_of_other_numbers() -> None:
+def test_routers_strided_rows_and_parameterless_modules() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     model.router, model.linear = Router(), torch.nn.Linear(64, 6)
     model.softmax = torch.nn.Softmax(-1)
@@ -268,7 +268,7 @@ def test_routers_rows_with_gaps_and_functions_of_other_numbers() -> None:
     assert torch.equal(model.softmax(rows), rows.softmax(-1))
 
 
-def test_it_ends_with_disable_and_lives_in_copies() -> None:
+def test_disable_ends_it_and_copies_keep_it() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     before = model(**inputs, use_cache=False).logits
     enable(model, deterministic=True)
@@ -304,7 +304,7 @@ def test_it_ends_with_disable_and_lives_in_copies() -> None:
         ("jetmoe", {}, "can be run"),
     ],
 )
-def test_what_is_not_deterministic_is_refused(
+def test_unsupported_models_and_options_are_refused(
     name: str, keywords: dict[str, Any], message: str
 ) -> None:
     model, _ = tiny(name)

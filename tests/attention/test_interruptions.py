@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the package: the same cache then answers another prompt rightly."""
+"""Ctrl-C at any line of the package. The cache then gives correct answers to other prompts."""
 
 import sys
 from collections import Counter
@@ -16,7 +16,7 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.tiny_models import tiny
 
-# Python drops an exception in the cleanup of an object, and continues.
+# Python ignores an exception in `__del__` and continues.
 pytestmark = [
     pytest.mark.text,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -29,14 +29,14 @@ Point = tuple[str, int, int]
 
 
 def is_in_del(frame: Any) -> bool:
-    """Return whether Python would print an exception of this frame and continue."""
+    """Return whether Python ignores an exception that is raised in this frame."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
 
 
 def trace(call: Callable[[], Any], point: Point | None = None) -> Counter[tuple[str, int]]:
-    """Count how often `call` runs each line of the package, and interrupt it at `point`."""
+    """Count the runs of each line of the package in `call`, and interrupt it at `point`."""
     counts: Counter[tuple[str, int]] = Counter()
 
     def on_line(frame: Any, event: str, _argument: Any) -> Any:
@@ -51,7 +51,7 @@ def trace(call: Callable[[], Any], point: Point | None = None) -> Counter[tuple[
     def on_call(frame: Any, _event: str, _argument: Any) -> Any:
         return on_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
-    before = sys.gettrace()  # of a measurement of coverage
+    before = sys.gettrace()  # the trace function of a coverage tool
     sys.settrace(on_call)
     try:
         call()
@@ -63,7 +63,7 @@ def trace(call: Callable[[], Any], point: Point | None = None) -> Counter[tuple[
 
 
 class Chat:
-    """A model, prompts and their answers from new caches."""
+    """A model, and prompts with their answers from new caches."""
 
     def __init__(self, name: str, folder: Path, **keywords: Any) -> None:
         self.model, _ = tiny(name, max_position_embeddings=512)
@@ -72,24 +72,24 @@ class Chat:
         generator = torch.Generator().manual_seed(3)
         first, second, third = torch.randint(2, 98, (3, 1, 200), generator=generator)
         self.held = first[:, :90]
-        # It shares 21 tokens with what is held.
+        # It shares 21 tokens with the first prompt.
         self.forked = torch.cat([first[:, :21], second[:, :30]], 1)
-        # Longer than all that a cache may hold by then, with nothing and with 33 tokens in common.
+        # Longer than the contents of a cache, with 0 and 33 tokens in common.
         self.others = third[:, :110], torch.cat([first[:, :33], third[:, :90]], 1)
         self.truth = [
             self.say(self.new_cache(), ids, logits_processor=wide_margins(1e-5))
             for ids in self.others
         ]
         self.folder = folder
-        # Most of the pages, so that the rest is renumbered, or what the window allows.
+        # Most of the pages, so that the rest is renumbered, or as many as the window allows.
         self.removed = -86 if name == "gqa" else -3
 
     def new_cache(self) -> FP8PagedCache:
         return FP8PagedCache(self.model.config, **self.keywords)
 
     def say(self, cache: FP8PagedCache, ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        said: torch.Tensor = self.model.generate(ids, past_key_values=cache, **GREEDY, **keywords)
-        return said
+        answer: torch.Tensor = self.model.generate(ids, past_key_values=cache, **GREEDY, **keywords)
+        return answer
 
     def filled(self) -> FP8PagedCache:
         cache = self.new_cache()
@@ -97,7 +97,7 @@ class Chat:
         return cache
 
     def stored(self) -> FP8PagedCache:
-        """Return a new cache with a store that has the prompt's pages."""
+        """Return a new cache with a store that holds the pages of the first prompt."""
         store = PrefixStore(self.folder)
         enable(self.model, prefix_store=store, **self.keywords)
         if not any(self.folder.glob("*.safetensors")):
@@ -106,15 +106,15 @@ class Chat:
             return self.stored()
         return self.new_cache()
 
-    def check(self, cache: FP8PagedCache, where: Any) -> None:
-        """Assert that the cache answers other prompts rightly, or raises a ConfigError."""
+    def check(self, cache: FP8PagedCache, point: Any) -> None:
+        """Assert that the cache answers other prompts correctly, or raises a ConfigError first."""
         for ids, expected in zip(self.others, self.truth, strict=True):
             try:
-                said = self.say(cache, ids)
+                answer = self.say(cache, ids)
             except ConfigError:
                 cache.reset()
-                said = self.say(cache, ids)
-            assert_same(said, expected, where)
+                answer = self.say(cache, ids)
+            assert_same(answer, expected, point)
 
 
 Begin = Callable[[Chat], FP8PagedCache]
@@ -136,8 +136,8 @@ FULL_GRID = [
     *GRID, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
 ]  # fmt: skip
 SLOW = ("first prompt", "beams", "restore")
-# A sample of lines at their first run, or every fifth line, in quick calls at its last run as well.
-# The cases share most of their lines, and each begins elsewhere.
+# A sample of lines at their first run, or every fifth line, in fast calls also at its last run.
+# The cases share most lines, so each starts at a different line.
 STRIDE = 5
 TIERS = [(*where, 20, 0) for where in GRID]
 TIERS += [
@@ -146,33 +146,33 @@ TIERS += [
 
 
 @pytest.mark.parametrize(("name", "form", "call", "sample", "begins"), TIERS)
-def test_any_line(
+def test_an_interrupt_at_any_line_leaves_a_usable_cache(
     name: str, form: str, call: str, sample: int, begins: int, tmp_path: Path
 ) -> None:
     chat = Chat(name, tmp_path, **FORMS[form])
-    begin, do = CALLS[call]
+    begin, run = CALLS[call]
     cache = begin(chat)
-    cache.fork()  # as below: the next writer looks again at which pages are shared
-    counts = trace(partial(do, chat, cache))
+    cache.fork()  # as in the loop: the next write checks again which pages are shared
+    counts = trace(partial(run, chat, cache))
     points = [
-        (*line, number)
-        for line, most in sorted(counts.items())
-        for number in {1, 1 if sample or call in SLOW else most}
+        (*line, run_index)
+        for line, last_run in sorted(counts.items())
+        for run_index in {1, 1 if sample or call in SLOW else last_run}
     ]
     for point in points[begins :: len(points) // sample if sample else STRIDE]:
         cache = begin(chat)
         fork = cache.fork()
-        trace(partial(do, chat, cache), point)
+        trace(partial(run, chat, cache), point)
         chat.check(cache, point)
         if fork.get_seq_length():
             chat.check(fork, ("a fork", *point))
 
 
 @pytest.mark.parametrize("last", [1, 2])
-def test_no_memory_for_renumbered_pages(
+def test_a_crop_without_memory_leaves_a_usable_cache(
     last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crop raises before it makes a tensor of the first or the second layer."""
+    """A crop raises before it allocates a tensor of the first or the second layer."""
     chat = Chat("gqa", tmp_path)
     cache, stock, calls = chat.filled(), torch.zeros, []
 

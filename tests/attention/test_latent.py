@@ -1,4 +1,4 @@
-"""Latent attention (MLA) under "fp8_paged": the same answers, from latents as they are stored."""
+"""Latent attention (MLA) with "fp8_paged" gives the same tokens from the stored latents."""
 
 import copy
 import gc
@@ -24,24 +24,24 @@ from tests.tools.sweep import Watch
 
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
-# Every family of transformers that caches latents. Those in the middle have an indexer or windows.
+# Every family of transformers that caches latents. Some have an indexer or windows.
 FAMILIES = [
     "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1", "longcat_flash",
     "mistral4", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text", "mistral_large4",
     "glm5_next", "kimi_linear", "bailing_hybrid",
 ]  # fmt: skip
-# With seed 0 the indexers of these find keys equal, and which of them they choose depends on the
+# With seed 0, the indexers of these models find equal keys, and their choice then depends on the
 # size of the cache.
 SEEDS = {"mistral_large4": 1, "dots3_note_text": 2}
-# Bounds relative to the size of the results: of one attention in fp32, which is ten times the error
-# of 600 tokens, and of the logits of models, since a few layers add to the error.
+# Bounds relative to the size of the results: for one attention in fp32, ten times the error with
+# 600 tokens, and for the logits of models, since a few layers add to the error.
 CLOSE_ATTENTION, CLOSE = 1e-5, 1e-4
 NEW = 10
 MODELS: dict[str, Any] = {}
 
 
 def model_of(name: str) -> Any:
-    """A new copy of the family's model and its inputs, padded on the left."""
+    """Return a new copy of the family's model and its inputs, padded on the left."""
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
     if name not in MODELS:
@@ -54,29 +54,30 @@ def attentions(model: Any) -> list[Any]:
 
 
 def latents(model: Any) -> int:
-    """The number of layers that cache latents. Older sparse attention caches dense K and V."""
+    """Return the number of layers that cache latents. Old sparse attention caches dense K and V."""
     return len(attentions(model)) if caches_latents(model.config.get_text_config()) else 0
 
 
 @pytest.fixture
 def watch() -> Iterator[Watch]:
-    """What each call of the attention "fp8_paged" reads in a decoding step."""
+    """Record the path of each call of "fp8_paged" attention in a decoding step."""
     watch = Watch()
     with watch():
         yield watch
 
 
 def answer(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, Any]:
-    """Tokens, and the logits that chose them."""
+    """Return the tokens, and the logits that chose them."""
     options = {"max_new_tokens": NEW, "do_sample": False, **options}
     extra = {"output_logits": True, "return_dict_in_generate": True}
     out = model.generate(**inputs, past_key_values=cache, **options, **extra)
     return out.sequences, torch.stack(out.logits, 1)
 
 
-def check_same(got: Any, want: Any) -> None:
-    assert torch.equal(got[0], want[0])
-    torch.testing.assert_close(got[1], want[1], atol=CLOSE * float(want[1].std()), rtol=0)
+def check_same(actual: Any, expected: Any) -> None:
+    assert torch.equal(actual[0], expected[0])
+    size = float(expected[1].std())
+    torch.testing.assert_close(actual[1], expected[1], atol=CLOSE * size, rtol=0)
 
 
 def stock(model: Any, inputs: Any, **options: Any) -> Any:
@@ -89,25 +90,25 @@ def paged(model: Any, **options: Any) -> FP8PagedCache:
     return FP8PagedCache(model.config, dtype=dtype, page_size=8, **options)
 
 
-# Plain, with windows, with an indexer, with layers that read another layer's latents or have no
-# positions.
+# Plain, with windows, with an indexer, with layers that read the latents of a different layer or
+# have no positions.
 SOME = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
 FULL = [pytest.param(x, marks=pytest.mark.full) for x in FAMILIES if x not in SOME]
 
 
 @pytest.mark.parametrize("name", [*SOME, *FULL])
-def test_every_family(name: str, watch: Watch) -> None:
+def test_all_families(name: str, watch: Watch) -> None:
     model, inputs = model_of(name)
-    want = stock(model, inputs)
+    expected = stock(model, inputs)
     model.set_attn_implementation("fp8_paged")
     for options in ({}, {"max_cache_len": 30}, {"prefill": "stored"}):
         watch.seen.clear()
-        check_same(answer(model, inputs, paged(model, **options)), want)
-        # Every layer that caches latents, in every step.
+        check_same(answer(model, inputs, paged(model, **options)), expected)
+        # All layers that cache latents use them in all steps.
         assert watch.seen["fused, latent"] == latents(model) * (NEW - 1)
 
 
-# Static scales; searched and rotated formats; K unquantized.
+# Static scales, searched and rotated formats, and unquantized K.
 EIGHT_BITS: list[dict[str, Any]] = [
     {"scales": 0.01, "value_dtype": "fp8_e4m3"},
     {"plan": ("fp8_e2m5", "int8 rotated")},
@@ -115,26 +116,26 @@ EIGHT_BITS: list[dict[str, Any]] = [
 ]
 
 
-# Grid: every pair of a model, a storage plan and a backend.
+# Grid: All pairs of a model, a storage plan and a backend.
 @pytest.mark.parametrize(
     ("name", "options", "backend"),
     pairwise(["mistral_large4", "glm5_next"], EIGHT_BITS, ["torch", "cpu"]),
     ids=str,
 )
 def test_layers_without_positions(name: str, options: dict[str, Any], backend: str) -> None:
-    """The format of positions matters to the layers that have positions only."""
+    """The format of positions matters only to layers that have positions."""
     model, inputs = model_of(name)
     model.set_attn_implementation("fp8_paged")
     cache = FP8PagedCache(model.config, page_size=8, backend=backend, **options)
     logits = answer(model, inputs, cache)[1]
     assert cache.layers[1].values.shape[-1] == 0
     reference = FP8PagedCache(model.config, page_size=8, backend="reference", **options)
-    want = answer(model, inputs, reference)[1]
-    torch.testing.assert_close(logits, want, atol=CLOSE * float(want.std()), rtol=0)
+    expected = answer(model, inputs, reference)[1]
+    torch.testing.assert_close(logits, expected, atol=CLOSE * float(expected.std()), rtol=0)
     assert torch.equal(copy.deepcopy(cache).layers[1].keys, cache.layers[1].keys)
 
 
-# Grid: each kind of latent attention once, half of them in a preallocated cache.
+# Grid: Each kind of latent attention once, half of them in a preallocated cache.
 SOME_CACHES = [(name, {"max_cache_len": 40} if n % 2 else {}) for n, name in enumerate(SOME)]
 
 
@@ -146,26 +147,26 @@ def test_chunks_crop_and_forks(name: str, options: dict[str, Any], watch: Watch)
     ids = torch.randint(4, 90, (2, 30), generator=torch.Generator().manual_seed(7))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    want = model(ids, attention_mask=mask, use_cache=False).logits
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
 
     def read(cache: FP8PagedCache, start: int, stop: int) -> None:
-        got = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+        out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
         hidden = max(3 - start, 0)
         torch.testing.assert_close(
-            got[0, hidden:], want[0, start + hidden : stop], atol=CLOSE, rtol=CLOSE
+            out[0, hidden:], expected[0, start + hidden : stop], atol=CLOSE, rtol=CLOSE
         )
-        torch.testing.assert_close(got[1], want[1, start:stop], atol=CLOSE, rtol=CLOSE)
+        torch.testing.assert_close(out[1], expected[1, start:stop], atol=CLOSE, rtol=CLOSE)
 
     cache = paged(model, **options)
     if name == "dots3_note_text":
         cache.activate_past_recording()
     for start, stop in ((0, 7), (7, 9), (9, 16), (16, 17), (17, 25)):
         read(cache, start, stop)
-    twin = cache.fork()
+    fork = cache.fork()
     cache.crop(-9)
     watch.seen.clear()
     read(cache, 16, 18)
-    read(twin, 25, 26)
+    read(fork, 25, 26)
     read(cache, 18, 19)
     assert watch.seen["fused, latent"] == 2 * latents(model)
 
@@ -173,38 +174,38 @@ def test_chunks_crop_and_forks(name: str, options: dict[str, Any], watch: Watch)
 @pytest.mark.parametrize(("name", "options"), SOME_CACHES, ids=str)
 def test_beams(name: str, options: dict[str, Any], watch: Watch) -> None:
     model, inputs = model_of(name)
-    want = stock(model, inputs, num_beams=3)[0]
+    expected = stock(model, inputs, num_beams=3)[0]
     model.set_attn_implementation("fp8_paged")
-    assert torch.equal(answer(model, inputs, paged(model, **options), num_beams=3)[0], want)
+    assert torch.equal(answer(model, inputs, paged(model, **options), num_beams=3)[0], expected)
     assert bool(watch.seen["fused, latent"]) is bool(latents(model))
 
 
-def test_other_attention_and_disable(watch: Watch) -> None:
+def test_other_attention_and_disable_give_the_same_tokens(watch: Watch) -> None:
     model, inputs = model_of("deepseek_v3")
     before = [set(vars(module)) for module in attentions(model)]
-    want = stock(model, inputs)
+    expected = stock(model, inputs)
     enable(model, dtype="auto")
-    check_same(answer(model, inputs, None), want)
+    check_same(answer(model, inputs, None), expected)
     assert watch.path() == "fused, latent"
     model.set_attn_implementation("sdpa")
-    check_same(answer(model, inputs, paged(model)), want)
+    check_same(answer(model, inputs, paged(model)), expected)
     disable(model)
     assert [set(vars(module)) for module in attentions(model)] == before
-    check_same(answer(model, inputs, paged(model)), want)
+    check_same(answer(model, inputs, paged(model)), expected)
 
 
 # -- projections that are not plain layers -------------------------------------------------------
 
 
 class Rounded(nn.Linear):
-    """As layers of quantized weights: its weight is not what it multiplies by."""
+    """Imitates layers with quantized weights: the weight is not the matrix that multiplies."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, (self.weight * 16).round() / 16)
 
 
 class Adapted(nn.Module):
-    """As PEFT's layers are: a layer, and the product of two small ones."""
+    """Imitates PEFT's layers, which add the product of two small layers to a layer."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ class Adapted(nn.Module):
 
 
 class Packed(nn.Module):
-    """As layers of packed weights, which are neither parameters nor buffers."""
+    """Imitates layers with packed weights, which are neither parameters nor buffers."""
 
     def __init__(self, base: nn.Linear, factor: float = 1.0) -> None:
         super().__init__()
@@ -252,13 +253,13 @@ def replace_all(model: Any, change: Any) -> None:
 
 
 def check_answer(model: Any, inputs: Any, *, path: str = "fused, latent") -> None:
-    """Assert the answer of the model's own attention, and what decoding steps read, unless ""."""
+    """Assert the tokens of sdpa attention, and the path of decoding steps unless it is ""."""
     model.set_attn_implementation("sdpa")
-    want = stock(model, inputs)
+    expected = stock(model, inputs)
     model.set_attn_implementation("fp8_paged")
     watch = Watch()
     with watch():
-        check_same(answer(model, inputs, paged(model)), want)
+        check_same(answer(model, inputs, paged(model)), expected)
     assert path in ("", watch.path())
 
 
@@ -269,7 +270,7 @@ def check_answer(model: Any, inputs: Any, *, path: str = "fused, latent") -> Non
         (biased, "dense"), (lambda base: hooked(base, torch.tanh), "dense"),
     ],
 )  # fmt: skip
-def test_projections_of_other_kinds(change: Any, path: str) -> None:
+def test_projections_of_different_kinds(change: Any, path: str) -> None:
     """A projection that does more than multiply by a weight is applied to the whole history."""
     model, inputs = build("deepseek_v3")
     replace_all(model, change)
@@ -279,7 +280,7 @@ def test_projections_of_other_kinds(change: Any, path: str) -> None:
     assert ("more than a product with weights" in str(report)) is (path == "dense")
 
 
-def test_weights_that_change() -> None:
+def test_changed_weights_take_effect() -> None:
     model, inputs = build("deepseek_v3")
     check_answer(model, inputs)
     first = attentions(model)[0]
@@ -295,12 +296,12 @@ def test_weights_that_change() -> None:
     check_answer(model, inputs)
     first.kv_b_proj.up.weight = nn.Parameter(first.kv_b_proj.up.weight.detach().flip(0))
     check_answer(model, inputs)
-    # Hooks one after the other: the second may be where the first one was.
+    # Successive hooks: the second may have the address of the first.
     for change in (lambda x: 0.5 * x, lambda x: x + 1):
         handle = first.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
         check_answer(model, inputs)
         handle.remove()
-    # Projections that replace each other and have no parameters.
+    # Successive projections without parameters.
     plain = [module.kv_b_proj.base_layer for module in attentions(model)]
     for factor in (1.0, -2.0):
         for module, base in zip(attentions(model), plain, strict=True):
@@ -308,8 +309,8 @@ def test_weights_that_change() -> None:
         check_answer(model, inputs)
 
 
-def test_an_adapter_for_each_text() -> None:
-    """PEFT's `adapter_names`: a hook of each call chooses adapters, so no one weight is right."""
+def test_a_different_adapter_for_each_text() -> None:
+    """With PEFT's `adapter_names`, a hook chooses adapters per call, so one weight is wrong."""
     model, inputs = build("deepseek_v3")
     replace_all(model, Adapted)
     factors = torch.tensor([1.0, -4.0]).view(2, 1, 1, 1)
@@ -335,17 +336,17 @@ def test_an_adapter_for_each_text() -> None:
 
 
 @pytest.mark.parametrize("change", [None, Adapted])
-def test_copies_and_the_end_of_a_model(change: Any) -> None:
+def test_copies_have_their_weights_and_a_deleted_model_is_freed(change: Any) -> None:
     """A model without references is freed at once, before the garbage collector runs."""
     model, inputs = build("deepseek_v3")
     if change is not None:
         replace_all(model, change)
     check_answer(model, inputs)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
-            for parameter in attentions(twin)[0].kv_b_proj.parameters():
+            for parameter in attentions(copied)[0].kv_b_proj.parameters():
                 parameter.mul_(-2)
-        check_answer(twin, inputs)
+        check_answer(copied, inputs)
     check_answer(model, inputs)
     weights = [weakref.ref(weight) for weight in model.parameters()]
     gc.collect()
@@ -357,7 +358,7 @@ def test_copies_and_the_end_of_a_model(change: Any) -> None:
         gc.enable()
 
 
-# -- numbers -------------------------------------------------------------------------------------
+# -- precision -----------------------------------------------------------------------------------
 
 
 # With more than 16 heads, products in 16 bits are computed for some heads at a time.
@@ -367,23 +368,23 @@ def test_autocast(dtype: torch.dtype, heads: int, watch: Watch) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads}
     model, inputs = build("deepseek_v3", **sizes)
     after = torch.tensor([[5], [9]])
-    want = model(torch.cat([inputs["input_ids"], after], 1), use_cache=False).logits[1, -1]
+    expected = model(torch.cat([inputs["input_ids"], after], 1), use_cache=False).logits[1, -1]
     model.set_attn_implementation("fp8_paged")
     cache = paged(model)
     with torch.autocast("cpu", dtype):
         model(inputs["input_ids"], past_key_values=cache)
-        got = model(after, past_key_values=cache).logits[1, -1]
-    assert got.dtype == dtype
+        actual = model(after, past_key_values=cache).logits[1, -1]
+    assert actual.dtype == dtype
     assert watch.path() == "fused, latent"
-    gap = float((got - want).abs().max() / want.std())
+    gap = float((actual - expected).abs().max() / expected.std())
     assert gap < 16 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("only_projection", [False, True])
 def test_gradients(only_projection: bool) -> None:
-    """A gradient expands latents, also after a step without one.
+    """Latents are expanded for gradients, even after a step without gradients.
 
-    The queries of the first layer have no gradient if an adapter trains `kv_b_proj` only.
+    The queries of the first layer have no gradient if an adapter trains only `kv_b_proj`.
     """
     layers = 1 if only_projection else 2
     model, inputs = build("deepseek_v3", num_hidden_layers=layers)
@@ -400,12 +401,12 @@ def test_gradients(only_projection: bool) -> None:
         model(torch.tensor([[5], [9]]), past_key_values=cache).logits.square().sum().backward()
         return [model.get_parameter(name).grad for name in names]
 
-    want = gradients(DynamicCache(config=model.config))
-    assert len(want) > 0
+    expected_gradients = gradients(DynamicCache(config=model.config))
+    assert len(expected_gradients) > 0
     model.set_attn_implementation("fp8_paged")
     for _ in range(2):
-        for got, expected in zip(gradients(paged(model)), want, strict=True):
-            torch.testing.assert_close(got, expected)
+        for actual, expected in zip(gradients(paged(model)), expected_gradients, strict=True):
+            torch.testing.assert_close(actual, expected)
         answer(model, inputs, paged(model))
 
 
@@ -422,9 +423,7 @@ def test_training_through_stored_latents_is_refused() -> None:
         model(step, past_key_values=cache)
 
 
-def test_a_warning_says_why_latents_are_expanded(
-    caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("deepseek_v3", attn_implementation="fp8_paged")
     step = torch.tensor([[5], [9]])
 
@@ -455,7 +454,7 @@ RANK, POSITIONS, HEAD = 16, 8, 8
 
 
 class Step:
-    """One layer with `length` stored tokens, and the attention of `tokens` queries to them."""
+    """A layer with `length` stored tokens, to which `tokens` queries attend."""
 
     def __init__(self, length: int, tokens: int, **options: Any) -> None:
         name = "deepseek_v3"
@@ -483,18 +482,18 @@ class Step:
         return out.double()
 
     def exact(self) -> torch.Tensor:
-        """The result in fp64 from expanded K and V."""
+        """Return the result in fp64 from expanded K and V."""
         latents, positions = self.stored
         n, tokens = latents.shape[2], self.query.shape[2]
         weight = self.module.kv_b_proj.weight.double().view(4, 2 * HEAD, RANK)
         key, value = torch.einsum("hnr,bxjr->bhjn", weight, latents).split(HEAD, -1)
         key = torch.cat([key, positions.expand(-1, 4, -1, -1)], -1)
         logits = self.scaling * self.query.double() @ key.mT
-        seen = torch.ones(tokens, n, dtype=torch.bool).tril(n - tokens)
-        return (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+        visible = torch.ones(tokens, n, dtype=torch.bool).tril(n - tokens)
+        return (logits.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-# Grid: every pair of lengths around a page, a format and a backend.
+# Grid: All pairs of lengths around a page, a format and a backend.
 @pytest.mark.parametrize(
     ("lengths", "dtype", "backend"),
     pairwise(
@@ -504,12 +503,12 @@ class Step:
     ),
     ids=str,
 )
-def test_the_error_is_that_of_fp32(lengths: tuple[int, int], dtype: str, backend: str) -> None:
+def test_the_error_is_at_fp32_level(lengths: tuple[int, int], dtype: str, backend: str) -> None:
     step = Step(*lengths, dtype=dtype, value_dtype=dtype, backend=backend)
-    want = step.exact()
-    got, bound = step.run(), CLOSE_ATTENTION * want.abs().max()
-    assert (got - want).abs().max() <= bound
-    # The bound is tight: each of these changes of the stored numbers exceeds it.
+    expected = step.exact()
+    actual, bound = step.run(), CLOSE_ATTENTION * expected.abs().max()
+    assert (actual - expected).abs().max() <= bound
+    # The bound is tight: each of these changes of the stored values exceeds it.
     latents, positions = step.stored
     last_page = latents.shape[2] - 1 - (latents.shape[2] - 1) % 8
     wrong = {
@@ -523,7 +522,7 @@ def test_the_error_is_that_of_fp32(lengths: tuple[int, int], dtype: str, backend
         wrong["last page zero"][0][:, :, last_page:] = 0
     for fault, stored in wrong.items():
         step.stored = stored
-        assert (got - step.exact()).abs().max() > bound, fault
+        assert (actual - step.exact()).abs().max() > bound, fault
 
 
 # -- compiled ------------------------------------------------------------------------------------
@@ -538,8 +537,8 @@ def test_the_error_is_that_of_fp32(lengths: tuple[int, int], dtype: str, backend
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_compiled(name: str, prompt: str, change: Any) -> None:
-    """The prompt runs eagerly, is compiled after `enable`, or is compiled before anything else."""
+def test_compiled_steps_read_latents(name: str, prompt: str, change: Any) -> None:
+    """The prompt runs eagerly, is compiled after `enable`, or is compiled first."""
     torch._dynamo.reset()
     counters.clear()
     layers = {"num_hidden_layers": 1} if name == "deepseek_v3" else {}
@@ -551,26 +550,26 @@ def test_compiled(name: str, prompt: str, change: Any) -> None:
         enable(model)
     widths: list[list[int]] = []
 
-    def note_widths(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+    def record_widths(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         reads = [node for node in graph.graph.nodes if ".attend" in str(node.target)]
         widths.append([node.args[0].meta["example_value"].shape[-1] for node in reads])
         return graph.forward
 
-    compiled = torch.compile(model, fullgraph=True, backend=note_widths)
+    compiled = torch.compile(model, fullgraph=True, backend=record_widths)
     cache = paged(model, max_cache_len=24)
     (model if prompt == "eager" else compiled)(ids, past_key_values=cache)
-    got = [compiled(extra[:, :1], past_key_values=cache).logits]
-    # Between two steps, change in place weights that no stored number depends on: the last layer's
-    # values.
+    actual = [compiled(extra[:, :1], past_key_values=cache).logits]
+    # Between two steps, change weights in place that no stored value depends on: those for the
+    # values of the last layer.
     last = attentions(model)[-1].kv_b_proj
     last.weight.unflatten(0, (4, 24))[:, 8:] *= -3
-    got.append(compiled(extra[:, 1:2], past_key_values=cache).logits)
+    actual.append(compiled(extra[:, 1:2], past_key_values=cache).logits)
     texts = [torch.cat([ids, extra[:, :n]], 1) for n in (1, 2)]
-    want = [model(texts[1], use_cache=False).logits[:, -1:]]
+    expected = [model(texts[1], use_cache=False).logits[:, -1:]]
     last.weight.unflatten(0, (4, 24))[:, 8:] /= -3
-    want.insert(0, model(texts[0], use_cache=False).logits[:, -1:])
-    torch.testing.assert_close(got, want, atol=CLOSE, rtol=CLOSE)
+    expected.insert(0, model(texts[0], use_cache=False).logits[:, -1:])
+    torch.testing.assert_close(actual, expected, atol=CLOSE, rtol=CLOSE)
     assert not counters["graph_break"]
     assert len(widths) == (1 if prompt == "eager" else 2)
-    # Queries of latents and positions. A model that is compiled first is expanded.
+    # Queries have latents and positions. A model that is compiled first expands the latents.
     assert set(widths[-1]) == (set() if prompt == "compiled" else {RANK + POSITIONS})

@@ -1,4 +1,4 @@
-"""Masks: which patterns get compact masks, and that those agree with transformers' masks."""
+"""Masks: patterns that get compact masks, and the agreement with transformers' masks."""
 
 import copy
 import pickle
@@ -67,7 +67,7 @@ def test_causal_patterns_and_their_windows_are_recognized(name: str) -> None:
     assert causal_window(make()) == window
 
 
-# Rows of 12 tokens: none hidden, on the left, on the right, in the middle, most, and all.
+# Rows of 12 tokens: none hidden, hidden on the left, on the right or in the middle, most, and all.
 ROWS = torch.tensor(
     [
         [1] * 12, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3, [0, 1, 1, 0, 1] + [1] * 7,
@@ -80,9 +80,9 @@ ROWS = torch.tensor(
 def test_bounds(start: int) -> None:
     for row, (first, hidden) in zip(ROWS.bool(), mask_bounds(ROWS.bool(), start), strict=True):
         positions = torch.arange(start, start + 12)
-        seen, unseen = positions[row].tolist(), positions[~row].tolist()
-        assert first == min(seen, default=start + 12)
-        assert hidden == (max(unseen) + 1 if unseen else start)
+        visible, hidden_positions = positions[row].tolist(), positions[~row].tolist()
+        assert first == min(visible, default=start + 12)
+        assert hidden == (max(hidden_positions) + 1 if hidden_positions else start)
 
 
 def cache_of(tokens: int, room: int | None) -> FP8PagedCache:
@@ -93,69 +93,70 @@ def cache_of(tokens: int, room: int | None) -> FP8PagedCache:
     return cache
 
 
-def asked_by(cache: Any, tokens: int, function: Any, text: torch.Tensor) -> tuple[Any, ...]:
-    """Return arguments of a mask as transformers makes them, with sizes from the cache."""
+def mask_arguments(cache: Any, tokens: int, function: Any, text: torch.Tensor) -> tuple[Any, ...]:
+    """Return the arguments of a mask function as in transformers, with sizes from the cache."""
     offset, (columns, start) = cache.get_query_offset(0), cache.get_mask_sizes(tokens, 0)
     return len(ROWS), tokens, columns, offset, start, function, text
 
 
-# Grid: every pair of a window, a number of new tokens and sizes of the mask and the cache.
+# Grid: All pairs of a window, a number of new tokens and sizes of the mask and the cache.
 @pytest.mark.parametrize(
     ("window", "tokens", "sizes"),
     pairwise([0, 4], [1, 5, 12], [(12, 12), (12, 16), (12, 31), (12, 40), (8, 31), (20, 31)]),
     ids=str,
 )
-def test_a_compact_mask_agrees_with_a_complete_one(
+def test_a_compact_mask_matches_the_complete_mask(
     window: int, tokens: int, sizes: tuple[int, int]
 ) -> None:
-    """In a preallocated cache that holds 12 tokens, which include the new ones."""
+    """A preallocated cache holds 12 tokens, which include the new tokens."""
     columns, room = sizes
     text = torch.nn.functional.pad(ROWS, (0, max(columns - 12, 0)), value=1)[:, :columns].bool()
     function = (
         stock.sliding_window_causal_mask_function(window) if window else stock.causal_mask_function
     )
-    how = asked_by(cache_of(12 - tokens, room), tokens, function, text)
-    mask = fp8_paged_mask(*how, config=LlamaConfig())
+    arguments = mask_arguments(cache_of(12 - tokens, room), tokens, function, text)
+    mask = fp8_paged_mask(*arguments, config=LlamaConfig())
     assert isinstance(mask, CompactMask)
     query, key = torch.zeros(len(ROWS), 1, tokens, 8), torch.zeros(len(ROWS), 1, room, 8)
-    expected = stock.sdpa_mask(*how, allow_is_causal_skip=False)
+    expected = stock.sdpa_mask(*arguments, allow_is_causal_skip=False)
     assert expected is not None
     assert_same(complete_mask(mask, query, key, window, True), expected)
     assert_same(mask & True, expected, "as any tensor")
-    seen = torch.nn.functional.pad(text, (0, max(room - columns, 0)))[:, :room]
-    seen[:, 12:] = True  # not stored yet
-    assert_same(mask.bounds, mask_bounds(seen, 0))
+    visible = torch.nn.functional.pad(text, (0, max(room - columns, 0)))[:, :room]
+    visible[:, 12:] = True  # not stored yet
+    assert_same(mask.bounds, mask_bounds(visible, 0))
     assert mask.filled.tolist() == [12] * len(ROWS)
 
 
-def test_a_request_is_for_one_mask_of_one_cache() -> None:
-    """Other masks are complete: only a preallocated cache has room after the queries."""
+def test_a_request_applies_to_one_mask_of_one_cache() -> None:
+    """All other masks are complete, since only a preallocated cache has room after the queries."""
     text, function, config = ROWS.bool(), stock.causal_mask_function, LlamaConfig()
-    one, other = cache_of(9, 31), cache_of(9, 40)
-    how, stale = (asked_by(cache, 3, function, text) for cache in (one, other))
-    found = [fp8_paged_mask(*how, config=config) for how in (how, stale)]
-    assert [isinstance(mask, CompactMask) for mask in found] == [False, False], "another's request"
-    how = asked_by(one, 3, function, text)
+    first, second = cache_of(9, 31), cache_of(9, 40)
+    call, stale = (mask_arguments(cache, 3, function, text) for cache in (first, second))
+    masks = [fp8_paged_mask(*call, config=config) for call in (call, stale)]
+    assert [isinstance(mask, CompactMask) for mask in masks] == [False, False], "different cache"
+    call = mask_arguments(first, 3, function, text)
     thread = ThreadPoolExecutor(1)
-    elsewhere = thread.submit(fp8_paged_mask, *how, config=config).result()
-    asked_by(other, 3, function, text)
+    other_thread = thread.submit(fp8_paged_mask, *call, config=config).result()
+    mask_arguments(second, 3, function, text)
     for _ in range(2):
-        thread.submit(asked_by, one, 3, function, text).result()
-        found = [thread.submit(fp8_paged_mask, *how, config=config).result() for _ in range(2)]
-        assert [isinstance(mask, CompactMask) for mask in found] == [True, False], "for one mask"
-    assert not isinstance(elsewhere, CompactMask), "a request of another thread"
-    for mask in (elsewhere, *found):
+        thread.submit(mask_arguments, first, 3, function, text).result()
+        masks = [thread.submit(fp8_paged_mask, *call, config=config).result() for _ in range(2)]
+        assert [isinstance(mask, CompactMask) for mask in masks] == [True, False], "for one mask"
+    assert not isinstance(other_thread, CompactMask), "the request of a different thread"
+    for mask in (other_thread, *masks):
         assert mask is not None
-        assert_same(mask & True, elsewhere)
+        assert_same(mask & True, other_thread)
     short = text[:, :-1]
     with pytest.raises(ConfigError, match="over all 12 tokens"):
-        fp8_paged_mask(*asked_by(cache_of(9, None), 3, function, short), config=config)
+        fp8_paged_mask(*mask_arguments(cache_of(9, None), 3, function, short), config=config)
 
 
-def test_a_compact_mask_is_used_as_the_complete_one() -> None:
-    how = asked_by(cache_of(9, 31), 3, stock.sliding_window_causal_mask_function(4), ROWS.bool())
-    mask = fp8_paged_mask(*how, config=LlamaConfig())
-    expected = stock.sdpa_mask(*how, allow_is_causal_skip=False)
+def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
+    function = stock.sliding_window_causal_mask_function(4)
+    call = mask_arguments(cache_of(9, 31), 3, function, ROWS.bool())
+    mask = fp8_paged_mask(*call, config=LlamaConfig())
+    expected = stock.sdpa_mask(*call, allow_is_causal_skip=False)
     assert isinstance(mask, CompactMask)
     assert expected is not None
     assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
@@ -183,20 +184,20 @@ def test_a_compact_mask_is_used_as_the_complete_one() -> None:
     assert mask.to("cpu", torch.bool) is mask
 
 
-def test_a_mask_of_the_whole_text_for_a_window() -> None:
+def test_a_mask_of_all_tokens_serves_a_window() -> None:
     for length, start in [(12, 3), (12, 5), (16, 1), (33, 17), (40, 39)]:
         text = torch.rand(2, length) > 0.4
         whole = make_compact(text, 0, length, 0, 1)
         cut = make_compact(text[:, start:], start, length - start, 0, 1)
         for mask, first in ((whole, 0), (cut, start)):
-            seen = mask.columns(start, length)
-            assert_same(seen[:, 0, 0].bool(), text[:, start:], (length, start))
+            visible = mask.columns(start, length)
+            assert_same(visible[:, 0, 0].bool(), text[:, start:], (length, start))
             assert_same(mask.bounds, mask_bounds(text[:, first:], first))
             assert_same(mask.complete(start, length, 0)[:, 0, 0], text[:, start:])
 
 
 @pytest.mark.parametrize(("columns", "first"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)])
-def test_a_mask_of_other_tokens_is_refused(columns: int, first: int) -> None:
+def test_a_mask_of_different_tokens_is_refused(columns: int, first: int) -> None:
     mask = make_compact(torch.ones(2, columns, dtype=torch.bool), first, columns, 0, 1)
     for start, stop in [(0, 48), (0, 32), (20, 25), (3, 16), (0, 13), (40, 69), (7, 71)]:
         if first <= start and stop <= first + columns:
@@ -208,23 +209,23 @@ def test_a_mask_of_other_tokens_is_refused(columns: int, first: int) -> None:
 
 @pytest.fixture
 def masks() -> Iterator[list[Any]]:
-    """The masks that transformers passes to attention over stored pages."""
-    found: list[Any] = []
+    """Record the masks that transformers passes to attention over stored pages."""
+    recorded: list[Any] = []
 
-    def note(
+    def record(
         module: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any, **kw: Any
     ) -> Any:
         if isinstance(key, PagedKV):
-            found.append(mask)
+            recorded.append(mask)
         return fp8_paged_attention(module, query, key, value, mask, *rest, **kw)
 
-    AttentionInterface.register("fp8_paged", note)
-    yield found
+    AttentionInterface.register("fp8_paged", record)
+    yield recorded
     AttentionInterface.register("fp8_paged", fp8_paged_attention)
 
 
 def chat(model: Any, cache: Any, **keywords: Any) -> list[torch.Tensor]:
-    """Two turns: a prompt padded on the left, and one with a hole."""
+    """Answer two turns: a prompt with padding on the left, and a prompt with a hole."""
     answers = []
     text = prompt()
     for turn in range(2):
@@ -239,7 +240,7 @@ def chat(model: Any, cache: Any, **keywords: Any) -> list[torch.Tensor]:
     return answers
 
 
-# Grid: each kind of layers, and each way to split a prompt.
+# Grid: Each kind of layers, and each way to split a prompt.
 @pytest.mark.parametrize(
     ("name", "prefill", "chunks"),
     [
@@ -254,12 +255,12 @@ def test_causal_patterns_need_no_complete_mask(
 ) -> None:
     stock_model, _ = tiny(name, attn_implementation="sdpa")
     model, _ = tiny(name, attn_implementation="fp8_paged")
-    how = {**chunks, "disable_compile": True}
-    expected = chat(stock_model, DynamicCache(config=model.config), **how)
+    arguments = {**chunks, "disable_compile": True}
+    expected = chat(stock_model, DynamicCache(config=model.config), **arguments)
     options = {"dtype": "auto", "page_size": 8, "max_cache_len": ROOM, "prefill": prefill}
-    found = chat(model, FP8PagedCache(model.config, **options), **how)
-    for got, wanted in zip(found, expected, strict=True):
-        assert_same(got, wanted)
+    answers = chat(model, FP8PagedCache(model.config, **options), **arguments)
+    for actual, expected_tokens in zip(answers, expected, strict=True):
+        assert_same(actual, expected_tokens)
     assert masks
     assert all(isinstance(mask, CompactMask) for mask in masks)
 
@@ -272,26 +273,26 @@ def test_causal_patterns_need_no_complete_mask(
         pytest.param("gqa", False, marks=pytest.mark.full),
     ],
 )  # fmt: skip
-def test_masks_that_are_made_in_compiled_code(name: str, padded: bool) -> None:
-    """A forward that the caller compiles, with several tokens after the prompt."""
+def test_masks_are_created_in_compiled_code(name: str, padded: bool) -> None:
+    """The caller compiles `forward`, and passes several tokens after the prompt."""
     torch._dynamo.reset()
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     rows: list[int | None] = []
 
-    def note_masks(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+    def record_masks(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         for node in graph.graph.nodes:
             if ".attend" in str(node.target):
                 values = [getattr(x, "meta", {}).get("example_value") for x in node.args]
-                found = [
+                candidates = [
                     x for x in values if x is not None and x.dtype in (torch.uint8, torch.bool)
                 ]
-                found = [x for x in found if x.shape[1] == 1 and x.shape[3] == ROOM]
-                rows.append(found[0].shape[2] if found else None)
+                candidates = [x for x in candidates if x.shape[1] == 1 and x.shape[3] == ROOM]
+                rows.append(candidates[0].shape[2] if candidates else None)
         return graph.forward
 
-    step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=note_masks)
+    step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=record_masks)
     mask = inputs["attention_mask"] if padded else None
-    found = []
+    logits = []
     for forward in (model.forward, step):
         cache = FP8PagedCache(model.config, dtype="auto", page_size=8, max_cache_len=ROOM)
         model(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
@@ -303,8 +304,8 @@ def test_masks_that_are_made_in_compiled_code(name: str, padded: bool) -> None:
             whole = torch.nn.functional.pad(whole, (0, ROOM - old - 5))
         positions = torch.arange(old, old + 5).expand(2, -1)
         out = forward(ids, attention_mask=whole, position_ids=positions, past_key_values=cache)
-        found.append(out.logits)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        logits.append(out.logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert rows
     if name == "chunked":
         assert 5 in rows, "complete, since the pattern is not recognized"
@@ -313,22 +314,22 @@ def test_masks_that_are_made_in_compiled_code(name: str, padded: bool) -> None:
 
 
 def continued(model: Any, inputs: Any, cache: Any, **keywords: Any) -> torch.Tensor:
-    """Logits of three tokens after a padded prompt in the cache."""
+    """Return the logits of three tokens after a padded prompt in the cache."""
     model(**inputs, past_key_values=cache)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
     extra = prompt(1, tokens=3, pad=0)["input_ids"]
     return model(extra, attention_mask=mask, past_key_values=cache, **keywords).logits
 
 
-def test_a_window_that_only_the_mask_has() -> None:
-    """Doge's attention is not given the window, and layers of this cache have none."""
+def test_a_window_that_only_the_mask_applies() -> None:
+    """Doge does not pass the window to attention, and layers of this cache have no window."""
     model, inputs = build("doge", sliding_window=4, attn_implementation="sdpa")
     text = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
-    found = []
+    answers = []
     for name in ("sdpa", "fp8_paged"):
         model.set_attn_implementation(name)
-        found.append(model.generate(**text, past_key_values=DynamicCache(), **GREEDY))
-    assert_same(*found)
+        answers.append(model.generate(**text, past_key_values=DynamicCache(), **GREEDY))
+    assert_same(*answers)
 
 
 @torch.no_grad()
@@ -341,29 +342,30 @@ def test_a_stock_static_cache_has_complete_masks() -> None:
     ))  # fmt: skip
     text = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1).bool()
     offset = torch.tensor([13])
-    made = fp8_paged_mask(
+    mask = fp8_paged_mask(
         2, 3, ROOM, offset, 0, stock.causal_mask_function, text, config=model.config
     )
-    assert made is not None
-    assert made.shape == (2, 1, 3, ROOM)
+    assert mask is not None
+    assert mask.shape == (2, 1, 3, ROOM)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
 def test_compact_masks_over_dense_keys(name: str) -> None:
-    """Calls that ask for attention weights, which need dense keys."""
+    """Calls that return attention weights need dense keys."""
     stock_model, inputs = tiny(name, attn_implementation="eager")
     model, _ = tiny(name, attn_implementation="fp8_paged")
     options = {"dtype": "auto", "page_size": 8, "max_cache_len": ROOM, "prefill": "stored"}
     expected = continued(
         stock_model, inputs, DynamicCache(config=model.config), output_attentions=True
     )
-    found = continued(model, inputs, FP8PagedCache(model.config, **options), output_attentions=True)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    cache = FP8PagedCache(model.config, **options)
+    actual = continued(model, inputs, cache, output_attentions=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-# What does not fit a call of 8 queries of 4 heads over 3 sequences of 72 tokens, with 2 KV heads of
-# size 16: the argument, what the error names, and the tensor.
+# Arguments that do not fit a call of 8 queries of 4 heads over 3 sequences of 72 tokens, with 2 KV
+# heads of size 16: the argument, the name in the error, and the tensor.
 MISFITS: list[tuple[str, str, torch.Tensor]] = [
     *(
         ("query", "query", torch.zeros(shape))
@@ -398,9 +400,9 @@ MISFITS: list[tuple[str, str, torch.Tensor]] = [
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("room", [None, ROOM + 8])
-def test_sizes_that_do_not_fit_the_cache(backend: str, room: int | None) -> None:
-    if why := available_backends()[backend]:
-        pytest.skip(why)
+def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, room: int | None) -> None:
+    if reason := available_backends()[backend]:
+        pytest.skip(reason)
     config = tiny("gqa")[0].config
     cache = FP8PagedCache(config, backend=backend, prefill="stored", max_cache_len=room)
     key, value = cache.update(torch.randn(3, 2, 72, 16), torch.randn(3, 2, 72, 16), 0)

@@ -1,6 +1,6 @@
-"""Other libraries on top of the cache: kvpress drops stored tokens, PEFT wraps models.
+"""Other libraries that use the cache: kvpress drops stored tokens, and PEFT wraps models.
 
-Stand-ins imitate these libraries.
+The tests imitate these libraries.
 """
 
 import pickle
@@ -32,7 +32,7 @@ PROMPT = 40
 
 @contextmanager
 def wrapped_functions() -> Iterator[None]:
-    """Every registered function takes `dropout` by position, as kvpress' wrappers pass it."""
+    """Wrap all registered functions to pass `dropout` by position, as kvpress does."""
 
     def wrap(inner: Any) -> Any:
         def wrapper(
@@ -56,7 +56,7 @@ def wrapped_functions() -> Iterator[None]:
 
 @contextmanager
 def press(model: Any, score: Score, kept: int) -> Iterator[None]:
-    """After each layer's first call, keep the tokens of the highest scores, for each head."""
+    """After each call of a layer, keep the tokens with the highest scores of each head."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         layer = kwargs[CACHE].layers[module.layer_idx]
@@ -79,22 +79,22 @@ def press(model: Any, score: Score, kept: int) -> Iterator[None]:
 
 @torch.no_grad()
 def answer(model: Any, cache: Any, pressed: Any) -> torch.Tensor:
-    """The logits after a pressed prompt: three tokens, two single ones; then once more."""
+    """Return the logits of three tokens and two single tokens after a pressed prompt, twice."""
     ids = torch.randint(4, 90, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     with pressed:
         model.model(ids, past_key_values=cache, cache_position=torch.arange(PROMPT))
     lengths = [layer.get_seq_length() for layer in cache.layers]
-    found = []
+    logits = []
     for _ in range(2):
         for first, count in ((0, 3), (3, 1), (4, 1)):
             positions = torch.arange(PROMPT + first, PROMPT + first + count)[None]
             chunk = ids[:, first : first + count]
-            found.append(model(chunk, past_key_values=cache, position_ids=positions).logits)
+            logits.append(model(chunk, past_key_values=cache, position_ids=positions).logits)
         for layer, length in zip(cache.layers, lengths, strict=True):
             layer.keys = layer.keys[:, :, :length]
             layer.values = layer.values[:, :, :length]
         assert [layer.get_seq_length() for layer in cache.layers] == lengths
-    return torch.cat(found, 1)
+    return torch.cat(logits, 1)
 
 
 SCORES: dict[str, Score] = {
@@ -106,20 +106,20 @@ SCORES: dict[str, Score] = {
 }
 
 
-# Grid: each way to choose tokens, and one number of them after, on and before the end of a page.
+# Grid: Each score once, with numbers of tokens before, at and after the end of a page.
 @pytest.mark.parametrize(
     ("name", "kept"),
     [("norm", 17), ("sinks and last", 16), ("random", 15), ("difference", 17), ("channel", 16)],
 )
-def test_pressed(name: str, kept: int) -> None:
+def test_pressed_caches_match_dynamic_cache(name: str, kept: int) -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     stock, _ = tiny("gqa", attn_implementation="sdpa")
     expected = answer(stock, DynamicCache(), press(stock, SCORES[name], kept))
     with wrapped_functions():
         cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
-        got = answer(model, cache, press(model, SCORES[name], kept))
+        actual = answer(model, cache, press(model, SCORES[name], kept))
         assert cache.get_seq_length() == kept
-        assert torch.allclose(got, expected, rtol=1e-3, atol=1e-3)
+        assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3)
         eight = FP8PagedCache(model.config, page_size=16)
         assert answer(model, eight, press(model, SCORES[name], kept)).isfinite().all()
         assert eight.layers[1].get_seq_length() == kept
@@ -136,22 +136,22 @@ def test_layers_of_different_lengths_are_saved(count: int, tmp_path: Path) -> No
     for layer in range(2):
         cache.update(*torch.randn(2, 1, 2, count, 16), layer)
     loaded = pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "cache"))
-    for twin in loaded:
-        for one, other in zip(cache.layers, twin.layers, strict=True):
+    for copied in loaded:
+        for one, other in zip(cache.layers, copied.layers, strict=True):
             assert_same(one.keys.dense(), other.keys.dense())
             assert_same(one.values.dense(), other.values.dense())
 
 
-def test_wrapped_functions_take_dropout_by_position() -> None:
+def test_functions_accept_dropout_by_position() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
     with wrapped_functions():
-        got = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
-        assert_same(got, expected)
-        seen: list[int] = []
-        with watched_attention(model, lambda module, *_: seen.append(module.layer_idx)):
+        actual = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
+        assert_same(actual, expected)
+        layers: list[int] = []
+        with watched_attention(model, lambda module, *_: layers.append(module.layer_idx)):
             model(**inputs)
-        assert seen == [0, 1]
+        assert layers == [0, 1]
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -177,8 +177,8 @@ def test_functions_are_wrapped_if_kvpress_was_imported_first(
 
 
 @pytest.mark.parametrize("implementation", ["fp8_paged", "sdpa"])
-def test_a_write_into_stored_keys_says_what_to_do(implementation: str) -> None:
-    """Presses that mask tokens of single heads write into the keys."""
+def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
+    """Presses that mask tokens of single heads write to the keys."""
     cache = FP8PagedCache(tiny("gqa", attn_implementation=implementation)[0].config)
     k = torch.randn(1, 2, 9, 16)
     cache.update(k, k, 0)
@@ -193,7 +193,7 @@ def test_a_write_into_stored_keys_says_what_to_do(implementation: str) -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """As PEFT's wrapper of a model in `generate`. A prefix comes as a filled cache."""
+    """Imitates PEFT's wrapper of a model in `generate`. A prefix is passed as a filled cache."""
 
     def __init__(self, model: Any, prefix: int) -> None:
         super().__init__()
@@ -211,13 +211,13 @@ class Wrapper(torch.nn.Module):
         inputs = self.prepare_base(*args, **kwargs)
         if self.base_model.config.is_encoder_decoder:
             if self.prefix and not inputs[CACHE].get_seq_length():
-                own = self.new_prefix(len(inputs["decoder_input_ids"]))
-                inputs[CACHE] = EncoderDecoderCache(own, DynamicCache())
+                prefix = self.new_prefix(len(inputs["decoder_input_ids"]))
+                inputs[CACHE] = EncoderDecoderCache(prefix, DynamicCache())
             return inputs
         ids, cache = inputs["input_ids"], inputs[CACHE]
         if self.prefix:
-            seen = torch.ones(len(ids), self.prefix, dtype=torch.long)
-            inputs["attention_mask"] = torch.cat([seen, inputs["attention_mask"]], 1)
+            prefix_mask = torch.ones(len(ids), self.prefix, dtype=torch.long)
+            inputs["attention_mask"] = torch.cat([prefix_mask, inputs["attention_mask"]], 1)
             inputs.pop("position_ids", None)
             if cache.get_seq_length():
                 inputs["input_ids"] = ids[:, -1:]
@@ -242,7 +242,7 @@ class Wrapper(torch.nn.Module):
             self.base_model.prepare_inputs_for_generation = self.prepare_base
 
 
-# Grid: no prefix, and one shorter and one longer than the window.
+# Grid: No prefix, and prefixes shorter and longer than the window.
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [("gqa", 0), ("sliding_and_full", 0), ("sliding_and_full", 5), ("sliding_and_full", 20)],
@@ -255,13 +255,13 @@ def test_enable_a_wrapped_model(name: str, prefix: int) -> None:
     length = expected.past_key_values.get_seq_length()
     assert length == prefix + 13 + 5
     assert enable(wrapper, dtype="auto") is wrapper
-    got = wrapper.generate(**options)
-    assert isinstance(got.past_key_values, FP8PagedCache)
-    assert got.past_key_values.get_seq_length() == length
-    assert torch.allclose(torch.cat(got.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
+    out = wrapper.generate(**options)
+    assert isinstance(out.past_key_values, FP8PagedCache)
+    assert out.past_key_values.get_seq_length() == length
+    assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
     enable(wrapper)
     stored = wrapper.generate(**options).past_key_values
-    sizes = [cache.memory_footprint().used_bytes for cache in (stored, got.past_key_values)]
+    sizes = [cache.memory_footprint().used_bytes for cache in (stored, out.past_key_values)]
     assert sizes[0] < sizes[1] / 2
     assert disable(wrapper) is wrapper
     last = wrapper.generate(**options)
@@ -275,17 +275,17 @@ def test_enable_a_wrapped_encoder_decoder(prefix: int) -> None:
     wrapper = Wrapper(model, prefix)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
-    got = enable(wrapper, dtype="auto").generate(**options)
+    out = enable(wrapper, dtype="auto").generate(**options)
     for part in ("self_attention_cache", "cross_attention_cache"):
-        stock, ours = (getattr(found.past_key_values, part) for found in (expected, got))
+        stock, ours = (getattr(output.past_key_values, part) for output in (expected, out))
         assert isinstance(ours, FP8PagedCache)
         assert ours.get_seq_length() == stock.get_seq_length() > prefix
-    assert torch.allclose(torch.cat(got.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
+    assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
     disable(wrapper)
     assert_same(wrapper.generate(**options).sequences, expected.sequences)
 
 
-def test_enable_a_model_that_was_wrapped_twice() -> None:
+def test_enable_a_model_wrapped_twice() -> None:
     model, inputs = tiny("gqa", attn_implementation="eager")
     inner, outer = Wrapper(model, 0), Wrapper(model, 0)
     outer.base_model = inner

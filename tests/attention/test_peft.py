@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 PAGE = 8
 VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 10}
-# One method of each mechanism by which PEFT changes a model: the config's class and its fields.
+# A method of each mechanism by which PEFT changes a model: the config's class and its fields.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("LoraConfig", {"r": 4, "lora_alpha": 32, "target_modules": ["k_proj", "v_proj"]}),
     "prompt tuning": ("PromptTuningConfig", VIRTUAL),
@@ -28,27 +28,27 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def test_three_processes_share_a_folder(tmp_path: Path) -> None:
-    """An adapter, the model without one, and a different adapter: all answer as without a store."""
+    """Two adapters and the model without an adapter all answer as without a store."""
     pytest.importorskip("peft")
-    said: dict[str, set[str]] = {}
-    for number, seed in enumerate((1, 0, 2), 1):
+    answers: dict[str, set[str]] = {}
+    for process, seed in enumerate((1, 0, 2), 1):
         command = [sys.executable, "-m", "tests.attention.test_peft", str(tmp_path), str(seed)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert not done.returncode, done.stderr[-3000:]
-        for method, got in json.loads(done.stdout.splitlines()[-1]).items():
-            where = f"{method}, process {number}"
-            assert got["right"], where
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert not run.returncode, run.stderr[-3000:]
+        for method, result in json.loads(run.stdout.splitlines()[-1]).items():
+            case = f"{method}, process {process}"
+            assert result["right"], case
             # LoRA changes weights, so its pages have other keys. The 60 tokens fill seven pages.
-            counts = (1, 7 * number) if method == "LoRA" else (int(seed == 0), 7 * (number > 1))
-            assert (got["hits"], got["pages"]) == counts, where
-            assert ("is not used" in done.stderr) == (seed > 0), where
-            said.setdefault(method, set()).add(str(got["said"]))
-    assert all(len(answers) == 3 for answers in said.values()), "each adapter changes the answer"
+            counts = (1, 7 * process) if method == "LoRA" else (int(seed == 0), 7 * (process > 1))
+            assert (result["hits"], result["pages"]) == counts, case
+            assert ("is not used" in run.stderr) == (seed > 0), case
+            answers.setdefault(method, set()).add(str(result["said"]))
+    assert all(len(texts) == 3 for texts in answers.values()), "each adapter changes the answer"
 
 
 def make_model(method: str, seed: int) -> Any:
-    """Return a model with an adapter whose weights depend on the seed, or without one for 0."""
+    """Return a model with an adapter whose weights depend on the seed. Seed 0 adds no adapter."""
     import peft
 
     model, _ = tiny("gqa", max_position_embeddings=512)
@@ -65,7 +65,7 @@ def make_model(method: str, seed: int) -> Any:
 
 
 def answer_twice(folder: Path, method: str, seed: int) -> dict[str, Any]:
-    """Answer a prompt twice with a store in a folder, and compare with the answer without one."""
+    """Answer a prompt twice with a store in a folder, and compare with the answer without it."""
     ids = torch.randint(2, 98, (1, 60), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model = enable(make_model(method, seed), prefill="stored", page_size=PAGE)
@@ -84,6 +84,6 @@ def answer_twice(folder: Path, method: str, seed: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place, number = Path(sys.argv[1]), int(sys.argv[2])
-    found = {name: answer_twice(place / name, name, number) for name in METHODS}
-    sys.stdout.write(json.dumps(found) + "\n")
+    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+    results = {name: answer_twice(folder / name, name, seed) for name in METHODS}
+    sys.stdout.write(json.dumps(results) + "\n")

@@ -1,4 +1,4 @@
-"""`enable(model, training="stored")`: one pass over a text has the probabilities of the rollout."""
+"""`enable(model, training="stored")`: one pass over a text gives the probabilities of a rollout."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ CHUNKS = [1, PAGE - 1, PAGE, PAGE + 1, TOKENS]
 
 
 def static_scales(layers: int = 2, heads: int = 2, dim: int = 16, *, center: bool) -> KVScales:
-    """Scales that differ by layer, head and side. Some numbers saturate."""
+    """Return scales that differ by layer, head and side. Some values saturate."""
     generator = torch.Generator().manual_seed(5)
 
     def layer() -> LayerScales:
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def texts(padded: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, mask and positions of two texts, which may be padded on the left and on the right."""
+    """Return ids, mask and positions of two texts, which may be padded on both sides."""
     ids = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     if padded:
@@ -71,16 +71,16 @@ def log_probs(logits: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def roll_out(model: Any, chunk: int, padded: bool = True, **keywords: Any) -> Tensor:
-    """Log-probabilities that a generation reads from pages, `chunk` tokens at a time."""
+    """Return the log-probabilities that a generation computes from pages, in chunks of tokens."""
     ids, mask, positions = texts(padded)
     cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **keywords)
     parts = []
     for start in range(0, TOKENS, chunk):
         part = slice(start, start + chunk)
-        seen = mask[:, : start + chunk]
+        prefix_mask = mask[:, : start + chunk]
         out = model(
             ids[:, part],
-            attention_mask=seen,
+            attention_mask=prefix_mask,
             position_ids=positions[:, part],
             past_key_values=cache,
         )
@@ -89,7 +89,7 @@ def roll_out(model: Any, chunk: int, padded: bool = True, **keywords: Any) -> Te
 
 
 def teach(model: Any, padded: bool = True, **keywords: Any) -> Tensor:
-    """Log-probabilities of one pass over the whole texts."""
+    """Return the log-probabilities of one pass over the complete texts."""
     ids, mask, positions = texts(padded)
     out = model(
         ids, attention_mask=mask, position_ids=positions, **{"use_cache": False, **keywords}
@@ -97,55 +97,55 @@ def teach(model: Any, padded: bool = True, **keywords: Any) -> Tensor:
     return log_probs(out.logits, mask)
 
 
-def assert_near(found: Tensor, expected: Tensor, other: Tensor) -> None:
-    """Assert that `found` is ten times nearer to `expected` than `other` is.
+def assert_near(actual: Tensor, expected: Tensor, unrounded: Tensor) -> None:
+    """Assert that `actual` is ten times nearer to `expected` than `unrounded` is.
 
-    The CPU may move one number beyond a tie, which moves the results by far less.
+    The CPU may move one value beyond a tie, which changes the results by far less.
     """
-    error, far = ((x - expected).abs().mean().item() for x in (found, other))
+    error, far = ((x - expected).abs().mean().item() for x in (actual, unrounded))
     assert error < far / 10
     assert far > 1e-3
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_pass_equals_the_rollout_for_every_chunking(case: str) -> None:
-    """The bits are the same with `deterministic`. Otherwise a last bit may decide a code."""
+def test_one_pass_matches_rollouts_with_all_chunk_sizes(case: str) -> None:
+    """The bits are equal with `deterministic`. Otherwise a last bit may decide a code."""
     name, keywords = CASES[case]
     model, _ = tiny(name, attn_implementation="fp8_paged")
     unrounded = teach(model)
     enable(model, training="stored", page_size=PAGE, **keywords)
-    found = teach(model.train())
+    actual = teach(model.train())
     model.eval()
     for chunk in CHUNKS:
-        assert_near(found, roll_out(model, chunk, **keywords), unrounded)
+        assert_near(actual, roll_out(model, chunk, **keywords), unrounded)
     if "skip_layers" not in keywords:
         enable(model, training="stored", deterministic=True, page_size=PAGE, **keywords)
-        found = teach(model.train(), padded=False)
+        actual = teach(model.train(), padded=False)
         model.eval()
         for chunk in CHUNKS:
-            assert torch.equal(found, roll_out(model, chunk, padded=False, **keywords)), chunk
+            assert torch.equal(actual, roll_out(model, chunk, padded=False, **keywords)), chunk
     assert torch.equal(teach(disable(model)), unrounded)
 
 
-def test_a_deep_model_that_reads_one_text() -> None:
-    """Token by token, where products of few rows round differently."""
+def test_a_deep_model_matches_a_rollout_of_one_text() -> None:
+    """Products of few rows round differently, as in decoding token by token."""
     tokens = 4 * 16 + 1
     model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=16)
     ids = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(6))
     enable(model, training="stored", deterministic=True, dtype="fp8")
-    found = model.train()(ids, use_cache=False).logits
-    assert found.requires_grad
+    actual = model.train()(ids, use_cache=False).logits
+    assert actual.requires_grad
     model.eval()
     for chunk in (1, 16):
         cache = FP8PagedCache(model.config, dtype="fp8", prefill="stored")
         with torch.no_grad():
             parts = [model(part, past_key_values=cache).logits for part in ids.split(chunk, 1)]
-        assert torch.equal(torch.cat(parts, 1), found)
-    assert torch.equal(model(ids[:, :-1], use_cache=False).logits, found[:, :-1])
-    assert (disable(model)(ids).logits - found).abs().max() > 1e-2
+        assert torch.equal(torch.cat(parts, 1), actual)
+    assert torch.equal(model(ids[:, :-1], use_cache=False).logits, actual[:, :-1])
+    assert (disable(model)(ids).logits - actual).abs().max() > 1e-2
 
 
-def test_the_probabilities_of_generated_tokens() -> None:
+def test_one_pass_gives_the_probabilities_of_generated_tokens() -> None:
     """A trainer replays the probabilities that `generate()` samples from, with padded prompts."""
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     enable(model, training="stored", dtype="fp8_e4m3", page_size=PAGE)
@@ -158,50 +158,50 @@ def test_the_probabilities_of_generated_tokens() -> None:
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     model.train()
-    found, unrounded = (
+    actual, unrounded = (
         each(out.sequences, attention_mask=mask, position_ids=positions).logits[:, prompt - 1 : -1]
         for each in (model, tiny("gqa")[0])
     )
     sampled = torch.stack(out.logits, 1).log_softmax(-1)
-    assert_near(found.log_softmax(-1), sampled, unrounded.log_softmax(-1))
+    assert_near(actual.log_softmax(-1), sampled, unrounded.log_softmax(-1))
 
 
-# Grid: every pair of a format, a kind of scales and a dtype of the model.
+# Grid: All pairs of a format, a kind of scales and a dtype of the model.
 @pytest.mark.parametrize(
     ("name", "scaled", "dtype"),
     pairwise(list(FORMATS), ["dynamic", "static"], [torch.float32, torch.bfloat16]),
 )
-def test_the_rounding_is_that_of_a_cache(name: str, scaled: str, dtype: torch.dtype) -> None:
-    """The default backend rounds as a cache does with the backend "reference"."""
+def test_the_rounding_matches_a_cache(name: str, scaled: str, dtype: torch.dtype) -> None:
+    """The default backend rounds as a cache with the backend "reference"."""
     scales = static_scales(center=True) if scaled == "static" else None
     keywords = {"prefill": "stored", "dtype": name, "scales": scales, "page_size": PAGE}
     cache = FP8PagedCache(**keywords, backend="reference")
     states = torch.randn(2, 2, 2, TOKENS, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
     rounding = StoredRounding(FP8PagedCache(**keywords).options, 1, *states)
-    found = rounding.read(rounding.store(*states), *states)
-    for side, stored, rounded in zip(states, cache.update(*states, 1), found, strict=True):
+    rounded_states = rounding.read(rounding.store(*states), *states)
+    for side, stored, rounded in zip(states, cache.update(*states, 1), rounded_states, strict=True):
         assert rounded.dtype == dtype
         assert torch.equal(rounded, stored.dense().to(dtype))
         assert not torch.equal(rounded, side)
 
 
 @torch.no_grad()
-def test_packed_texts() -> None:
+def test_packed_texts_match_separate_texts() -> None:
     model, _ = tiny("sliding_and_full", attn_implementation="fp8_paged")
     enable(model, training="stored", dtype="fp8_e4m3")
     ids = texts()[0]
     positions = torch.cat([torch.arange(11), torch.arange(8)])[None]
     packed = model(ids[:1], position_ids=positions, use_cache=False).logits[0]
-    alone = [model(part, use_cache=False).logits[0] for part in ids[:1].split([11, 8], 1)]
+    separate = [model(part, use_cache=False).logits[0] for part in ids[:1].split([11, 8], 1)]
     whole = model(ids[:1], use_cache=False).logits[0]
-    assert_near(packed, torch.cat(alone), whole)
+    assert_near(packed, torch.cat(separate), whole)
     disable(model)
-    assert_near(packed, torch.cat(alone), model(ids[:1], position_ids=positions).logits[0])
+    assert_near(packed, torch.cat(separate), model(ids[:1], position_ids=positions).logits[0])
 
 
 @pytest.mark.parametrize("name", ["kv_sharing", "kv_sharing_unscaled", "hybrid", "sinks"])
 @torch.no_grad()
-def test_layers_that_share_keys_and_layers_of_other_kinds(name: str) -> None:
+def test_layers_that_share_keys_and_unpaged_layers(name: str) -> None:
     """A layer that reads the keys of an earlier layer rounds them with that layer's scales."""
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     scales = KVScales(
@@ -212,15 +212,15 @@ def test_layers_that_share_keys_and_layers_of_other_kinds(name: str) -> None:
     )
     unrounded = model(**inputs, use_cache=False).logits
     enable(model, training="stored", scales=scales)
-    found = model(**inputs, use_cache=False).logits
+    actual = model(**inputs, use_cache=False).logits
     cache = FP8PagedCache(model.config, scales=scales, prefill="stored")
     expected = model(**inputs, past_key_values=cache).logits
     mask = inputs["attention_mask"]
-    assert_near(*(log_probs(logits, mask) for logits in (found, expected, unrounded)))
+    assert_near(*(log_probs(logits, mask) for logits in (actual, expected, unrounded)))
 
 
-def test_rounding_is_suspended_and_ends() -> None:
-    """Calibration and the probe of serving see unrounded numbers, and each `enable` replaces it.
+def test_rounding_can_be_suspended_and_disabled() -> None:
+    """Calibration and the probe of serving use unrounded values, and each `enable` replaces it.
 
     Copies of the model round independently.
     """
@@ -244,8 +244,8 @@ def test_rounding_is_suspended_and_ends() -> None:
         assert torch.equal(teach(model), unrounded)
     enable(model, training="stored", scales=static_scales(center=True))
     rounded = teach(model)
-    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for each in (disable(model), *twins):
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each in (disable(model), *copies):
         assert torch.equal(teach(each), unrounded if each is model else rounded)
         assert torch.equal(teach(disable(each)), unrounded)
 
@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_replayed_is_refused(case: str) -> None:
+def test_unsupported_training_options_are_refused(case: str) -> None:
     name, keywords, message = REFUSED[case]
     model, _ = tiny(name)
     before = set(vars(model))

@@ -1,4 +1,4 @@
-"""Gradients of `enable(model, training="stored")`, which pass the rounding unchanged."""
+"""Gradients with `enable(model, training="stored")`, which pass the rounding unchanged."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def rounding_noise(config: Any, layer: int, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """What storing K and V in the pages of a layer adds to them."""
+    """Return the errors of K and V that are due to storage in the pages of a layer."""
     cache = FP8PagedCache(config, prefill="stored", page_size=PAGE, **options)
     stored = cache.update(key.detach(), value.detach(), layer)
     return [x.dense().to(key) - y.detach() for x, y in zip(stored, (key, value), strict=True)]
@@ -27,9 +27,9 @@ def rounding_noise(config: Any, layer: int, key: Tensor, value: Tensor, **option
 
 @pytest.fixture
 def noisy() -> Iterator[Callable[..., None]]:
-    """Let a model compute its eager attention with K and V plus the noise of rounding.
+    """Return a function that makes a model add the rounding noise to K and V in eager attention.
 
-    The noise is constant, so autograd's gradients pass it unchanged, even where K and V saturate.
+    The noise is constant, so autograd's gradients pass it unchanged, even if K and V saturate.
     """
 
     def switch(model: Any, **options: Any) -> None:
@@ -47,7 +47,7 @@ def noisy() -> Iterator[Callable[..., None]]:
         interface._global_mapping.pop("noisy", None)
 
 
-# Grid: each kind of attention with one storage plan.
+# Grid: Each kind of attention with one storage plan.
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -56,7 +56,7 @@ def noisy() -> Iterator[Callable[..., None]]:
         ("mha", {"dtype": "fp8_e2m5"}), ("sliding_and_full", {"dtype": "fp8_e5m2"}),
     ],
 )  # fmt: skip
-def test_gradients_of_a_model_are_those_of_constant_noise(
+def test_gradients_of_a_model_match_constant_noise(
     name: str, options: dict[str, Any], noisy: Callable[..., None]
 ) -> None:
     grads = []
@@ -64,14 +64,14 @@ def test_gradients_of_a_model_are_those_of_constant_noise(
         model, _ = tiny(name, attn_implementation="eager")
         start(model)
         model.train()
-        found = teach(model)
-        found[:, 7].mean().backward()
-        grads.append([found, *(weight.grad for weight in model.parameters())])
-    for expected, got in zip(*grads, strict=True):
-        assert (expected is None) is (got is None)
-        if got is not None:
+        log_probs = teach(model)
+        log_probs[:, 7].mean().backward()
+        grads.append([log_probs, *(weight.grad for weight in model.parameters())])
+    for expected, actual in zip(*grads, strict=True):
+        assert (expected is None) is (actual is None)
+        if actual is not None:
             size = expected.abs().max().item()
-            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * size)
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * size)
             assert size > 0
 
 
@@ -86,7 +86,7 @@ def test_stored_pages_refuse_a_training_step() -> None:
 
 
 def test_gradients_of_a_position_bias() -> None:
-    """The bias and the states have the gradients of SDPA with constant noise of rounding."""
+    """The gradients of the bias and the states match SDPA with constant rounding noise."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     scales = static_scales(center=True)
     enable(model, training="stored", page_size=PAGE, scales=scales)
@@ -98,19 +98,19 @@ def test_gradients_of_a_position_bias() -> None:
         for shape in ((2, 4, TOKENS, 16), states, states, square)
     ]
     query, key, value, bias = leaves
-    found, _ = fp8_paged_attention(module, query, key, value, None, position_bias=bias)
+    actual, _ = fp8_paged_attention(module, query, key, value, None, position_bias=bias)
     noise = rounding_noise(model.config, 0, key, value, scales=scales)
-    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    future = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     expected = scaled_dot_product_attention(
-        query, key + noise[0], value + noise[1], bias.masked_fill(hidden, -torch.inf),
+        query, key + noise[0], value + noise[1], bias.masked_fill(future, -torch.inf),
         enable_gqa=True,
     ).transpose(1, 2)  # fmt: skip
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    wanted = torch.randn(found.shape, generator=generator)
-    grads = [torch.autograd.grad((out * wanted).sum(), leaves) for out in (found, expected)]
-    for got, want in zip(*grads, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
-        assert want.abs().max() > 1e-2
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    weights = torch.randn(actual.shape, generator=generator)
+    grads = [torch.autograd.grad((out * weights).sum(), leaves) for out in (actual, expected)]
+    for gradient, expected_gradient in zip(*grads, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-4)
+        assert expected_gradient.abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -121,21 +121,21 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
     grads = []
     for checkpointed in (False, True):
         if checkpointed:
-            # Its names in transformers 6 and 5.
+            # The method's names in transformers 6 and 5.
             name = "activation_checkpointing_enable"
             start = getattr(model, name, None) or model.gradient_checkpointing_enable
             start({"use_reentrant": reentrant})
         model.zero_grad()
-        found = teach(model, use_cache=None)  # as trainers that leave the config's use_cache=True
-        found[:, 7].mean().backward()
+        log_probs = teach(model, use_cache=None)  # as in trainers that keep use_cache=True
+        log_probs[:, 7].mean().backward()
         grads.append([weight.grad for weight in model.parameters()])
-    for plain, again in zip(*grads, strict=True):
-        torch.testing.assert_close(again, plain)
+    for plain, checkpointed in zip(*grads, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
 
 
-# torch traces a function with its own gradient in this way.
+# torch traces functions with custom gradients in this way.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_step() -> None:
+def test_a_compiled_step_has_the_same_gradients() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     enable(model, training="stored", scales=static_scales(center=True), backend="torch")
     model.train()

@@ -1,4 +1,4 @@
-"""Calls that a model makes of a cache, and reads of its state through such calls."""
+"""Calls that a model makes to a cache, and the state of the cache that such calls show."""
 
 import functools
 from typing import Any
@@ -44,24 +44,24 @@ def tensors_in(cache: FP8PagedCache) -> list[torch.Tensor]:
 
 @functools.cache
 def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a model and its prompt that tests share; no test may change them."""
+    """Return a model and its prompt, which tests share and must not change."""
     return tiny(name, attn_implementation=attention)
 
 
 class OutOfMemory(TorchDispatchMode):
-    """Raise MemoryError instead of allocation number `at` of at least `least` bytes."""
+    """Raise MemoryError instead of allocation number `at` of at least `min_bytes` bytes."""
 
-    def __init__(self, at: int, least: int) -> None:
+    def __init__(self, at: int, min_bytes: int) -> None:
         super().__init__()
-        self.left, self.least = at, least
+        self.remaining, self.min_bytes = at, min_bytes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         is_new = all(x.alias_info is None for x in function._schema.returns)
-        if is_new and isinstance(result, torch.Tensor) and result.nbytes >= self.least:
-            self.left -= 1
-            if self.left == 0:
+        if is_new and isinstance(result, torch.Tensor) and result.nbytes >= self.min_bytes:
+            self.remaining -= 1
+            if self.remaining == 0:
                 raise MemoryError
         return result

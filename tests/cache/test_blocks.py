@@ -1,7 +1,7 @@
-"""A growing cache, whose pages are in blocks of memory, by two backends.
+"""A growing cache, whose pages are in several blocks of memory, with two backends.
 
-The "triton" backend is a stand-in here that reads the blocks with the reference. All operations on
-such caches are in test_offloading.py, the kernels in tests/ops/test_kernels_generate.py.
+The "triton" backend is a stand-in that reads the blocks with the reference. test_offloading.py has
+all operations on such caches, and tests/ops/test_kernels_generate.py has the kernels.
 """
 
 import copy
@@ -28,12 +28,12 @@ BATCH = 2
 @pytest.fixture(autouse=True)
 def _blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_standin(monkeypatch)
-    # One or two pages in a block.
+    # A block has one or two pages.
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 * PAGE * HEADS * (2 * DIM + 4))
 
 
 def pair(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
-    """Return a cache of each backend."""
+    """Return a cache for each backend."""
     return [
         FP8PagedCache(config(name), page_size=PAGE, backend=backend, **options)
         for backend in ("triton", "reference")
@@ -44,20 +44,20 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
     """Blocks are not copied when a pool grows."""
     caches = pair(dtype="fp8_e4m3", scales=0.02, prefill="stored")
     feed(caches, 50 * PAGE, 0)
-    found, expected = (cache.memory_footprint() for cache in caches)
+    actual, expected = (cache.memory_footprint() for cache in caches)
     for name in ("pages_bytes", "scales_bytes", "used_bytes", "tokens"):
-        assert getattr(found, name) == getattr(expected, name), name
-    written = []
+        assert getattr(actual, name) == getattr(expected, name), name
+    totals = []
     for cache in caches:
-        with BytesWritten() as counted:
+        with BytesWritten() as written:
             twin = cache.fork()
             for step in range(6 * PAGE):
                 for index in range(LAYERS):
                     k = torch.full((BATCH, HEADS, 1, DIM), step / 8)
                     twin.update(k, k, index)
-        written.append(counted.total)
+        totals.append(written.total)
     held = caches[0].memory_footprint().used_bytes
-    assert max(written) < held
+    assert max(totals) < held
     assert_holds(caches)
     files = [cache.save(tmp_path / str(i)).read_bytes() for i, cache in enumerate(caches)]
     assert abs(len(files[0]) - len(files[1])) < 32, "only the name of the backend differs"
@@ -66,13 +66,13 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
     assert caches[0].memory_footprint().pages_bytes < held / 2, "memory is freed"
 
 
-def test_handles_keep_what_they_show():
+def test_handles_keep_their_values_after_a_reset():
     cache, _ = pair(prefill="stored")
     key = cache.update(*torch.randn(2, BATCH, HEADS, 30, DIM), 0)[0]
-    shown = key.dense().clone()
+    expected = key.dense().clone()
     storage = weakref.ref(key.block.untyped_storage())
     cache.reset()
-    assert_same(key.dense(), shown)
+    assert_same(key.dense(), expected)
     gc.disable()
     try:
         del key
@@ -81,28 +81,28 @@ def test_handles_keep_what_they_show():
         gc.enable()
 
 
-def test_a_copied_layer_has_blocks_of_its_own():
+def test_a_copied_layer_has_separate_blocks():
     for backend in ("cpu", "torch"):
         cache = FP8PagedCache(config("llama"), page_size=PAGE, backend=backend, prefill="stored")
         for _ in range(9 * PAGE):
             cache.update(*torch.randn(2, BATCH, HEADS, 1, DIM), 0)
         layer = cache.layers[0]
-        twin, expected = copy.deepcopy(layer), [layer.keys.dense(), layer.values.dense()]
+        copied, expected = copy.deepcopy(layer), [layer.keys.dense(), layer.values.dense()]
         cache.update(*torch.randn(2, BATCH, HEADS, 1, DIM), 0)
         cache.reset()
-        for found, right in zip((twin.keys, twin.values), expected, strict=True):
-            assert_same(found.dense(), right)
+        for handle, values in zip((copied.keys, copied.values), expected, strict=True):
+            assert_same(handle.dense(), values)
 
 
-def test_values_may_come_after_layers_without():
-    cache, other = (
+def test_a_reset_cache_accepts_wider_values():
+    cache, fresh = (
         FP8PagedCache(page_size=PAGE, backend="cpu", prefill="stored") for _ in range(2)
     )
     key, value = torch.randn(2, BATCH, HEADS, 5, DIM)
     cache.update(key, value[..., :0], 0)
     cache.reset()
-    found, expected = (one.update(key, value, 0)[1].dense() for one in (cache, other))
-    assert_same(found, expected)
+    actual, expected = (each.update(key, value, 0)[1].dense() for each in (cache, fresh))
+    assert_same(actual, expected)
 
 
 def test_compiled_attention_reads_blocks():
@@ -113,11 +113,11 @@ def test_compiled_attention_reads_blocks():
     for _ in range(10):
         k, v = torch.randn(2, BATCH, HEADS, 1, DIM)
         query = torch.randn(BATCH, 2 * HEADS, 1, DIM)
-        found = [
+        outputs = [
             run(query, *cache.update(k, v, 0), 0.2)
             for cache, run in zip(caches, (compiled, attend), strict=True)
         ]
-        assert_same(*found)
+        assert_same(*outputs)
         for cache in caches:
             for index in range(1, LAYERS):
                 cache.update(k, v, index)

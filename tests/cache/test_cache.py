@@ -1,4 +1,4 @@
-"""The cache itself: contents after every operation, sizes, budgets and refused arguments."""
+"""`FP8PagedCache`: contents after every operation, sizes, budgets and refused arguments."""
 
 import copy
 import pickle
@@ -53,22 +53,22 @@ def feed(cache: FP8PagedCache, count: int, seed: int = 0, batch: int = 2) -> tor
 def content(cache: FP8PagedCache) -> torch.Tensor:
     """Return K of layer 0, after checking that the other layer and V agree with it."""
     stored = slice(0, cache.host_length())
-    found = [layer.keys.dense()[:, :, stored] for layer in cache.layers]
+    keys = [layer.keys.dense()[:, :, stored] for layer in cache.layers]
     for i, layer in enumerate(cache.layers):
-        assert_same(found[i], found[0] + i / 2)
-        assert_same(layer.values.dense()[:, :, stored], -found[i])
-    return found[0]
+        assert_same(keys[i], keys[0] + i / 2)
+        assert_same(layer.values.dense()[:, :, stored], -keys[i])
+    return keys[0]
 
 
 # A constant scale of 1 and values that the format holds: reads return the written values.
 EXACT = {"scales": 1.0, "page_size": 8}
 
 
-# Grid: the format decides the codes, the count where a page ends; no format has its own paging.
+# Grid: The format decides the codes, and the count decides where a page ends.
 @pytest.mark.parametrize(
     ("dtype", "count"), [*((x, 9) for x in ("auto", *FORMATS)), *((None, x) for x in (1, 7, 8, 63))]
 )
-def test_what_is_written_is_read(dtype: str | None, count: int) -> None:
+def test_written_tokens_are_read(dtype: str | None, count: int) -> None:
     cache = FP8PagedCache(config(), dtype=dtype, **EXACT)
     parts = [feed(cache, count), feed(cache, 1, 1), feed(cache, 9, 2)]
     expected = torch.cat(parts, 2)
@@ -82,7 +82,7 @@ def test_what_is_written_is_read(dtype: str | None, count: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "room"), [(torch.bfloat16, None), (torch.float16, 40)], ids=str)
-def test_auto_stores_sixteen_bits_as_they_are(dtype: torch.dtype, room: int | None) -> None:
+def test_auto_stores_sixteen_bits_unchanged(dtype: torch.dtype, room: int | None) -> None:
     k = torch.randn(2, HEADS, 21, DIM).to(dtype)
     cache = FP8PagedCache(config(), dtype="auto", page_size=8, max_cache_len=room)
     for part in k.split(7, 2):
@@ -103,7 +103,7 @@ def test_centers_follow_their_sequences(room: int | None) -> None:
 
 
 @pytest.mark.parametrize("preallocated", [False, True])
-def test_rows(preallocated: bool) -> None:
+def test_operations_on_sequences(preallocated: bool) -> None:
     cache = FP8PagedCache(config(), max_cache_len=40 if preallocated else None, **EXACT)
     k = feed(cache, 11)
 
@@ -128,7 +128,7 @@ def test_rows(preallocated: bool) -> None:
     assert_same(feed(cache, 4, 5), content(cache))
 
 
-def test_layers_may_advance_apart() -> None:
+def test_layers_may_have_different_lengths() -> None:
     cache = FP8PagedCache(config(), **EXACT)
     k = feed(cache, 10)
     for _ in range(3):
@@ -145,16 +145,16 @@ def test_forks_share_and_diverge() -> None:
     forks = [cache.fork() for _ in range(6)]
     for i, fork in enumerate(forks[:5]):
         feed(fork, 1, 10 + i)
-    for tokens_more, pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new ones
+    for count, pages in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new ones
         with pytest.raises(OutOfPagesError, match="max_pages") as caught:
-            feed(forks[5], tokens_more)
+            feed(forks[5], count)
         assert (caught.value.needed, caught.value.available) == (pages, 0)
     for i, fork in enumerate(forks[:5]):
         assert_same(content(fork), torch.cat([k, tokens(1, seed=10 + i)], 2))
-    for one in (forks[5], cache):
-        assert_same(content(one), k)
+    for unchanged in (forks[5], cache):
+        assert_same(content(unchanged), k)
     # Dropped forks free their pages at once, and the last holder of a page writes in place.
-    del forks, fork, one, caught
+    del forks, fork, unchanged, caught
     extra = feed(cache, 44, 1)
     fork = cache.fork()
     del cache
@@ -164,19 +164,19 @@ def test_forks_share_and_diverge() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_copies_of_a_preallocated_cache_allocate_no_more_pages(name: str, tmp_path: Path) -> None:
+def test_copies_of_a_preallocated_cache_allocate_as_few_pages(name: str, tmp_path: Path) -> None:
     cache = FP8PagedCache(config(name), max_cache_len=20, **EXACT)
     k = feed(cache, 11)
-    taken = cache.memory_footprint()
+    footprint = cache.memory_footprint()
     twins = [cache.fork(), pickle.loads(pickle.dumps(cache)),
              FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]  # fmt: skip
     for twin in twins:
-        assert twin.memory_footprint() == taken
+        assert twin.memory_footprint() == footprint
         for i, layer in enumerate(twin.layers):
-            # A ring holds the window only.
+            # A ring holds only the window.
             assert layer.keys.start == (11 - 8 + 1 if layer.is_sliding else 0)
-            found = layer.keys.dense()[:, :, : 11 - layer.keys.start]
-            assert_same(found, k[:, :, layer.keys.start :] + i / 2, f"layer {i}")
+            keys = layer.keys.dense()[:, :, : 11 - layer.keys.start]
+            assert_same(keys, k[:, :, layer.keys.start :] + i / 2, f"layer {i}")
 
 
 def test_copies_have_the_attributes_of_a_subclass() -> None:
@@ -202,7 +202,7 @@ def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
         stock.update(big, big, layer)
     index = torch.tensor([2, 0, 0, 3])
     before = cache.memory_footprint()
-    totals = []
+    bytes_written = []
     for call in (
         lambda: stock.reorder_cache(index),
         lambda: cache.fork(),
@@ -210,10 +210,10 @@ def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
     ):
         with BytesWritten() as written:
             call()
-        totals.append(written.total)
-    assert totals[0] >= sum(2 * layer.keys.nbytes for layer in stock.layers)
-    # A fork or a reorder copies page numbers, of pages of 64 tokens.
-    assert max(totals[1:]) <= 100 * 4 * 16384 // 64
+        bytes_written.append(written.total)
+    assert bytes_written[0] >= sum(2 * layer.keys.nbytes for layer in stock.layers)
+    # A fork or a reorder copies the indices of pages of 64 tokens.
+    assert max(bytes_written[1:]) <= 100 * 4 * 16384 // 64
     after = cache.memory_footprint()
     assert after.pages_bytes <= before.pages_bytes
     assert after.used_bytes == before.used_bytes * 3 // 4, (
@@ -260,8 +260,8 @@ def test_static_scales_are_converted_to_the_format(dtype: str) -> None:
     relative = max(2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 / (0.299 * fmt.max))
     for i, layer in enumerate(cache.layers):
         for side, handle in (("k", layer.keys), ("v", layer.values)):
-            want = unit * 447 * getattr(scales.layers[i], side)[:, None]
-            error = ((handle.dense() - want).abs() / want.abs().clamp(min=1e-6)).amax()
+            expected = unit * 447 * getattr(scales.layers[i], side)[:, None]
+            error = ((handle.dense() - expected).abs() / expected.abs().clamp(min=1e-6)).amax()
             assert error <= relative * 1.01, (side, error)
 
 
@@ -273,13 +273,13 @@ def test_centers_of_scales_remove_a_common_bias() -> None:
             for i in range(LAYERS)
         }
     )
-    # Static scales saturate far below the bias; a key equal to the center is stored as 0.
+    # Static scales saturate far below the bias. A key equal to the center is stored as 0.
     cache = FP8PagedCache(config(), scales=scales)
     cache.update(bias.repeat(2, 1, 3, 1), tokens(3), 0)
     assert_same(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))
 
 
-def test_nan_is_not_hidden() -> None:
+def test_nan_stays_nan() -> None:
     for keywords in (
         {},
         {"scales": 1.0},
@@ -298,9 +298,7 @@ def test_nan_is_not_hidden() -> None:
             assert not dense[1].isnan().any()
 
 
-def test_one_warning_says_that_a_declared_scale_is_not_used(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     declared = config()
     declared.quantization_config = {
         "quant_method": "compressed-tensors", "config_groups": {},
@@ -323,8 +321,8 @@ def test_skip_layers() -> None:
     by_type = FP8PagedCache(mixed, skip_layers=["sliding_attention"])
     for kind, layer in zip(kinds, by_type.layers, strict=True):
         assert (type(layer).__name__ == "FP8PagedLayer") == (kind != "sliding_attention")
-    by_number = FP8PagedCache(mixed, skip_layers=(0, -1))
-    stock = [type(layer).__name__ != "FP8PagedLayer" for layer in by_number.layers]
+    by_index = FP8PagedCache(mixed, skip_layers=(0, -1))
+    stock = [type(layer).__name__ != "FP8PagedLayer" for layer in by_index.layers]
     assert stock == [True, *[False] * (len(kinds) - 2), True]
 
 
@@ -373,7 +371,7 @@ def test_skip_layers() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_arguments(keywords: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(FP8KVError, match=message):
         FP8PagedCache(**{"config": config(), **keywords})
 
@@ -385,7 +383,7 @@ def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         FP8PagedCache(config(), backend="triton")
 
 
-def test_scales_of_another_model() -> None:
+def test_scales_of_a_different_model_are_refused() -> None:
     three = LayerScales(torch.full((3, 1), 0.1), torch.full((3, 1), 0.1))
     cache = FP8PagedCache(config(), scales=KVScales({0: three, 1: three}))
     with pytest.raises(ScaleError, match="heads"):
@@ -397,7 +395,7 @@ def test_scales_of_another_model() -> None:
 
 
 @pytest.mark.parametrize("preallocated", [False, True])
-def test_tokens_of_another_model(preallocated: bool) -> None:
+def test_tokens_of_a_different_model_are_refused(preallocated: bool) -> None:
     cache = FP8PagedCache(config(), max_cache_len=32 if preallocated else None, **EXACT)
     k = feed(cache, 9)
     fine = tokens(1)
@@ -412,16 +410,16 @@ def test_tokens_of_another_model(preallocated: bool) -> None:
         "no token": (tokens(0), tokens(0), 0),
         "layer": (fine, fine, 2),
         "rank": (fine[0], fine[0], 0),
-        "V on another device": (fine, fine.to("meta"), 0),
-        "K on another device": (fine.to("meta"), fine, 0),
+        "V on a different device": (fine, fine.to("meta"), 0),
+        "K on a different device": (fine.to("meta"), fine, 0),
     }
-    for what, (key, value, layer) in bad.items():
+    for case, (key, value, layer) in bad.items():
         with pytest.raises(ConfigError, match="expected"):
             cache.update(key, value, layer)
-        assert_same(content(cache), k, what)
+        assert_same(content(cache), k, case)
 
 
-def test_a_failure_in_a_later_layer_leaves_no_trace() -> None:
+def test_a_failure_in_a_later_layer_changes_nothing() -> None:
     fine = LayerScales(torch.tensor(0.1), torch.tensor(0.1))
     three = LayerScales(torch.full((3, 1), 0.1), torch.tensor(0.1))
     cache = FP8PagedCache(config(), scales=KVScales({0: fine, 1: three}))
@@ -441,23 +439,23 @@ def test_a_failure_in_a_later_layer_leaves_no_trace() -> None:
 def test_copies_of_empty_caches(tmp_path: Path) -> None:
     for length in (None, 32):
         cache = FP8PagedCache(config(), max_cache_len=length, **EXACT)
-        for twin in (pickle.loads(pickle.dumps(cache)), cache.fork()):
-            k = feed(twin, 5)
-            assert_same(content(twin), k)
-            assert cache.get_seq_length() == 0, "the cache itself is still empty"
+        for copied in (pickle.loads(pickle.dumps(cache)), cache.fork()):
+            k = feed(copied, 5)
+            assert_same(content(copied), k)
+            assert cache.get_seq_length() == 0, "the original is still empty"
         k = feed(FP8PagedCache.load(cache.save(tmp_path / "empty.safetensors")), 3)
     sliding = FP8PagedCache(config("mistral"), **EXACT)
     sliding.activate_past_recording()
     assert sliding.fork().layers[0].record_past
 
 
-# Grid: the number of kept tokens around a page, and whether the kept tokens are the first ones.
+# Grid: Numbers of kept tokens around a page size, and whether these are the first tokens.
 @pytest.mark.parametrize(
     ("kept", "scattered"),
     [(1, True), (7, False), (8, True), (8, False), (9, True), (20, False), (21, True)],
 )
 def test_assigned_keys_and_values_are_stored(kept: int, scattered: bool) -> None:
-    """As libraries that drop tokens do after each layer of a call."""
+    """Libraries that drop tokens assign keys and values after each layer of a call."""
     cache = FP8PagedCache(config(), page_size=8, scales=1.0)
     rows = torch.arange(21) if not scattered else torch.randperm(21)
     rows = rows[:kept]
@@ -476,7 +474,7 @@ def test_assigned_keys_and_values_are_stored(kept: int, scattered: bool) -> None
     assert_same(fork.layers[1].keys.dense(), k + 0.5)
 
 
-def test_the_first_tokens_are_kept_without_encoding_them_again() -> None:
+def test_assigning_the_first_tokens_does_not_encode_again() -> None:
     cache = FP8PagedCache(config(), page_size=8)
     k, v = torch.randn(2, 2, HEADS, 210, DIM)
     cache.update(k, v, 0)
@@ -488,7 +486,7 @@ def test_the_first_tokens_are_kept_without_encoding_them_again() -> None:
         assert_same(stored.dense(), dense)
 
 
-def test_what_cannot_be_assigned() -> None:
+def test_invalid_assignments_are_refused() -> None:
     cache = FP8PagedCache(config(), page_size=8)
     feed(cache, 9)
     layer = cache.layers[0]
@@ -513,15 +511,15 @@ def test_what_cannot_be_assigned() -> None:
     assert layer.get_seq_length() == 3
     window = FP8PagedCache(config("mistral", sliding_window=8)).layers[0]
     static = FP8PagedCache(config(), max_cache_len=20).layers[0]
-    for other in (window, static):
-        other.update(extra, extra)
-        other.keys = extra[:, :, :5]
+    for layer in (window, static):
+        layer.update(extra, extra)
+        layer.keys = extra[:, :, :5]
         with pytest.raises(ConfigError, match=r"without a window|growing"):
-            other.values = extra[:, :, :5]
+            layer.values = extra[:, :, :5]
 
 
-def test_overrun_where_a_write_cannot_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the host keeps an upper bound and reads the length only near the end."""
+def test_an_overrun_raises_before_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the host keeps an upper bound and reads the length only near the end."""
     cache = FP8PagedCache(config(), max_cache_len=20, **EXACT)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     for count in (13, 5, 2):
@@ -531,7 +529,7 @@ def test_overrun_where_a_write_cannot_raise(monkeypatch: pytest.MonkeyPatch) -> 
         cache.get_mask_sizes(1, 0)
 
 
-def test_a_step_fits_for_every_kind_of_layer_or_changes_nothing() -> None:
+def test_a_step_that_does_not_fit_in_all_layers_changes_nothing() -> None:
     mixed = config("gemma3_text")
     cache = FP8PagedCache(mixed, max_pages=6, page_size=8)
     key = tokens(17)
@@ -542,7 +540,7 @@ def test_a_step_fits_for_every_kind_of_layer_or_changes_nothing() -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_prompts_and_masks_that_are_too_short() -> None:
+def test_short_prompts_and_masks_are_refused() -> None:
     """`generate()` turns such prompts into calls without tokens or with a short mask."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config)
@@ -556,9 +554,9 @@ def test_prompts_and_masks_that_are_too_short() -> None:
     ):  # fmt: skip
         mask = torch.ones(1, prompt, dtype=torch.long)
         mask[:, :padded] = 0
-        how = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 3}
+        options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 3}
         with pytest.raises(ConfigError, match=message):
-            model.generate(ids[:, :prompt], **how)
+            model.generate(ids[:, :prompt], **options)
     with pytest.raises(ConfigError, match="adds no tokens"):
         model(input_ids=ids[:, :0], past_key_values=cache)
     with pytest.raises(ConfigError, match="attention_mask"):
@@ -567,18 +565,18 @@ def test_prompts_and_masks_that_are_too_short() -> None:
         model(input_ids=ids[:, :2], attention_mask=torch.ones(2, 22).long(), past_key_values=cache)
     assert_same(cache.layers[0].keys.dense(), before)
     assert cache.get_seq_length() == 20
-    for rows in (1, 3):  # one row stands for all sequences
+    for rows in (1, 3):  # one row applies to all sequences
         mask = torch.ones(rows, 5, dtype=torch.long)
-        said = model(input_ids=ids[:, :5].expand(3, -1), attention_mask=mask).logits
-        assert_same(said, model(input_ids=ids[:, :5].expand(3, -1)).logits)
+        logits = model(input_ids=ids[:, :5].expand(3, -1), attention_mask=mask).logits
+        assert_same(logits, model(input_ids=ids[:, :5].expand(3, -1)).logits)
 
 
-def test_numbers_of_tokens_and_sequences_that_do_not_exist() -> None:
+def test_missing_tokens_and_sequences_are_refused() -> None:
     cache = FP8PagedCache(config(), **EXACT)
     k = feed(cache, 9)
-    for number in (3, 1):
+    for length in (3, 1):
         with pytest.raises(ConfigError, match="crop"):
-            cache.crop(number)
+            cache.crop(length)
     for call in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
         with pytest.raises(ConfigError, match="whole cache"):
             getattr(cache.layers[0], call)(torch.tensor([0]))
@@ -612,20 +610,20 @@ def test_save_and_load(preallocated: bool, keywords: dict[str, Any], tmp_path: P
     cache.reorder_cache(torch.tensor([1, 1]))
     path = cache.save(tmp_path / "a" / "cache.safetensors")
     twin = FP8PagedCache.load(path)
-    for mine, other in zip(cache.layers, twin.layers, strict=True):
-        assert_same(mine.keys.dense(), other.keys.dense())
-        assert_same(mine.values.dense(), other.values.dense())
+    for layer, other in zip(cache.layers, twin.layers, strict=True):
+        assert_same(layer.keys.dense(), other.keys.dense())
+        assert_same(layer.values.dense(), other.values.dense())
     assert twin.memory_footprint().used_bytes == cache.memory_footprint().used_bytes, "still shared"
-    for one in (cache, twin):
-        feed(one, 4, 1)
+    for each in (cache, twin):
+        feed(each, 4, 1)
     assert_same(cache.layers[1].keys.dense(), twin.layers[1].keys.dense())
     assert path.stat().st_size < 60_000
-    assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial file is left"
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial file remains"
 
 
 @pytest.mark.parametrize("call", ["crop", "reset"])
-def test_no_room_for_pages_of_their_own(call: str) -> None:
-    """Two sequences of a preallocated cache share pages, and the budget has none for copies."""
+def test_a_budget_without_pages_for_copies(call: str) -> None:
+    """Two sequences share the pages of a preallocated cache, and the budget has none for copies."""
     cache = FP8PagedCache(
         config(num_hidden_layers=1), dtype="auto", page_size=16, max_cache_len=160, max_pages=18
     )
@@ -643,8 +641,8 @@ def test_no_room_for_pages_of_their_own(call: str) -> None:
     assert_same(cache.layers[0].keys.dense()[:, :, :3], new)
 
 
-def test_sequences_selected_in_inference_mode() -> None:
-    """The centers of a preallocated cache stay tensors that can be written outside of it."""
+def test_sequences_may_be_selected_in_inference_mode() -> None:
+    """The centers of a preallocated cache can still be written outside inference mode."""
     cache = FP8PagedCache(config(), max_cache_len=64)
     with torch.inference_mode():
         feed(cache, 12, batch=1)
@@ -655,7 +653,7 @@ def test_sequences_selected_in_inference_mode() -> None:
     assert cache.host_length() == 3
 
 
-def held(cache: Any) -> list[Any]:
+def dense_keys(cache: Any) -> list[Any]:
     """Return the keys of each layer, with or without pages."""
     return [x.keys.dense() if hasattr(x.keys, "dense") else x.keys for x in cache.layers]
 
@@ -668,7 +666,7 @@ REFUSED: dict[str, Callable[[FP8PagedCache], Any]] = {
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_a_refusal_changes_no_layer_of_transformers(call: str) -> None:
+def test_a_refused_call_changes_no_layer_of_transformers(call: str) -> None:
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     fields = windows if call == "crop" else {}
     cache = FP8PagedCache(
@@ -676,15 +674,15 @@ def test_a_refusal_changes_no_layer_of_transformers(call: str) -> None:
         page_size=8, max_pages=6,
     )  # fmt: skip
     feed(cache, 20)
-    before = held(cache)
+    before = dense_keys(cache)
     with pytest.raises(FP8KVError):
         REFUSED[call](cache)
-    assert all(map(torch.equal, held(cache), before))
+    assert all(map(torch.equal, dense_keys(cache), before))
     assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
 
 
-def test_layers_of_convolutions_beside_pages() -> None:
-    """They have no length, and can be cropped if they record the past."""
+def test_convolution_layers_next_to_paged_layers() -> None:
+    """Convolution layers have no length, and can be cropped if they record the past."""
     types = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
     cache = FP8PagedCache(config("lfm2", **types), dtype="auto", page_size=8, max_pages=6)
     state = tokens(20, dim=1).flatten(1, 1)[..., 0]
@@ -701,18 +699,18 @@ def test_layers_of_convolutions_beside_pages() -> None:
     assert_same(cache.layers[0].conv_states[0][..., -1], state[..., 17])
 
 
-def test_a_refused_long_call_gives_its_pages_back() -> None:
-    """No sliding layer has stored it; until it does, it still has its last window."""
+def test_a_refused_long_call_frees_its_pages() -> None:
+    """A sliding layer keeps its previous window until it has stored the call."""
     fields = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
     cache = FP8PagedCache(config("gemma3_text", **fields), dtype="auto", page_size=8, max_pages=30)
     feed(cache, 12, batch=1)
-    pages, before = cache.budget.held, held(cache)
+    pages, before = cache.budget.held, dense_keys(cache)
     k = tokens(90, 1)
     cache.update(k, k, 0)
-    assert torch.equal(held(cache)[1], before[1])
+    assert torch.equal(dense_keys(cache)[1], before[1])
     with pytest.raises(ConfigError, match="like the first call's"):
         cache.update(k[..., :-1], k, 1)
-    assert all(map(torch.equal, held(cache), before))
+    assert all(map(torch.equal, dense_keys(cache), before))
     assert cache.budget.held == pages
 
 
@@ -723,5 +721,5 @@ def test_a_window_of_one_token_keeps_its_page() -> None:
     with pytest.raises(ConfigError, match="crop"):
         cache.crop(-2)
     cache.crop(-1)
-    twin = pickle.loads(pickle.dumps(cache))
-    assert [layer.get_seq_length() for layer in twin.layers] == [17, 17]
+    copied = pickle.loads(pickle.dumps(cache))
+    assert [layer.get_seq_length() for layer in copied.layers] == [17, 17]

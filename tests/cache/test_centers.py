@@ -39,7 +39,7 @@ def new_cache(model: PreTrainedModel, room: int | None = None, **keywords: Any) 
 
 
 def pad(spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """Return a batch with tokens at `spans`; padding is at position 0, as in `generate`."""
+    """Return a batch with tokens at `spans`. Padding has position 0, as in `generate`."""
     ids = torch.randint(4, 90, (len(spans), WIDTH), generator=torch.Generator().manual_seed(1))
     mask = torch.zeros_like(ids)
     for row, (start, stop) in zip(mask, spans, strict=True):
@@ -49,7 +49,7 @@ def pad(spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
 
 
 def cut(batch: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Return the inputs of a call with a part of the tokens; its mask has all tokens before."""
+    """Return the inputs of a call with some of the tokens. Its mask covers all tokens before."""
     first = {"input_ids": start, "attention_mask": 0, "position_ids": start}
     return {key: batch[key][:, first[key] : stop].clone() for key in first}
 
@@ -67,15 +67,15 @@ def alone(model: PreTrainedModel, row: torch.Tensor, start: int, stop: int) -> t
 
 
 def assert_centers(
-    got: torch.Tensor, model: PreTrainedModel, batch: dict[str, torch.Tensor], spans: str
+    actual: torch.Tensor, model: PreTrainedModel, batch: dict[str, torch.Tensor], spans: str
 ) -> None:
-    """Assert the centers that each sequence has alone, in the first layers if `got` has no more."""
+    """Assert that sequences have the centers that they have alone, in the layers of `actual`."""
     rows = zip(batch["input_ids"], SPANS[spans], strict=True)
     expected = torch.stack([alone(model, row, *span) for row, span in rows], 1)
-    torch.testing.assert_close(got, expected[: len(got)], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected[: len(actual)], rtol=1e-4, atol=1e-4)
 
 
-# Grid: each model with each padding; the form alternates, since it only stores the center.
+# Grid: Each model with each padding. Preallocation alternates, since it only stores the center.
 @pytest.mark.parametrize(
     ("name", "spans", "room"),
     [
@@ -85,7 +85,7 @@ def assert_centers(
         ("gemma3_text", "both", 64),
     ],
 )  # fmt: skip
-def test_a_center_is_that_of_the_sequence_alone(name: str, spans: str, room: int | None) -> None:
+def test_a_center_does_not_depend_on_the_batch(name: str, spans: str, room: int | None) -> None:
     model, batch = model_of(name), pad(SPANS[spans])
     cache = new_cache(model, room)
     model(**batch, past_key_values=cache)
@@ -95,7 +95,7 @@ def test_a_center_is_that_of_the_sequence_alone(name: str, spans: str, room: int
 @pytest.mark.parametrize(
     ("name", "prefill"), [("gqa", "exact"), ("softcap", "stored"), ("sinks", "stored")]
 )
-def test_other_ways_to_attend(name: str, prefill: str) -> None:
+def test_centers_with_exact_and_stored_prefill(name: str, prefill: str) -> None:
     model, batch = model_of(name), pad(SPANS["both"])
     cache = new_cache(model, prefill=prefill)
     model(**batch, past_key_values=cache)
@@ -103,18 +103,18 @@ def test_other_ways_to_attend(name: str, prefill: str) -> None:
     assert_centers(centers(cache)[:1], model, batch, "both")
 
 
-def test_without_a_config() -> None:
+def test_centers_without_a_config() -> None:
     model, batch = model_of(), pad(SPANS["left"])
-    cache, other = FP8PagedCache(page_size=8, **CENTERED), new_cache(model)
-    for each in (cache, other):
+    cache, configured = FP8PagedCache(page_size=8, **CENTERED), new_cache(model)
+    for each in (cache, configured):
         model(**batch, past_key_values=each)
-    # Without a config, the cache does not know how keys turn.
+    # Without a config, the rotation of the keys by RoPE is unknown.
     turns = Turns.of(model.config)(0)
     assert turns is not None
-    assert_same(turns.steady(centers(cache)), centers(other))
+    assert_same(turns.steady(centers(cache)), centers(configured))
 
 
-# Grid: each chunking, each model and each form occur twice.
+# Grid: Each chunking, each model and each kind of cache occur twice.
 @pytest.mark.parametrize(
     ("name", "chunks", "room"),
     [
@@ -122,7 +122,7 @@ def test_without_a_config() -> None:
         ("sliding_and_full", (16, 16, 13), 64), ("sliding_and_full", (1, 43, 1), None),
     ],
 )  # fmt: skip
-def test_a_sequence_begins_with_its_first_token(
+def test_a_center_starts_at_the_first_token(
     name: str, chunks: tuple[int, ...], room: int | None
 ) -> None:
     """The first chunks of some sequences are padding only."""
@@ -136,31 +136,32 @@ def test_a_sequence_begins_with_its_first_token(
         for row, (first, _) in enumerate(spans):
             if expected[row] is None and first < stop:
                 expected[row] = alone(model, batch["input_ids"][row], first, stop)
-        known = [row for row, center in enumerate(expected) if center is not None]
-        got, of_texts = centers(cache)[:, known], torch.stack([expected[row] for row in known], 1)
-        torch.testing.assert_close(got[0], of_texts[0], rtol=1e-4, atol=1e-4)
+        started = [row for row, center in enumerate(expected) if center is not None]
+        actual = centers(cache)[:, started]
+        singles = torch.stack([expected[row] for row in started], 1)
+        torch.testing.assert_close(actual[0], singles[0], rtol=1e-4, atol=1e-4)
         # Later chunks of the batch attend to 8-bit keys.
-        assert (got - of_texts).abs().max() < 0.02 * of_texts.abs().max()
+        assert (actual - singles).abs().max() < 0.02 * singles.abs().max()
     assert None not in expected
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_first_calls() -> None:
+def test_compiled_first_calls_find_the_center() -> None:
     layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     model, _ = tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0, **layers)
     batch = pad([(0, 45), (40, 45), (9, 45), (20, 44)])
-    found = []
+    results = []
     for forward in (torch.compile(model, fullgraph=True, backend="eager"), model):
         cache = new_cache(model, 64)
         for start, stop in ((0, 22), (22, 45)):
             forward(**cut(batch, start, stop), past_key_values=cache)
-            found.append(centers(cache))
-    torch.testing.assert_close(found[:2], found[2:], rtol=1e-5, atol=1e-5)
+            results.append(centers(cache))
+    torch.testing.assert_close(results[:2], results[2:], rtol=1e-5, atol=1e-5)
 
 
 @rooms
-def test_tokens_are_read_with_the_center_that_they_are_stored_with(room: int | None) -> None:
-    """A sequence that begins in a later chunk gets its center then, and forks keep theirs."""
+def test_tokens_are_read_with_the_center_they_were_stored_with(room: int | None) -> None:
+    """A sequence that begins in a later chunk gets its center there. Forks keep their center."""
     model, batch = model_of(), pad([(0, 45), (20, 45)])
     exact = new_cache(model, plan="auto")
     caches = [new_cache(model, room)]
@@ -192,7 +193,7 @@ def test_a_mask_that_hides_stored_tokens_changes_no_center(room: int | None) -> 
 
 
 class ValuesRead(TorchDispatchMode):
-    """Count values that Python reads of tensors, each of which waits for a GPU."""
+    """Counts values that Python reads from tensors. Each read waits for a GPU."""
 
     total = 0
 
@@ -203,7 +204,7 @@ class ValuesRead(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_masks_are_not_read_once_all_sequences_have_begun() -> None:
+def test_masks_are_not_read_after_all_sequences_have_begun() -> None:
     model, batch = model_of(), pad(SPANS["left"])
     reads = []
     for keywords in (CENTERED, {"dtype": "fp8"}):
@@ -219,8 +220,8 @@ def test_masks_are_not_read_once_all_sequences_have_begun() -> None:
 
 
 @rooms
-def test_a_mask_is_for_one_call(room: int | None) -> None:
-    """After a reset, tokens without a mask all count."""
+def test_a_mask_applies_to_one_call(room: int | None) -> None:
+    """After a reset, all tokens of a call without a mask count."""
     model, batch = model_of(), pad(SPANS["right"])
     cache = new_cache(model, room)
     model(**batch, past_key_values=cache)
@@ -234,18 +235,18 @@ def test_a_mask_is_for_one_call(room: int | None) -> None:
         torch.testing.assert_close(read_centers(cache), turns.steady(k[:, :, -32:].mean(2)))
 
 
-def test_a_mask_is_for_the_cache_that_asked_for_it() -> None:
-    """A cache under another attention function asks for a mask and gets none."""
+def test_a_mask_applies_to_one_cache() -> None:
+    """A cache with a different attention function requests a mask and receives none."""
     batch, model = pad(SPANS["left"]), model_of()
-    other = model_of(attention="sdpa")
-    unanswered, cache = new_cache(other), new_cache(model)
-    other(**batch, past_key_values=unanswered)
-    before = centers(unanswered)
+    sdpa_model = model_of(attention="sdpa")
+    maskless, cache = new_cache(sdpa_model), new_cache(model)
+    sdpa_model(**batch, past_key_values=maskless)
+    before = centers(maskless)
     model(**batch, past_key_values=cache)
     assert_centers(centers(cache), model, batch, "left")
     extra = {**batch, "attention_mask": torch.ones(4, 2 * WIDTH)}
-    other(**extra, past_key_values=unanswered)
-    assert_same(centers(unanswered), before)
+    sdpa_model(**extra, past_key_values=maskless)
+    assert_same(centers(maskless), before)
 
 
 @rooms
@@ -255,14 +256,14 @@ def test_enable_passes_the_mask_under_any_attention(room: int | None) -> None:
     del batch["position_ids"]
     enable(model, max_cache_len=room, **CENTERED)
     model.set_attn_implementation("sdpa")
-    how: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}
-    cache = model.generate(**batch, return_dict_in_generate=True, **how).past_key_values
-    found = centers(cache)
-    assert_same(found[:, ::2], found[:, 1::2], "two beams of a sequence")
-    assert_centers(found[:, ::2], model, batch, "left")
+    options: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}
+    cache = model.generate(**batch, return_dict_in_generate=True, **options).past_key_values
+    actual = centers(cache)
+    assert_same(actual[:, ::2], actual[:, 1::2], "two beams of a sequence")
+    assert_centers(actual[:, ::2], model, batch, "left")
 
 
-def test_padding_of_an_encoder() -> None:
+def test_padding_of_an_encoder_changes_no_center() -> None:
     model, inputs = build("seq2seq/bart")
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
     ids = inputs["input_ids"]
@@ -270,8 +271,8 @@ def test_padding_of_an_encoder() -> None:
     mask[0], mask[1, :4] = 1, 1
     enable(model)
     caches = [
-        model.generate(input_ids=part, attention_mask=of_part, **how).past_key_values
-        for part, of_part in ((ids, mask), (ids[:1], mask[:1]), (ids[1:, :4], mask[1:, :4]))
+        model.generate(input_ids=part, attention_mask=part_mask, **how).past_key_values
+        for part, part_mask in ((ids, mask), (ids[:1], mask[:1]), (ids[1:, :4], mask[1:, :4]))
     ]
     batched, *rows = [centers(cache.cross_attention_cache) for cache in caches]
     torch.testing.assert_close(batched, torch.cat(rows, 1), rtol=1e-4, atol=1e-4)

@@ -1,6 +1,6 @@
-"""A preallocated cache under torch.compile: one graph for every step, cache object and reset.
+"""A preallocated cache under torch.compile: one graph for all steps, caches and resets.
 
-The conditions of a CUDA graph are read from the graph that a backend gets: the devices of its
+The conditions of a CUDA graph are read from the graph that a backend receives: the devices of its
 tensors, and the addresses that it writes to.
 """
 
@@ -34,13 +34,13 @@ pytestmark = [
 
 
 def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConfig:
-    """Return a config with which generate() also compiles on a CPU; a graph break is an error."""
+    """Return a config with which generate() also compiles on a CPU. A graph break is an error."""
     config = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=mode)
     config._compile_all_devices = True
     return config
 
 
-# Grid: the fast tier has one model; a graph of layers with a window is in the last test.
+# Grid: The fast tier has one model. The last test has a graph of layers with a window.
 @pytest.mark.parametrize(
     ("name", "attention", "keywords"),
     [
@@ -53,7 +53,7 @@ def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConf
     ],
     ids=str,
 )  # fmt: skip
-def test_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
+def test_all_steps_use_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
     model, inputs = tiny(name, attn_implementation=attention)
 
     def cache(**extra: Any) -> FP8PagedCache:
@@ -77,7 +77,7 @@ def test_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_twenty_steps_in_the_mode_that_generate_chooses(backend: str) -> None:
+def test_twenty_steps_in_the_mode_of_generate(backend: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     options = {"page_size": 16, "backend": backend}
     eager = FP8PagedCache(model.config, **options)
@@ -86,15 +86,15 @@ def test_twenty_steps_in_the_mode_that_generate_chooses(backend: str) -> None:
     config = compiled("inductor", CompileConfig().mode)
     assert config.mode == "reduce-overhead"
     with torch._dynamo.config.patch(error_on_recompile=True):
-        got = model.generate(**inputs, past_key_values=cache, compile_config=config, **GREEDY)
-    assert_same(got, expected)
+        actual = model.generate(**inputs, past_key_values=cache, compile_config=config, **GREEDY)
+    assert_same(actual, expected)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])
-def test_what_generate_compiles(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA generate() compiles with a preallocated cache, as with transformers' static cache."""
+def test_when_generate_compiles(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' static cache is treated in the same way."""
     model, _ = tiny("gqa")
     device = torch.device("cuda" if on_cuda else "cpu")
     monkeypatch.setattr(type(model), "device", property(lambda _: device))
@@ -108,7 +108,7 @@ def test_what_generate_compiles(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
-def test_addresses_stay(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_do_not_change(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     triton_standin(monkeypatch)
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(
@@ -125,12 +125,12 @@ def test_addresses_stay(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
+    "mode", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 )
-def test_overrun_raises_and_changes_nothing(how: str) -> None:
+def test_overrun_raises_and_changes_nothing(mode: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=20)
-    options = {"disable_compile": True} if how == "eager" else {"compile_config": compiled(how)}
+    options = {"disable_compile": True} if mode == "eager" else {"compile_config": compiled(mode)}
     with pytest.raises(OutOfPagesError, match="max_cache_len"):
         model.generate(**inputs, past_key_values=cache, **options, **GREEDY)
     assert [int(layer.get_seq_length()) for layer in cache.paged_layers] == [20, 20]
@@ -140,18 +140,18 @@ def test_overrun_raises_and_changes_nothing(how: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.full)])
-def test_no_copy_of_the_pool_in_compiled_code(
+def test_compiled_code_has_no_copy_of_the_pool(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read in the code that inductor makes, which undoes functionalization."""
+    """The test reads the code that inductor generates, which undoes functionalization."""
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     if backend == "triton":
         triton_standin(monkeypatch)
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=48, backend=backend)
     model(**inputs, past_key_values=cache)
-    seen = torch.ones(2, 1, 1, 48, dtype=torch.bool)
-    seen[..., 14:] = False
-    extra = {"input_ids": inputs["input_ids"][:, :1], "attention_mask": seen}
+    mask = torch.ones(2, 1, 1, 48, dtype=torch.bool)
+    mask[..., 14:] = False
+    extra = {"input_ids": inputs["input_ids"][:, :1], "attention_mask": mask}
     extra["position_ids"] = torch.full((2, 1), 13)
     expected = model(**extra, past_key_values=cache.fork()).logits
     step = torch.compile(model.forward, fullgraph=True, dynamic=False)
@@ -162,23 +162,23 @@ def test_no_copy_of_the_pool_in_compiled_code(
     assert "hf_fp8kv.attend" in code
     assert "hf_fp8kv.gather" not in code, "a dense copy of the history"
     shape = str(tuple(cache.layers[0].keys.block.shape))
-    made = [x for x in code.splitlines() if "empty_strided" in x and shape in x and "= " in x]
-    assert not made, made
+    copies = [x for x in code.splitlines() if "empty_strided" in x and shape in x and "= " in x]
+    assert not copies, copies
 
 
 # -- the conditions of a CUDA graph --------------------------------------------------------------
 
 
-def test_only_operations_that_read_values_stay_out_of_cuda_graphs() -> None:
+def test_only_operations_that_read_values_are_cudagraph_unsafe() -> None:
     unsafe = torch.Tag.cudagraph_unsafe
     for name in ("write", "attend", "gather"):
-        kept, out = (getattr(torch.ops.hf_fp8kv, x).default for x in (name, f"{name}_by_host"))
-        assert unsafe not in kept.tags
-        assert unsafe in out.tags
+        safe, by_host = (getattr(torch.ops.hf_fp8kv, x).default for x in (name, f"{name}_by_host"))
+        assert unsafe not in safe.tags
+        assert unsafe in by_host.tags
     assert unsafe not in torch.ops.hf_fp8kv.plan.default.tags
 
 
-# Grid: layers with and without a window, static scales, and layers that share keys.
+# Grid: Layers with and without a window, static scales, and layers that share keys.
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
@@ -192,14 +192,14 @@ def test_only_operations_that_read_values_stay_out_of_cuda_graphs() -> None:
 def test_a_compiled_step_fits_a_cuda_graph(
     name: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Traced on the device "meta", which like CUDA is not the CPU; nothing is computed."""
+    """The step is traced on "meta", which like CUDA is not the CPU. Nothing is computed."""
     triton_standin(monkeypatch, computes=False)
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     model = model.to("meta")
     tokens = inputs["input_ids"].to("meta")
     options = {"page_size": 16, "max_cache_len": 50, "backend": "triton"}
     cache = FP8PagedCache(model.config, **options, **keywords)
-    found: dict[str, Any] = {}
+    graph: dict[str, Any] = {}
     stored: dict[int, Any] = {}
 
     def update(key: torch.Tensor, value: torch.Tensor, layer: int, **rest: Any) -> Any:
@@ -207,27 +207,27 @@ def test_a_compiled_step_fits_a_cuda_graph(
         stored[layer] = states[0]
         return states
 
-    def look(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        facts = torch._guards.TracingContext.get().fw_metadata
-        found["mutated"] = list(facts.mutated_inp_runtime_indices)
-        found["static"] = list(facts.static_input_indices)
-        found["inputs"] = [(tuple(x.shape), x.dtype) for x in inputs]
+    def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        metadata = torch._guards.TracingContext.get().fw_metadata
+        graph["mutated"] = list(metadata.mutated_inp_runtime_indices)
+        graph["static"] = list(metadata.static_input_indices)
+        graph["inputs"] = [(tuple(x.shape), x.dtype) for x in inputs]
         nodes = list(module.graph.nodes)
         values = torch.utils._pytree.tree_leaves([node.meta.get("val") for node in nodes])
-        found["devices"] = {x.device.type for x in values if isinstance(x, torch.Tensor)}
-        # An operation that writes into its arguments is itself the argument of a node.
+        graph["devices"] = {x.device.type for x in values if isinstance(x, torch.Tensor)}
+        # An operation that writes to its arguments is an argument of a node itself.
         called = {y for node in nodes for y in (node.target, *node.args)}
         unsafe = torch.Tag.cudagraph_unsafe
-        found["unsafe"] = [x for x in called if unsafe in getattr(x, "tags", ())]
-        found["calls"] = {str(x) for x in called if "hf_fp8kv" in str(x)}
+        graph["unsafe"] = [x for x in called if unsafe in getattr(x, "tags", ())]
+        graph["calls"] = {str(x) for x in called if "hf_fp8kv" in str(x)}
         return module
 
     model(tokens, past_key_values=cache)
     step = torch.compile(
-        model.forward, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=look)
+        model.forward, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=record)
     )
-    seen = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta")
-    masks = seen if name == "gqa" else {"full_attention": seen, "sliding_attention": seen}
+    mask = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta")
+    masks = mask if name == "gqa" else {"full_attention": mask, "sliding_attention": mask}
     positions = torch.full((2, 1), 13, device="meta")
     call = {"input_ids": tokens[:, :1], "attention_mask": masks, "position_ids": positions}
     cache.update = update
@@ -235,11 +235,11 @@ def test_a_compiled_step_fits_a_cuda_graph(
     del cache.update
     step(**call, past_key_values=cache)
 
-    assert found["devices"] == {"meta"}, "a tensor of the CPU in the graph"
-    assert found["calls"] == {f"hf_fp8kv.{x}.default" for x in ("plan", "write", "attend")}
-    assert not found["unsafe"]
+    assert graph["devices"] == {"meta"}, "a tensor of the CPU in the graph"
+    assert graph["calls"] == {f"hf_fp8kv.{x}.default" for x in ("plan", "write", "attend")}
+    assert not graph["unsafe"]
     function: Any = SimpleNamespace(
-        mutated_input_idxs=found["mutated"], static_input_idxs=found["static"], placeholders=[]
+        mutated_input_idxs=graph["mutated"], static_input_idxs=graph["static"], placeholders=[]
     )
     assert cudagraph_utils.check_for_mutation(function, [], lambda _: False) is None
     # The step writes the pool and the length of every layer, and a plan for each window.
@@ -250,4 +250,4 @@ def test_a_compiled_step_fits_a_cuda_graph(
         first = next(i for i in stored if cache.layers[i].sliding_window == window)
         parts += [key.plan] if layer == first else []
         written.update((tuple(part.shape), part.dtype) for part in parts)
-    assert Counter(found["inputs"][i] for i in found["mutated"]) == written
+    assert Counter(graph["inputs"][i] for i in graph["mutated"]) == written

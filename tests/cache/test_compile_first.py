@@ -28,17 +28,17 @@ def test_compile_first() -> None:
 
 @pytest.mark.full
 def test_compile_first_in_a_process() -> None:
-    ran = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-m", "tests.tools.compile_first"], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [f"{name} {case}" for name in CASES for case in CASES[name]]
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [f"{name} {case}" for name in CASES for case in CASES[name]]
 
 
-# The fast tier compiles the attention to a growing cache in test_blocks.py.
+# In the fast tier, test_blocks.py compiles the attention with a growing cache.
 @pytest.mark.full
-def test_a_growing_cache_is_compiled_around() -> None:
+def test_a_growing_cache_breaks_the_graph() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     caches = [FP8PagedCache(model.config, page_size=16) for _ in range(2)]
     compiled = torch.compile(model, backend="eager")
@@ -49,7 +49,7 @@ def test_a_growing_cache_is_compiled_around() -> None:
     ("keywords", "message"),
     [({}, "max_cache_len"), ({"max_cache_len": 40, "max_pages": 99}, "early_initialization")],
 )
-def test_what_cannot_be_one_graph_says_what_to_do(keywords: dict[str, int], message: str) -> None:
+def test_unsupported_graphs_name_the_remedy(keywords: dict[str, int], message: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(Unsupported, match=message):
@@ -57,7 +57,7 @@ def test_what_cannot_be_one_graph_says_what_to_do(keywords: dict[str, int], mess
 
 
 class Holder(torch.nn.Module):
-    """A module that holds the cache of its model."""
+    """Holds a model and its cache."""
 
     def __init__(self, model: torch.nn.Module, cache: FP8PagedCache) -> None:
         super().__init__()

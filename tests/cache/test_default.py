@@ -1,4 +1,4 @@
-"""The default: E3M4, one scale per token and head, and K minus a center of the first call."""
+"""The default: E3M4, one scale per token and head, and K minus the center of the first call."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ HEADS, DIM = 2, 16
 
 
 def new_cache(**keywords: Any) -> FP8PagedCache:
-    """Return a cache of a model without RoPE; test_turns.py has the centers of keys that turn."""
+    """Return a cache of a model without RoPE. test_turns.py tests centers of keys with RoPE."""
     config = causal_config("llama")
     config.rope_parameters = None
     return FP8PagedCache(config, page_size=8, **keywords)
@@ -47,7 +47,7 @@ def read(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
         ({"value_dtype": "fp8_e5m2"}, (E3M4, "fp8_e5m2"), True),
         ({"key_dtype": E3M4}, (E3M4, E3M4), False),
         ({"plan": E3M4}, (E3M4, E3M4), False),
-        # Chunks of a prompt may end anywhere, and a center would depend on the first chunk.
+        # A prompt may be cut anywhere, and a center would depend on its first chunk.
         ({"prefill": "stored"}, (E3M4, E3M4), False),
         ({"prefill": "stored", "plan": "fp8_e3m4 centered"}, (E3M4, E3M4), True),
         ({"key_dtype": "auto"}, ("auto", E3M4), False),
@@ -67,7 +67,7 @@ def read(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_the_keywords_choose(
+def test_keywords_choose_the_plan(
     keywords: dict[str, Any], formats: tuple[str, str], centered: bool
 ) -> None:
     cache = new_cache(**keywords)
@@ -79,7 +79,7 @@ def test_what_the_keywords_choose(
     assert (error < 0.2) == (centered or formats[0] == "auto")
 
 
-# Grid: the counts around the 32 tokens of a center; each form with a short and a long call.
+# Grid: Counts around the 32 tokens of a center, each kind of cache with short and long calls.
 @pytest.mark.parametrize(
     ("count", "room"), [(1, None), (31, 144), (32, None), (33, 144), (100, None), (100, 144)]
 )
@@ -90,10 +90,10 @@ def test_the_center_is_the_mean_of_the_last_tokens(count: int, room: int | None)
     extra = biased(3, seed=2)
     cache.update(extra, extra, 0)
     layer: Any = cache.layers[0]
-    found = read_centers(cache)
-    torch.testing.assert_close(found, k[:, :, -32:].mean(2), rtol=1e-6, atol=1e-6)
+    actual = read_centers(cache)
+    torch.testing.assert_close(actual, k[:, :, -32:].mean(2), rtol=1e-6, atol=1e-6)
     # K as the specification stores it, V without a center.
-    fmt, center = FORMATS[E3M4], found[:, :, None]
+    fmt, center = FORMATS[E3M4], actual[:, :, None]
     expected_keys = torch.cat([k, extra], 2) - center
     scale = search_scale(expected_keys, fmt).float()[..., None]
     expected = decode(encode(expected_keys * scale.reciprocal(), fmt), fmt) * scale + center
@@ -129,7 +129,7 @@ def test_padding_on_the_left_does_not_change_the_center(junk: float, room: int |
 
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
-def test_a_channel_with_a_value_that_is_not_finite_has_no_center(junk: float) -> None:
+def test_a_channel_with_a_nonfinite_value_has_no_center(junk: float) -> None:
     k = biased(12)
     expected = k.mean(2)
     k[1, 0, 4, 3], expected[1, 0, 3] = junk, 0.0
@@ -139,20 +139,20 @@ def test_a_channel_with_a_value_that_is_not_finite_has_no_center(junk: float) ->
     assert (read(cache)[0] - k[0]).abs().max() < 0.2
 
 
-# Grid: each model once, with padding or without, growing and preallocated.
+# Grid: Each model once, with padding or without, growing and preallocated.
 @pytest.mark.parametrize(
     ("name", "room", "padded"),
     [("gqa", None, False), ("gqa", 64, True), ("sliding_and_full", None, True)],
 )
 @torch.no_grad()
 def test_a_first_call_adds_few_operations(name: str, room: int | None, padded: bool) -> None:
-    """The center takes at most 8 operations a layer."""
+    """The center adds at most 8 operations per layer."""
     model, _ = tiny(name, attn_implementation="fp8_paged")
     ids = torch.randint(4, 90, (2, 44), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0 if padded else 1
     counts = []
-    for layers in (2, 1, 2):  # the first time, factors are made that stay
+    for layers in (2, 1, 2):  # the first run creates factors that are reused
         for plan in ("fp8_e3m4", "fp8_e3m4 centered"):
             cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=room)
             skipped = model.model.layers[layers:]
@@ -161,17 +161,17 @@ def test_a_first_call_adds_few_operations(name: str, room: int | None, padded: b
                 model.model(ids, attention_mask=mask, past_key_values=cache)
             model.model.layers.extend(skipped)
             counts.append(operations.count)
-    # What is made once for all layers cancels.
+    # The difference cancels operations that run once for all layers.
     assert (counts[5] - counts[3]) - (counts[4] - counts[2]) <= 8
 
 
 MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent")
 
 
-# Grid: each model once, growing and preallocated alternately: the form does not change the reader.
+# Grid: Each model once, alternately growing and preallocated, since both have the same readers.
 @pytest.mark.parametrize(("name", "room"), [*zip(MODELS, [None, 64] * 4, strict=True)])
 @torch.no_grad()
-def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None:
+def test_pages_and_dense_keys_give_the_same_logits(name: str, room: int | None) -> None:
     """Readers of pages add the center back if it matters: for softcap, sinks and dense K."""
     dense = "eager" if name in ("sinks", "softcap") else "sdpa"
     logits = []
@@ -180,30 +180,30 @@ def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None
         shift_keys(model)
         cache = FP8PagedCache(model.config, page_size=8, max_cache_len=room)
         ids, mask = lengthen(inputs)
-        of_model = []
+        outputs = []
         for part in (ids, ids[:, 2:5], ids[:, 4:5]):
-            mask = mask if not of_model else torch.cat([mask, torch.ones_like(part)], 1)
-            of_model.append(model(part, attention_mask=mask, past_key_values=cache).logits)
+            mask = mask if not outputs else torch.cat([mask, torch.ones_like(part)], 1)
+            outputs.append(model(part, attention_mask=mask, past_key_values=cache).logits)
         assert name == "latent" or all(plan.k.centered for plan in cache.plan.values())
-        # Rows of padding are not compared.
-        logits.append(torch.cat([of_model[0][:, -1:], *of_model[1:]], 1))
+        # Outputs of padding are not compared.
+        logits.append(torch.cat([outputs[0][:, -1:], *outputs[1:]], 1))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def lengthen(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask of more tokens than a center averages."""
+    """Return ids and a mask with more tokens than a center averages."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     return ids.repeat(1, 4), torch.cat([mask, mask[:, -1:].repeat(1, 3 * ids.shape[1])], 1)
 
 
 def shift_keys(model: PreTrainedModel) -> None:
-    """Set the bias of K's projections to large random values, if a model has one."""
+    """Set the bias of the K projections to large random values, if the model has one."""
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         if name.endswith("k_proj.bias"):
             weight.data.copy_(10 * torch.randn(weight.shape, generator=generator))
 
 
-def test_pages_of_many_requests_have_no_center() -> None:
+def test_serving_pages_have_no_center() -> None:
     assert ServingConfig.parse().options.layer_plan(0) == LayerPlan.parse(E3M4, E3M4)
     assert ServingConfig.parse(scales=0.5).options.layer_plan(0).k.format == E4M3

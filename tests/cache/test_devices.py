@@ -1,7 +1,7 @@
-"""Layers on several devices, as device_map places them: pages are where their layers are.
+"""Layers on several devices, as device_map places them. Pages are on the device of their layer.
 
-The tests have one device. "meta" stands for a second device: it computes nothing, and torch refuses
-to mix it with the CPU. Models with layers on disk show that values stay right.
+The tests have one device. "meta" stands for a second device. It computes nothing, and torch refuses
+to mix it with the CPU. Models with layers on disk show that values stay correct.
 """
 
 import inspect
@@ -24,27 +24,27 @@ pytestmark = pytest.mark.text
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 LAYERS, HEADS, DIM = 4, 2, 16
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-WHERE = (CPU, OTHER, OTHER, CPU)
+DEVICES = (CPU, OTHER, OTHER, CPU)
 
 
 def scales(layers: int = LAYERS) -> KVScales:
-    sources = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
 
-    def one(size: int) -> torch.Tensor:
-        return (0.5 + torch.rand(HEADS, size, generator=sources)) / 448
+    def draw(size: int) -> torch.Tensor:
+        return (0.5 + torch.rand(HEADS, size, generator=generator)) / 448
 
-    return KVScales({i: LayerScales(one(1), one(1), 448 * one(DIM)) for i in range(layers)})
+    return KVScales({i: LayerScales(draw(1), draw(1), 448 * draw(DIM)) for i in range(layers)})
 
 
-KINDS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "center of the first call": {"plan": "fp8 centered"},
     "static scales": {"scales": scales()},
-    "keys as they are": {"key_dtype": "auto", "scales": scales()},
+    "unquantized keys": {"key_dtype": "auto", "scales": scales()},
 }
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
+@pytest.fixture(params=OPTIONS.values(), ids=OPTIONS)
 def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
@@ -63,38 +63,38 @@ def devices_of(handle: Any) -> set[torch.device]:
 class Steps:
     """Feed a cache the same random tokens on any devices, and check where its tensors are."""
 
-    def __init__(self, where: tuple[torch.device, ...]) -> None:
-        self.where = where
-        self.sources = torch.Generator().manual_seed(7)
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self.devices = devices
+        self.generator = torch.Generator().manual_seed(7)
 
     def __call__(self, cache: FP8PagedCache, batch: int, tokens: int) -> list[torch.Tensor]:
-        """Run one step of a model, and return the attention over the stored tokens per layer."""
-        found = []
-        for layer, device in enumerate(self.where):
+        """Run one step of a model, and return the attention output of each layer."""
+        outputs = []
+        for layer, device in enumerate(self.devices):
             shapes = [(batch, heads, tokens, DIM) for heads in (HEADS, HEADS, 2 * HEADS)]
-            k, v, q = (torch.randn(s, generator=self.sources).to(device) for s in shapes)
+            k, v, q = (torch.randn(s, generator=self.generator).to(device) for s in shapes)
             key, value = cache.update(k, v, layer)
             assert key.device == value.device == device
             assert devices_of(key) == {device}
-            found.append(attend(q, key, value, 0.25))
-            assert found[-1].device == key.dense().device == device
-        return found
+            outputs.append(attend(q, key, value, 0.25))
+            assert outputs[-1].device == key.dense().device == device
+        return outputs
 
 
-def the_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for one, other, device in zip(found, expected, WHERE, strict=True):
-        assert one.shape == other.shape
+def assert_same_on_cpu(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for x, y, device in zip(actual, expected, DEVICES, strict=True):
+        assert x.shape == y.shape
         if device == CPU:
-            assert_same(one, other)
+            assert_same(x, y)
 
 
-def test_each_layer_is_where_its_keys_are(kind):
-    """Growth, forks, beams and crops on two devices, against a cache on one device."""
+def test_pages_are_on_the_device_of_their_layer(kind):
+    """A cache on two devices matches a cache on one device after growth, forks, beams and crops."""
     caches = [new_cache(kind), new_cache(kind)]
-    steps = [Steps(WHERE), Steps((CPU,) * LAYERS)]
+    steps = [Steps(DEVICES), Steps((CPU,) * LAYERS)]
 
     def store_in_both(batch: int, tokens: int) -> None:
-        the_same(*(step(c, batch, tokens) for step, c in zip(steps, caches, strict=True)))
+        assert_same_on_cpu(*(step(c, batch, tokens) for step, c in zip(steps, caches, strict=True)))
 
     store_in_both(2, 9)
     store_in_both(2, 1)
@@ -119,26 +119,26 @@ def test_each_layer_is_where_its_keys_are(kind):
     store_in_both(1, 3)
 
 
-def test_the_preallocated_form_is_where_its_keys_are(kind):
-    cache, steps = new_cache(kind, max_cache_len=24), Steps(WHERE)
+def test_preallocated_pages_are_on_the_device_of_their_layer(kind):
+    cache, steps = new_cache(kind, max_cache_len=24), Steps(DEVICES)
     alone, expected = new_cache(kind, max_cache_len=24), Steps((CPU,) * LAYERS)
     for batch, tokens in ((2, 9), (2, 1)):
-        the_same(steps(cache, batch, tokens), expected(alone, batch, tokens))
+        assert_same_on_cpu(steps(cache, batch, tokens), expected(alone, batch, tokens))
 
 
 @pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
 def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
-    """The file is read to one device; each layer moves to the device of its next tokens."""
+    """The file is read to one device. Each layer moves to the device of its next tokens."""
     cache, steps = new_cache(kind, **form), Steps((CPU,) * LAYERS)
     steps(cache, 2, 9)
-    read = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-    moved_steps = Steps(WHERE)
-    moved_steps.sources.set_state(steps.sources.get_state())
-    the_same(moved_steps(read, 2, 3), steps(cache, 2, 3))
-    the_same(moved_steps(read, 2, 1), steps(cache, 2, 1))
+    loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
+    moved_steps = Steps(DEVICES)
+    moved_steps.generator.set_state(steps.generator.get_state())
+    assert_same_on_cpu(moved_steps(loaded, 2, 3), steps(cache, 2, 3))
+    assert_same_on_cpu(moved_steps(loaded, 2, 1), steps(cache, 2, 1))
 
 
-def test_a_cache_that_cannot_follow_stays_as_it_is():
+def test_a_cache_of_the_cpu_backend_refuses_another_device():
     options = {"page_size": 8, "backend": "cpu", "prefill": "stored"}
     cache = FP8PagedCache(new_cache({}).config, **options)
     tokens = torch.randn(1, HEADS, 3, DIM)
@@ -157,10 +157,10 @@ def test_a_cache_that_cannot_follow_stays_as_it_is():
 
 @pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
 def test_a_model_on_two_devices(form):
-    """accelerate's hooks move the tensors between layers, and leave the cache alone."""
+    """The hooks of accelerate move the tensors between layers, and do not change the cache."""
     model, inputs = tiny("gqa", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
-    where = (CPU, CPU, OTHER, OTHER)  # no tensor comes back from "meta"
-    for layer, device in zip(model.model.layers, where, strict=True):
+    devices = (CPU, CPU, OTHER, OTHER)  # no tensor can be copied from "meta"
+    for layer, device in zip(model.model.layers, devices, strict=True):
         hook = AlignDevicesHook(device, skip_keys="past_key_values", place_submodules=True)
         add_hook_to_module(layer, hook)
     add_hook_to_module(model.model.norm, AlignDevicesHook(OTHER, place_submodules=True))
@@ -173,7 +173,7 @@ def test_a_model_on_two_devices(form):
             out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
             assert out.logits.shape[:2] == (2, stop - start)
     assert out.past_key_values is cache
-    for layer, device in zip(cache.layers, where, strict=True):
+    for layer, device in zip(cache.layers, devices, strict=True):
         if device == CPU or not form:
             assert devices_of(layer.keys) == {device}
 
@@ -186,7 +186,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
-    """Return the model with its second layer on disk, which accelerate reads at each call."""
+    """Return the model with its second layer on disk, which accelerate loads for each call."""
     locations = {
         "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
         "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
@@ -199,47 +199,47 @@ def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
     return model.eval()
 
 
-# Grid: each attention function once, each form.
+# Grid: Each attention function once, and each kind of cache.
 @pytest.mark.parametrize(
     ("attention", "form"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
 )
-def test_a_model_with_layers_on_disk_says_the_same(checkpoint, tmp_path, attention, form):
+def test_layers_on_disk_give_the_same_tokens(checkpoint, tmp_path, attention, form):
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
     split = on_disk(checkpoint, tmp_path, attention)
-    said = [
+    answers = [
         model.generate(
             **prompt(), past_key_values=FP8PagedCache(model.config, scales=scales(2), **form),
             **GREEDY,
         ).tolist()
         for model in (whole, split)
     ]  # fmt: skip
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]
     plain = whole.generate(**prompt(), **GREEDY).tolist()
-    assert said[0] != plain  # coarse scales change the tokens
+    assert answers[0] != plain  # coarse scales change the tokens
 
 
 def test_enable_and_calibrate_with_layers_on_disk(checkpoint, tmp_path):
     split = on_disk(checkpoint, tmp_path, "sdpa")
     hf_fp8kv.enable(split, scales=scales(2))
-    said = split.generate(**prompt(), **GREEDY).tolist()
+    actual = split.generate(**prompt(), **GREEDY).tolist()
     hf_fp8kv.disable(split)
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="fp8_paged").eval()
     cache = FP8PagedCache(whole.config, scales=scales(2))
-    assert said == whole.generate(**prompt(), past_key_values=cache, **GREEDY).tolist()
+    assert actual == whole.generate(**prompt(), past_key_values=cache, **GREEDY).tolist()
     texts = torch.randint(4, 90, (4, 96), generator=torch.Generator().manual_seed(3)).tolist()
-    found = [
+    digests = [
         calibrate(model, texts, held_out=0, progress=False).digest for model in (split, whole)
     ]  # fmt: skip
-    assert found[0] == found[1]
+    assert digests[0] == digests[1]
 
 
 def test_no_argument_or_method_names_a_device():
-    """The model decides the devices: accelerate would call `to` for the device of each layer."""
+    """The model decides the devices. accelerate would call a method `to` for each layer."""
     assert not any(name in dir(FP8PagedCache) for name in ("to", "cuda", "cpu"))
     assert not any("device" in name for name in inspect.signature(FP8PagedCache).parameters)
 
 
-ELSEWHERE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "default": ("gqa", {}, {}),
     "centered": ("gqa", {}, {}),
     "torch": ("gqa", {"dtype": "fp8", "backend": "torch"}, {}),
@@ -257,11 +257,11 @@ ELSEWHERE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ELSEWHERE)
-def test_under_another_default_device(case: str, tmp_path: Path) -> None:
-    """Tensors for the CPU are there, whatever the default device is; half of the models enabled."""
-    enabled = list(ELSEWHERE).index(case) % 2 == 0
-    name, keywords, options = ELSEWHERE[case]
+@pytest.mark.parametrize("case", DEVICE_CASES)
+def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) -> None:
+    """Tensors for the CPU are created on the CPU. Half of the models use `enable`."""
+    enabled = list(DEVICE_CASES).index(case) % 2 == 0
+    name, keywords, options = DEVICE_CASES[case]
     options = {"max_new_tokens": 6, "do_sample": False, **options}
     model, _ = tiny(name)
     ids, mask = prompt(tokens=20).values()
@@ -269,24 +269,24 @@ def test_under_another_default_device(case: str, tmp_path: Path) -> None:
 
     def answers() -> list[torch.Tensor]:
         cache = FP8PagedCache(model.config, **keywords)
-        store_in_both = {"attention_mask": mask, "past_key_values": cache, **options}
-        said = [model.generate(ids, **store_in_both)]
+        call = {"attention_mask": mask, "past_key_values": cache, **options}
+        outputs = [model.generate(ids, **call)]
         if enabled:
-            store_in_both["attention_mask"] = mask.new_ones(mask.shape[0], longer.shape[1])
-            store_in_both["attention_mask"][:, : mask.shape[1]] = mask
-            said.append(model.generate(longer, **store_in_both))
+            call["attention_mask"] = mask.new_ones(mask.shape[0], longer.shape[1])
+            call["attention_mask"][:, : mask.shape[1]] = mask
+            outputs.append(model.generate(longer, **call))
         cache.memory_footprint()
         if case != "recurrent":
             cache.batch_select_indices([1])
             cache.save(tmp_path / "cache.safetensors")
             again = FP8PagedCache.load(tmp_path / "cache.safetensors")
             again.fork().batch_repeat_interleave(2)
-        return said
+        return outputs
 
     if enabled:
         hf_fp8kv.enable(model)
     expected = answers()
     with torch.device("meta"):
-        said = answers()
-    for one, other in zip(said, expected, strict=True):
-        assert_same(one, other, case)
+        actual = answers()
+    for x, y in zip(actual, expected, strict=True):
+        assert_same(x, y, case)

@@ -1,4 +1,4 @@
-"""Every feature of generate() on tiny models; dtype="auto" gives the tokens of DynamicCache."""
+"""Features of generate() on tiny models. dtype="auto" gives the tokens of DynamicCache."""
 
 import copy
 import functools
@@ -24,16 +24,16 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 GREEDY = {"max_new_tokens": 11, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-# Ten times the change of a logit when these models add in another order in float32.
+# Ten times the change of a logit when these models add in a different order in float32.
 LEAST_MARGIN = 1e-4
-# Windows of 8 tokens, prompts of 13 and 11 new tokens: every window is left behind.
+# Prompts have 13 tokens, and 11 more are generated, so tokens leave every window of 8.
 MODELS = (
     "gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent",
 )  # fmt: skip
 
 
 def dense_attention(name: str) -> str:
-    """Return the ordinary attention of a model; gpt-oss has no sdpa."""
+    """Return the ordinary attention of a model. gpt-oss has no sdpa."""
     return "eager" if name in ("sinks", "softcap") else "sdpa"
 
 
@@ -46,9 +46,9 @@ def new_cache(model: Any, **keywords: Any) -> FP8PagedCache:
 
 
 def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) -> torch.Tensor:
-    """Return the tokens of a model; greedy tokens win by a margin larger than rounding.
+    """Return the tokens of a model. Greedy tokens must win by a margin larger than rounding.
 
-    The draft of an assistant goes through the same processors, so it is not checked.
+    An assistant's draft uses the same processors, so its tokens are not checked.
     """
     if keywords.keys().isdisjoint({"num_beams", "prompt_lookup_num_tokens", "assistant_model"}):
         keywords.setdefault("logits_processor", wide_margins(LEAST_MARGIN))
@@ -56,13 +56,13 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) ->
 
 
 def unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The second row of the prompt, which has no padding."""
+    """Return the second row of the prompt, which has no padding."""
     return {name: tensor[1:] for name, tensor in inputs.items()}
 
 
 @functools.cache
 def stock_answer(name: str, row: bool = False, **keywords: Any) -> torch.Tensor:
-    """Return the tokens of the model with its ordinary attention and `DynamicCache`."""
+    """Return the tokens of the model with its ordinary attention and a `DynamicCache`."""
     stock, inputs = shared_tiny(name, dense_attention(name))
     cache = DynamicCache(config=stock.config)
     return generate(stock, unpadded(inputs) if row else inputs, cache, **keywords)
@@ -73,7 +73,7 @@ def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Grid: each model once with "fp8_paged" and its own attention twice; `prefill` alternates, because
+# Grid: Each model once with "fp8_paged" and its own attention twice. `prefill` alternates, because
 # it decides only what the first call reads. The full tier has all combinations.
 def of_every_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> pytest.MarkDecorator:
     fast = [(name, values[i % 2], "fp8_paged") for i, name in enumerate(names)]
@@ -85,7 +85,7 @@ def of_every_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> p
 
 @of_every_model("prefill", ("exact", "stored"))
 class TestAuto:
-    """dtype="auto" stores exact values: any difference is a lost or misplaced token."""
+    """dtype="auto" stores exact values, so any difference is a lost or misplaced token."""
 
     def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
         model, inputs = model_of(name, attention)
@@ -95,8 +95,8 @@ class TestAuto:
             {"prefill_chunk_size": 5},
         ):
             cache = new_cache(model, dtype="auto", prefill=prefill)
-            said = generate(model, inputs, cache, **keywords)
-            assert_same(said, stock_answer(name, **keywords), keywords)
+            tokens = generate(model, inputs, cache, **keywords)
+            assert_same(tokens, stock_answer(name, **keywords), keywords)
 
     def test_rollback(self, name: str, prefill: str, attention: str) -> None:
         model, inputs = model_of(name, attention)
@@ -114,20 +114,20 @@ class TestAuto:
             (drafts[prefill == "exact"], 60),
         ):
             cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=room)
-            said = generate(model, row, cache, disable_compile=True, **keywords)
-            assert_same(said, expected, (list(keywords), room))
+            tokens = generate(model, row, cache, disable_compile=True, **keywords)
+            assert_same(tokens, expected, (list(keywords), room))
             assert cache.get_seq_length() >= expected.shape[1] - 1
 
-    def test_preallocated_form(self, name: str, prefill: str, attention: str) -> None:
+    def test_preallocated_cache(self, name: str, prefill: str, attention: str) -> None:
         model, inputs = model_of(name, attention)
         cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
         for _ in range(2):
-            said = generate(model, inputs, cache, disable_compile=True)
-            assert_same(said, stock_answer(name))
+            tokens = generate(model, inputs, cache, disable_compile=True)
+            assert_same(tokens, stock_answer(name))
             cache.reset()
         cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
-        said = generate(model, inputs, cache, num_beams=3, disable_compile=True)
-        assert_same(said, stock_answer(name, num_beams=3))
+        tokens = generate(model, inputs, cache, num_beams=3, disable_compile=True)
+        assert_same(tokens, stock_answer(name, num_beams=3))
 
 
 STORED = ("gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing")
@@ -135,9 +135,9 @@ STORED = ("gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing")
 
 @of_every_model("dtype", ("fp8_e4m3", "fp8_e3m4"), STORED)
 class TestStored:
-    """With prefill="stored" every call reads the same bytes, whatever the chunks are."""
+    """With prefill="stored" every call reads the same bytes with any chunks."""
 
-    def test_one_prompt_one_answer(self, name: str, dtype: str, attention: str) -> None:
+    def test_one_answer_per_prompt(self, name: str, dtype: str, attention: str) -> None:
         model, inputs = model_of(name, attention)
 
         def cache() -> FP8PagedCache:
@@ -147,13 +147,13 @@ class TestStored:
         assert_same(generate(model, inputs, cache(), prefill_chunk_size=4), expected)
         row = unpadded(inputs)
         alone = generate(model, row, cache())
-        assert_same(alone, expected[1:], "padding of another row changed this one")
+        assert_same(alone, expected[1:], "padding of a different row changed this row")
         assert_same(generate(model, row, cache(), prompt_lookup_num_tokens=4), alone)
         draft, _ = tiny(name, seed=1, attn_implementation=dense_attention(name))
         assert_same(generate(model, row, cache(), assistant_model=draft), alone)
 
 
-# Grid: each model once, and each kind of scales with the first one.
+# Grid: Each model once, and each kind of scales with the first model.
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
@@ -162,7 +162,7 @@ class TestStored:
     ],
     ids=str,
 )  # fmt: skip
-def test_every_kind_of_copy_continues_alike(
+def test_all_copies_continue_with_the_same_tokens(
     name: str, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
     model, inputs = shared_tiny(name, "fp8_paged")
@@ -184,9 +184,9 @@ def test_every_kind_of_copy_continues_alike(
     copies["original"] = cache
     # A mask is necessary, because a generated token may be the padding token.
     text = {"input_ids": start, "attention_mask": torch.ones_like(start)}
-    for how, twin in copies.items():
+    for method, twin in copies.items():
         rest = generate(model, text, twin, max_new_tokens=6)
-        assert_same(rest, expected, how)
+        assert_same(rest, expected, method)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_encoder_decoder(name: str, bare: bool) -> None:
         cache: Any = new_cache(model, dtype="auto")
         if not bare:
             cache = EncoderDecoderCache(cache, new_cache(model, dtype="auto"))
-        got = model.generate(**inputs, past_key_values=cache, **options)
-        assert_same(got, expected, attention)
+        actual = model.generate(**inputs, past_key_values=cache, **options)
+        assert_same(actual, expected, attention)
         eight = EncoderDecoderCache(new_cache(model), new_cache(model))
         assert model.generate(**inputs, past_key_values=eight, **options).shape == expected.shape
         if name == "cross_attention":
@@ -228,7 +228,7 @@ def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(generate(model, inputs, cache, max_new_tokens=6), expected)
 
 
-def test_a_model_changes_to_flex_attention_between_steps() -> None:
+def test_a_model_may_change_to_flex_attention_between_steps() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     cache = new_cache(model, dtype="auto", prefill="stored")
     for name in ("fp8_paged", "flex_attention", "fp8_paged", "flex_attention"):
@@ -243,11 +243,11 @@ def test_guidance_uses_a_separate_cache() -> None:
     row = unpadded(inputs)
     options = {**GREEDY, "guidance_scale": 1.5}
     expected = stock.generate(**row, **options)
-    got = model.generate(**row, past_key_values=new_cache(model, dtype="auto"), **options)
-    assert_same(got, expected)
+    actual = model.generate(**row, past_key_values=new_cache(model, dtype="auto"), **options)
+    assert_same(actual, expected)
 
 
-# Grid: a pairwise cover.
+# Grid: A pairwise cover.
 @pytest.mark.parametrize(
     ("name", "skipped", "length", "attention"),
     pairwise(["sliding", "sliding_and_full"], [(0,), (-1,)], [None, 41], ["own", "fp8_paged"]),
@@ -260,8 +260,8 @@ def test_skipped_layers_next_to_paged_layers(
     assert_same(generate(stock, inputs, cache, disable_compile=True), stock_answer(name))
 
 
-def test_a_window_that_a_model_does_not_pass_on() -> None:
-    """Masks must be complete if the attention function does not get the window."""
+def test_a_window_that_a_model_does_not_pass() -> None:
+    """Masks must be complete if the attention function does not receive the window."""
     stock, inputs = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
     model, _ = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
     model.config.model_type = "a type that no table names"
@@ -270,7 +270,7 @@ def test_a_window_that_a_model_does_not_pass_on() -> None:
     assert_same(generate(model, inputs, new_cache(model, dtype="auto")), expected)
 
 
-def test_without_a_paged_cache_it_is_ordinary_attention() -> None:
+def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
     model, inputs = tiny("sliding", attn_implementation="fp8_paged")
     stock, _ = tiny("sliding", attn_implementation="sdpa")
     for keywords in ({}, {"use_cache": False}):
@@ -291,21 +291,21 @@ def test_a_short_mask_with_a_stock_cache(columns: int) -> None:
     stock, _ = shared_tiny("gqa", "sdpa")
     mask = torch.ones(2, columns, dtype=torch.long)
     mask[0, :2] = 0
-    found = []
+    logits = []
     for each in (model, stock):
         cache = DynamicCache()
         each(inputs["input_ids"], past_key_values=cache)
         extra = inputs["input_ids"][:, :3]
-        found.append(each(extra, attention_mask=mask, past_key_values=cache).logits)
-    assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
+        logits.append(each(extra, attention_mask=mask, past_key_values=cache).logits)
+    assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_custom_4d_mask() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     stock, _ = tiny("gqa", attn_implementation="sdpa")
     ids = inputs["input_ids"]
-    seen = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
-    seen[:, :, 6:, 2] = False
+    visible = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
+    visible[:, :, 6:, 2] = False
     later = torch.ones(2, 1, 3, 16, dtype=torch.bool).tril(13)
     later[0, :, :, 5] = False
     extra = ids[:, :3]
@@ -321,7 +321,7 @@ def test_custom_4d_mask() -> None:
             (model, new_cache(model, dtype="auto", prefill="stored")),
         ):
             with torch.no_grad():
-                first = m(input_ids=ids, attention_mask=form(seen), past_key_values=cache)
+                first = m(input_ids=ids, attention_mask=form(visible), past_key_values=cache)
                 second = m(input_ids=extra, attention_mask=form(later), past_key_values=cache)
             logits.append(torch.cat([first.logits, second.logits], 1))
         assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
@@ -391,13 +391,13 @@ def test_autocast(dtype: str, attention: str) -> None:
     if attention != "own":
         model.set_attn_implementation(attention)
     with torch.autocast("cpu", torch.bfloat16):
-        # 16 bits have no margin, but both caches go through the same arithmetic.
+        # 16 bits have no margin, but both caches use the same arithmetic.
         free: dict[str, Any] = {"logits_processor": None}
         expected = generate(model, inputs, DynamicCache(config=model.config), **free)
-        got = generate(model, inputs, new_cache(model, dtype=dtype), **free)
+        actual = generate(model, inputs, new_cache(model, dtype=dtype), **free)
     if dtype == "auto" and attention == "own":
-        assert_same(got, expected)
-    assert got.shape == expected.shape
+        assert_same(actual, expected)
+    assert actual.shape == expected.shape
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_models_without_attention_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("name", dict.fromkeys(["past_key_values", CACHE]))
 def test_either_name_of_the_cache(name: str) -> None:
-    """Model code from the Hub keeps the name from before transformers 5.24. Nothing warns."""
+    """Model code from the Hub uses the name from before transformers 5.24. No call warns."""
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     kind = type(model)
 

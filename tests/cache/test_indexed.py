@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-# Each query attends to 8 tokens of a prompt of 21.
+# Each query attends to 8 of the 21 tokens of a prompt.
 TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
 FORMS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
 make = functools.cache(lambda name: build(name, attn_implementation="fp8_paged")[0])
@@ -25,7 +25,7 @@ make = functools.cache(lambda name: build(name, attn_implementation="fp8_paged")
 
 @pytest.fixture
 def model(request):
-    """A model whose layers have separate indexers."""
+    """Return a model whose layers have separate indexers."""
     name = getattr(request, "param", TYPES[0])
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
@@ -51,19 +51,19 @@ def read(model, ids, **form):
 
 
 def check_continues(model, cache, ids):
-    """Assert that the cache holds `ids`: three more tokens give the logits of one full call."""
+    """Assert that three more tokens give the logits of one call with `ids` and these tokens."""
     extra = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
-    want = model(torch.cat([ids, extra], 1), use_cache=False).logits[:, -3:]
-    got = [model(extra[:, :1], past_key_values=cache).logits]
-    got.append(model(extra[:, 1:], past_key_values=cache).logits)
-    torch.testing.assert_close(torch.cat(got, 1), want, atol=1e-4, rtol=1e-4)
+    expected = model(torch.cat([ids, extra], 1), use_cache=False).logits[:, -3:]
+    actual = [model(extra[:, :1], past_key_values=cache).logits]
+    actual.append(model(extra[:, 1:], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=1e-4)
 
 
 every_model = pytest.mark.parametrize("model", TYPES, indirect=True)
 
 
 @every_model
-def test_the_layers_are_paged(model, form, ids):
+def test_indexed_layers_are_paged(model, form, ids):
     cache = read(model, ids, **form)
     assert cache.paged_layers
     held = sum(layer.indexer_keys.nbytes for layer in cache.paged_layers)
@@ -104,7 +104,7 @@ def test_fork_pickle_and_file(model, form, ids, tmp_path):
     if hasattr(cache, "position_ids"):
         pytest.skip("this version of transformers keeps positions as an attribute of the cache")
     copies = [cache.fork(), pickle.loads(pickle.dumps(cache))]
-    if not any(cache.is_linear):  # those have no file format
+    if not any(cache.is_linear):  # linear layers have no file format
         cache.save(tmp_path / "cache")
         copies.append(FP8PagedCache.load(tmp_path / "cache"))
     # The copies must not change.
@@ -133,7 +133,7 @@ def test_a_step_that_does_not_fit_is_undone(model, ids):
     check_continues(model, cache, ids)
 
 
-def test_a_choice_of_tokens_is_refused(model, ids):
+def test_assigning_some_tokens_is_refused(model, ids):
     cache = read(model, ids)
     layer = cache.paged_layers[0]
     key, value = layer.keys.dense(), layer.values.dense()
@@ -143,21 +143,21 @@ def test_a_choice_of_tokens_is_refused(model, ids):
     check_continues(model, cache, ids)
 
 
-def test_layers_by_name_stay_as_they_are(model, ids):
+def test_skip_layers_by_type_keeps_indexed_layers(model, ids):
     cache = FP8PagedCache(model.config, dtype="auto", skip_layers=model.config.layer_types[:1])
     assert all(type(layer) is DynamicIndexedLayer for layer in cache.layers)
     model(ids, past_key_values=cache)
     check_continues(model, cache, ids)
 
 
-@pytest.mark.skipif("mistral_large4" not in type_names(), reason="a newer transformers has it")
-def test_a_layer_that_shares_keys_has_an_indexer_only(form, ids):
+@pytest.mark.skipif("mistral_large4" not in type_names(), reason="transformers is too old")
+def test_a_layer_that_shares_keys_has_only_an_indexer(form, ids):
     model = make("mistral_large4")
     cache = read(model, ids, **form)
     kinds = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
     assert [kind == "DummyLayer" for kind in kinds] == [False, False, False, True, False]
     assert [layer.index for layer in cache.paged_layers] == [0, 1, 4]
-    assert cache.layers[1].store.stored()[1].shape[3] == 0  # it has no positions
+    assert cache.layers[1].store.stored()[1].shape[3] == 0  # this layer has no positions
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([1, 2, 3]))
     cache.reorder_cache(torch.tensor([2, 1, 1]))
@@ -166,7 +166,7 @@ def test_a_layer_that_shares_keys_has_an_indexer_only(form, ids):
     check_continues(model, cache, ids[[1, 1, 1], :-4])
 
 
-def test_a_copy_of_an_emptied_cache_takes_another_batch(model, form, ids):
+def test_a_copy_of_an_empty_cache_accepts_a_different_batch_size(model, form, ids):
     cache = read(model, ids, **form)
     cache.reset()
     twin = pickle.loads(pickle.dumps(cache))

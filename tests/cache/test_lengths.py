@@ -1,6 +1,6 @@
-"""Lengths of a preallocated cache, which are right for any order of layers.
+"""Lengths of a preallocated cache are correct for any order of layers.
 
-The reference of dtype="auto" is transformers' DynamicCache, whose layers have separate lengths.
+The reference for dtype="auto" is transformers' DynamicCache, whose layers have separate lengths.
 """
 
 import copy
@@ -27,21 +27,21 @@ pytestmark = [
     pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-# The layers that each of a sequence of steps calls.
+# The layers that are called in each step.
 ORDERS = {
     "in order": [[0, 1, 2, 3]] * 4,
     "backwards": [[3, 2, 1, 0]] * 4,
-    "another order in each step": [[1, 0, 3, 2], [0, 3, 2, 1], [2, 1, 0, 3], [0, 1, 2, 3]],
-    "one is left out": [[0, 1, 2, 3], [0, 1, 3], [0, 1, 3], [0, 1, 2, 3]],
-    "one comes later": [[0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3]],
-    "the first is left out": [[0, 1, 2, 3], [1, 2, 3], [1, 2, 3], [0, 1, 2, 3]],
+    "a new order in each step": [[1, 0, 3, 2], [0, 3, 2, 1], [2, 1, 0, 3], [0, 1, 2, 3]],
+    "a layer is left out": [[0, 1, 2, 3], [0, 1, 3], [0, 1, 3], [0, 1, 2, 3]],
+    "a layer joins later": [[0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3]],
+    "the first layer is left out": [[0, 1, 2, 3], [1, 2, 3], [1, 2, 3], [0, 1, 2, 3]],
     "an early exit": [[0, 1, 2, 3], [0, 1], [0, 1], [2, 3, 2, 3], [0, 1, 2, 3]],
     "twice": [[0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3, 0, 1, 2, 3]],
-    "one of them twice": [[0, 1, 2, 3], [0, 1, 2, 1, 3], [0, 0, 1, 2, 3], [0, 1, 2, 3]],
+    "one layer twice": [[0, 1, 2, 3], [0, 1, 2, 1, 3], [0, 0, 1, 2, 3], [0, 1, 2, 3]],
 }
 for seed in range(3):
-    chance = random.Random(seed)
-    ORDERS[f"random {seed}"] = [chance.choices(range(LAYERS), k=4) for _ in range(6)]
+    rng = random.Random(seed)
+    ORDERS[f"random {seed}"] = [rng.choices(range(LAYERS), k=4) for _ in range(6)]
 
 
 def config(name: str = "llama") -> Any:
@@ -62,24 +62,24 @@ def token(layer: int, count: int, seed: int) -> torch.Tensor:
 
 
 def step(cache: Any, layers: list[int], count: int, seed: int) -> list[torch.Tensor]:
-    """Run a step that calls these layers in turn, and return K of each call."""
-    found = []
+    """Run a step that calls these layers in this order, and return K of each call."""
+    keys = []
     for call, layer in enumerate(layers):
         x = token(layer, count, 10 * seed + call)
         key, value = cache.update(x, -x, layer)
         assert_same(densify(key), -densify(value))
-        found.append(densify(key).clone())
-    return found
+        keys.append(densify(key).clone())
+    return keys
 
 
 def check(cache: FP8PagedCache, stock: DynamicCache, window: int = ROOM) -> None:
-    """Check the length of each layer, and the tokens that its next token attends to."""
-    for layer, other in zip(cache.layers, stock.layers, strict=True):
-        length = int(other.get_seq_length())
+    """Check the length of each layer, and the tokens that the next token attends to."""
+    for layer, stock_layer in zip(cache.layers, stock.layers, strict=True):
+        length = int(stock_layer.get_seq_length())
         assert int(layer.get_seq_length()) == length
         if length:
             shown = min(length, window - 1) if layer.is_sliding else length
-            for mine, whole in ((layer.keys, other.keys), (layer.values, other.values)):
+            for mine, whole in ((layer.keys, stock_layer.keys), (layer.values, stock_layer.values)):
                 last = slice(length - mine.start - shown, length - mine.start)
                 assert_same(mine.dense()[:, :, last], whole[:, :, -shown:])
     assert cache.host_length() == max(int(x.get_seq_length()) for x in stock.layers)
@@ -91,15 +91,15 @@ def test_any_order(name: str, tmp_path: Path) -> None:
     cache, stock = pair()
     for seed, layers in enumerate(order):
         count = 1 if seed else first
-        found, expected = (step(x, layers, count, seed) for x in (cache, stock))
-        for mine, whole in zip(found, expected, strict=True):
-            assert_same(mine[:, :, : whole.shape[2]], whole, f"step {seed}")
+        actual, expected = (step(x, layers, count, seed) for x in (cache, stock))
+        for actual_key, expected_key in zip(actual, expected, strict=True):
+            assert_same(actual_key[:, :, : expected_key.shape[2]], expected_key, f"step {seed}")
         check(cache, stock)
     copies = (
         cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)),
         FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
     )  # fmt: skip
-    twins = [(one, copy.deepcopy(stock)) for one in copies] + [(cache, stock)]
+    twins = [(copied, copy.deepcopy(stock)) for copied in copies] + [(cache, stock)]
     for mine, other in twins:
         check(mine, other)
         for x in (mine, other):
@@ -121,7 +121,7 @@ def test_any_order(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [("backwards", 1), ("another order in each step", 5), ("another order in each step", 20)],
+    [("backwards", 1), ("a new order in each step", 5), ("a new order in each step", 20)],
 )
 def test_windows_and_prompts_in_chunks(name: str, chunk: int) -> None:
     cache, stock = pair("gemma3_text")
@@ -133,7 +133,7 @@ def test_windows_and_prompts_in_chunks(name: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("refused", [0, 2, 3])
-def test_a_step_that_is_refused(refused: int) -> None:
+def test_a_refused_step_keeps_the_layers_before(refused: int) -> None:
     """The layers before the refused layer have stored the token, as in transformers' caches."""
     cache, stock = pair()
     step(cache, [0, 1, 2, 3], 5, 0), step(stock, [0, 1, 2, 3], 5, 0)
@@ -150,7 +150,7 @@ def test_a_step_that_is_refused(refused: int) -> None:
         check(cache, stock)
 
 
-def test_other_numbers_of_tokens_in_one_step() -> None:
+def test_layers_may_receive_different_numbers_of_tokens() -> None:
     cache, stock = pair()
     for seed, counts in enumerate([(5, 5, 5, 5), (1, 2, 1, 3), (2, 2, 2, 2), (3, 1, 3, 1)]):
         for layer, count in enumerate(counts):
@@ -160,7 +160,7 @@ def test_other_numbers_of_tokens_in_one_step() -> None:
 
 
 class Stack(torch.nn.Module):
-    """Calls the layers of a cache in a fixed order, and adds what they return."""
+    """Calls the layers of a cache in a fixed order, and adds their keys and values."""
 
     def __init__(self, order: list[int]) -> None:
         super().__init__()
@@ -174,40 +174,39 @@ class Stack(torch.nn.Module):
         return x
 
 
-def count_lengths(found: list[Counter[str]]) -> Callable[..., Any]:
+def count_lengths(counts: list[Counter[str]]) -> Callable[..., Any]:
     """Return a compiler backend that counts the operations that write lengths in a graph."""
 
-    def look(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        seen: Counter[str] = Counter()
+    def count(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        operations: Counter[str] = Counter()
         for node in module.graph.nodes:
             value = node.meta.get("val")
             is_length = isinstance(value, torch.Tensor) and value.dtype == torch.int32
             if node.op == "call_function" and is_length and value.shape == (BATCH,):
-                seen[node.target.overloadpacket.__name__] += 1
-        found.append(seen)
+                operations[node.target.overloadpacket.__name__] += 1
+        counts.append(operations)
         return module
 
-    return aot_autograd(fw_compiler=look)
+    return aot_autograd(fw_compiler=count)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
     cache, _ = pair(name)
     step(cache, [0, 1, 2, 3], 9, 0)
-    found: list[Counter[str]] = []
-    run = torch.compile(Stack([0, 1, 2, 3]), fullgraph=True, backend=count_lengths(found))
+    counts: list[Counter[str]] = []
+    run = torch.compile(Stack([0, 1, 2, 3]), fullgraph=True, backend=count_lengths(counts))
     for seed in range(3):
         run(token(0, 1, seed), cache, 0)
-    assert found == [Counter({"advance_by_host": LAYERS, "copy": LAYERS})]
+    assert counts == [Counter({"advance_by_host": LAYERS, "copy": LAYERS})]
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [12] * LAYERS
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["backwards", "an early exit", pytest.param("one of them twice", marks=pytest.mark.full)],
+    "name", ["backwards", "an early exit", pytest.param("one layer twice", marks=pytest.mark.full)]
 )
 def test_any_order_in_compiled_steps(name: str) -> None:
-    """There is one graph for each order."""
+    """Each order is compiled to one graph."""
     order = ORDERS[name]
     stacks = {tuple(layers): Stack(layers) for layers in order}
     caches = [pair()[0] for _ in range(2)]
@@ -228,11 +227,11 @@ def test_any_order_in_compiled_steps(name: str) -> None:
                 cache.crop(-2)
         x = token(0, 1, seed)
         lengths = [int(layer.get_seq_length()) for layer in caches[0].layers]
-        found, expected = (
+        actual, expected = (
             run[tuple(layers)](x, cache, ROOM)
             for cache, run in zip(caches, (stacks, compiled), strict=True)
         )
-        assert_same(found, expected, f"step {seed}")
+        assert_same(actual, expected, f"step {seed}")
         for layer in layers:
             lengths[layer] += 1
         for cache in caches:
@@ -244,11 +243,11 @@ def test_any_order_in_compiled_steps(name: str) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_compiled_first_call_and_graph_breaks(breaks: bool) -> None:
-    """A graph break in a step leaves the other layers to the following regions."""
-    cache, other = pair()[0], pair()[0]
+    """After a graph break in a step, the next regions store the remaining layers."""
+    cache, reference = pair()[0], pair()[0]
     stack = Stack([0, 1])
     inputs = [token(0, count, seed) for seed, count in enumerate((9, 1))]
-    expected = [stack(x, other, ROOM) for x in inputs]
+    expected = [stack(x, reference, ROOM) for x in inputs]
     if breaks:
         update = cache.update
 
@@ -260,7 +259,7 @@ def test_a_compiled_first_call_and_graph_breaks(breaks: bool) -> None:
 
         cache.update = break_off
     run = torch.compile(stack, backend="eager", fullgraph=not breaks)
-    for x, wanted in zip(inputs, expected, strict=True):
-        assert_same(run(x, cache, ROOM), wanted)
+    for x, expected_output in zip(inputs, expected, strict=True):
+        assert_same(run(x, cache, ROOM), expected_output)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [10, 10, 0, 0]
     assert counters["stats"]["unique_graphs"] > (2 if breaks else 0)

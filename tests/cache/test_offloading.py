@@ -1,4 +1,4 @@
-"""Pages of layers that do not compute are in host memory: same tokens, and few copies.
+"""Pages of layers that do not compute are in host memory. Tokens are equal, and copies are few.
 
 On a CPU both tiers are ordinary memory, but the cache copies between them as it does on a GPU. New
 memory reads as NaN here, so a page that was not copied back is noticed.
@@ -31,7 +31,7 @@ GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_toke
 EXACT = {"scales": 1.0, "page_size": PAGE}
 # Bytes of a page with static scales.
 PAGE_BYTES = PAGE * HEADS * 2 * DIM
-WHERE: list[dict[str, Any]] = [{"offloading": True}, {"offloading": 2}]
+OPTIONS: list[dict[str, Any]] = [{"offloading": True}, {"offloading": 2}]
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -45,7 +45,7 @@ MIXED = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 }
 # The last two layers read the keys and values of the two layers before.
-TURNS = {
+SHARED = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
     "activation_sparsity_pattern": [0.0] * LAYERS,
@@ -58,15 +58,15 @@ def config(name: str = "llama", **fields: Any) -> Any:
 
 
 def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
-    """Give all caches the same tokens, and compare the keys and values for attention."""
+    """Store the same tokens in all caches, and compare the returned keys and values."""
     for index in range(len(caches[0].layers)):
         generator = torch.Generator().manual_seed(100 * seed + index)
         k, v = torch.randn(2, batch, HEADS, count, DIM, generator=generator)
-        shown = [cache.update(k, 2 * v, index) for cache in caches]
-        for cache, make_caches in zip(caches, shown, strict=True):
-            assert [type(x) for x in make_caches] == [type(x) for x in shown[0]]
-            for side, got, expected in zip("KV", make_caches, shown[0], strict=True):
-                assert_same(got.clone(), expected.clone(), f"layer {index}, {side}")
+        outputs = [cache.update(k, 2 * v, index) for cache in caches]
+        for cache, output in zip(caches, outputs, strict=True):
+            assert [type(x) for x in output] == [type(x) for x in outputs[0]]
+            for side, actual, expected in zip("KV", output, outputs[0], strict=True):
+                assert_same(actual.clone(), expected.clone(), f"layer {index}, {side}")
             check(cache)
 
 
@@ -74,13 +74,13 @@ def assert_holds(caches: list[Any]) -> None:
     """Assert that all caches hold the same keys and values."""
     for index in range(len(caches[0].layers)):
         for side in ("keys", "values"):
-            found = [getattr(cache.layers[index], side).dense() for cache in caches]
-            for got in found:
-                assert_same(got, found[0], f"layer {index}, {side}")
+            dense = [getattr(cache.layers[index], side).dense() for cache in caches]
+            for actual in dense:
+                assert_same(actual, dense[0], f"layer {index}, {side}")
 
 
 def check(cache: FP8PagedCache) -> None:
-    """Assert that at most two layers are on the device if the cache offloads all layers."""
+    """Assert that at most two layers are on the device if all layers are offloaded."""
     if cache.options.offloading is True:
         sizes = [layer.store.memory_footprint() for layer in cache.paged_layers]
         assert len([size for size in sizes if size.get("pages")]) <= 2
@@ -106,30 +106,30 @@ def bytes_copied(cache: FP8PagedCache) -> tuple[int, int]:
 # -- the same tokens -----------------------------------------------------------------------------
 
 
-# Grid: a pairwise cover; each call of each model.
+# Grid: A pairwise cover.
 @pytest.mark.parametrize(
-    ("name", "what", "kind", "where"),
+    ("name", "calls", "kind", "where"),
     pairwise(
         ["gqa", "sliding", "sliding_and_full", "latent", "kv_sharing"], list(CALLS),
-        [("auto", "own"), ("auto", "fp8_paged"), (None, "fp8_paged")], WHERE,
+        [("auto", "own"), ("auto", "fp8_paged"), (None, "fp8_paged")], OPTIONS,
     ),
     ids=str,
 )  # fmt: skip
-def test_the_same_tokens(
-    name: str, what: str, kind: tuple[str | None, str], where: dict[str, Any]
+def test_offloading_does_not_change_the_tokens(
+    name: str, calls: str, kind: tuple[str | None, str], where: dict[str, Any]
 ) -> None:
-    layers = {"sliding_and_full": MIXED, "kv_sharing": TURNS}.get(name, {})
+    layers = {"sliding_and_full": MIXED, "kv_sharing": SHARED}.get(name, {})
     model, inputs = tiny(name, num_hidden_layers=LAYERS, **layers)
     dtype, attention = kind
     if attention != "own":
         model.set_attn_implementation(attention)
-    keywords = {**GREEDY, **CALLS[what]}
-    row = {k: v[1:] for k, v in inputs.items()} if what == "drafts" else inputs
-    stayed, cache = (
+    keywords = {**GREEDY, **CALLS[calls]}
+    row = {k: v[1:] for k, v in inputs.items()} if calls == "drafts" else inputs
+    resident, cache = (
         FP8PagedCache(model.config, page_size=PAGE, dtype=dtype, **options)
         for options in ({}, where)
     )
-    expected = model.generate(**row, past_key_values=stayed, **keywords)
+    expected = model.generate(**row, past_key_values=resident, **keywords)
     assert_same(model.generate(**row, past_key_values=cache, **keywords), expected)
     assert cache.memory_footprint().fetched_bytes > 0
     check(cache)
@@ -137,9 +137,9 @@ def test_the_same_tokens(
 
 @pytest.mark.parametrize(("name", "dtype"), [("position_bias", "auto"), ("speech", None)])
 def test_encoder_decoders(name: str, dtype: str | None) -> None:
-    """The keys of cross-attention are written once and read at each step."""
-    number = "num_hidden_layers" if name == "position_bias" else "decoder_layers"
-    model, inputs = tiny(name, **{"num_decoder_layers": 4, number: 4})
+    """The keys of cross-attention are written once and read in each step."""
+    layers_field = "num_hidden_layers" if name == "position_bias" else "decoder_layers"
+    model, inputs = tiny(name, **{"num_decoder_layers": 4, layers_field: 4})
     model.set_attn_implementation("fp8_paged")
     for keywords in ({}, {"num_beams": 2}):
         expected = None
@@ -148,9 +148,9 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
                 FP8PagedCache(model.config, dtype=dtype, page_size=PAGE, **where) for _ in range(2)
             ]
             pair = EncoderDecoderCache(*caches)
-            got = model.generate(**inputs, past_key_values=pair, **GREEDY, **keywords)
-            expected = got if expected is None else expected
-            assert_same(got, expected, (keywords, where))
+            actual = model.generate(**inputs, past_key_values=pair, **GREEDY, **keywords)
+            expected = actual if expected is None else expected
+            assert_same(actual, expected, (keywords, where))
             for cache in caches:
                 assert bool(min(bytes_copied(cache))) == bool(where)
                 check(cache)
@@ -177,8 +177,8 @@ def test_generate_with_an_offloaded_cache_implementation() -> None:
         model.generate(**inputs, **requested)
 
 
-@pytest.mark.parametrize("where", WHERE, ids=str)
-def test_a_prefix_comes_from_a_store_and_goes_there(where: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", OPTIONS, ids=str)
+def test_offloaded_caches_use_a_prefix_store(where: dict[str, Any], tmp_path: Path) -> None:
     model, inputs = tiny("sliding_and_full", num_hidden_layers=LAYERS, **MIXED)
     ids = inputs["input_ids"][1:].repeat(1, 4)
     options = {**GREEDY, "return_dict_in_generate": True}
@@ -193,7 +193,7 @@ def test_a_prefix_comes_from_a_store_and_goes_there(where: dict[str, Any], tmp_p
         assert min(bytes_copied(out.past_key_values)) > 0
 
 
-def test_a_draft_model_may_also_be_offloaded() -> None:
+def test_draft_models_may_be_offloaded() -> None:
     model, inputs = tiny("gqa", num_hidden_layers=4)
     draft, _ = tiny("gqa", num_hidden_layers=2)
     row = {name: tensor[1:] for name, tensor in inputs.items()}
@@ -202,9 +202,9 @@ def test_a_draft_model_may_also_be_offloaded() -> None:
     for where in ({}, {"offloading": True}, {"offloading": 1}):
         enable(draft, page_size=PAGE, dtype="auto", **where)
         cache = FP8PagedCache(model.config, page_size=PAGE, prefill="stored", **where)
-        got = model.generate(**row, past_key_values=cache, assistant_model=draft, **GREEDY)
-        expected = got if expected is None else expected
-        assert_same(got, expected, where)
+        actual = model.generate(**row, past_key_values=cache, assistant_model=draft, **GREEDY)
+        expected = actual if expected is None else expected
+        assert_same(actual, expected, where)
 
 
 # -- stored keys and values ----------------------------------------------------------------------
@@ -217,30 +217,30 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-# Grid: a pairwise cover.
+# Grid: A pairwise cover.
 @pytest.mark.parametrize(
     ("name", "form", "pages", "backend"),
     pairwise(["llama", "mistral", "gemma3_text"], list(FORMS), [0, None, 1, 7], ["auto", "triton"]),
 )
-def test_every_operation(
+def test_all_operations(
     name: str, form: str, pages: int | None, backend: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Against a cache in one tensor and one tier (0 pages); "triton" has blocks and late writes."""
+    """The reference has one tensor and one tier (0 pages). "triton" has blocks and late writes."""
     if backend == "triton":
         triton_standin(monkeypatch)
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
     where = {"offloading": True if pages is None else pages or False}
     fields, keywords = config(name), {"page_size": PAGE, **FORMS[form]}
-    stayed = FP8PagedCache(
+    resident = FP8PagedCache(
         fields, backend="reference" if backend == "triton" else backend, **keywords
     )
     cache = FP8PagedCache(fields, backend=backend, **keywords, **where)
-    pair = [stayed, cache]
+    pair = [resident, cache]
     call(pair, "activate_past_recording")
     for step, count in enumerate((21, 1, 1, 9, 1)):
         feed(pair, count, step)
-    forks = [one.fork() for one in pair]
+    forks = [cache.fork() for cache in pair]
     feed(pair, 3, 5)
     feed(forks, 1, 6)
     feed(pair, 1, 7)
@@ -255,8 +255,8 @@ def test_every_operation(
     call(pair, "batch_select_indices", torch.tensor([2, 0]))
     feed(pair, 1, 11)
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-    twins = [stayed, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
-    feed([copy.deepcopy(stayed), *twins[1:]], 5, 12)
+    twins = [resident, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
+    feed([copy.deepcopy(resident), *twins[1:]], 5, 12)
     assert pages in (0, 7) or all(min(bytes_copied(twin)) > 0 for twin in twins[1:])
     del twins, loaded
     call(pair, "crop", -30 if name == "llama" else -1)
@@ -267,23 +267,23 @@ def test_every_operation(
         layer.prefetch()
     assert_holds(pair)
     call(pair, "reset")
-    assert max(one.memory_footprint().total_bytes for one in pair) < 100
+    assert max(cache.memory_footprint().total_bytes for cache in pair) < 100
     feed(pair, 4, 14, batch=3)
     assert_holds(pair)
 
 
-def test_bytes_go_back_after_a_crop() -> None:
+def test_a_crop_frees_host_memory() -> None:
     pair = make_caches()
     feed(pair, 300)
     before = pair[1].memory_footprint()
     call(pair, "crop", -280)
     after = pair[1].memory_footprint()
     assert after.host_bytes < before.host_bytes / 4
-    assert after.pages_bytes == 0, "pages come back when their layer computes"
+    assert after.pages_bytes == 0, "pages are fetched when their layer computes"
     assert_holds(pair)
     feed(pair, 1, 1)
-    # Tokens are assigned.
-    for layer in (layer for one in pair for layer in one.paged_layers):
+    # Assign every second token.
+    for layer in (layer for cache in pair for layer in cache.paged_layers):
         k, v = layer.keys.dense(), layer.values.dense()
         layer.keys, layer.values = k[:, :, ::2], v[:, :, ::2]
     feed(pair, 1, 2)
@@ -294,17 +294,17 @@ def test_long_calls_pass_through_a_window() -> None:
     pair = make_caches("mistral", prefill="stored")
     for step, count in enumerate((40, 1, 33, 1, 1, 25, 7)):
         feed(pair, count, step)
-        forks = [one.fork() for one in pair]
+        forks = [cache.fork() for cache in pair]
         feed(forks, 17, 50 + step)
 
 
-def test_a_refused_step_leaves_no_trace() -> None:
+def test_a_refused_step_changes_nothing() -> None:
     pair = make_caches(max_pages=6)
     feed(pair, 21)
-    for one in pair:
+    for cache in pair:
         for index in range(LAYERS):
             with pytest.raises(OutOfPagesError):
-                one.update(*torch.randn(2, 2, HEADS, 9, DIM), index)
+                cache.update(*torch.randn(2, 2, HEADS, 9, DIM), index)
     feed(pair, 3, 1)
     assert_holds(pair)
 
@@ -313,14 +313,14 @@ def test_a_refused_step_leaves_no_trace() -> None:
     ("name", "where"),
     [("gemma3_text", {}), ("llama", {"offloading": True}), ("gemma3_text", {"offloading": 9})],
 )
-def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
-    """Each allocation of a step fails once. The step can be undone, and forks stay as they were."""
+def test_an_allocation_that_fails_in_a_step_can_be_undone(name: str, where: dict[str, Any]) -> None:
+    """Each allocation of a step fails once. The step can be undone, and forks do not change."""
     for at in itertools.count(1):
         pair = [FP8PagedCache(config(name), page_size=PAGE, dtype="fp8", **x) for x in ({}, where)]
-        for one in pair:
-            one.activate_past_recording()
+        for cache in pair:
+            cache.activate_past_recording()
         feed(pair, 21)
-        forks = [one.fork() for one in pair]  # so that pages are copied
+        forks = [cache.fork() for cache in pair]  # so that pages are copied
         try:
             with OutOfMemory(at, PAGE_BYTES):
                 pair[1].update(*torch.randn(2, 2, HEADS, 5, DIM), 0)
@@ -328,7 +328,7 @@ def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
         except MemoryError:
             pair[1].layers[0].crop(pair[0].get_seq_length() - pair[1].get_seq_length())
         assert_holds(forks)
-        # All continue in the page that they share: it must still have two holders.
+        # All continue in the shared page, which must still have two holders.
         feed(pair, 3, at)
         feed(forks, 3, -at)
         assert_holds(pair)
@@ -337,11 +337,11 @@ def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("where", [{}, {"offloading": True}], ids=str)
-def test_memory_that_does_not_suffice_for_a_crop(where: dict[str, Any]) -> None:
-    """A crop that cannot move pages leaves the tokens, or none: layers never disagree."""
+def test_an_allocation_that_fails_in_a_crop_leaves_layers_consistent(where: dict[str, Any]) -> None:
+    """A crop that cannot move pages keeps all tokens or none, the same in every layer."""
     for at in itertools.count(1):
-        cache, other = (FP8PagedCache(config(), **EXACT, **where) for _ in "ab")
-        feed([cache, other], 40 * PAGE)
+        cache, reference = (FP8PagedCache(config(), **EXACT, **where) for _ in "ab")
+        feed([cache, reference], 40 * PAGE)
         try:
             with OutOfMemory(at, PAGE_BYTES):
                 cache.crop(-39 * PAGE)
@@ -350,12 +350,12 @@ def test_memory_that_does_not_suffice_for_a_crop(where: dict[str, Any]) -> None:
             lengths = {layer.get_seq_length() for layer in cache.layers}
         assert len(lengths) == 1
         if lengths == {0}:
-            cache.reset(), other.reset()
+            cache.reset(), reference.reset()
         elif lengths == {PAGE}:
-            other.crop(-39 * PAGE)
+            reference.crop(-39 * PAGE)
         for count, seed in ((7 * PAGE + 3, 1), (2, 2)):
-            feed([cache, other], count, seed)
-        assert_holds([cache, other])
+            feed([cache, reference], count, seed)
+        assert_holds([cache, reference])
     assert at > 1
 
 
@@ -365,11 +365,11 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
     pair = [FP8PagedCache(fields, **skipped), FP8PagedCache(fields, **skipped, offloading=True)]
     for step, count in enumerate((21, 1, 1)):
         feed(pair, count, step)
-    # A single layer never has to make room.
-    one = FP8PagedCache(config(), offloading=True, skip_layers=range(1, LAYERS), page_size=PAGE)
+    # A single layer never evicts pages.
+    single = FP8PagedCache(config(), offloading=True, skip_layers=range(1, LAYERS), page_size=PAGE)
     for step in range(3):
-        feed([one], 9, step)
-    assert bytes_copied(one)[0] == 0
+        feed([single], 9, step)
+    assert bytes_copied(single)[0] == 0
 
 
 # -- copies between the tiers --------------------------------------------------------------------
@@ -378,8 +378,8 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("name", "pages"), [("llama", None), ("mistral", None), ("gemma3_text", None), ("mistral", 4)]
 )
-def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> None:
-    """To the device: the stored tokens, or the window. Back: the pages that the step wrote."""
+def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) -> None:
+    """The stored tokens or the window are fetched. The pages that the step wrote are returned."""
     where = {"offloading": pages or True}
     window = {} if name == "llama" else {"sliding_window": 16}
     cache = FP8PagedCache(config(name, **window), **EXACT, **where)
@@ -407,12 +407,12 @@ def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> N
 
 @pytest.mark.parametrize(("room", "crossing"), [(6, 0), (5, 1), (4, 2), (3, 3), (2, 4), (1, 4)])
 def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
-    """With memory for all layers but one, one layer crosses per step and layer, not all six."""
+    """With memory for five of six layers, each layer's call fetches one layer instead of all."""
     fields, layers = config(num_hidden_layers=6), 6
-    stayed = FP8PagedCache(fields, **EXACT)
-    feed([stayed], 129)
-    feed([stayed], 1, 1)
-    sizes = stayed.memory_footprint()
+    resident = FP8PagedCache(fields, **EXACT)
+    feed([resident], 129)
+    feed([resident], 1, 1)
+    sizes = resident.memory_footprint()
     # Pages of a layer, with the room for growth.
     pages = sizes.pages_bytes // PAGE_BYTES // layers
     cache = FP8PagedCache(fields, offloading=-(-pages * room // layers), **EXACT)
@@ -428,8 +428,8 @@ def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
         assert cache.memory_footprint().host_bytes == 0
 
 
-@pytest.mark.parametrize(("where", "both_fit"), [(WHERE[0], True), ({"offloading": 1}, False)])
-def test_the_next_layer_comes_while_one_computes(where: dict[str, Any], both_fit: bool) -> None:
+@pytest.mark.parametrize(("where", "both_fit"), [(OPTIONS[0], True), ({"offloading": 1}, False)])
+def test_the_next_layer_is_fetched_early(where: dict[str, Any], both_fit: bool) -> None:
     cache = FP8PagedCache(config(), **EXACT, **where)
     feed([cache], 124)
     feed([cache], 1, 1)
@@ -443,10 +443,10 @@ def test_the_next_layer_comes_while_one_computes(where: dict[str, Any], both_fit
 
 
 def test_sizes_of_both_tiers() -> None:
-    stayed, cache = make_caches(scales=1.0)
-    for one in (stayed, cache):
-        feed([one], 61)
-    sizes, expected = cache.memory_footprint(), stayed.memory_footprint()
+    resident, cache = make_caches(scales=1.0)
+    for each in (resident, cache):
+        feed([each], 61)
+    sizes, expected = cache.memory_footprint(), resident.memory_footprint()
     page = PAGE_BYTES
     assert sizes.used_bytes == expected.used_bytes == LAYERS * 16 * page
     assert expected.host_bytes == expected.fetched_bytes == expected.returned_bytes == 0
@@ -458,7 +458,7 @@ def test_sizes_of_both_tiers() -> None:
     assert sizes.total_bytes == sum(getattr(sizes, f"{name}_bytes") for name in parts)
 
 
-def test_memory_is_free_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delayed writes, records and tables do not keep the pages of a layer on the device."""
     triton_standin(monkeypatch)
     cache = FP8PagedCache(config("gemma3_text"), offloading=True, backend="triton", page_size=PAGE)
@@ -473,7 +473,7 @@ def test_memory_is_free_before_the_next_layer_uses_it(monkeypatch: pytest.Monkey
             del keys, values
 
 
-def test_no_layer_waits_for_the_garbage_collector() -> None:
+def test_memory_is_freed_without_the_garbage_collector() -> None:
     cache = FP8PagedCache(config(), offloading=True, page_size=PAGE)
     feed([cache], 21)
     fork = cache.fork()
@@ -488,16 +488,16 @@ def test_no_layer_waits_for_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_other_caches_are_transformers_own() -> None:
-    """transformers makes its own static cache in host memory."""
+def test_other_cache_implementations_use_transformers_caches() -> None:
+    """transformers creates its static cache in host memory."""
     model, inputs = tiny("gqa")
     enable(model)
     with pytest.MonkeyPatch.context() as patch:
-        made: list[str] = []
+        created: list[str] = []
         patch.setattr(
             type(model), "_prepare_static_cache",
-            lambda self, cache_implementation, **_: made.append(cache_implementation)
+            lambda self, cache_implementation, **_: created.append(cache_implementation)
             or DynamicCache(config=self.config),
         )  # fmt: skip
         model.generate(**inputs, cache_implementation="offloaded_static", **GREEDY)
-    assert made == ["offloaded_static"]
+    assert created == ["offloaded_static"]

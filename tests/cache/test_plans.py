@@ -1,4 +1,4 @@
-"""Scales with a storage plan for each layer: in the cache, and in files."""
+"""Scales with a storage plan for each layer, in caches and in files."""
 
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ def config() -> Any:
 
 
 def states(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    chance = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(batch, HEADS, count, DIM, generator=chance) for _ in "kv")
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(batch, HEADS, count, DIM, generator=generator) for _ in "kv")
     return 1.5 * k, v
 
 
 def stored(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
-    """Return the values that K or V `[B, H, T, D]` read back as, by definition of the plan."""
+    """Return K or V, `[B, H, T, D]`, as it is read after storage, by definition of the plan."""
     plan, scale = getattr(layer.plan, side), getattr(layer, side)
     fmt = FORMATS[plan.format]
     center = layer.k_center[:, None] if plan.centered else 0.0
@@ -48,7 +48,7 @@ def stored(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 40}], ids=["", "preallocated"])
-def test_each_layer_is_stored_as_its_plan_says(
+def test_each_layer_is_stored_by_its_plan(
     backend: str, is_dynamic: bool, keywords: dict[str, Any]
 ) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
@@ -61,10 +61,10 @@ def test_each_layer_is_stored_as_its_plan_says(
             cache.update(k[:, :, start:stop] + index, v[:, :, start:stop] - index, index)
     for index, layer in enumerate(cache.layers):
         for side, x in (("k", k + index), ("v", v - index)):
-            found = (layer.keys if side == "k" else layer.values).dense()[:, :, :17]
+            actual = (layer.keys if side == "k" else layer.values).dense()[:, :, :17]
             expected = stored(x, scales.layers[index], side)
-            # Rotated back in float32, in another order at most.
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            # Rotated back in float32, possibly in a different order.
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_a_saved_cache_is_refused_as_scales(tmp_path: Path) -> None:
@@ -78,55 +78,55 @@ def answer(model: Any, prompt: torch.Tensor, cache: FP8PagedCache) -> torch.Tens
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_file_gives_the_tokens_of_what_was_saved(tmp_path: Path, is_dynamic: bool) -> None:
+def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> None:
     model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
     prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
-    found = []
+    answers = []
     name = "plan" if is_dynamic else "scales"
-    for given in (scales, tmp_path, str(tmp_path / "kv_scales.safetensors")):
-        cache = FP8PagedCache(model.config, page_size=8, prefill="stored", **{name: given})
-        found.append(answer(model, prompt, cache))
-        again = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-        assert again.plan == cache.plan
-        assert again.options.scales.digest == scales.digest
+    for source in (scales, tmp_path, str(tmp_path / "kv_scales.safetensors")):
+        cache = FP8PagedCache(model.config, page_size=8, prefill="stored", **{name: source})
+        answers.append(answer(model, prompt, cache))
+        loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
+        assert loaded.plan == cache.plan
+        assert loaded.options.scales.digest == scales.digest
         # The next token's bytes follow the same plan, scales and centers.
         for index in range(LAYERS):
-            for each in (cache, again):
+            for each in (cache, loaded):
                 each.update(*states(1, seed=index), index)
-            assert_same(again.layers[index].keys.dense(), cache.layers[index].keys.dense())
-            assert_same(again.layers[index].values.dense(), cache.layers[index].values.dense())
-    assert all(torch.equal(tokens, found[0]) for tokens in found[1:])
+            assert_same(loaded.layers[index].keys.dense(), cache.layers[index].keys.dense())
+            assert_same(loaded.layers[index].values.dense(), cache.layers[index].values.dense())
+    assert all(torch.equal(tokens, answers[0]) for tokens in answers[1:])
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-def test_training_rounds_as_the_pages_do(is_dynamic: bool) -> None:
+def test_training_rounds_as_pages_do(is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
     options = FP8PagedCache(config(), prefill="stored", **as_keyword(scales)).options
     k, v = states(19)
     for index, layer in scales.layers.items():
         rounding = StoredRounding(options, index, k, v)
-        found = rounding.read(rounding.store(k, v), k, v)
-        for side, x, rounded in zip("kv", (k, v), found, strict=True):
+        rounded_values = rounding.read(rounding.store(k, v), k, v)
+        for side, x, rounded in zip("kv", (k, v), rounded_values, strict=True):
             expected = stored(x, layer, side)
             torch.testing.assert_close(rounded, expected, rtol=0, atol=1e-5)
 
 
-def test_dynamic_plans_without_centers_are_explicit_plans() -> None:
+def test_a_storage_plan_without_centers_matches_an_explicit_plan() -> None:
     model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
     plans = dict(enumerate([LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated"), *PLANS[1:]]))
     plan = StoragePlan({i: LayerScales(None, None, plan=plan) for i, plan in plans.items()})
     prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
     caches = [
-        FP8PagedCache(model.config, page_size=8, prefill="stored", plan=how)
-        for how in (plan, plans)
+        FP8PagedCache(model.config, page_size=8, prefill="stored", plan=value)
+        for value in (plan, plans)
     ]
     tokens = [answer(model, prompt, cache) for cache in caches]
     assert torch.equal(*tokens)
-    for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert_same(one.keys.dense(), other.keys.dense())
-        assert_same(one.values.dense(), other.values.dense())
+    for layer, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert_same(layer.keys.dense(), other.keys.dense())
+        assert_same(layer.values.dense(), other.values.dense())
 
 
 def test_the_footprint_and_repr_name_the_plans() -> None:
@@ -181,14 +181,14 @@ SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
     ],
     ids=str,
 )  # fmt: skip
-def test_contradictions_are_refused(keywords: dict[str, Any], message: str) -> None:
+def test_contradictory_options_are_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(config(), **keywords)
 
 
-def test_a_plan_that_cannot_be_read(tmp_path: Path) -> None:
-    unreadable: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
-    for text in unreadable:
+def test_invalid_plans_are_refused(tmp_path: Path) -> None:
+    invalid: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
+    for text in invalid:
         with pytest.raises(ConfigError, match=r"Write it|expected one of|Choose an 8-bit"):
             SidePlan.parse(text)
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
@@ -201,49 +201,49 @@ def test_a_plan_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["fp8_paged", "sdpa"])
-def test_the_same_bytes_wherever_a_plan_is_used(attention: str) -> None:
-    """In any batch, growing or preallocated; until the tokens are replaced, and after a reset."""
+def test_a_plan_gives_the_same_bytes_in_all_caches(attention: str) -> None:
+    """The batch, preallocation and a reset do not change the bytes."""
     model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation=attention)
     ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(3))
-    plan, found = planned_scales(is_dynamic=True), []
+    plan, results = planned_scales(is_dynamic=True), []
     for batch, room in ((1, None), (2, None), (1, 64)):
         cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=room)
         for _ in range(2):
             cache.reset()
             with torch.no_grad():
                 model(ids.expand(batch, -1), past_key_values=cache)
-        found.append([x.dense()[:1, :, :40] for y in cache.layers for x in (y.keys, y.values)])
+        results.append([x.dense()[:1, :, :40] for y in cache.layers for x in (y.keys, y.values)])
         assert cache.plan == dict(enumerate(PLANS))
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    for values in results[1:]:
+        for x, y in zip(results[0], values, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_the_same_pages_in_every_call(tmp_path: Path) -> None:
-    """A deterministic model stores the same codes in each, here by a plan that it chose."""
+def test_a_deterministic_model_stores_the_same_pages(tmp_path: Path) -> None:
+    """All calls store the same codes, here with a chosen plan."""
     model, _ = tiny("llama", num_hidden_layers=LAYERS)
     ids = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(3))
     options: dict[str, Any] = {"plan": choose_plan(model), "page_size": 16}
     enable(model, deterministic=True, **options)
-    found = []
+    caches = []
     for batch, room in ((1, None), (2, None), (1, 64)):
         cache = FP8PagedCache(model.config, prefill="stored", max_cache_len=room, **options)
         with torch.no_grad():
             model(ids[:batch], past_key_values=cache)
-        found.append(cache)
+        caches.append(cache)
     for _ in range(2):
         enable(model, deterministic=True, prefix_store=PrefixStore(tmp_path), **options)
         out = model.generate(ids[:1], max_new_tokens=2, return_dict_in_generate=True)
-        found.append(out.past_key_values)
-    assert found[-1].memory_footprint().restored_tokens == 32
-    for layers in zip(*(cache.layers for cache in found), strict=True):
+        caches.append(out.past_key_values)
+    assert caches[-1].memory_footprint().restored_tokens == 32
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
         for side in ("keys", "values"):
             first, *others = (getattr(layer, side).dense()[:1, :, :40] for layer in layers)
             assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("size", [{}, {"max_cache_len": 64}], ids=str)
-def test_a_plan_of_other_layers_is_refused(size: dict[str, int]) -> None:
+def test_a_plan_for_different_layers_is_refused(size: dict[str, int]) -> None:
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
         FP8PagedCache(config(), scales=planned_scales(2), **size)
     assert FP8PagedCache(config(), scales=planned_scales(2), skip_layers=[2], **size).plan
@@ -251,5 +251,5 @@ def test_a_plan_of_other_layers_is_refused(size: dict[str, int]) -> None:
         FP8PagedCache(config(), scales=planned_scales(5), **size)
     with pytest.raises(ScaleError, match=r"^plan \(.*none for layer 2.*use the plan of this model"):
         FP8PagedCache(config(), plan=planned_scales(2, is_dynamic=True), **size)
-    # Without a plan, scales may name more layers: checkpoints have layers for drafts.
+    # Scales without a plan may name more layers, because checkpoints have layers for drafts.
     assert FP8PagedCache(config(), scales=KVScales.uniform(5), **size).plan

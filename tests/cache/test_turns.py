@@ -1,4 +1,4 @@
-"""How keys turn with their position, and the center of keys that turn."""
+"""The rotation of keys by RoPE, and the center of rotated keys."""
 
 import dataclasses
 import sys
@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import build, causal_config
 pytestmark = pytest.mark.text
 
 DISTANCE = 37
-# Ways to turn: halves, neighbors (also as complex numbers), a part of the head, one base for each
+# Kinds of RoPE: halves, neighbors (also as complex numbers), a part of the head, one base for each
 # type of layer, the latents of MLA, and layers without RoPE.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "cohere": {}, "glm": {}, "gpt_neox": {}, "gemma3_text": {}, "gemma4_text": {},
@@ -26,8 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def turn(turns: Turns, x: torch.Tensor, positions: int) -> torch.Tensor:
-    """Return keys `[..., D]`, float32, moved by a number of positions."""
+def turn_keys(turns: Turns, x: torch.Tensor, positions: int) -> torch.Tensor:
+    """Return float32 keys, `[..., D]`, moved by a number of positions."""
     dim = x.shape[-1]
     before, turned = turns.mla or (0, int(dim * turns.share))
     if before + turned > dim or (turns.mla and before + turned != dim):
@@ -45,24 +45,24 @@ def turn(turns: Turns, x: torch.Tensor, positions: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_keys_turn_as_the_config_says(name: str) -> None:
+def test_keys_turn_as_in_the_model(name: str) -> None:
     model, inputs = build(name, **MODELS[name])
     ids = inputs["input_ids"][:1, -8:]
     caches = []
     for start in (0, DISTANCE):
         caches.append(FP8PagedCache(model.config, dtype="auto"))
-        at = torch.arange(start, start + ids.shape[1])[None]
-        model(ids, position_ids=at, past_key_values=caches[-1])
+        position_ids = torch.arange(start, start + ids.shape[1])[None]
+        model(ids, position_ids=position_ids, past_key_values=caches[-1])
     for near, far in zip(*(cache.paged_layers for cache in caches), strict=True):
         keys, expected = (layer.keys.dense()[:, :, :8].float() for layer in (near, far))
         turns = Turns.of(model.config)(near.index)
         assert turns is not None
-        keys = turn(turns, keys, DISTANCE)
+        keys = turn_keys(turns, keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_complex_numbers_are_neighbors() -> None:
-    model, _ = build("deepseek_v2")  # it ignores position_ids
+    model, _ = build("deepseek_v2")  # this model ignores position_ids
     turns = Turns.of(model.config)(0)
     assert turns is not None
     assert turns.neighbors
@@ -75,8 +75,8 @@ def test_layers_without_rope_do_not_turn() -> None:
     granite = [causal_config("granitemoehybrid", position_embedding_type=x) for x in (None, "rope")]
     assert [Turns.of(config)(1) == STILL for config in granite] == [True, False]
     cohere2 = causal_config("cohere2")
-    found = [Turns.of(cohere2)(index) == STILL for index in range(len(cohere2.layer_types))]
-    assert found == [kind == "full_attention" for kind in cohere2.layer_types]
+    results = [Turns.of(cohere2)(index) == STILL for index in range(len(cohere2.layer_types))]
+    assert results == [kind == "full_attention" for kind in cohere2.layer_types]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_layers_without_rope_do_not_turn() -> None:
 )
 def test_a_steady_center_is_the_mean_over_positions(turns: Turns) -> None:
     center = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
-    mean = sum(turn(turns, center, at) for at in range(-300, 301)) / 601
+    mean = sum(turn_keys(turns, center, at) for at in range(-300, 301)) / 601
     torch.testing.assert_close(turns.steady(center), mean, rtol=0, atol=0.01)
     far = dataclasses.replace(turns, positions=1 << 20).steady(center)
     assert (far.abs() <= center.abs()).all()
@@ -100,7 +100,7 @@ def test_a_steady_center_is_the_mean_over_positions(turns: Turns) -> None:
 
 
 def test_a_center_keeps_channels_that_hardly_turn() -> None:
-    """In a cache, slow pairs of channels and channels that do not turn have a center."""
+    """Caches center slow pairs of channels, and channels that do not turn."""
     config = causal_config("gpt_neox", max_position_embeddings=65536)
     cache = FP8PagedCache(config, plan="fp8 centered")
     k = 20 + torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
@@ -113,8 +113,8 @@ def test_a_center_keeps_channels_that_hardly_turn() -> None:
     torch.testing.assert_close(center[..., 4:], mean[..., 4:])
 
 
-def test_the_default_device_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of a model that no earlier test has looked at turns channels 2i and 2i + 1."""
+def test_turns_do_not_depend_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No earlier test has inspected this model code, which turns channels 2i and 2i + 1."""
     module = ModuleType("modeling_probe")
     vars(module)["rotate_half"] = modeling_glm.rotate_half
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -1,4 +1,4 @@
-"""Layers with a window hold the window and no more, whatever the lengths of the calls."""
+"""Layers with a window hold no more than the window after calls of any length."""
 
 import itertools
 import pickle
@@ -21,8 +21,8 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 
 WINDOW, PAGE, BATCH, ROOM = 20, 8, 2, 200
-# A window of 20 tokens is in up to 4 pages of 8.
-MOST = 4
+# The most pages of 8 tokens for a window of 20.
+MAX_PAGES = 4
 LAYERS = 3
 EXACT = {"dtype": "auto", "page_size": PAGE}
 # Bytes of a page of K and V in float32, with 2 heads of size 4.
@@ -33,14 +33,14 @@ PLANS = {
     "chunks": [5, 60, 1, 30, 2, 1, 1],
     "edges": [20, 21, 19, 4, 1],
     "one-by-one": [1] * 30 + [40, 1, 1],
-    "a-window-less-one": [19, 1, 19, 24, 25, 1],
+    "window-minus-one": [19, 1, 19, 24, 25, 1],
 }
-# Grid: each plan once; `prefill` decides what a first call reads, so a long first call has both.
+# Grid: Each plan once. `prefill` decides what a first call reads, so "long-first" has both values.
 plans = pytest.mark.parametrize(
     ("plan", "prefill"),
     [
         ("long-first", "exact"), ("long-first", "stored"), ("chunks", "stored"),
-        ("edges", "exact"), ("one-by-one", "stored"), ("a-window-less-one", "exact"),
+        ("edges", "exact"), ("one-by-one", "stored"), ("window-minus-one", "exact"),
     ],
 )  # fmt: skip
 
@@ -53,34 +53,34 @@ def config(window: int = WINDOW) -> Any:
     )  # fmt: skip
 
 
-def cache(**keywords: Any) -> FP8PagedCache:
+def new_cache(**keywords: Any) -> FP8PagedCache:
     return FP8PagedCache(config(), **{**EXACT, **keywords})
 
 
 def feed(caches: list[Any], tokens: int, seed: int) -> list[list[torch.Tensor]]:
-    """Give every layer of all caches the same tokens, and return dense K and V of each cache."""
+    """Store the same tokens in all layers and caches, and return dense K and V of each cache."""
     x = torch.randn(BATCH, 2, tokens, 4, generator=torch.Generator().manual_seed(seed))
-    found: list[list[torch.Tensor]] = []
-    for one in caches:
-        pairs = [one.update(x + layer, layer - x, layer) for layer in range(LAYERS)]
-        found.append([densify(side) for pair in pairs for side in pair])
-    return found
+    outputs: list[list[torch.Tensor]] = []
+    for cache in caches:
+        pairs = [cache.update(x + layer, layer - x, layer) for layer in range(LAYERS)]
+        outputs.append([densify(side) for pair in pairs for side in pair])
+    return outputs
 
 
-def check(one: FP8PagedCache) -> None:
-    """Assert that a window has no more memory than it needs."""
-    for layer in one.layers:
+def check(cache: FP8PagedCache) -> None:
+    """Assert that the layers with a window use no more memory than they need."""
+    for layer in cache.layers:
         if layer.is_sliding:
-            assert layer.store.memory_footprint()["pages"] <= MOST * BATCH * PAGE_BYTES
+            assert layer.store.memory_footprint()["pages"] <= MAX_PAGES * BATCH * PAGE_BYTES
 
 
 def assert_same_layers(
-    found: FP8PagedCache, expected: FP8PagedCache, layers: Any = range(LAYERS)
+    actual: FP8PagedCache, expected: FP8PagedCache, layers: Any = range(LAYERS)
 ) -> None:
     """Assert that the next token attends to the same tokens in these layers."""
     length = expected.host_length()
-    assert found.host_length() == length
-    for layer, other in ((found.layers[i], expected.layers[i]) for i in layers):
+    assert actual.host_length() == length
+    for layer, other in ((actual.layers[i], expected.layers[i]) for i in layers):
         for side in ("keys", "values"):
             first = max(length - WINDOW + 1, 0) if layer.is_sliding else 0
             cache_pair = [getattr(x, side) for x in (layer, other)]
@@ -89,22 +89,22 @@ def assert_same_layers(
 
 
 @plans
-def test_a_window_is_that_of_transformers(plan: str, prefill: str, tmp_path: Path) -> None:
-    """In a growing cache and in a ring."""
-    ring, growing = cache(prefill=prefill, max_cache_len=ROOM), cache(prefill=prefill)
+def test_windows_match_transformers(plan: str, prefill: str, tmp_path: Path) -> None:
+    """Growing and preallocated caches return the keys and values of a DynamicCache."""
+    ring, growing = new_cache(prefill=prefill, max_cache_len=ROOM), new_cache(prefill=prefill)
     stock, length = DynamicCache(config=config()), 0
     for seed, tokens in enumerate(PLANS[plan]):
-        found = feed([ring, growing, stock], tokens, seed)
+        outputs = feed([ring, growing, stock], tokens, seed)
         length += tokens
-        for of_ring, shown, wanted in zip(*found, strict=True):
-            assert_same(shown, wanted, f"call {seed}")
-            first = length - wanted.shape[2]
-            assert_same(of_ring[:, :, first:length], wanted, f"call {seed}")
+        for ring_output, growing_output, expected in zip(*outputs, strict=True):
+            assert_same(growing_output, expected, f"call {seed}")
+            first = length - expected.shape[2]
+            assert_same(ring_output[:, :, first:length], expected, f"call {seed}")
         assert growing.get_mask_sizes(3, 0) == stock.get_mask_sizes(3, 0)
         check(growing)
         check(ring)
-        for one in (ring, growing, stock):
-            one.reorder_cache(torch.tensor([1, 0] if seed % 2 else [1, 1]))
+        for cache in (ring, growing, stock):
+            cache.reorder_cache(torch.tensor([1, 0] if seed % 2 else [1, 1]))
         assert_same_layers(ring, growing)
     ring.save(tmp_path / "ring.safetensors")
     for twin in (ring.fork(), FP8PagedCache.load(tmp_path / "ring.safetensors")):
@@ -117,34 +117,35 @@ def test_a_window_is_that_of_transformers(plan: str, prefill: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("room", [None, ROOM])
-def test_attention_that_names_no_window_has_that_of_the_layer(room: int | None) -> None:
+def test_attention_without_a_window_argument_uses_the_window_of_the_layer(room: int | None) -> None:
     """Pages also hold some tokens that have left the window."""
-    stored, query = cache(max_cache_len=room), torch.randn(BATCH, 2, 1, 4)
+    stored, query = new_cache(max_cache_len=room), torch.randn(BATCH, 2, 1, 4)
     feed([stored], 37, 0)
     x = torch.randn(BATCH, 2, 1, 4)
     handles = stored.update(x, -x, 0)
     module = torch.nn.Module().eval()
     module.is_causal = True
-    found, _ = fp8_paged_attention(module, query, *handles, None)
+    actual, _ = fp8_paged_attention(module, query, *handles, None)
     visible = [side.dense()[:, :, 38 - WINDOW - side.start : 38 - side.start] for side in handles]
-    torch.testing.assert_close(found, scaled_dot_product_attention(query, *visible).transpose(1, 2))
+    expected = scaled_dot_product_attention(query, *visible)
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
-def test_a_ring_is_saved_within_a_step(tmp_path: Path) -> None:
-    """The first layer has the tokens of a call, and the later layers do not have them yet."""
-    ring = cache(max_cache_len=ROOM)
+def test_a_ring_may_be_saved_during_a_step(tmp_path: Path) -> None:
+    """Only the first layer has stored the tokens of a call."""
+    ring = new_cache(max_cache_len=ROOM)
     feed([ring], 60, 0)
     x = torch.randn(BATCH, 2, 30, 4)
     ring.update(x, -x, 0)
     twin = FP8PagedCache.load(ring.save(tmp_path / "ring.safetensors"))
     for index in (1, 2):
-        for one in (ring, twin):
-            one.update(x, -x, index)
+        for cache in (ring, twin):
+            cache.update(x, -x, index)
     assert_same_layers(twin, ring)
 
 
 def test_addresses_of_a_ring_stay() -> None:
-    ring = cache(max_cache_len=ROOM)
+    ring = new_cache(max_cache_len=ROOM)
     feed([ring], 1, 0)
     before = [tensor.data_ptr() for tensor in tensors_in(ring)]
     for seed, tokens in enumerate((30, 1, 70, 2)):
@@ -157,183 +158,183 @@ def test_addresses_of_a_ring_stay() -> None:
 
 
 @pytest.mark.parametrize("length", [30, 100, 101, 103])
-def test_a_ring_goes_back_as_far_as_its_pages(length: int) -> None:
-    """Up to the first token that later tokens have overwritten, in one or several steps."""
-    intact = max((length - 1) // PAGE - MOST + 1, 0) * PAGE
-    most = length - (intact + WINDOW - 1) if intact else length
-    one = cache(max_cache_len=ROOM)
-    feed([one], length, 0)
+def test_a_ring_may_be_cropped_to_its_first_complete_page(length: int) -> None:
+    """Crops in one or more steps are refused if they need a token that was overwritten."""
+    intact = max((length - 1) // PAGE - MAX_PAGES + 1, 0) * PAGE
+    max_crop = length - (intact + WINDOW - 1) if intact else length
+    cache = new_cache(max_cache_len=ROOM)
+    feed([cache], length, 0)
     if intact:
         with pytest.raises(ConfigError, match=f"token {intact} on"):
-            one.crop(-most - 1)
-        assert one.host_length() == length
-    for _ in range(min(most, 3)):
-        one.crop(-1)
-    growing = cache()
+            cache.crop(-max_crop - 1)
+        assert cache.host_length() == length
+    for _ in range(min(max_crop, 3)):
+        cache.crop(-1)
+    growing = new_cache()
     growing.activate_past_recording()
     feed([growing], length, 0)
-    growing.crop(-min(most, 3))
-    assert_same_layers(one, growing)
+    growing.crop(-min(max_crop, 3))
+    assert_same_layers(cache, growing)
     if intact:
         with pytest.raises(ConfigError, match=f"token {intact} on"):
-            one.fork().crop(-most)
-    one.crop(-length)
-    feed([one], 9, 1)
-    one.crop(-8)
-    assert one.host_length() == 1
+            cache.fork().crop(-max_crop)
+    cache.crop(-length)
+    feed([cache], 9, 1)
+    cache.crop(-8)
+    assert cache.host_length() == 1
 
 
 @pytest.mark.parametrize("at", [0, 10, 30, 77])
-def test_a_ring_that_records_the_past_keeps_all(at: int) -> None:
-    one, growing = cache(max_cache_len=ROOM), cache()
-    for each in (one, growing):
+def test_a_ring_that_records_the_past_keeps_all_tokens(at: int) -> None:
+    cache, growing = new_cache(max_cache_len=ROOM), new_cache()
+    for each in (cache, growing):
         if at:
             feed([each], at, 0)
         each.activate_past_recording()
     for seed in range(20):
-        feed([one, growing], 2 if seed % 9 else 17, seed)
-    for each in (one, growing):
+        feed([cache, growing], 2 if seed % 9 else 17, seed)
+    for each in (cache, growing):
         each.crop(-60)
-    assert_same_layers(one, growing)
-    assert_same_layers(one.fork(), growing)
+    assert_same_layers(cache, growing)
+    assert_same_layers(cache.fork(), growing)
 
 
-def test_recording_brings_nothing_back_that_a_ring_has_lost(tmp_path: Path) -> None:
+def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) -> None:
     full_first = config()
     full_first.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
-    one, other = (FP8PagedCache(full_first, **EXACT, max_cache_len=room) for room in (ROOM, None))
+    cache, other = (FP8PagedCache(full_first, **EXACT, max_cache_len=room) for room in (ROOM, None))
     other.activate_past_recording()
-    feed([one, other], 77, 0)
-    one.activate_past_recording()
-    feed([one, other], 20, 1)
-    one.save(tmp_path / "one.safetensors")
-    for each in (one, one.fork(), FP8PagedCache.load(tmp_path / "one.safetensors")):
+    feed([cache, other], 77, 0)
+    cache.activate_past_recording()
+    feed([cache, other], 20, 1)
+    cache.save(tmp_path / "one.safetensors")
+    for each in (cache, cache.fork(), FP8PagedCache.load(tmp_path / "one.safetensors")):
         with pytest.raises(ConfigError, match="token 48 on"):
             each.crop(-60)
         assert {int(layer.get_seq_length()) for layer in each.layers} == {97}
         each.crop(-30)
     other.crop(-30)
-    assert_same_layers(one, other)
+    assert_same_layers(cache, other)
 
 
-def test_layers_of_a_ring_that_are_emptied_one_by_one() -> None:
-    one, fresh = cache(max_cache_len=ROOM), cache()
-    feed([one], 100, 0)
-    for layer in one.layers:
+def test_layers_of_a_ring_may_be_emptied_one_by_one() -> None:
+    cache, fresh = new_cache(max_cache_len=ROOM), new_cache()
+    feed([cache], 100, 0)
+    for layer in cache.layers:
         layer.crop(-100)
-    feed([one, fresh], 9, 1)
-    assert_same_layers(one.fork(), fresh)
-    one.crop(-3)
+    feed([cache, fresh], 9, 1)
+    assert_same_layers(cache.fork(), fresh)
+    cache.crop(-3)
     fresh.crop(-3)
-    assert_same_layers(one, fresh)
+    assert_same_layers(cache, fresh)
 
 
-def test_recorded_tokens_go_with_the_crop() -> None:
-    one = cache()
-    feed([one], ROOM, 0)
+def test_a_crop_frees_recorded_tokens() -> None:
+    cache = new_cache()
+    feed([cache], ROOM, 0)
     with pytest.raises(ConfigError, match="activate_past_recording"):
-        one.crop(-WINDOW)
-    one.reset()
-    one.activate_past_recording()
-    feed([one], ROOM, 0)
-    used = one.layers[0].store.memory_footprint()["used"]
+        cache.crop(-WINDOW)
+    cache.reset()
+    cache.activate_past_recording()
+    feed([cache], ROOM, 0)
+    used = cache.layers[0].store.memory_footprint()["used"]
     assert used == ROOM // PAGE * BATCH * PAGE_BYTES
-    one.crop(-1)
-    check(one)
+    cache.crop(-1)
+    check(cache)
 
 
-def test_a_long_call_that_a_later_layer_refuses_leaves_no_trace() -> None:
-    one, other = cache(), cache()
-    feed([one, other], 33, 0)
-    before = [one.layers[i].store.memory_footprint() for i in (0, 2)]
+def test_a_long_call_that_a_later_layer_refuses_changes_nothing() -> None:
+    cache, other = new_cache(), new_cache()
+    feed([cache, other], 33, 0)
+    before = [cache.layers[i].store.memory_footprint() for i in (0, 2)]
     x = torch.ones(BATCH, 2, 50, 4)
     for last in range(1, LAYERS):
         for layer in range(last):
-            one.update(x, x, layer)
+            cache.update(x, x, layer)
         with pytest.raises(ConfigError):
-            one.update(x[..., :3], x, last)
-        assert_same_layers(one, other)
-        assert [one.layers[i].store.memory_footprint() for i in (0, 2)] == before
-    feed([one, other], 50, 1)
-    assert_same_layers(one, other)
-    check(one)
+            cache.update(x[..., :3], x, last)
+        assert_same_layers(cache, other)
+        assert [cache.layers[i].store.memory_footprint() for i in (0, 2)] == before
+    feed([cache, other], 50, 1)
+    assert_same_layers(cache, other)
+    check(cache)
 
 
 def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
-    one = cache()
-    feed([one], 33, 0)
+    cache = new_cache()
+    feed([cache], 33, 0)
     x = torch.ones(BATCH, 2, 50, 4)
-    one.update(x, x, 0)  # the other layer with this window is never called
-    for call in (lambda: one.update(x, x, 0), one.fork, lambda: one.crop(-1)):
+    cache.update(x, x, 0)  # the other layer with this window is never called
+    for call in (lambda: cache.update(x, x, 0), cache.fork, lambda: cache.crop(-1)):
         with pytest.raises(ConfigError, match=r"tokens 33 to 82.*reset the cache"):
             call()
-    one.reset()
-    feed([one], 50, 1)
-    check(one)
-    one.reset()
+    cache.reset()
+    feed([cache], 50, 1)
+    check(cache)
+    cache.reset()
     for _ in range(2):
-        one.update(x, x, 0)
+        cache.update(x, x, 0)
     with pytest.raises(ConfigError, match="pass each call to all layers"):
-        one.update(x, x, 2)
+        cache.update(x, x, 2)
 
 
-def test_a_reset_in_the_middle_of_a_long_call_leaves_forks_alone() -> None:
-    one, fresh = cache(), cache()
-    feed([one, fresh], 33, 0)
-    fork = one.fork()
+def test_a_reset_during_a_long_call_does_not_change_forks() -> None:
+    cache, fresh = new_cache(), new_cache()
+    feed([cache, fresh], 33, 0)
+    fork = cache.fork()
     x = torch.ones(BATCH, 2, 50, 4)
-    one.update(x, x, 0)
-    one.reset()
+    cache.update(x, x, 0)
+    cache.reset()
     for tokens in (1, 60):
         assert_same_layers(fork, fresh)
         feed([fork, fresh], tokens, 1)
     assert_same_layers(fork, fresh)
 
 
-def test_a_first_call_without_memory_is_forgotten() -> None:
+def test_a_first_call_without_memory_can_be_reset() -> None:
     for at in itertools.count(1):
-        one, fresh = cache(), cache()
+        cache, fresh = new_cache(), new_cache()
         x = torch.ones(BATCH, 2, 100, 4)
         try:
             with OutOfMemory(at, PAGE_BYTES):
-                one.update(x, x, 0)
+                cache.update(x, x, 0)
             break
         except MemoryError:
-            one.reset()
-        feed([one, fresh], 5, 0)
-        assert_same_layers(one, fresh)
-        check(one)
+            cache.reset()
+        feed([cache, fresh], 5, 0)
+        assert_same_layers(cache, fresh)
+        check(cache)
     assert at > 1
 
 
-# Grid: a pairwise cover.
+# Grid: A pairwise cover.
 @pytest.mark.parametrize(
     ("window", "room", "prefill"),
     pairwise([1, 2, PAGE - 1, PAGE, PAGE + 1, PAGE + 2], [None, ROOM], ["exact", "stored"]),
 )
 def test_windows_of_about_a_page(window: int, room: int | None, prefill: str) -> None:
     keywords: dict[str, Any] = {**EXACT, "prefill": prefill}
-    one = FP8PagedCache(config(window), max_cache_len=room, **keywords)
+    cache = FP8PagedCache(config(window), max_cache_len=room, **keywords)
     whole = FP8PagedCache(config(ROOM), **keywords)
     length = 0
     for seed, tokens in enumerate((16, 1, 7, 24, 8, 1, 3, 9)):
-        found, expected = feed([one, whole], tokens, seed)
+        outputs, expected = feed([cache, whole], tokens, seed)
         start, length = length, length + tokens
-        for layer, (shown, wanted) in enumerate(zip(found, expected, strict=True)):
+        for layer, (actual, expected_side) in enumerate(zip(outputs, expected, strict=True)):
             first = 0 if layer in (2, 3) else max(start - window + 1, 0)
-            stop = length if room and shown.shape[2] == ROOM else shown.shape[2]
+            stop = length if room and actual.shape[2] == ROOM else actual.shape[2]
             begin = stop - (length - first)
-            assert_same(shown[:, :, begin:stop], wanted[:, :, first:], f"call {seed}")
+            assert_same(actual[:, :, begin:stop], expected_side[:, :, first:], f"call {seed}")
 
 
 @pytest.mark.parametrize("writer", [0, 1], ids=["the-original", "the-fork"])
-def test_forks_are_left_alone_by_long_calls(writer: int) -> None:
-    cache_pair = [cache(), cache()]
+def test_long_calls_do_not_change_forks(writer: int) -> None:
+    cache_pair = [new_cache(), new_cache()]
     feed(cache_pair, 33, 0)
     forks = [cache_pair[0], cache_pair[0].fork()]
     feed([forks[writer], cache_pair[1]], 50, 1)
     assert_same_layers(forks[writer], cache_pair[1])
-    fresh = cache()
+    fresh = new_cache()
     feed([fresh], 33, 0)
     assert_same_layers(forks[1 - writer], fresh)
     feed([forks[1 - writer], fresh], 1, 2)
@@ -343,12 +344,12 @@ def test_forks_are_left_alone_by_long_calls(writer: int) -> None:
 @pytest.mark.parametrize("room", [None, ROOM])
 def test_no_token_outside_the_window_is_read(room: int | None) -> None:
     """Tokens before the window may be NaN, whether their page is freed or not."""
-    pair = [cache(dtype="fp8_e4m3", max_cache_len=room) for _ in range(2)]
+    pair = [new_cache(dtype="fp8_e4m3", max_cache_len=room) for _ in range(2)]
     for seed, tokens in enumerate([60, *[1] * 10, 9, 50, *[1] * 10]):
         x = torch.randn(BATCH, 2, tokens, 4, generator=torch.Generator().manual_seed(seed))
-        for one in pair:
+        for cache in pair:
             for layer in range(LAYERS):
-                one.update(x, x, layer)
+                cache.update(x, x, layer)
             if not seed:
                 x[:, :, : 60 - WINDOW] = torch.nan
         assert_same_layers(*pair, layers=(0, 2))
@@ -358,182 +359,182 @@ def test_no_token_outside_the_window_is_read(room: int | None) -> None:
 
 
 def test_memory_is_freed_when_a_quarter_is_in_use() -> None:
-    one, other = FP8PagedCache(**EXACT), FP8PagedCache(**EXACT)  # without windows
-    feed([one, other], 320, 0)
-    full, sizes = one.memory_footprint().pages_bytes, []
+    cache, other = FP8PagedCache(**EXACT), FP8PagedCache(**EXACT)  # without windows
+    feed([cache, other], 320, 0)
+    full, sizes = cache.memory_footprint().pages_bytes, []
     for _ in range(16):
-        one.crop(-10)
-        sizes.append(one.memory_footprint().pages_bytes)
+        cache.crop(-10)
+        sizes.append(cache.memory_footprint().pages_bytes)
     assert sizes == [full] * 16, "half is in use"
-    one.crop(-100)
+    cache.crop(-100)
     other.crop(-260)
-    assert one.memory_footprint().pages_bytes == LAYERS * -(-60 // PAGE) * BATCH * PAGE_BYTES
-    # Going back and forth moves no pages.
-    feed([one, other], 10, 1)
-    addresses = {one.layers[1].keys.block.data_ptr()}
+    assert cache.memory_footprint().pages_bytes == LAYERS * -(-60 // PAGE) * BATCH * PAGE_BYTES
+    # Alternating growth and crops moves no pages.
+    feed([cache, other], 10, 1)
+    addresses = {cache.layers[1].keys.block.data_ptr()}
     for step in range(20):
-        feed([one, other], 9, step)
-        one.crop(-8)
+        feed([cache, other], 9, step)
+        cache.crop(-8)
         other.crop(-8)
-        addresses.add(one.layers[1].keys.block.data_ptr())
+        addresses.add(cache.layers[1].keys.block.data_ptr())
     assert len(addresses) <= 2
-    assert_same_layers(one, other)
+    assert_same_layers(cache, other)
 
 
 def test_memory_waits_for_forks_that_hold_pages() -> None:
-    one = cache()
-    feed([one], 160, 0)
-    fork = one.fork()
-    one.crop(-160)
-    feed([one], 9, 1)
-    full = one.layers[1].store.memory_footprint()["pages"]
+    cache = new_cache()
+    feed([cache], 160, 0)
+    fork = cache.fork()
+    cache.crop(-160)
+    feed([cache], 9, 1)
+    full = cache.layers[1].store.memory_footprint()["pages"]
     assert full >= 160 // PAGE * BATCH * PAGE_BYTES
     del fork
     # The next allocation of a page frees the pages of the fork.
-    feed([one], 8, 2)
-    assert one.layers[1].store.memory_footprint()["pages"] < full // 2
-    other = cache()
+    feed([cache], 8, 2)
+    assert cache.layers[1].store.memory_footprint()["pages"] < full // 2
+    other = new_cache()
     feed([other], 9, 1)
     feed([other], 8, 2)
-    assert_same_layers(one, other)
+    assert_same_layers(cache, other)
 
 
-def test_selecting_one_of_many_sequences_frees_memory() -> None:
-    one = cache()
-    feed([one], 100, 0)
-    one.batch_repeat_interleave(4)
+def test_selecting_a_sequence_frees_memory() -> None:
+    cache = new_cache()
+    feed([cache], 100, 0)
+    cache.batch_repeat_interleave(4)
     x = torch.ones(4 * BATCH, 2, 80, 4)
     for layer in range(LAYERS):
-        one.update(x, x, layer)
-    full = one.memory_footprint().pages_bytes
-    one.batch_select_indices(torch.tensor([3]))
-    assert one.memory_footprint().pages_bytes < full / 3
+        cache.update(x, x, layer)
+    full = cache.memory_footprint().pages_bytes
+    cache.batch_select_indices(torch.tensor([3]))
+    assert cache.memory_footprint().pages_bytes < full / 3
 
 
-# Layers that stand at different lengths, budgets and refusals. Sliding layers are 0 and 2.
+# Layers with different lengths, budgets and refused calls. Layers 0 and 2 have a window.
 
 
 def states(tokens: int, batch: int = BATCH, seed: int = 0) -> torch.Tensor:
     return torch.randn(batch, 2, tokens, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def store(one: FP8PagedCache, x: torch.Tensor, layers: Any = range(LAYERS)) -> None:
+def store(cache: FP8PagedCache, x: torch.Tensor, layers: Any = range(LAYERS)) -> None:
     for layer in layers:
-        one.update(x, -x, layer)
+        cache.update(x, -x, layer)
 
 
-def assert_last(one: FP8PagedCache, x: torch.Tensor, layer: int = 0) -> None:
+def assert_last(cache: FP8PagedCache, x: torch.Tensor, layer: int = 0) -> None:
     """Assert that a layer holds the last window of `x`."""
-    keys, stop = one.layers[layer].keys, x.shape[2]
-    assert int(one.layers[layer].get_seq_length()) == stop
+    keys, stop = cache.layers[layer].keys, x.shape[2]
+    assert int(cache.layers[layer].get_seq_length()) == stop
     first = max(stop - WINDOW + 1, 0)
     span = slice(first - keys.start, stop - keys.start)
     assert_same(keys.dense()[:, :, span], x[:, :, first:])
 
 
-def test_long_calls_take_no_more_than_the_budget() -> None:
+def test_long_calls_stay_within_the_budget() -> None:
     types, whole = ["sliding_attention"] * LAYERS, states(262)
     sliding = Gemma3TextConfig(**{**config().to_dict(), "layer_types": types})
-    one = FP8PagedCache(sliding, **EXACT, max_pages=BATCH * MOST)
+    cache = FP8PagedCache(sliding, **EXACT, max_pages=BATCH * MAX_PAGES)
     for start, stop in itertools.pairwise((0, 20, 50, 110, 111, 262)):
-        store(one, whole[:, :, start:stop])
-        assert_last(one, whole[:, :, :stop])
-    assert one.budget.held <= BATCH * MOST
+        store(cache, whole[:, :, start:stop])
+        assert_last(cache, whole[:, :, :stop])
+    assert cache.budget.held <= BATCH * MAX_PAGES
 
 
 @pytest.mark.parametrize("ahead", [1, 0], ids=["full", "sliding"])
-def test_a_copy_within_a_step_has_the_pages_of_each_layer(ahead: int, tmp_path: Path) -> None:
-    one = cache(max_cache_len=ROOM, prefill="stored")
+def test_a_copy_during_a_step_has_the_pages_of_each_layer(ahead: int, tmp_path: Path) -> None:
+    cache = new_cache(max_cache_len=ROOM, prefill="stored")
     x, y = states(30), states(40, seed=1)
-    store(one, x)
-    store(one, y, [ahead])
-    copies = [one.fork(), pickle.loads(pickle.dumps(one))]
-    copies.append(FP8PagedCache.load(one.save(tmp_path / "cache.safetensors")))
-    for each in (*copies, one):
+    store(cache, x)
+    store(cache, y, [ahead])
+    copies = [cache.fork(), pickle.loads(pickle.dumps(cache))]
+    copies.append(FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")))
+    for each in (*copies, cache):
         assert_last(each, torch.cat([x, y], 2) if ahead == 0 else x, 0)
         assert_last(each, x, 2)
-    one.layers[2].crop(-1)
-    assert_last(one, x[:, :, :-1], 2)
+    cache.layers[2].crop(-1)
+    assert_last(cache, x[:, :, :-1], 2)
 
 
-def test_each_ring_refuses_a_crop_by_its_own_length() -> None:
+def test_each_ring_refuses_a_crop_by_its_length() -> None:
     whole = states(96)
-    for change in (lambda one: one.layers[0].reset(), lambda one: one.layers[0].crop(-100)):
-        one = cache(max_cache_len=ROOM, prefill="stored")
-        store(one, whole)
-        one.crop(-12)
-        change(one)
+    for change in (lambda cache: cache.layers[0].reset(), lambda cache: cache.layers[0].crop(-100)):
+        cache = new_cache(max_cache_len=ROOM, prefill="stored")
+        store(cache, whole)
+        cache.crop(-12)
+        change(cache)
         with pytest.raises(ConfigError, match="token 64 on"):
-            one.layers[2].crop(-8)
-        assert_last(one, whole[:, :, :84], 2)
-    one = cache(max_cache_len=ROOM, prefill="stored")
-    store(one, whole, [0, 1])
-    store(one, whole[:, :, :57], [2])
+            cache.layers[2].crop(-8)
+        assert_last(cache, whole[:, :, :84], 2)
+    cache = new_cache(max_cache_len=ROOM, prefill="stored")
+    store(cache, whole, [0, 1])
+    store(cache, whole[:, :, :57], [2])
     with pytest.raises(ConfigError, match="token 32 on"):
-        one.crop(-10)
+        cache.crop(-10)
     with pytest.raises(ConfigError, match="the same number of tokens"):
-        one.activate_past_recording()
-    assert not one.layers[0].record_past
-    assert_last(one, whole, 0), assert_last(one, whole[:, :, :57], 2)
+        cache.activate_past_recording()
+    assert not cache.layers[0].record_past
+    assert_last(cache, whole, 0), assert_last(cache, whole[:, :, :57], 2)
 
 
-def test_a_fork_of_a_ring_that_recorded_its_past() -> None:
-    one, x = cache(max_cache_len=ROOM, prefill="stored"), states(30)
-    one.activate_past_recording()
-    store(one, x)
-    for layer in one.layers:
+def test_a_ring_that_recorded_its_past_may_be_forked() -> None:
+    cache, x = new_cache(max_cache_len=ROOM, prefill="stored"), states(30)
+    cache.activate_past_recording()
+    store(cache, x)
+    for layer in cache.layers:
         layer.record_past = False
-    assert_last(one.fork(), x), assert_last(one, x)
+    assert_last(cache.fork(), x), assert_last(cache, x)
 
 
 @pytest.mark.parametrize("change", ["batch_repeat_interleave", "activate_past_recording"])
-def test_a_change_that_passes_the_budget_changes_nothing(change: str) -> None:
-    one = cache(max_cache_len=64, max_pages=BATCH * (MOST + 8), prefill="stored")
+def test_a_change_beyond_the_budget_changes_nothing(change: str) -> None:
+    cache = new_cache(max_cache_len=64, max_pages=BATCH * (MAX_PAGES + 8), prefill="stored")
     x = states(41)
-    store(one, x[:, :, :40])
+    store(cache, x[:, :, :40])
     with pytest.raises(OutOfPagesError):
-        getattr(one, change)(*([2] if change == "batch_repeat_interleave" else []))
-    assert not one.layers[0].record_past
-    store(one, x[:, :, 40:])
-    assert_last(one, x)
+        getattr(cache, change)(*([2] if change == "batch_repeat_interleave" else []))
+    assert not cache.layers[0].record_past
+    store(cache, x[:, :, 40:])
+    assert_last(cache, x)
 
 
 def test_a_refused_step_keeps_the_recorded_past() -> None:
-    one, x = cache(), states(60)
-    one.activate_past_recording()
-    store(one, x)
-    before = one.memory_footprint()
-    store(one, x[:, :, :1], [0, 1])
+    cache, x = new_cache(), states(60)
+    cache.activate_past_recording()
+    store(cache, x)
+    before = cache.memory_footprint()
+    store(cache, x[:, :, :1], [0, 1])
     with pytest.raises(ConfigError):
-        one.update(x[:, :, :1, :3], x[:, :, :1, :3], 2)
-    assert one.memory_footprint() == before
-    one.crop(-40)
-    assert_last(one, x[:, :, :20])
+        cache.update(x[:, :, :1, :3], x[:, :, :1, :3], 2)
+    assert cache.memory_footprint() == before
+    cache.crop(-40)
+    assert_last(cache, x[:, :, :20])
 
 
 @pytest.mark.parametrize("form", [{}, {"max_cache_len": ROOM}], ids=["growing", "preallocated"])
-def test_a_reset_after_an_interrupt_while_pages_are_taken(
+def test_a_reset_after_an_interrupted_allocation(
     form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, x, calls = cache(**form), states(100), itertools.count()
+    cache, x, calls = new_cache(**form), states(100), itertools.count()
     if not form:
-        store(one, states(30))
+        store(cache, states(30))
     allocate = PageAllocator.allocate
 
     def interrupted(self: PageAllocator, *arguments: Any, **keywords: Any) -> Any:
-        numbers = allocate(self, *arguments, **keywords)
-        if next(calls) == len(form):  # before the numbers are counted
-            self.references[numbers] = 0
+        pages = allocate(self, *arguments, **keywords)
+        if next(calls) == len(form):  # before the pages are counted
+            self.references[pages] = 0
             raise KeyboardInterrupt
-        return numbers
+        return pages
 
     monkeypatch.setattr(PageAllocator, "allocate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        store(one, x)
-    one.reset()
+        store(cache, x)
+    cache.reset()
     for batch in (BATCH, 3):
         x = states(100, batch)
-        store(one, x)
-        store(one, x[:, :, :50])
-        assert_last(one, torch.cat([x, x[:, :, :50]], 2))
-        one = cache(**form)
+        store(cache, x)
+        store(cache, x[:, :, :50])
+        assert_last(cache, torch.cat([x, x[:, :, :50]], 2))
+        cache = new_cache(**form)

@@ -1,7 +1,7 @@
-"""The cases that every process of the distributed tests runs, and the test itself in one process.
+"""The cases of the distributed tests. All processes run all of them in this order.
 
-A case gets a model and the keyword `tensor_parallel` of its part of it, or `{}` for the whole
-model, and returns a value that JSON can hold. Every process runs all cases in their order.
+A case receives a model and the keyword `tensor_parallel` for its part of the model, or `{}` for the
+whole model, and returns a value that JSON can represent.
 """
 
 import json
@@ -30,10 +30,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "8q-4kv": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "4q-4kv": ("llama", {"num_key_value_heads": 4}),
     "biased-keys": ("qwen2", {"key_bias": 4.0}),
-    # Its plan gathers K and V: every process holds all heads.
+    # The plan of this model gathers K and V, so every process holds all heads.
     "gathered": ("olmo2", {}),
     "one-head": ("llama", {"num_key_value_heads": 1}),
-    # The projection of latents is split, the latents are not.
+    # The projection of latents is split. The latents are not.
     "latents": ("deepseek_v2", {}),
 }
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -55,11 +55,11 @@ def save_models(folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A token for each word of a sentence, and one for all others."""
-    known = {word: i for i, word in enumerate(["?", "London", "is", "the", "capital", "of"])}
-    words = Tokenizer(models.WordLevel(known, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+    """Save a tokenizer with a token for each word of a sentence, and one for unknown words."""
+    vocabulary = {word: i for i, word in enumerate(["?", "London", "is", "the", "capital", "of"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
 
 
 def load(folder: Path, name: str, **keywords: Any) -> Any:
@@ -70,39 +70,39 @@ def load(folder: Path, name: str, **keywords: Any) -> Any:
 
 
 def scales(kind: str, model: Any) -> KVScales:
-    """Scales that differ by layer, side and head. Some saturate."""
+    """Return scales that differ by layer, side and head. Some values saturate."""
     heads = model.config.num_key_value_heads
-    sources = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     shapes = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "centers": (heads, 1)}
 
-    def one(base: float) -> torch.Tensor:
-        return base * (0.3 + torch.rand(shapes[kind], generator=sources)) / 448
+    def draw(base: float) -> torch.Tensor:
+        return base * (0.3 + torch.rand(shapes[kind], generator=generator)) / 448
 
     def layer() -> LayerScales:
-        center = torch.randn(heads, DIM, generator=sources) if kind == "centers" else None
-        return LayerScales(one(2.0), one(1.5), center)
+        center = torch.randn(heads, DIM, generator=generator) if kind == "centers" else None
+        return LayerScales(draw(2.0), draw(1.5), center)
 
     return KVScales({index: layer() for index in range(LAYERS)})
 
 
-def of_ranks(ranks: int) -> list[dict[str, float]]:
-    """One number for each rank and layer, as vLLM's JSON has them."""
-    numbers = torch.rand(ranks, LAYERS, generator=torch.Generator().manual_seed(6))
-    return [{str(i): (0.5 + 3 * x) / 448 for i, x in enumerate(row)} for row in numbers.tolist()]
+def scales_of_ranks(ranks: int) -> list[dict[str, float]]:
+    """Return a scale for each rank and layer, as in vLLM's JSON."""
+    values = torch.rand(ranks, LAYERS, generator=torch.Generator().manual_seed(6))
+    return [{str(i): (0.5 + 3 * x) / 448 for i, x in enumerate(row)} for row in values.tolist()]
 
 
 def write_json(path: Path, ranks: int) -> None:
-    factors = {str(rank): layers for rank, layers in enumerate(of_ranks(ranks))}
+    factors = {str(rank): layers for rank, layers in enumerate(scales_of_ranks(ranks))}
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
     path.write_text(json.dumps({"model_type": None, "kv_cache": cache}))
 
 
 def as_heads(ranks: int, heads: int) -> KVScales:
-    """The numbers of all ranks for a process that has all heads."""
-    numbers = of_ranks(ranks)
+    """Return the scales of all ranks for a process that has all heads."""
+    rank_scales = scales_of_ranks(ranks)
 
     def layer(index: int) -> LayerScales:
-        column = torch.tensor([n[str(index)] for n in numbers])
+        column = torch.tensor([n[str(index)] for n in rank_scales])
         column = column.repeat_interleave(heads // ranks)[:, None]
         return LayerScales(column, column.clone())
 
@@ -113,18 +113,18 @@ def as_heads(ranks: int, heads: int) -> KVScales:
 
 
 def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
-    """Two greedy rows. The first starts with padding."""
+    """Generate two greedy rows. The first row starts with padding."""
     out = model.generate(**prompt(), past_key_values=cache, **{**GREEDY, **keywords})
     return out.tolist()
 
 
-def attended(attention: str, kind: str | None, **keywords: Any) -> Case:
-    """A whole `generate()`: attention, kind of scales and keywords of the cache."""
+def generate_case(attention: str, kind: str | None, **keywords: Any) -> Case:
+    """Return a case for `generate()` with an attention, a kind of scales and cache keywords."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         model.set_attn_implementation(attention)
-        given = None if kind is None else scales(kind, model)
-        cache = FP8PagedCache(model.config, scales=given, **{**STORED, **keywords}, **ranks)
+        cache_scales = None if kind is None else scales(kind, model)
+        cache = FP8PagedCache(model.config, scales=cache_scales, **{**STORED, **keywords}, **ranks)
         tokens = generate(model, cache)
         return {"tokens": tokens, "heads": cache.layers[0].store.pool.heads}
 
@@ -137,31 +137,31 @@ STORED = {"prefill": "stored", "page_size": 8}
 def beams_and_forks(model: Any, ranks: Ranks, work: Path) -> Any:
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
     first = generate(model, cache, max_new_tokens=4)
-    twin = cache.fork()
+    fork = cache.fork()
     inputs = {"input_ids": torch.tensor(first), "attention_mask": torch.ones(2, 17).long()}
     inputs["attention_mask"][0, :3] = 0
-    more = [
+    continued = [
         model.generate(**inputs, past_key_values=c, **{**GREEDY, "max_new_tokens": n}).tolist()
-        for c, n in ((twin, 6), (cache, 8))
+        for c, n in ((fork, 6), (cache, 8))
     ]
     new = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
-    return [first, *more, generate(model, new, num_beams=3)]
+    return [first, *continued, generate(model, new, num_beams=3)]
 
 
 def saved(model: Any, ranks: Ranks, work: Path) -> Any:
-    """The cache of a prompt in a file of each process, and a text that continues it."""
+    """Save the cache of a prompt in a file of each process, load it, and continue the text."""
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
     inputs = prompt()
     with torch.no_grad():
         model(**{n: t[:, :9] for n, t in inputs.items()}, past_key_values=cache)
     path = cache.save(work / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")
-    read = FP8PagedCache.load(path)
-    assert read.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
-    return generate(model, read)
+    loaded = FP8PagedCache.load(path)
+    assert loaded.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
+    return generate(model, loaded)
 
 
 def latents(**keywords: Any) -> Case:
-    """Latents, which each process stores in full, and the report's path."""
+    """Return a case with latents, which each process stores in full, and the path of the report."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
@@ -171,7 +171,7 @@ def latents(**keywords: Any) -> Case:
 
 
 def enabled(model: Any, ranks: Ranks, work: Path) -> Any:
-    """`enable` reads the rank from the model."""
+    """Use `enable`, which reads the rank from the model."""
     hf_fp8kv.enable(model, scales=scales("head", model), **STORED)
     try:
         return generate(model, None)
@@ -186,31 +186,31 @@ def from_checkpoint(model: Any, ranks: Ranks, work: Path) -> Any:
 
 
 def json_of(count: int) -> Case:
-    """vLLM's JSON with the scales of `count` ranks."""
+    """Return a case with vLLM's JSON with the scales of `count` ranks."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
-        given = json_file(model, ranks, count)
-        return generate(model, FP8PagedCache(model.config, scales=given, **STORED, **ranks))
+        file_scales = json_file(model, ranks, count)
+        return generate(model, FP8PagedCache(model.config, scales=file_scales, **STORED, **ranks))
 
     return run
 
 
 def json_file(model: Any, ranks: Ranks, count: int) -> Any:
-    """The file; for a process that has the heads of all ranks, the scale of each head."""
+    """Return the file, or for a process with the heads of all ranks, the scale of each head."""
     if not ranks and count > 1:
         return as_heads(count, model.config.num_key_value_heads)
     return Path(model.config._name_or_path) / "ranks" / f"{count}.json"
 
 
 def served(kind: str | int, **config: Any) -> Case:
-    """`generate_batch` of eight prompts. An int is the number of ranks in vLLM's JSON."""
+    """Return a case for `generate_batch`. An int is the number of ranks in vLLM's JSON."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         if isinstance(kind, int):
-            given: Any = json_file(model, ranks, kind)
+            engine_scales: Any = json_file(model, ranks, kind)
         else:
-            given = scales(kind, model)
-        serving.enable(model, scales=given)
+            engine_scales = scales(kind, model)
+        serving.enable(model, scales=engine_scales)
         try:
             return batched(model, prompts(VOCAB), **config)
         finally:
@@ -220,7 +220,7 @@ def served(kind: str | int, **config: Any) -> Case:
 
 
 def other_ranks_scales(model: Any, ranks: Ranks, work: Path) -> Any:
-    """A mistake: every process uses the scales of the heads of rank 0."""
+    """Use the scales of the heads of rank 0 in every process, which is a mistake."""
     wrong = {"tensor_parallel": TensorParallel(0, 2)} if ranks else {}
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **wrong)
     return generate(model, cache)
@@ -238,7 +238,7 @@ def report(model: Any, ranks: Ranks, work: Path) -> Any:
 
 
 def failed(call: Callable[[], Any]) -> str:
-    """The class and the message of the error that a call raises, or ""."""
+    """Return the class and the message of the error that a call raises, or ""."""
     try:
         call()
     except Exception as error:
@@ -247,14 +247,14 @@ def failed(call: Callable[[], Any]) -> str:
 
 
 def refused(**keywords: Any) -> Case:
-    """A cache that does not fit: its error, its contents, and the answer from a cache that fits."""
+    """Return a case with a refused cache: error, contents, and the tokens of a valid cache."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **keywords)
         error = failed(lambda: generate(model, cache))
         stored = [cache.host_length(), cache.memory_footprint().total_bytes]
-        good = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
-        return {"error": error, "stored": stored, "tokens": generate(model, good)}
+        valid = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
+        return {"error": error, "stored": stored, "tokens": generate(model, valid)}
 
     return run
 
@@ -274,28 +274,28 @@ def calibrated(model: Any, ranks: Ranks, work: Path) -> Any:
 
 # -- all cases -----------------------------------------------------------------------------------
 
-# Cases whose tokens in every process equal those of one process. Grid: each kind of attention, of
-# scales and of cache with one of the models whose heads are split.
+# Cases whose tokens in every process equal the tokens of one process. Grid: Each kind of attention,
+# scales and cache with a model whose heads are split.
 EQUAL: dict[str, tuple[str, Case]] = {
     **{
-        f"{model}, {attention}, per head": (model, attended(attention, "head"))
+        f"{model}, {attention}, per head": (model, generate_case(attention, "head"))
         for model, attention in (
             ("4q-2kv", "fp8_paged"), ("8q-4kv", "fp8_paged"), ("4q-4kv", "fp8_paged"),
             ("biased-keys", "fp8_paged"), ("8q-4kv", "sdpa"), ("biased-keys", "eager"),
         )
     },
-    "per tensor": ("8q-4kv", attended("fp8_paged", "tensor")),
-    "per channel": ("4q-2kv", attended("fp8_paged", "channel")),
-    "centers": ("8q-4kv", attended("fp8_paged", "centers")),
-    "dynamic": ("4q-2kv", attended("fp8_paged", None)),
+    "per tensor": ("8q-4kv", generate_case("fp8_paged", "tensor")),
+    "per channel": ("4q-2kv", generate_case("fp8_paged", "channel")),
+    "centers": ("8q-4kv", generate_case("fp8_paged", "centers")),
+    "dynamic": ("4q-2kv", generate_case("fp8_paged", None)),
     "dynamic, center of the first call": (
-        "biased-keys", attended("fp8_paged", None, plan="fp8_e3m4 centered"),
+        "biased-keys", generate_case("fp8_paged", None, plan="fp8_e3m4 centered"),
     ),
-    "unquantized keys": ("4q-2kv", attended("fp8_paged", "head", key_dtype="auto")),
-    "exact prefill": ("4q-2kv", attended("fp8_paged", "head", prefill="exact")),
-    "preallocated": ("4q-2kv", attended("fp8_paged", "head", max_cache_len=40)),
-    "backend torch": ("4q-2kv", attended("fp8_paged", "head", backend="torch")),
-    "gathered heads": ("gathered", attended("fp8_paged", "head")),
+    "unquantized keys": ("4q-2kv", generate_case("fp8_paged", "head", key_dtype="auto")),
+    "exact prefill": ("4q-2kv", generate_case("fp8_paged", "head", prefill="exact")),
+    "preallocated": ("4q-2kv", generate_case("fp8_paged", "head", max_cache_len=40)),
+    "backend torch": ("4q-2kv", generate_case("fp8_paged", "head", backend="torch")),
+    "gathered heads": ("gathered", generate_case("fp8_paged", "head")),
     "forks and beams": ("8q-4kv", beams_and_forks),
     "a cache in files": ("8q-4kv", saved),
     "enable": ("8q-4kv", enabled),

@@ -1,6 +1,6 @@
 """Tensor parallelism: two processes, with gloo on the CPU, give the results of one process.
 
-The processes run all cases (`tests.distributed.cases`) in one launch, and are ended if they take
+The processes run all cases (`tests.distributed.cases`) in one launch, and are killed if they take
 too long. Each test then compares one case.
 """
 
@@ -29,15 +29,15 @@ pytestmark = pytest.mark.text
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
-# A busy machine sometimes aborts a process: once in about fifty launches torch does, while it ends
-# its threads, and once in about two hundred the C library found its lists of free memory damaged.
+# On a busy machine, torch aborts a process in about one of 50 launches, while its threads end. In
+# about one of 200, the C library finds its lists of free memory damaged.
 # 56 rounds of the last cases in one launch, 30 launches with checks of each block of memory, and
 # 6,000 process groups alone have not shown the cause. The log has the stacks of all threads.
 ABORTED = ("terminate called without an active exception", "malloc(): unaligned tcache chunk")
 
 
 def launch(*command: str | Path, log: Path, tries: int = 3) -> str:
-    """Run Python in a new session, none of whose processes is left; return its output."""
+    """Run Python in a new session, kill what remains of the session, and return the output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -60,19 +60,19 @@ def launch(*command: str | Path, log: Path, tries: int = 3) -> str:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    said = log.read_text(errors="replace")
-    if code != 0 and tries > 1 and any(message in said for message in ABORTED):
-        sys.__stderr__.write(f"\nlaunched again after:\n{said[-8000:]}\n")
+    output = log.read_text(errors="replace")
+    if code != 0 and tries > 1 and any(message in output for message in ABORTED):
+        sys.__stderr__.write(f"\nlaunched again after:\n{output[-8000:]}\n")
         return launch(*command, log=log, tries=tries - 1)
     if code != 0:
-        lines = [line for line in said.splitlines() if "Loading weights" not in line]
+        lines = [line for line in output.splitlines() if "Loading weights" not in line]
         pytest.fail(f"exit code {code}\n" + "\n".join(lines[-60:]), pytrace=False)
-    return said
+    return output
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models and the results of each process, made by one of pytest-xdist's workers for all."""
+    """Create the models and the results of each process, once for all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -86,12 +86,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def of_ranks(folder: Path) -> list[dict[str, Any]]:
-    """The results of each process, by case."""
+def results(folder: Path) -> list[dict[str, Any]]:
+    """Return the results of each process, by case."""
     files = [folder / f"rank{rank}.json" for rank in range(PROCESSES)]
     if not all(file.exists() for file in files):
-        pytest.fail("the processes failed; see the first test of this file", pytrace=False)
-    return [{n: c["found"] for n, c in json.loads(f.read_text()).items()} for f in files]
+        pytest.fail("the processes failed. The first test of this file has the log", pytrace=False)
+    return [{n: c["result"] for n, c in json.loads(f.read_text()).items()} for f in files]
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def _alone(folder: Path, name: str) -> str:
 
 
 def alone(folder: Path, name: str) -> Any:
-    """The result of one process that has the whole model."""
+    """Return the result of one process with the whole model."""
     return json.loads(_alone(folder, name))
 
 
@@ -110,80 +110,80 @@ def alone(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", cases.EQUAL)
-def test_two_processes_give_the_tokens_of_one(folder, of_ranks, name):
-    first, second = (found[name] for found in of_ranks)
-    whole = alone(folder, name)
-    if isinstance(whole, dict):
-        heads = whole.pop("heads")
-        for part in (first, second):
-            assert part.pop("heads") == (heads if "gathered" in name else heads // PROCESSES)
-    assert first == whole
-    assert second == whole
+def test_two_processes_give_the_tokens_of_one_process(folder, results, name):
+    first, second = (result[name] for result in results)
+    expected = alone(folder, name)
+    if isinstance(expected, dict):
+        heads = expected.pop("heads")
+        for rank_result in (first, second):
+            assert rank_result.pop("heads") == (heads if "gathered" in name else heads // PROCESSES)
+    assert first == expected
+    assert second == expected
 
 
-def test_the_scales_of_another_ranks_heads_would_be_noticed(folder, of_ranks):
-    whole = alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
-    first, second = (found["other rank's scales"] for found in of_ranks)
+def test_scales_of_the_wrong_rank_change_the_tokens(folder, results):
+    expected = alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
+    first, second = (result["other rank's scales"] for result in results)
     assert first == second
-    assert first != whole
+    assert first != expected
 
 
-def test_scales_and_kinds_of_cache_can_be_told_apart(folder):
-    """Cases that would all say the same would show nothing."""
+def test_scales_and_kinds_of_cache_give_different_tokens(folder):
+    """If all cases gave the same tokens, they would show nothing."""
     names = [n for n, (model, _) in cases.EQUAL.items() if model == "8q-4kv"]
-    said = {json.dumps(alone(folder, n)) for n in names if "sdpa" not in n and "eager" not in n}
+    answers = {json.dumps(alone(folder, n)) for n in names if "sdpa" not in n and "eager" not in n}
     # enable, from_pretrained and "per head" use the same scales.
-    assert len(said) >= len(names) - 4
+    assert len(answers) >= len(names) - 4
 
 
-@pytest.mark.full  # a launch by torchrun; the fast tier forks the processes of one launch
-def test_the_script_of_the_page_runs(folder, tmp_path):
+@pytest.mark.full  # launched by torchrun, while the fast tier forks the processes of one launch
+def test_the_script_in_the_docs_runs(folder, tmp_path):
     page = (ROOT / "docs/distributed.md").read_text()
     block = next(
         b for b in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "tp.py" in b
     )
     script, name = tmp_path / "tp.py", folder / "8q-4kv"
     script.write_text(block)
-    # Standalone: on a free port.
-    said = launch(
+    # "--standalone" uses a free port.
+    output = launch(
         "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
         "--nproc-per-node", str(PROCESSES), script, name, name, log=tmp_path / "log",
     )  # fmt: skip
     model = cases.load(folder, "8q-4kv", attn_implementation="fp8_paged")
     ids = AutoTokenizer.from_pretrained(name)("London is the capital of", return_tensors="pt")
     cache = FP8PagedCache(model.config, scales=cases.scales("head", model))
-    whole = model.generate(
+    expected = model.generate(
         **ids, past_key_values=cache, max_new_tokens=20, do_sample=False
     )[0].tolist()  # fmt: skip
-    assert len(whole) > 20
-    assert str(whole) in said
+    assert len(expected) > 20
+    assert str(expected) in output
 
 
-# -- which part is here --------------------------------------------------------------------------
+# -- ranks ---------------------------------------------------------------------------------------
 
 
-def test_a_model_has_a_rank_if_its_heads_are_split(of_ranks):
-    for rank, found in enumerate(of_ranks):
-        assert found["ranks"] == [rank, 2]
+def test_a_model_has_a_rank_if_its_heads_are_split(results):
+    for rank, result in enumerate(results):
+        assert result["ranks"] == [rank, 2]
         # A plan that gathers K and V leaves all heads in every process.
-        assert found["ranks, gathered heads"] == [0, 1]
+        assert result["ranks, gathered heads"] == [0, 1]
     model, _ = tiny("gqa")
     assert tensor_parallel(model) == TensorParallel(0, 1)
     with pytest.raises(ConfigError, match="expected a PreTrainedModel, got list"):
         tensor_parallel([])
 
 
-def test_a_split_model_can_be_checked(folder, of_ranks):
-    whole = alone(folder, "report")
-    assert whole["path"] == "fused"
-    assert [found["report"] for found in of_ranks] == [whole, whole]
+def test_a_split_model_can_be_checked(folder, results):
+    expected = alone(folder, "report")
+    assert expected["path"] == "fused"
+    assert [result["report"] for result in results] == [expected, expected]
 
 
 # -- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
+    ("case", "message"),
     [
         ("scales of all heads, no ranks",
          r"ScaleError: K scale of layer 0.*expected 2 heads, got 4.*tensor_parallel\(model\)"),
@@ -194,22 +194,22 @@ def test_a_split_model_can_be_checked(folder, of_ranks):
          ".*device_map"),
     ],
 )  # fmt: skip
-def test_a_refused_case_says_why_and_changes_nothing(folder, of_ranks, case, says):
-    for found in of_ranks:
-        result = found[case]
+def test_a_refused_case_reports_the_reason_and_changes_nothing(folder, results, case, message):
+    for rank_results in results:
+        result = rank_results[case]
         if isinstance(result, dict):
             assert result["stored"] == [0, 0]
-            whole = alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
+            expected = alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
             assert result["tokens"]
-            assert result["tokens"] == whole or case == "ranks, heads not split"
+            assert result["tokens"] == expected or case == "ranks, heads not split"
             result = result["error"]
         for error in [result] if isinstance(result, str) else result:
-            assert re.match(says, error, re.DOTALL), error
+            assert re.match(message, error, re.DOTALL), error
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "head"])
 @pytest.mark.parametrize("form", [{}, {"max_cache_len": 40}], ids=["growing", "static"])
-def test_a_rank_of_a_model_in_one_process_is_refused(kind, form):
+def test_a_rank_for_an_unsplit_model_is_refused(kind, form):
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     scales = None if kind == "dynamic" else cases.scales(kind, model)
     ranks = TensorParallel(1, 2)
@@ -225,13 +225,13 @@ def test_a_rank_of_a_model_in_one_process_is_refused(kind, form):
     ("heads", "size", "message"),
     [(4, 3, "divides the 4 KV heads .* got 3. Use 1 or 2 or 4"), (1, 2, "Use 1, or one process")],
 )
-def test_a_cache_for_uneven_heads_is_not_made(heads, size, message):
+def test_a_cache_for_uneven_heads_is_refused(heads, size, message):
     model, _ = tiny("llama", num_key_value_heads=heads)
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(model.config, tensor_parallel=TensorParallel(0, size))
 
 
-def test_a_file_of_one_rank_serves_all(tmp_path):
+def test_a_file_of_one_rank_serves_all_ranks(tmp_path):
     cases.write_json(tmp_path / "1.json", 1)
-    one = [KVScales.from_file(tmp_path / "1.json", tp_rank=r, tp_size=4) for r in (0, 3)]
-    assert one[0].digest == one[1].digest == KVScales.from_file(tmp_path / "1.json").digest
+    scales = [KVScales.from_file(tmp_path / "1.json", tp_rank=r, tp_size=4) for r in (0, 3)]
+    assert scales[0].digest == scales[1].digest == KVScales.from_file(tmp_path / "1.json").digest

@@ -1,8 +1,8 @@
-"""The processes of the distributed tests: each runs every case on its part of the models.
+"""The processes of the distributed tests. Each runs all cases on its part of the models.
 
     python tests/distributed/worker.py FOLDER
 
-FOLDER holds the models. Results go to FOLDER/rank0.json and so on. The processes are forked after
+FOLDER holds the models. Results are in FOLDER/rank0.json and so on. The processes are forked after
 the imports, with the variables that torchrun sets, so that the imports run once.
 """
 
@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
     models: dict[str, Any] = {}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (model_name, run) in cases.CASES.items():
         # The log of a run that hangs shows the case.
         sys.stdout.write(f"rank {rank}: {name}\n")
@@ -43,21 +43,21 @@ def main(folder: Path) -> None:
         if name != "uneven heads":
             ranks["tensor_parallel"] = hf_fp8kv.tensor_parallel(model)
         try:
-            found[name] = {"found": run(model, ranks, folder)}
+            results[name] = {"result": run(model, ranks, folder)}
         except Exception:
-            # The other process may wait for this one, so the parent ends both.
+            # The other process may wait for this process, so the parent kills both.
             sys.stdout.write(f"rank {rank}: {name}: {traceback.format_exc()}\n")
             raise
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
 
 
 def fork(folder: Path) -> int:
-    """Run `main` in two processes; return 0, or end both and return 1 as soon as one fails."""
+    """Run `main` in two processes. Return 0, or kill both and return 1 as soon as one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Half of the time of the processes goes into collections of imported objects otherwise.
+    # Otherwise, half of the run time is garbage collection of imported objects.
     gc.freeze()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(PROCESSES))
     children = []
@@ -77,8 +77,8 @@ def fork(folder: Path) -> int:
         child, status = os.wait()
         children.remove(child)
         if status != 0:
-            for other in children:
-                os.kill(other, signal.SIGKILL)
+            for remaining in children:
+                os.kill(remaining, signal.SIGKILL)
             return 1
     return 0
 

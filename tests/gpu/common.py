@@ -1,4 +1,4 @@
-"""What the tests on a GPU share. Without a GPU they are tiny, and run in Triton's interpreter."""
+"""Helpers of the tests on a GPU. Without a GPU, models are tiny and use Triton's interpreter."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds n
 
 
 def random_llama(dtype: torch.dtype = torch.float32) -> Any:
-    """Return a random model of middling size, tiny without a GPU.
+    """Return a random model of medium size, or a tiny model without a GPU.
 
-    Its weights are small enough for attention to many tokens. With attention to a few tokens,
-    another code of one key would change the logits by percents.
+    Its weights are small enough for attention to many tokens. With attention to a few tokens, a
+    different code of one key would change the logits by percents.
     """
     torch.manual_seed(0)
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
@@ -41,7 +41,7 @@ def random_llama(dtype: torch.dtype = torch.float32) -> Any:
 
 @contextlib.contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Raise an error if Python waits for the GPU inside the context."""
+    """Raise an error if Python waits for the GPU in this context."""
     if not ON_GPU:
         yield
         return

@@ -1,4 +1,4 @@
-"""Behavior that only a GPU shows: graphs, compiled steps, no waiting, far addresses, no races.
+"""Behavior that only a GPU shows: graphs, compiled steps, synchronization, far addresses, races.
 
 Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton's interpreter, so
 that the tests themselves are tested.
@@ -35,7 +35,7 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 pytestmark = MARKS
-# Heads of a usual size, and tiny ones for the interpreter.
+# Heads of a usual size, and tiny heads for the interpreter.
 HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 [STATIC] = (kind for kind in KINDS if kind.name == "e4m3 static")
@@ -53,25 +53,25 @@ def _fresh_compiler() -> Iterator[None]:
 # -- generation ----------------------------------------------------------------------------------
 
 
-def middling() -> tuple[Any, dict[str, torch.Tensor]]:
+def medium_model() -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a random float32 model (tiny without a GPU) and a padded prompt of two rows."""
     tokens = 300 if ON_GPU else 20
     model = random_llama()
     ids = torch.randint(1, 1000, (2, tokens), device=DEVICE)
-    seen = torch.ones_like(ids)
-    # Whole pages of padding, and a part of a page.
-    seen[0, : tokens // 2] = 0
-    return model, {"input_ids": ids, "attention_mask": seen}
+    mask = torch.ones_like(ids)
+    # Full pages of padding, and a part of a page.
+    mask[0, : tokens // 2] = 0
+    return model, {"input_ids": ids, "attention_mask": mask}
 
 
 def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    if name == "middling":
-        return middling()
+    if name == "medium":
+        return medium_model()
     model, inputs = tiny(name, attn_implementation="fp8_paged", **config)
     return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
 
 
-MODELS = ("middling", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
+MODELS = ("medium", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic scales": {},
     "static scales": {"scales": 0.02, "plan": "fp8 centered"},
@@ -88,18 +88,18 @@ def compiling() -> dict[str, Any]:
     return {"compile_config": config}
 
 
-def answer(model: Any, inputs: dict[str, Any], cache: FP8PagedCache, **more: Any) -> torch.Tensor:
+def answer(model: Any, inputs: dict[str, Any], cache: Any, **options: Any) -> torch.Tensor:
     count = 40 if ON_GPU else 4
     return model.generate(
-        **inputs, past_key_values=cache, **{"max_new_tokens": count, **GREEDY, **more}
+        **inputs, past_key_values=cache, **{"max_new_tokens": count, **GREEDY, **options}
     )
 
 
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 
-class Forced(LogitsProcessor):
-    """The next token is the one of a given answer."""
+class ForcedTokens(LogitsProcessor):
+    """Forces the tokens of a given answer."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens
@@ -110,33 +110,33 @@ class Forced(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
 
-def cache_for(model: Any, inputs: dict[str, Any], static: bool, **more: Any) -> FP8PagedCache:
+def cache_for(model: Any, inputs: dict[str, Any], static: bool, **options: Any) -> FP8PagedCache:
     room = {"max_cache_len": inputs["input_ids"].shape[1] + 60} if static else {}
-    return FP8PagedCache(model.config, page_size=16, **{"backend": "triton", **room, **more})
+    return FP8PagedCache(model.config, page_size=16, **{"backend": "triton", **room, **options})
 
 
 @pytest.mark.parametrize("form", ["dynamic", "static", "compiled"])
 @pytest.mark.parametrize("keywords", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_of_the_reference(name, keywords, form):
-    if keywords and (name not in ("middling", "gqa") or (name, form) == ("middling", "compiled")):
+def test_tokens_match_the_reference(name, keywords, form):
+    if keywords and (name not in ("medium", "gqa") or (name, form) == ("medium", "compiled")):
         pytest.skip("formats do not depend on the model")
-    if name not in ("middling", "gqa") and not ON_GPU:
-        pytest.skip("test_kernels_generate.py has them")
+    if name not in ("medium", "gqa") and not ON_GPU:
+        pytest.skip("test_kernels_generate.py tests these models")
     model, inputs = make_model(name)
-    by_reference = answer(
+    reference_output = answer(
         model, inputs, cache_for(model, inputs, False, backend="reference", **keywords), **LOGITS
     )
-    expected = by_reference.sequences
+    expected = reference_output.sequences
     cache = cache_for(model, inputs, form != "dynamic", **keywords)
     options = compiling() if form == "compiled" else {"disable_compile": True}
-    if name == "middling" and "prefill" in keywords:
-        # The prompt reads codes. The rounding of float32 decides between two of them, in each layer
-        # between more: of logits that is 2e-4 (two backends of a CPU). A wrong page in one layer is
-        # 1e-2, a doubled scale of its values 0.3.
-        forced = LogitsProcessorList([Forced(expected)])
-        found = answer(model, inputs, cache, logits_processor=forced, **LOGITS, **options)
-        errors = map(relative_error, found.logits, by_reference.logits)
+    if name == "medium" and "prefill" in keywords:
+        # The prompt reads codes. Rounding of float32 decides between two codes, and in each layer
+        # between more: 2e-4 of the logits (two backends of a CPU). A wrong page in one layer is
+        # 1e-2, and a doubled scale of its values is 0.3.
+        forced = LogitsProcessorList([ForcedTokens(expected)])
+        output = answer(model, inputs, cache, logits_processor=forced, **LOGITS, **options)
+        errors = map(relative_error, output.logits, reference_output.logits)
         assert max(errors) < 1e-3
         return
     assert torch.equal(answer(model, inputs, cache, **options), expected)
@@ -148,75 +148,75 @@ def test_tokens_of_the_reference(name, keywords, form):
         assert counters["stats"]["unique_graphs"] == 1, "a reset cache was compiled again"
 
 
-@pytest.mark.parametrize("more", [{"max_new_tokens": 5}, {"num_beams": 3}], ids=str)
-def test_beams_and_crops_between_compiled_steps(more):
-    """Beams change places. The same compiled step continues after a crop."""
+@pytest.mark.parametrize("extra", [{"max_new_tokens": 5}, {"num_beams": 3}], ids=str)
+def test_beams_and_crops_between_compiled_steps(extra):
+    """Beams are reordered. The same compiled step continues after a crop."""
     model, inputs = make_model("gqa")
-    found = []
+    outputs = []
     for backend, options in (("triton", compiling()), ("reference", {})):
         cache = cache_for(model, inputs, backend == "triton", backend=backend)
-        options = {**options, **more}
-        found.append(answer(model, inputs, cache, **options))
-        if "num_beams" not in more:
+        options = {**options, **extra}
+        outputs.append(answer(model, inputs, cache, **options))
+        if "num_beams" not in extra:
             cache.crop(-3)
-            longer = {"input_ids": found[-1], "attention_mask": torch.ones_like(found[-1])}
+            longer = {"input_ids": outputs[-1], "attention_mask": torch.ones_like(outputs[-1])}
             longer["attention_mask"][:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-            found.append(answer(model, longer, cache, **options))
-    half = len(found) // 2
-    assert all(map(torch.equal, found[:half], found[half:]))
+            outputs.append(answer(model, longer, cache, **options))
+    half = len(outputs) // 2
+    assert all(map(torch.equal, outputs[:half], outputs[half:]))
 
 
-def test_forks_go_their_own_ways():
+def test_forks_continue_independently():
     model, inputs = make_model("gqa")
-    found = []
+    logits = []
     for backend in ("triton", "reference"):
         cache = cache_for(model, inputs, False, backend=backend)
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
-            ways = [cache, cache.fork(), cache.fork()]
+            forks = [cache, cache.fork(), cache.fork()]
             for step in range(20 if ON_GPU else 3):
-                for number, way in enumerate(ways):
-                    token = torch.full((2, 1), 7 * number + step, device=DEVICE)
-                    seen = torch.ones((2, way.get_seq_length() + 1), device=DEVICE)
-                    seen[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-                    found.append(
-                        model(token, attention_mask=seen.long(), past_key_values=way).logits
+                for index, fork in enumerate(forks):
+                    token = torch.full((2, 1), 7 * index + step, device=DEVICE)
+                    mask = torch.ones((2, fork.get_seq_length() + 1), device=DEVICE)
+                    mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+                    logits.append(
+                        model(token, attention_mask=mask.long(), past_key_values=fork).logits
                     )
-    half = len(found) // 2
-    for got, expected in zip(found[:half], found[half:], strict=True):
-        # Another code of one token, by the rounding of float32, is 1e-3; a wrong token 6e-2.
-        assert relative_error(got, expected) < TOLERANCE
+    half = len(logits) // 2
+    for actual, expected in zip(logits[:half], logits[half:], strict=True):
+        # A different code of one token, due to rounding in float32, is 1e-3. A wrong token is 6e-2.
+        assert relative_error(actual, expected) < TOLERANCE
 
 
 # -- layers in host memory -----------------------------------------------------------------------
 
 
-def layered(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def deep_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a model with more than two layers, and a padded prompt of two rows."""
-    if name == "middling" and ON_GPU:
-        return middling()
+    if name == "medium" and ON_GPU:
+        return medium_model()
     types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-    more = types if name == "sliding_and_full" else {}
-    return make_model("gqa" if name == "middling" else name, num_hidden_layers=4, **more)
+    layers = types if name == "sliding_and_full" else {}
+    return make_model("gqa" if name == "medium" else name, num_hidden_layers=4, **layers)
 
 
-@pytest.mark.parametrize("where", [{"offloading": True}, {"offloading": 1}], ids=str)
+@pytest.mark.parametrize("offloading", [{"offloading": True}, {"offloading": 1}], ids=str)
 @pytest.mark.parametrize("keywords", CACHES.values(), ids=CACHES.keys())
-@pytest.mark.parametrize("name", ["middling", "sliding_and_full", "latent"])
-def test_tokens_of_layers_in_host_memory(name, keywords, where):
-    if name != "middling" and (keywords or not ON_GPU):
+@pytest.mark.parametrize("name", ["medium", "sliding_and_full", "latent"])
+def test_offloaded_layers_give_the_same_tokens(name, keywords, offloading):
+    if name != "medium" and (keywords or not ON_GPU):
         pytest.skip("formats do not depend on the model, test_offloading.py has the rest")
-    model, inputs = layered(name)
-    is_default = name == "middling" and not keywords and ON_GPU
-    for more in ({}, {"num_beams": 2}, {"prefill_chunk_size": 7})[: 3 if is_default else 1]:
-        expected = answer(model, inputs, cache_for(model, inputs, False, **keywords), **more)
-        cache = cache_for(model, inputs, False, **keywords, **where)
-        assert torch.equal(answer(model, inputs, cache, **more), expected), more
+    model, inputs = deep_model(name)
+    is_default = name == "medium" and not keywords and ON_GPU
+    for options in ({}, {"num_beams": 2}, {"prefill_chunk_size": 7})[: 3 if is_default else 1]:
+        expected = answer(model, inputs, cache_for(model, inputs, False, **keywords), **options)
+        cache = cache_for(model, inputs, False, **keywords, **offloading)
+        assert torch.equal(answer(model, inputs, cache, **options), expected), options
         assert cache.memory_footprint().fetched_bytes > 0
 
 
 def filled(layers: int, batch: int, tokens: int, **keywords: Any) -> FP8PagedCache:
-    """Return a cache of several layers, with the same random tokens for the same sizes."""
+    """Return a cache of several layers, with equal random tokens for equal sizes."""
     config = make_config((HEADS.query, HEADS.kv, HEADS.dim), layers)
     config._attn_implementation = "fp8_paged"
     cache = FP8PagedCache(config, backend="triton", **keywords)
@@ -228,7 +228,7 @@ def filled(layers: int, batch: int, tokens: int, **keywords: Any) -> FP8PagedCac
 
 
 def deep_steps(cache: FP8PagedCache, layers: int, steps: int) -> Iterator[torch.Tensor]:
-    """Yield the attention of each layer in each step, while other tensors take memory."""
+    """Yield the attention output of each layer in each step, while other tensors use memory."""
     torch.manual_seed(1)
     for _ in range(steps):
         for layer in range(layers):
@@ -238,46 +238,46 @@ def deep_steps(cache: FP8PagedCache, layers: int, steps: int) -> Iterator[torch.
             module = AttentionLayer(HEADS.query // HEADS.kv, layer)
             attended, _ = fp8_paged_attention(module, query, *stored, None)
             del stored
-            # This tensor takes the memory of a layer that has left the device.
+            # This tensor reuses the memory of a layer that has left the device.
             torch.full((1 << 22 if ON_GPU else 1,), float("nan"), device=DEVICE)
             yield attended
 
 
-def test_copies_next_to_kernels_race_with_nothing():
-    """Layers of 64 MiB and more cross the bus. Late copies or early writes would change bits."""
+def test_copies_and_kernels_do_not_race():
+    """Layers of 64 MiB or more are copied. Late copies or early writes would change bits."""
     layers, tokens, steps = (6, 40_000, 12) if ON_GPU else (3, 130, 2)
-    more = {"dtype": "fp8_e4m3"}
-    expected = list(deep_steps(filled(layers, 1, tokens, **more), layers, steps))
+    options = {"dtype": "fp8_e4m3"}
+    expected = list(deep_steps(filled(layers, 1, tokens, **options), layers, steps))
     for where in ({"offloading": True}, {"offloading": tokens // 128}):
-        cache = filled(layers, 1, tokens, **more, **where)
-        for number, found in enumerate(deep_steps(cache, layers, steps)):
-            assert torch.equal(found, expected[number]), (where, divmod(number, layers))
+        cache = filled(layers, 1, tokens, **options, **where)
+        for index, output in enumerate(deep_steps(cache, layers, steps)):
+            assert torch.equal(output, expected[index]), (where, divmod(index, layers))
         sizes = cache.memory_footprint()
         assert sizes.fetched_bytes > sizes.returned_bytes > 0
 
 
 @only_gpu
-def test_two_layers_take_the_memory_of_two():
-    """However far Python is ahead of the device."""
+def test_offloading_uses_the_memory_of_two_layers():
+    """The bound holds if Python is ahead of the device."""
     layers, tokens = 8, 40_000
-    one = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
+    layer_bytes = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
     gc.collect()
-    before = torch.cuda.memory_allocated()  # what other tests keep
+    before = torch.cuda.memory_allocated()  # held by other tests
     cache = filled(layers, 1, tokens, dtype="fp8_e4m3", offloading=True)
     for _ in deep_steps(cache, layers, 1):
         pass
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated() - before
-    assert held < 2.2 * one
+    assert held < 2.2 * layer_bytes
     for _ in deep_steps(cache, layers, 3):
         pass
-    # Besides the pages, a step takes its queries and 16 MiB.
-    assert torch.cuda.max_memory_allocated() - before < 2.2 * one + 2**26
+    # Besides the pages, a step uses its queries and 16 MiB.
+    assert torch.cuda.max_memory_allocated() - before < 2.2 * layer_bytes + 2**26
 
 
 @only_gpu
-def test_a_step_over_layers_in_host_memory_does_not_wait():
+def test_a_step_with_offloaded_layers_does_not_synchronize():
     cache = filled(4, 1, 5000, dtype="fp8_e4m3", offloading=True)
     steps = deep_steps(cache, 4, 4)
     for _ in range(2 * 4):
@@ -307,8 +307,8 @@ def layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
 
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}, {"dtype": "auto"}], ids=str)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_decode_step_does_not_wait_for_the_device(static, keywords):
-    """Within a page. A growing cache waits once for each new page."""
+def test_a_decode_step_does_not_synchronize(static, keywords):
+    """This holds within a page. A growing cache waits once for each new page."""
     room = {"max_cache_len": 200} if static else {}
     step = layer_step(filled(1, 2, 70, **keywords, **room))
     step()
@@ -328,7 +328,7 @@ def test_no_step_compiles_a_kernel_again(static, monkeypatch):
     from triton import knobs
 
     compiled: list[Any] = []
-    monkeypatch.setattr(knobs.compilation, "listener", lambda **facts: compiled.append(facts))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **event: compiled.append(event))
     # No other test has compiled kernels for pages of this size.
     page_size = 32 if static else 128
     room = {"max_cache_len": 500} if static else {}
@@ -344,12 +344,12 @@ def test_no_step_compiles_a_kernel_again(static, monkeypatch):
 
 @only_gpu
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}], ids=str)
-def test_a_replayed_graph_follows_the_lengths(keywords):
+def test_a_replayed_graph_uses_the_current_lengths(keywords):
     """One captured step, replayed over several pages and plans, writes and attends."""
     start, count = 60, 1500
     keywords = {**keywords, "max_cache_len": start + count + 10}
-    cache, twin = (filled(1, 2, start, **keywords) for _ in range(2))
-    step, expected_step = layer_step(cache), layer_step(twin)
+    cache, eager = (filled(1, 2, start, **keywords) for _ in range(2))
+    step, expected_step = layer_step(cache), layer_step(eager)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -361,16 +361,16 @@ def test_a_replayed_graph_follows_the_lengths(keywords):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
-    for number in range(count):
+    for index in range(count):
         graph.replay()
         expected = expected_step()
-        if number % 50 == 0 or number == count - 1:
-            assert torch.equal(out, expected), f"replay {number}"
-    assert int(cache.get_seq_length()) == int(twin.get_seq_length()) == start + count
+        if index % 50 == 0 or index == count - 1:
+            assert torch.equal(out, expected), f"replay {index}"
+    assert int(cache.get_seq_length()) == int(eager.get_seq_length()) == start + count
 
 
 def prepare(kind: Kind, case: Case) -> tuple[Callable[[], object], Callable[[], Any], Any]:
-    """Return functions that make a plan, attend to scattered pages, and compute its error."""
+    """Return functions that create a plan, attend to scattered pages, and compute the error."""
     pages, query = pages_for(STAGE, kind, case, 1, 16)[0], make_query(STAGE, case)
     make, plan, ends = make_plan_step(STAGE, case, "triton")
     make()
@@ -382,8 +382,8 @@ def prepare(kind: Kind, case: Case) -> tuple[Callable[[], object], Callable[[], 
 
 
 @pytest.mark.parametrize("kind", [E4M3, STATIC, E3M4, BF16], ids=lambda kind: kind.name)
-def test_many_repeats_give_the_same_bits(kind):
-    """A race would show in sequences of many parts."""
+def test_repeated_calls_give_the_same_bits(kind):
+    """A race would show in sequences that are split into many parts."""
     lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
     case = Case(lengths, HEADS, label="repeats")
     with torch.no_grad():
@@ -391,17 +391,17 @@ def test_many_repeats_give_the_same_bits(kind):
         with poison_memory():
             first = attend_again()
         assert error(first) < TOLERANCE
-        for number in range(200 if ON_GPU else 2):
+        for index in range(200 if ON_GPU else 2):
             plan()
             for reused in (False, True):
-                assert torch.equal(attend_again(), first), f"repeat {number}, plan {reused=}"
+                assert torch.equal(attend_again(), first), f"repeat {index}, plan {reused=}"
 
 
 FEW, MANY = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
 
 
 def shrink(case: Case) -> Case:
-    """Return a case that the interpreter can compute, unless there is a GPU."""
+    """Return a case that is small enough for the interpreter, unless there is a GPU."""
     if ON_GPU:
         return case
     is_latent, tokens = case.heads.positions > 0, min(case.tokens, 20)
@@ -429,7 +429,7 @@ LATENT = [
     Case((1500,), MANY, tokens=130, label="many tokens, 128 heads"),
     Case((5000, 4096), FEW, window=1024, label="window"),
 ]
-# Grid: all kinds on all cases, because each pair is a separate kernel.
+# Grid: All kinds with all cases, because each pair is a separate kernel.
 PAIRS = [
     *((kind, case) for kind in (E4M3, STATIC, BF16) for case in DENSE),
     *((kind, case) for kind in (E3M4, E4M3, BF16) for case in LATENT),
@@ -441,17 +441,17 @@ PAIRS = [
     ids=[f"{kind.name}-{'latent ' * (case in LATENT)}{case}" for kind, case in PAIRS],
 )  # fmt: skip
 def test_attention_over_scattered_pages(kind, case):
-    """Attention by a plan, in poisoned memory, agrees with the reference."""
+    """Attention with a plan, in poisoned memory, matches the reference."""
     _, attend_again, error = prepare(kind, shrink(case))
     with torch.no_grad(), poison_memory():
-        found = attend_again()
-    assert error(found) < TOLERANCE
+        output = attend_again()
+    assert error(output) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
 @pytest.mark.parametrize("heads", [FEW, MANY], ids=["16 heads", "128 heads"])
 @pytest.mark.parametrize("kind", [E3M4, BF16], ids=lambda kind: kind.name)
-def test_steps_of_a_layer_over_latents(kind, heads, preallocated):
+def test_layer_steps_with_latents(kind, heads, preallocated):
     """A layer of DeepSeek stores a token and attends to all tokens, as in the benchmark."""
     case = shrink(Case((4097,) * 2, heads))
     length = case.lengths[0]
@@ -462,11 +462,11 @@ def test_steps_of_a_layer_over_latents(kind, heads, preallocated):
             max_cache_len=length + 8 if preallocated else None,
         )  # fmt: skip
         steps, handles = layers.fill(cache, fp8_paged_attention)
-        for number in range(3):
+        for index in range(3):
             for step in steps:
-                found = step()
-            layers.case = replace(layers.case, lengths=(length + number,) * 2)
-            assert layers.error(found, *handles) < TOLERANCE
+                output = step()
+            layers.case = replace(layers.case, lengths=(length + index,) * 2)
+            assert layers.error(output, *handles) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
@@ -487,8 +487,8 @@ def test_steps_of_a_layer_over_latents(kind, heads, preallocated):
     ids=str,
 )
 @pytest.mark.parametrize("kind", [E4M3, E3M4, BF16], ids=lambda kind: kind.name)
-def test_attention_as_generate_launches_it(kind, case, preallocated):
-    """A step over a filled cache with transformers' mask, as in the benchmark."""
+def test_attention_in_a_step_of_generate(kind, case, preallocated):
+    """A step has a filled cache and transformers' mask, as in the benchmark."""
     if not ON_GPU:
         if not preallocated and kind != E3M4:
             pytest.skip("the same masks")
@@ -500,35 +500,35 @@ def test_attention_as_generate_launches_it(kind, case, preallocated):
     with torch.no_grad(), poison_memory():
         steps = CacheSteps(STAGE, kind, case, 2, "triton", preallocated=preallocated)
         for layer in range(2):
-            found = steps.step(layer)
-    assert check(found, steps.query, pages_of(steps.key), case) < TOLERANCE
+            output = steps.step(layer)
+    assert check(output, steps.query, pages_of(steps.key), case) < TOLERANCE
 
 
 def test_gather_past_two_gigabytes():
-    """A dense copy of pages at the far end of a pool of more than 2 ** 31 bytes."""
-    many = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
+    """The pages are at the end of a pool of more than 2 ** 31 bytes."""
+    total_pages = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
     near = pages_for(STAGE, E4M3, Case((300,), HEADS), 1, 16)[0]
 
     count, size = near.block.shape
-    block = torch.empty((many, size), dtype=torch.uint8, device=DEVICE)
+    block = torch.empty((total_pages, size), dtype=torch.uint8, device=DEVICE)
     block[-count:] = near.block
     far = near._replace(
-        block=block, offsets=locate_pages([block]), table=near.table + (many - count)
+        block=block, offsets=locate_pages([block]), table=near.table + (total_pages - count)
     )
     ends = torch.tensor([300], dtype=torch.int32, device=DEVICE)
     for side in ("k", "v"):
-        given = (ends, side, 0, 300, torch.float32, False)
-        found = ops.gather(far, *given, "triton")
-        assert torch.equal(found, ops.gather(near, *given, "triton"))
-        assert torch.equal(found, reference.gather(far, *given))
+        arguments = (ends, side, 0, 300, torch.float32, False)
+        actual = ops.gather(far, *arguments, "triton")
+        assert torch.equal(actual, ops.gather(near, *arguments, "triton"))
+        assert torch.equal(actual, reference.gather(far, *arguments))
 
 
 @only_gpu
 @pytest.mark.parametrize(
-    ("tokens", "stored", "most"), [(1, 60_000, 2**23), (600, 60_000, 2**28), (600, 150_000, 2**27)]
+    ("tokens", "stored", "limit"), [(1, 60_000, 2**23), (600, 60_000, 2**28), (600, 150_000, 2**27)]
 )
-def test_memory_of_attention(tokens, stored, most):
-    """A step, a prompt whose codes are converted first, and one for which they are too many."""
+def test_attention_memory_is_bounded(tokens, stored, limit):
+    """Cases: a step, a prompt whose codes are converted first, and a prompt with too many codes."""
     _, attend_again, _ = prepare(E4M3, Case((stored,), HEADS, tokens=tokens, label="memory"))
     attend_again()
     torch.cuda.synchronize()
@@ -537,33 +537,33 @@ def test_memory_of_attention(tokens, stored, most):
     out = attend_again()
     grown = torch.cuda.max_memory_allocated() - held
     # A split sequence needs memory for partial sums. K and V of 60,000 tokens in bf16 take 246 MB.
-    assert grown < out.numel() * out.element_size() + most
+    assert grown < out.numel() * out.element_size() + limit
 
 
 # -- calibration -----------------------------------------------------------------------------------
 
 
-def test_a_calibration_there_and_on_the_cpu():
-    """The model rounds differently. The range and nearly the scale are the same."""
-    chance = torch.Generator().manual_seed(0)
-    texts = [torch.randint(3, 99, (40,), generator=chance) for _ in range(12)]
-    found = {
+def test_calibration_on_a_gpu_matches_the_cpu():
+    """The model rounds differently. The range is the same, and the scales are close."""
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 99, (40,), generator=generator) for _ in range(12)]
+    results = {
         device: calibrate(
             tiny("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
             center=False, progress=False,
         )
         for device in ("cpu", DEVICE.type)
     }  # fmt: skip
-    here, there = found[DEVICE.type], found["cpu"]
-    for index, layer in here.layers.items():
+    on_device, on_cpu = results[DEVICE.type], results["cpu"]
+    for index, layer in on_device.layers.items():
         for side in ("k", "v"):
-            seen = (getattr(r.report.layers[index], side).amax for r in (here, there))
-            assert list(next(seen)) == pytest.approx(next(seen), rel=0.02)
-            ratio = getattr(layer, side) / getattr(there.layers[index], side)
+            ranges = (getattr(r.report.layers[index], side).amax for r in (on_device, on_cpu))
+            assert list(next(ranges)) == pytest.approx(next(ranges), rel=0.02)
+            ratio = getattr(layer, side) / getattr(on_cpu.layers[index], side)
             assert ((ratio > 0.45) & (ratio < 2.2)).all()  # within an octave
     model, inputs = tiny("llama")
     model = model.to(DEVICE)
-    cache = FP8PagedCache(model.config, scales=here)
+    cache = FP8PagedCache(model.config, scales=on_device)
     out = model.generate(
         **{name: part.to(DEVICE) for name, part in inputs.items()},
         past_key_values=cache, max_new_tokens=4, **GREEDY,

@@ -1,4 +1,4 @@
-"""A model over two GPUs (device_map) gives the tokens of one GPU. Skipped with fewer than two."""
+"""A model on two GPUs (device_map) gives the tokens of one GPU. Skipped with fewer GPUs."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_toke
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """Return a random model on one GPU, and the same model with half of its layers on another."""
+    """Return a random model on one GPU, and the same model with half of it on a second GPU."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=8,
@@ -42,10 +42,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 def scales() -> KVScales:
-    sources = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
 
     def heads() -> torch.Tensor:
-        return 4 * (0.5 + torch.rand(HEADS, 1, generator=sources)) / 448
+        return 4 * (0.5 + torch.rand(HEADS, 1, generator=generator)) / 448
 
     return KVScales({index: LayerScales(heads(), heads()) for index in range(LAYERS)})
 
@@ -53,32 +53,32 @@ def scales() -> KVScales:
 def prompt(tokens: int = 300) -> dict[str, torch.Tensor]:
     """Return two rows, one of which starts with pages of padding."""
     ids = torch.randint(1, 1000, (2, tokens), generator=torch.Generator().manual_seed(1))
-    seen = torch.ones_like(ids)
-    seen[0, :100] = 0
-    return {"input_ids": ids.to("cuda:0"), "attention_mask": seen.to("cuda:0")}
+    mask = torch.ones_like(ids)
+    mask[0, :100] = 0
+    return {"input_ids": ids.to("cuda:0"), "attention_mask": mask.to("cuda:0")}
 
 
 @pytest.mark.parametrize("form", [{}, {"max_cache_len": 400}], ids=["growing", "static"])
 @pytest.mark.parametrize("kind", [None, "heads"], ids=["dynamic", "static-scales"])
-def test_two_gpus_give_the_tokens_of_one(models, form, kind):
-    found = []
+def test_two_gpus_give_the_tokens_of_one_gpu(models, form, kind):
+    answers = []
     for model in models:
-        given = None if kind is None else scales()
-        cache = FP8PagedCache(model.config, scales=given, prefill="stored", **form)
-        found.append(model.generate(**prompt(), past_key_values=cache, **GREEDY).tolist())
-    assert found[0] == found[1]
+        cache_scales = None if kind is None else scales()
+        cache = FP8PagedCache(model.config, scales=cache_scales, prefill="stored", **form)
+        answers.append(model.generate(**prompt(), past_key_values=cache, **GREEDY).tolist())
+    assert answers[0] == answers[1]
 
 
 def test_forks_and_files_over_two_gpus(models, tmp_path):
-    """A fork, and a cache that was loaded to the CPU, continue like the original."""
+    """A fork and a cache that was loaded to the CPU continue as the original."""
     _, model = models
     cache = FP8PagedCache(model.config, scales=scales(), prefill="stored")
     inputs = prompt()
     with torch.no_grad():
         model(**{name: t[:, :290] for name, t in inputs.items()}, past_key_values=cache)
-    others = [cache.fork(), FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]
-    found = [
-        model.generate(**inputs, past_key_values=c, **GREEDY).tolist() for c in (cache, *others)
+    copies = [cache.fork(), FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]
+    answers = [
+        model.generate(**inputs, past_key_values=c, **GREEDY).tolist() for c in (cache, *copies)
     ]
-    assert found[1] == found[0]
-    assert found[2] == found[0]
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]

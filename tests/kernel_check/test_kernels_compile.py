@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs, on a machine without one; see tests/tools/kernels.
+"""The kernels, compiled for GPUs on a machine without one, with tests/tools/kernels.
 
 Other processes compile, because this process may run kernels in Triton's interpreter.
 """
@@ -40,11 +40,11 @@ GOOD = Assembly(
 )
 
 
-# -- what is compiled ------------------------------------------------------------------------------
+# -- compiled steps --------------------------------------------------------------------------------
 
-# Grid: each operation on both vendors' GPUs, and on sm_90 each way to convert codes: by an
+# Grid: Each operation on GPUs of both vendors, and on sm_90 each way to convert codes: by an
 # instruction (e4m3), by moving bits (e3m4, e2m5), not at all (auto). Growing and preallocated
-# caches launch these. With a bias, numbers are as large as float32 allows.
+# caches launch these. With a bias, values are as large as float32 allows.
 STEPS = [
     "decode e4m3 D128", "decode auto D128", "decode e4m3 static D128", "decode e2m5 D128 rotated",
     "decode e4m3 D128 bias",
@@ -69,46 +69,46 @@ print(json.dumps({{"steps": steps, "bad": bad, "replays": replays}}))
 
 def run_python(*arguments: str) -> tuple[int, dict]:
     """Run Python without Triton's interpreter. Return the exit code and the JSON printed."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False,
         env=make_environment(), cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert done.stdout, done.stderr
-    sys.stderr.write(done.stderr)
-    return done.returncode, json.loads(done.stdout)
+    assert process.stdout, process.stderr
+    sys.stderr.write(process.stderr)
+    return process.returncode, json.loads(process.stdout)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, list[dict]]]:
-    """Rows of the steps by target, of the bad kernels by name, and of the replayed calls."""
+    """Return rows of the steps by target, of the bad kernels by name, and of the replayed calls."""
     return run_python("-c", COMPILE)[1]
 
 
 def check_rows(rows: list[dict]) -> None:
-    """Check that the kernels keep all rules, and that the rows are of every kernel."""
+    """Check that the kernels obey all rules, and that the rows cover all kernels."""
     assert [row for row in rows if row["violations"]] == []
     kernels = {row["kernel"] for row in rows} - {"widen_codes"}
     assert kernels == {"plan", "decode", "combine", "extend", "write", "gather"}
 
 
-# `make oldest` runs this with an older Triton.
+# `make oldest` runs this with an old Triton.
 @pytest.mark.parametrize("target", TARGETS_OF_STEPS)
-def test_what_a_step_runs_keeps_the_rules(compiled, target):
+def test_kernels_of_a_step_obey_the_rules(compiled, target):
     check_rows(compiled["steps"][target])
-    # Products of gfx942 read no codes from shared memory.
+    # Products on gfx942 read no codes from shared memory.
     widened = any(row["kernel"] == "widen_codes" for row in compiled["steps"][target])
     assert widened == (target == "sm_90")
     assert {row["variant"] for row in compiled["steps"][target]} == set(TARGETS_OF_STEPS[target])
 
 
-def test_a_replayed_call_starts_what_triton_would(compiled):
-    """Also if one thing is changed that a call depends on: before the recording, and after it."""
+def test_a_replayed_call_launches_as_triton_does(compiled):
+    """This holds after a change of any input of the call, before or after the recording."""
     (compared,) = compiled["replays"]["calls"]
     assert compared.keys() == {"attend", "write", "make_plan"}
     assert sum(compared.values()) > 120, compared
 
 
-def test_steps_are_variants_of_every_operation():
+def test_steps_cover_all_operations():
     steps, everything = list_variants(STEPS), list_variants()
     assert len(steps) == len(STEPS)
     assert len({v.name for v in everything}) == len(everything)
@@ -120,8 +120,8 @@ def test_steps_are_variants_of_every_operation():
 # -- the rules -------------------------------------------------------------------------------------
 
 
-def assert_named(found: list[str], broken: list[str]) -> None:
-    assert all(part in text for text, part in zip(found, broken, strict=True)), found
+def assert_named(violations: list[str], expected: list[str]) -> None:
+    assert all(part in text for text, part in zip(violations, expected, strict=True)), violations
 
 
 @pytest.mark.parametrize(
@@ -141,24 +141,24 @@ def test_a_bad_kernel_breaks_its_rules(compiled, name, broken):
     assert list(compiled["bad"]) == list(CASES)
     (row,) = compiled["bad"][name]
     # Triton 3.9 spills a value of a small kernel.
-    found = [x for x in row["violations"] if not (NEWER and name != "large" and "spills" in x)]
-    assert_named(found, broken)
+    actual = [x for x in row["violations"] if not (NEWER and name != "large" and "spills" in x)]
+    assert_named(actual, broken)
 
 
 def violations(
-    found: Assembly, *, target: str = "sm_90", shared: int = 38912, k: str = "fp8_e4m3",
+    assembly: Assembly, *, target: str = "sm_90", shared: int = 38912, k: str = "fp8_e4m3",
     extras: tuple[str, ...] = (),
 ):  # fmt: skip
-    """Return the rules that a main decode kernel with four warps and tiles of 64 breaks."""
+    """Return the violations of a main decode kernel with four warps and tiles of 64."""
     gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, extras=extras, main=True)
     gpu = replace(gpu, parameters={"programs": 3 if gpu.is_nvidia else 1})
-    return list(find_violations(gpu, variant, found, shared, warps=4, tile=64, converts=True))
+    return list(find_violations(gpu, variant, assembly, shared, warps=4, tile=64, converts=True))
 
 
-# sm_80 has no instruction that converts E4M3, and sm_86 has less shared memory. A warp of AMD's has
+# sm_80 has no instruction that converts E4M3, and sm_86 has less shared memory. A warp of AMD has
 # 64 lanes, so half as many bytes per lane suffice.
 @pytest.mark.parametrize(
-    ("change", "where", "broken"),
+    ("change", "options", "broken"),
     [
         ({}, {}, []),
         ({"spills": 8}, {}, []),  # outside the main loop
@@ -185,8 +185,8 @@ def violations(
         ({"wide_bytes": 64, "conversions": 0}, {"target": "gfx942"}, []),
     ],
 )  # fmt: skip
-def test_each_rule_names_its_violation(change, where, broken):
-    assert_named(violations(replace(GOOD, **change), **where), broken)
+def test_each_rule_names_its_violation(change, options, broken):
+    assert_named(violations(replace(GOOD, **change), **options), broken)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_each_rule_names_its_violation(change, where, broken):
         ("gfx942", 64, 4, 40000, 1),
     ],
 )
-def test_programs_that_fit(target, registers, warps, shared, programs):
+def test_resident_programs_are_computed(target, registers, warps, shared, programs):
     assert Target.parse(target).fit(registers, warps, shared) == programs
 
 
@@ -263,10 +263,10 @@ _decode:
 """
 
 
-def test_facts_in_assembly():
-    """NVIDIA's main loop is the shortest that multiplies. Copies may outlast a wait."""
-    found = read_nvidia(SASS, "Function _decode:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
-    assert found == Assembly(
+def test_assembly_is_parsed():
+    """NVIDIA's main loop is the shortest loop with products. Copies may outlast a wait."""
+    assembly = read_nvidia(SASS, "Function _decode:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
+    assert assembly == Assembly(
         registers=168, spills=1, doubles=1, loop=3, wide_bytes=16, byte_loads=0, conversions=0
     )
     text = SASS[SASS.index(".L_x_0:") :]
@@ -280,40 +280,40 @@ def test_facts_in_assembly():
 
 
 @pytest.mark.parametrize(("left", "ahead"), [(0, 0.0), (1, 0.0), (2, 0.5), (4, 1.0)])
-def test_loads_of_amd_end_in_order(left, ahead):
-    """Two wide loads, a narrow load after each, and a wait before the product."""
+def test_amd_loads_finish_in_order(left, ahead):
+    """The loop has two wide loads, a narrow load after each, and a wait before the product."""
     loads = "\tglobal_load_dwordx4 v[0:3], v[4:5], off\n\tglobal_load_dword v7, v[4:5], off\n"
     wait = f"{loads * 2}\ts_waitcnt lgkmcnt(0) vmcnt({left})\n\tv_mfma"
     text = GCN.replace("\tglobal_load_dwordx4 v[0:3], v[4:5], off\n", "")
     assert read_amd(text.replace("\tv_mfma", wait)).ahead == ahead
 
 
-# -- codec.py's assembly ---------------------------------------------------------------------------
+# -- the assembly of codec.py ----------------------------------------------------------------------
 
 
-# The package lacks this format. Its NaN differs from those of the others.
-MADE_UP = [Format("fp8_e3m4fn", 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0)]
+# The package does not have this format. Its NaN differs from the NaN of all formats.
+UNKNOWN = [Format("fp8_e3m4fn", 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0)]
 
 
 MOVE = [
-    ".visible .entry _move(.param .u64 codes, .param .u64 numbers) .reqntid 256 {{ .reg .b32 %r<4>",
+    ".visible .entry _move(.param .u64 codes, .param .u64 values) .reqntid 256 {{ .reg .b32 %r<4>",
     ".reg .b64 %rd<5>", "mov.u32 %r3, %tid.x",
     "ld.param.b64 %rd1, [codes]", "mad.wide.u32 %rd3, %r3, 4, %rd1", "ld.global.b32 %r2, [%rd3]",
-    "{} ld.param.b64 %rd2, [numbers]", "mad.wide.u32 %rd4, %r3, 8, %rd2",
+    "{} ld.param.b64 %rd2, [values]", "mad.wide.u32 %rd4, %r3, 8, %rd2",
     "st.global.v2.b32 [%rd4], {{%r0, %r1}}", "ret", "}}",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("keep_nan", [False, True], ids=["", "nan"])
-@pytest.mark.parametrize("fmt", [*FORMATS.values(), *MADE_UP], ids=lambda fmt: fmt.name)
-def test_packed_moves_convert_every_code_in_every_place(fmt, keep_nan, monkeypatch):
+@pytest.mark.parametrize("fmt", [*FORMATS.values(), *UNKNOWN], ids=lambda fmt: fmt.name)
+def test_packed_moves_convert_all_codes_in_all_positions(fmt, keep_nan, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     monkeypatch.setattr(Target, "converts", lambda *_: False)
     shifted = codec.codec_for.__wrapped__(
         fmt.name, Target.parse("sm_80"), tl.float16, False, keep_nan
     )
     nan = keep_nan or fmt.inf_code is not None
-    words = torch.stack([(torch.arange(256) * 37 + place * 11) % 256 for place in range(4)])
+    words = torch.stack([(torch.arange(256) * 37 + position * 11) % 256 for position in range(4)])
     packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0)
     bits = torch.zeros(256, 4, dtype=torch.int16)
     packed = packed.to(torch.int32)
@@ -321,13 +321,13 @@ def test_packed_moves_convert_every_code_in_every_place(fmt, keep_nan, monkeypat
     addresses = [packed.data_ptr(), bits.data_ptr()]
     memory = GlobalMemory([packed, bits])
     execute(program, compile_program(program), addresses, (1, 1, 1), memory, shared=0)
-    found = bits.T.view(torch.float16).float() * shifted.factor
-    wanted = decode(words.to(torch.uint8), fmt)
+    actual = bits.T.view(torch.float16).float() * shifted.factor
+    expected = decode(words.to(torch.uint8), fmt)
     if not nan:
-        kept = ~wanted.isnan()
-        found, wanted = found[kept], wanted[kept]
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+        kept = ~expected.isnan()
+        actual, expected = actual[kept], expected[kept]
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_packed_moves_convert_every_code_in_every_place(fmt, keep_nan, monkeypat
     ],
     ids=lambda fmt: fmt.name,
 )
-def test_a_format_that_cannot_be_moved_is_refused(fmt, monkeypatch):
+def test_an_unsupported_format_is_refused(fmt, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     with pytest.raises(AssertionError, match=fmt.name):
         codec.codec_for.__wrapped__(fmt.name, Target.parse("sm_80"), tl.float16, False, False)
@@ -354,7 +354,7 @@ ROW = {
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Return a function that runs the command on given rows, and returns its code and output."""
+    """Return a function that runs the command with rows, and returns its code and output."""
 
     def run_command(*arguments: str, rows: list[dict]) -> tuple[int, str]:
         def check_targets(names, variants):
@@ -368,8 +368,8 @@ def run(monkeypatch, capsys):
     return run_command
 
 
-def test_the_command_fails_if_a_rule_is_broken_and_shows_what_changed(run, tmp_path):
-    """A summary only compiles the kernels that read pages."""
+def test_the_command_fails_on_violations_and_shows_changes(run, tmp_path):
+    """A summary compiles only the kernels that read pages."""
     code, out = run(rows=[ROW])
     assert code == 0
     assert all(f"{name} " in out for name in TARGETS)
@@ -382,8 +382,8 @@ def test_the_command_fails_if_a_rule_is_broken_and_shows_what_changed(run, tmp_p
     (tmp_path / "before.json").write_text(out)
     faster = {**ROW, "registers": 104, "per_kib": 55.5}
     code, out = run("--summary", "--before", str(tmp_path / "before.json"), rows=[faster])
-    shown = [text in out for text in ("168 > 104", "120.0 > 55.5", "39424 >")]
-    assert (code, shown) == (0, [True, True, False])
+    is_shown = [text in out for text in ("168 > 104", "120.0 > 55.5", "39424 >")]
+    assert (code, is_shown) == (0, [True, True, False])
 
 
 @pytest.mark.parametrize("option", ["--target", "--variant"])

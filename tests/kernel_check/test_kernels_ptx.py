@@ -1,4 +1,4 @@
-"""Kernels executed from their PTX, and faults planted in it, in a separate process."""
+"""Kernels run from their PTX, and planted faults are detected, in a separate process."""
 
 import re
 import subprocess
@@ -12,12 +12,12 @@ from benchmarks.shared import make_environment
 pytest.importorskip("triton", reason="Triton compiles the kernels")
 
 
-def test_kernels_run_from_their_ptx_and_faults_in_it_are_found():
-    """This process runs kernels in Triton's interpreter."""
+def test_kernels_run_from_their_ptx_and_faults_are_detected():
+    """The process is separate, because this process uses Triton's interpreter."""
     environment = {k: v for k, v in make_environment().items() if not k.startswith("PYTEST_")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.tools.ptx.plugin", "tests/ops/test_ptx.py"],
         env=environment, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r" 16 passed, \d+ deselected", done.stdout), done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r" 16 passed, \d+ deselected", process.stdout), process.stdout

@@ -1,7 +1,7 @@
-"""Block table, allocator, group and pool against lists of tokens, in random order and directly.
+"""Block table, allocator, group and pool, against lists of tokens in random order, and directly.
 
-The state machine's model has no page numbers: a sequence is a list of tokens, and its pages are
-objects whose holders are counted.
+The model of the state machine has no page indices: a sequence is a list of tokens, and its pages
+are objects whose holders are counted.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from hf_fp8kv.paging.layer_group import LayerGroup
 from hf_fp8kv.paging.lengths import HostLength
 from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
-from tests.paging.test_page_pool import whole
+from tests.paging.test_page_pool import all_pages
 
 CPU = torch.device("cpu")
 HEADS, K_DIM, V_DIM = 2, 3, 2
@@ -35,7 +35,7 @@ PLAN = LayerPlan(SidePlan("fp8"), SidePlan("fp8"))
 
 
 def marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
-    """What each token leaves in every tensor of a pool: `[B, T, ...]`, unlike any other token's."""
+    """Return the unique marks of each token in every tensor of a pool, `[B, T, ...]`."""
     ids = torch.from_numpy(tokens)[..., None, None]
     k = ids * 16 + torch.arange(HEADS * K_DIM).view(HEADS, K_DIM)
     v = ids * 16 + 8 + torch.arange(HEADS * V_DIM).view(HEADS, V_DIM)
@@ -44,21 +44,21 @@ def marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
 
 
 def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mark in the dtype of its tensor: two bytes of it in turn where it holds bytes."""
+    """Return a mark in the dtype of its tensor. Byte tensors alternate its low and high bytes."""
     if dtype == torch.uint8:
         shift = torch.arange(mark.shape[-1]) % 2 * 8
         return (mark >> shift).to(torch.uint8)
-    # bfloat16 holds whole numbers up to 256.
+    # bfloat16 represents integers up to 256.
     return (mark % 251 if "scales" in name else mark).to(dtype)
 
 
 def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
-    """Token `[b, t]` of the list is then in position `start + t` of sequence `b`."""
+    """Write token `[b, t]` of the list to position `start + t` of sequence `b`."""
     pages, slots = entries(rows, start, tokens.shape[1], pool.page_size)
-    held = pool.memory.take(np.arange(len(pool.memory)))
-    for _, by_slot, stored in compared(pool.layout.split(held), tokens):
+    pages_held = pool.memory.take(np.arange(len(pool.memory)))
+    for _, by_slot, stored in compared(pool.layout.split(pages_held), tokens):
         by_slot[pages, slots] = stored
-    pool.memory.put(np.arange(len(held)), held)
+    pool.memory.put(np.arange(len(pages_held)), pages_held)
 
 
 def compared(
@@ -73,17 +73,17 @@ def compared(
 
 
 def assert_holds(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
-    """Token `[b, t]` of the list is in position `start + t` of sequence `b`, in every tensor."""
+    """Assert that token `[b, t]` is in position `start + t` of sequence `b`, in every tensor."""
     pages, slots = entries(rows, start, tokens.shape[1], pool.page_size)
-    for name, by_slot, stored in compared(whole(pool), tokens):
+    for name, by_slot, stored in compared(all_pages(pool), tokens):
         wrong = (by_slot[pages, slots] != stored).flatten(2).any(-1).nonzero().tolist()
-        assert not wrong, f"{name}: (sequence, token - {start}) {wrong[:5]} hold something else"
+        assert not wrong, f"{name}: (sequence, token - {start}) {wrong[:5]} hold different values"
 
 
 def entries(
     rows: np.ndarray, start: int, tokens: int, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page `[B, T]` and slot `[T]` (spread over B) of each position."""
+    """Return the page `[B, T]` and the slot `[T]` (expanded over B) of each position."""
     positions = np.arange(start, start + tokens)
     pages = rows[:, positions // page_size]
     assert (pages >= 0).all(), "a token is in no page"
@@ -95,11 +95,11 @@ def entries(
 
 
 class ModelPage:
-    """A page: only its identity counts."""
+    """A page, compared by identity."""
 
 
 class ModelTable:
-    """A block table as lists: for each sequence its pages by logical number."""
+    """A block table as a list of dicts: the pages of each sequence, by logical index."""
 
     def __init__(self, page_size: int, window: int | None) -> None:
         self.page_size, self.window = page_size, window
@@ -111,46 +111,46 @@ class ModelTable:
         return 0 if self.window is None else max(0, length + 1 - self.window)
 
     def kept_from(self, length: int) -> int:
-        """A page stays that the next token sees something of, or that the last token is in."""
+        """Return the first page that the next token attends to or that has the last token."""
         return min(self.visible_from(length), length - 1) // self.page_size
 
     def settle(self, length: int) -> None:
         if self.window is not None and length:
             self.first = max(self.first, self.kept_from(length))
             for pages in self.pages:
-                for number in [n for n in pages if n < self.first]:
-                    del pages[number]
+                for index in [i for i in pages if i < self.first]:
+                    del pages[index]
 
     def cut(self, length: int) -> None:
         for pages in self.pages:
-            for number in [n for n in pages if n * self.page_size >= length]:
-                del pages[number]
+            for index in [i for i in pages if i * self.page_size >= length]:
+                del pages[index]
 
     def clear(self) -> None:
         self.pages, self.first = [], 0
 
     def is_long(self, start: int, stop: int) -> bool:
-        """A call from `start` to `stop` needs more pages than a window is ever in."""
+        """Return whether a call from `start` to `stop` needs more pages than a window has."""
         if self.window is None or self.record_past:
             return False
-        most = (self.window + self.page_size - 2) // self.page_size + 1
-        return -(-stop // self.page_size) - self.visible_from(start) // self.page_size > most
+        max_pages = (self.window + self.page_size - 2) // self.page_size + 1
+        return -(-stop // self.page_size) - self.visible_from(start) // self.page_size > max_pages
 
     def take(self, start: int, stop: int, batch: int, others: list["ModelTable"]) -> int:
-        """Every position to be written has a page of its own; returns how many were taken."""
+        """Give each written position a page that no other table has, and count the new pages."""
         self.pages = self.pages or [{} for _ in range(batch)]
         holders = Counter(page_ids(others))
-        taken = 0
-        for number in range(start // self.page_size, -(-stop // self.page_size)):
+        count = 0
+        for index in range(start // self.page_size, -(-stop // self.page_size)):
             for row in self.pages:
-                page = row.get(number)
+                page = row.get(index)
                 if page is not None:
                     if holders[id(page)] == 1:
                         continue
                     holders[id(page)] -= 1
-                row[number] = ModelPage()
-                taken += 1
-        return taken
+                row[index] = ModelPage()
+                count += 1
+        return count
 
     def copied(self) -> "ModelTable":
         other = copy.copy(self)
@@ -179,12 +179,12 @@ def check_tables(*tables: BlockTable) -> None:
     )
     free = np.flatnonzero(references == 0)
     assert sorted(allocator._free) == free.tolist(), (
-        f"{len(free)} pages are held by nobody, {allocator.num_free} are listed as free"
+        f"{len(free)} pages are held by no table, {allocator.num_free} are listed as free"
     )
 
 
 def fork_group(group: LayerGroup) -> LayerGroup:
-    """A group over the same pages, with layers over the same pools."""
+    """Return a fork of a group, with layers over the same pools."""
     fork = group.fork()
     for pool, length in zip(group.pools, group.lengths, strict=True):
         fork.lengths[fork.add(pool)] = length
@@ -200,9 +200,9 @@ def check_crop(group: LayerGroup, tokens: int) -> None:
 
 
 class Cache:
-    """What a cache is to its block tables: groups that share a budget, layers that write in turn.
+    """The groups of a cache, which share a budget, next to their models.
 
-    The real thing and its model, side by side.
+    Layers write one after another, as in a cache.
     """
 
     def __init__(self, groups: dict[str, LayerGroup], models: dict[str, ModelTable]) -> None:
@@ -224,7 +224,7 @@ class Cache:
         return other
 
     def state(self) -> object:
-        """Everything that a refused call must leave as it was."""
+        """Return everything that a refused call must not change."""
         return [
             (g.table.first, g.table.count, g.table.used().tolist(), list(g.lengths))
             for g in self.groups.values()
@@ -232,9 +232,9 @@ class Cache:
 
 
 def refusal(call: Callable[[], None], kind: type[Exception]) -> tuple[str, dict] | None:
-    """What `call` raises: message and attributes; None if it does not.
+    """Return message and attributes of the error of `call`, or None if it raises no error.
 
-    Unlike pytest.raises, it keeps no frame, and with it no table that is about to be dropped.
+    Unlike pytest.raises, this keeps no frame, so it does not keep tables alive.
     """
     try:
         call()
@@ -244,7 +244,7 @@ def refusal(call: Callable[[], None], kind: type[Exception]) -> tuple[str, dict]
 
 
 class Pages(RuleBasedStateMachine):
-    """Several forks of a cache, each written, cut, reordered and dropped on its own."""
+    """Several forks of a cache, each independently written, cropped, reordered and dropped."""
 
     @initialize(
         page_size=st.sampled_from([2, 4, 8]),
@@ -266,13 +266,13 @@ class Pages(RuleBasedStateMachine):
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1), label="cache")]
 
     def predicted(
-        self, cache: Cache, tokens: int, batch: int, *, in_vain: bool = False
+        self, cache: Cache, tokens: int, batch: int, *, is_undone: bool = False
     ) -> tuple[dict[str, ModelTable], int]:
-        """The tables after `tokens` more, and the pages that takes; changes nothing.
+        """Return the tables after `tokens` more, and the number of new pages. Nothing changes.
 
-        `in_vain`: before a long call frees what is behind its window.
+        With `is_undone`, long calls do not yet free the pages before their window.
         """
-        after, taken, start, stop = {}, 0, cache.length, cache.length + tokens
+        after, count, start, stop = {}, 0, cache.length, cache.length + tokens
         for name, model in cache.models.items():
             new = after[name] = model.copied()
             first, is_long = start, new.is_long(start, stop)
@@ -281,13 +281,13 @@ class Pages(RuleBasedStateMachine):
             elif not new.record_past:
                 new.settle(start)
             others = [c.models[name] for c in self.caches if c is not cache]
-            taken += new.take(first, stop, batch, [*others, new])
-            if is_long and not in_vain:
+            count += new.take(first, stop, batch, [*others, new])
+            if is_long and not is_undone:
                 new.settle(stop)
-        return after, taken
+        return after, count
 
     def tables(self) -> dict[PageAllocator, list[BlockTable]]:
-        """The tables of each allocator."""
+        """Return the tables of each allocator."""
         tables: dict[PageAllocator, list[BlockTable]] = {}
         for cache in self.caches:
             for group in cache.groups.values():
@@ -295,7 +295,7 @@ class Pages(RuleBasedStateMachine):
         return tables
 
     def held_if_settled(self, cache: Cache, tokens: int) -> int:
-        """Pages held once a step of `cache` has given back what it does not need."""
+        """Return the pages in use after a step of `cache` has freed unneeded pages."""
         models = []
         for other in self.caches:
             for model in other.models.values():
@@ -310,12 +310,12 @@ class Pages(RuleBasedStateMachine):
         cache = self.pick(data)
         batch = len(cache.sequences) or batch
         start, stop = cache.length, cache.length + tokens
-        after, taken = self.predicted(cache, tokens, batch)
+        after, needed = self.predicted(cache, tokens, batch)
         available = None
         if self.budget.max_pages is not None:
             available = self.budget.max_pages - self.held_if_settled(cache, tokens)
-        if available is not None and taken > available:
-            self.write_is_refused(cache, start, stop, batch, taken, available)
+        if available is not None and needed > available:
+            self.write_is_refused(cache, start, stop, batch, needed, available)
             return
         count = tokens * batch
         ids = np.arange(self.next_token, self.next_token + count).reshape(batch, tokens)
@@ -331,7 +331,7 @@ class Pages(RuleBasedStateMachine):
             sequence += new
 
     def write_layer(self, cache: Cache, group: LayerGroup, member: int, ids: np.ndarray) -> None:
-        """What a layer does."""
+        """Store the tokens of one call as a layer does."""
         start, stop = cache.length, cache.length + ids.shape[1]
         group.prepare(start, stop, len(ids))
         pool, capacity = group.pools[member], group.table.allocator.capacity
@@ -345,7 +345,7 @@ class Pages(RuleBasedStateMachine):
         if call.long is None:
             write(pool, call.table.numpy(), start, ids)
         else:
-            # As a layer does, with a pool in place of the scratch pages.
+            # As in a layer, with a pool in place of the scratch pages.
             old, own = call.long.old, call.long.own
             room = old.shape[1] + -(-ids.shape[1] // self.page_size)
             scratch = copy.deepcopy(pool)
@@ -363,15 +363,15 @@ class Pages(RuleBasedStateMachine):
         group.lengths[member] = stop
 
     @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))
-    def write_in_vain(self, data: st.DataObject, tokens: int, batch: int) -> None:
-        """A layer in the middle of a step refuses it; all of it is taken back."""
+    def write_and_undo(self, data: st.DataObject, tokens: int, batch: int) -> None:
+        """Refuse a step in one of its layers, and undo all of it."""
         cache = self.pick(data)
         batch = len(cache.sequences) or batch
         if self.budget.max_pages is not None:
             return
         layers = [(g, member) for g in cache.groups.values() for member in range(len(g.pools))]
         written = layers[: data.draw(st.integers(1, len(layers)), label="layers")]
-        cache.models, _ = self.predicted(cache, tokens, batch, in_vain=True)
+        cache.models, _ = self.predicted(cache, tokens, batch, is_undone=True)
         for group, member in written:
             self.write_layer(cache, group, member, np.zeros((batch, tokens), np.int64))
         for group, member in written:
@@ -379,7 +379,7 @@ class Pages(RuleBasedStateMachine):
         for group in cache.groups.values():
             group.drop_unused()
         for model in cache.models.values():
-            # A page that was copied, since a fork has it, too, stays a copy.
+            # A page that was copied because a fork has it stays a copy.
             model.cut(cache.length)
             if not cache.length:
                 model.clear()
@@ -390,10 +390,10 @@ class Pages(RuleBasedStateMachine):
         lengths = [list(group.lengths) for group in cache.groups.values()]
         error = refusal(lambda: cache.groups["full"].prepare(start, stop, batch), OutOfPagesError)
         assert error is not None
-        # Pages behind the window count as available, or against what is needed.
+        # Pages before the window count as available, or reduce the needed pages.
         assert error[1]["needed"] - error[1]["available"] == needed - available
         assert [list(group.lengths) for group in cache.groups.values()] == lengths
-        # Pages behind the window may be gone; what a query sees may not.
+        # Pages before the window may be freed, but not those that a query attends to.
         for name, model in cache.models.items():
             if cache.groups[name].table.first != model.first:
                 model.settle(cache.length)
@@ -439,8 +439,8 @@ class Pages(RuleBasedStateMachine):
         cache = self.pick(data)
         if not cache.sequences:
             return
-        sequence_numbers = st.integers(0, len(cache.sequences) - 1)
-        chosen = data.draw(st.lists(sequence_numbers, min_size=1, max_size=4), label="sequences")
+        sequence_indices = st.integers(0, len(cache.sequences) - 1)
+        chosen = data.draw(st.lists(sequence_indices, min_size=1, max_size=4), label="sequences")
         for name, group in cache.groups.items():
             select(group.table, chosen)
             cache.models[name].pages = [dict(cache.models[name].pages[i]) for i in chosen]
@@ -456,7 +456,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: len(self.caches) > 1)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        # With the cache its groups and tables are gone: nothing else refers to them.
+        # Groups and tables are freed with the cache, because nothing else refers to them.
         self.caches.remove(self.pick(data))
 
     @rule(data=st.data())
@@ -480,7 +480,7 @@ class Pages(RuleBasedStateMachine):
                 assert group.length <= group.table.count * self.page_size
 
     @invariant()
-    def held_pages_are_those_of_the_model(self) -> None:
+    def held_pages_match_the_model(self) -> None:
         models = [model for cache in self.caches for model in cache.models.values()]
         assert self.budget.held == len({*page_ids(models)})
         assert self.budget.held == sum(allocator.held for allocator in self.tables())
@@ -489,7 +489,7 @@ class Pages(RuleBasedStateMachine):
             assert all(a.capacity <= self.budget.max_pages for a in self.tables())
 
     @invariant()
-    def every_sequence_of_every_fork_is_what_was_written(self) -> None:
+    def all_forks_hold_the_written_tokens(self) -> None:
         for cache in self.caches:
             tokens = np.array(cache.sequences)
             for name, group in cache.groups.items():
@@ -508,7 +508,7 @@ class Pages(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def start_again(self, data: st.DataObject) -> None:
-        """Every fork is dropped, and nothing is held; the last, empty, goes on."""
+        """Drop all forks but one, and clear it. Nothing is held then."""
         self.caches = [self.pick(data)]
         self.clear(data)
         assert self.budget.held == 0
@@ -521,7 +521,7 @@ class Pages(RuleBasedStateMachine):
 TestPages = Pages.TestCase
 
 
-# Directed.
+# Direct tests.
 
 
 def new_table(page_size: int = 4, max_pages: int | None = None) -> BlockTable:
@@ -529,7 +529,7 @@ def new_table(page_size: int = 4, max_pages: int | None = None) -> BlockTable:
 
 
 def written(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
-    """A table with room for `tokens` tokens."""
+    """Return a table with room for `tokens` tokens."""
     table = new_table(page_size)
     table.reserve(0, tokens, batch)
     return table
@@ -538,7 +538,7 @@ def written(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
 @pytest.mark.parametrize(
     ("token", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (99, 3)]
 )
-def test_every_page_from_a_token_on_is_kept(token, first):
+def test_release_keeps_all_pages_from_a_token_on(token, first):
     table = written(12, batch=2)
     table.release(token)
     assert (table.first, table.count, table.allocator.held) == (first, 3, 2 * (3 - first))
@@ -547,7 +547,7 @@ def test_every_page_from_a_token_on_is_kept(token, first):
     check_tables(table)
 
 
-def test_a_full_page_is_shared_and_a_filling_one_is_copied():
+def test_full_pages_are_shared_and_partial_pages_are_copied():
     for length, copied in ((8, 0), (7, 2)):
         table = written(length, batch=2)
         fork, sources = table.fork(), list[int]()
@@ -561,7 +561,7 @@ def test_a_full_page_is_shared_and_a_filling_one_is_copied():
         with contextlib.suppress(MemoryError):
             table.reserve(length, 9, 2, fail)
         assert len(sources) == copied
-        assert table.allocator.held == held + (2 if not copied else 0), "a failure takes no page"
+        assert table.allocator.held == held + (2 if not copied else 0), "no page after a failure"
         check_tables(table, fork)
 
 
@@ -576,28 +576,28 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
-def test_a_fork_may_go_at_any_moment_of_what_another_table_does(operation):
-    # As when the garbage collector finds it: here before the n-th line that Python runs.
+def test_a_fork_may_be_freed_during_any_operation(operation):
+    # The garbage collector may run at any time: here before the n-th line that Python runs.
     for moment in itertools.count(1):
         table = written(6, batch=2)
         garbage = [table.fork()]
-        made = _interrupted(lambda table=table: operation(table), moment, garbage.clear)
+        result = _interrupted(lambda table=table: operation(table), moment, garbage.clear)
         if garbage:
             break
-        check_tables(table, *([made] if isinstance(made, BlockTable) else []))
+        check_tables(table, *([result] if isinstance(result, BlockTable) else []))
         assert table.allocator.budget.held == table.allocator.held, f"line {moment}"
     assert moment > 5
 
 
-def _interrupted(call: Callable[[], object], moment: int, what: Callable[[], None]) -> object:
-    """Returns what `call` does; before its `moment`-th line, if it has so many, calls `what`."""
+def _interrupted(call: Callable[[], object], moment: int, interrupt: Callable[[], None]) -> object:
+    """Return the result of `call`, and call `interrupt` before its `moment`-th line, if any."""
     lines = 0
 
     def trace(frame: object, event: str, argument: object) -> object:
         nonlocal lines
         lines += event == "line"
         if event == "line" and lines == moment:
-            what()
+            interrupt()
         return trace
 
     before = sys.gettrace()
@@ -609,7 +609,7 @@ def _interrupted(call: Callable[[], object], moment: int, what: Callable[[], Non
 
 
 @pytest.mark.full
-def test_a_table_alive_at_the_end_of_the_process_says_nothing():
+def test_a_table_alive_at_the_end_of_the_process_prints_nothing():
     code = (
         "from hf_fp8kv.paging.block_table import BlockTable\n"
         "from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget\n"
@@ -617,22 +617,22 @@ def test_a_table_alive_at_the_end_of_the_process_says_nothing():
         "table.reserve(0, 9, 2)\n"
         "table.self = table\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    command = [sys.executable, "-c", code]
+    assert not subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 # Growth.
 
 
 @pytest.mark.parametrize(("page_size", "batch"), [(16, 1), (64, 3)])
-def test_pages_are_made_in_steps_with_little_waste(page_size, batch):
+def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     for tokens in (1, 1024, 16_000):
         pages = -(-tokens // page_size)
-        most = max(pages * 33 // 32, 64 // page_size)
-        assert written(tokens, page_size=page_size).allocator.capacity <= most
+        max_capacity = max(pages * 33 // 32, 64 // page_size)
+        assert written(tokens, page_size=page_size).allocator.capacity <= max_capacity
     table = new_table(page_size)
     capacity, copied_pages = 0, 0
-    # Each token asks; only the first of a page can take one.
+    # Each token reserves, but only the first token of a page can need one.
     for length in range(1, 40_000, page_size):
         table.reserve(length - 1, length, batch)
         room = table.allocator.capacity
@@ -645,7 +645,7 @@ def test_pages_are_made_in_steps_with_little_waste(page_size, batch):
         assert room * page_size <= max(1.04 * tokens, tokens + 64), f"at {tokens} tokens"
     # Each page is moved at most about 32 times.
     assert copied_pages <= 36 * capacity
-    # Pages that were given back are used before new ones are made.
+    # Freed pages are used before new pages are added.
     table.truncate(4)
     table.reserve(4, 39_000, batch)
     assert table.allocator.capacity == capacity
@@ -657,7 +657,7 @@ def test_pages_are_made_in_steps_with_little_waste(page_size, batch):
 # Budgets.
 
 
-def test_going_past_the_budget_says_by_how_much_and_changes_nothing():
+def test_exceeding_the_budget_reports_the_pages_and_changes_nothing():
     table = new_table(max_pages=5)
     with pytest.raises(OutOfPagesError):
         table.reserve(0, 9, 2)
@@ -671,7 +671,7 @@ def test_going_past_the_budget_says_by_how_much_and_changes_nothing():
     assert (table.version, table.allocator.capacity) == (version, capacity)
     assert (table.first, table.count, table.allocator.held) == (0, 2, 4)
     check_tables(table)
-    # What fits still fits.
+    # A smaller step still fits.
     table.reserve(6, 8, 2)
 
 
@@ -679,7 +679,7 @@ def test_going_past_the_budget_says_by_how_much_and_changes_nothing():
 
 
 @pytest.mark.parametrize(("max_pages", "stop"), [(4, 12), (5, 20)], ids=["stored", "passing"])
-def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to(max_pages, stop):
+def test_a_refused_step_keeps_pages_before_the_window_for_a_crop(max_pages, stop):
     budget = PageBudget(4, max_pages)
     full, sliding = LayerGroup(budget), LayerGroup(budget, 5)
     for group in (full, sliding):
@@ -693,13 +693,13 @@ def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to(max_pages, 
         sliding.prepare(8, stop, 1)
     assert (sliding.table.first, sliding.table.count, full.table.count) == (0, 2, 2)
     check_crop(sliding, 1)
-    # What the step gives back counts: the page of the first four tokens.
+    # The page that the step frees counts as available: the first four tokens.
     budget.max_pages = 5
     sliding.prepare(8, 12, 1)
     assert (sliding.table.first, sliding.table.count, full.table.count) == (1, 3, 3)
 
 
-def test_copies_for_a_device_are_made_once_per_change():
+def test_copies_for_a_device_are_created_once_per_change():
     group = LayerGroup(PageBudget(4))
     length = HostLength(group, group.add(PagePool(4, PLAN, True)))
 
@@ -718,6 +718,6 @@ def test_copies_for_a_device_are_made_once_per_change():
     third = step(1)
     assert third.table is not first.table
     assert third.lengths.tolist() == [9, 9]
-    assert first.table.tolist() == [[0, 1], [2, 3]], "a handle on the old copy reads the same"
+    assert first.table.tolist() == [[0, 1], [2, 3]], "a handle with the old copy does not change"
     select(group.table, [0, 1, 1])
     assert length.written(CPU).lengths.tolist() == [9, 9, 9]

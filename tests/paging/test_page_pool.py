@@ -1,4 +1,4 @@
-"""The bytes of one layer: shapes, growth, copies and sizes."""
+"""The pages of one layer: shapes, growth, copies and sizes."""
 
 import weakref
 from collections.abc import Callable
@@ -46,25 +46,25 @@ def new_pool(
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one to three pages."""
+    """Limit blocks to one to three pages."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1200)
 
 
 layouts = pytest.mark.parametrize("in_one", [True, False], ids=["one block", "blocks"])
 
 
-def whole(pool: PagePool) -> dict[str, torch.Tensor]:
-    """Copies of all pages."""
+def all_pages(pool: PagePool) -> dict[str, torch.Tensor]:
+    """Return copies of all pages."""
     return pool.layout.split(pool.memory.take(np.arange(len(pool.memory))))
 
 
 def fill(pool: PagePool) -> dict[str, torch.Tensor]:
-    """Every number of every tensor is then random; returns copies."""
+    """Fill all tensors with random values, and return copies of all pages."""
     rows = pool.memory.take(np.arange(len(pool.memory)))
     for tensor in pool.layout.split(rows).values():
         tensor.copy_(torch.randint(1, 250, tensor.shape))
     pool.memory.put(np.arange(len(rows)), rows)
-    return whole(pool)
+    return all_pages(pool)
 
 
 def addresses(pool: PagePool) -> list[int]:
@@ -72,17 +72,17 @@ def addresses(pool: PagePool) -> list[int]:
 
 
 def assert_holds(pool: PagePool, expected: dict[str, torch.Tensor]) -> None:
-    """The first pages hold `expected`, and all others are zero."""
-    found = whole(pool)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    """Assert that the first pages hold `expected`, and that all other pages are zero."""
+    actual = all_pages(pool)
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         count = len(expected[name])
         assert_same(tensor[:count].cpu(), expected[name].cpu(), name)
         assert not tensor[count:].any(), name
 
 
-# Formats of K and V, whether scales are dynamic, and the tensors that there are. All formats of
-# 8 bits are the same bytes to a pool.
+# Formats of K and V, whether scales are dynamic, and the names of the tensors. A pool treats all
+# formats of 8 bits in the same way.
 CASES = {
     "8 bits": ("fp8_e4m3", "fp8_e5m2", True, "k v token_scales"),
     "8 bits, static": ("int8", "fp8_e4m3", False, "k v"),
@@ -91,7 +91,7 @@ CASES = {
     "auto": ("auto", "auto", True, "k v"),
 }
 cases = pytest.mark.parametrize(("key", "value", "dynamic", "names"), CASES.values(), ids=CASES)
-# Grid: the dtype decides the size of "auto" numbers, and the layout the place of all tensors.
+# Grid: The dtype decides the size of "auto" values, and the layout decides all offsets.
 SHAPES = pairwise(
     list(CASES.values()), [torch.bfloat16, torch.float16, torch.float32], [False, True]
 )
@@ -101,19 +101,19 @@ SHAPES = pairwise(
 def test_shapes_dtypes_and_bytes(case, dtype, device, in_one):
     key, value, dynamic, names = case
     pool = new_pool(key, value, 7, dynamic=dynamic, dtype=dtype, device=device, in_one=in_one)
-    found = whole(pool)
-    assert " ".join(found) == names
-    assert found["k"].shape == (7, HEADS, S, K_DIM)
-    assert found["v"].shape == (7, HEADS, V_DIM, S), "V is stored transposed"
-    assert found["k"].dtype == pool.key_dtype == (dtype if key == "auto" else torch.uint8)
-    assert found["v"].dtype == pool.value_dtype == (dtype if value == "auto" else torch.uint8)
-    if "token_scales" in found:
-        assert found["token_scales"].shape == (7, HEADS, S, 2)
-        assert found["token_scales"].dtype == torch.bfloat16
-    assert all(tensor.device.type == device.type for tensor in found.values())
-    assert not any(tensor.any() for tensor in found.values()), "new pages are zero"
+    pages = all_pages(pool)
+    assert " ".join(pages) == names
+    assert pages["k"].shape == (7, HEADS, S, K_DIM)
+    assert pages["v"].shape == (7, HEADS, V_DIM, S), "V is stored transposed"
+    assert pages["k"].dtype == pool.key_dtype == (dtype if key == "auto" else torch.uint8)
+    assert pages["v"].dtype == pool.value_dtype == (dtype if value == "auto" else torch.uint8)
+    if "token_scales" in pages:
+        assert pages["token_scales"].shape == (7, HEADS, S, 2)
+        assert pages["token_scales"].dtype == torch.bfloat16
+    assert all(tensor.device.type == device.type for tensor in pages.values())
+    assert not any(tensor.any() for tensor in pages.values()), "new pages are zero"
     assert (len(pool.memory), pool.is_allocated) == (7, True)
-    size = sum(x[:1].nbytes for x in found.values())
+    size = sum(x[:1].nbytes for x in pages.values())
     assert size <= pool.layout.size < size + 48
     footprint = pool.memory_footprint()
     assert footprint["pages"] + footprint["scales"] == 7 * pool.layout.size
@@ -121,9 +121,7 @@ def test_shapes_dtypes_and_bytes(case, dtype, device, in_one):
 
 @layouts
 @cases
-def test_growing_keeps_every_page_and_zeroes_the_new_ones(
-    key, value, dynamic, names, device, in_one
-):
+def test_growing_keeps_all_pages_and_zeroes_new_pages(key, value, dynamic, names, device, in_one):
     pool = PagePool(S, LayerPlan(SidePlan("auto"), SidePlan("auto")), True)
     assert (len(pool.memory), pool.is_allocated) == (0, False)
     pool = new_pool(key, value, 0, dynamic=dynamic, device=device, in_one=in_one)
@@ -141,31 +139,31 @@ def test_growing_keeps_every_page_and_zeroes_the_new_ones(
 
 @layouts
 @cases
-def test_copying_a_page_copies_every_tensor_of_it_and_touches_no_other(
+def test_copying_a_page_copies_all_of_its_tensors_and_no_other_page(
     key, value, dynamic, names, device, in_one
 ):
-    pool, other = (
+    pool, source = (
         new_pool(key, value, pages, dynamic=dynamic, device=device, in_one=in_one)
         for pages in (6, 9)
     )
-    before, theirs = fill(pool), fill(other)
+    before, source_pages = fill(pool), fill(source)
     pool.memory.copy(np.zeros(0, np.int32), np.zeros(0, np.int32))
     assert_holds(pool, before)
     pool.memory.copy(np.array([4, 0, 4], np.int32), np.array([1, 5, 2], np.int32))
     expected = {name: tensor[[0, 4, 4, 3, 4, 0]] for name, tensor in before.items()}
     assert_holds(pool, expected)
-    pool.memory.put(np.array([1, 4, 0, 3]), other.memory.take(np.array([8, 2, 5, 0])))
+    pool.memory.put(np.array([1, 4, 0, 3]), source.memory.take(np.array([8, 2, 5, 0])))
     for name, tensor in expected.items():
-        tensor[[1, 4, 0, 3]] = theirs[name][[8, 2, 5, 0]]
+        tensor[[1, 4, 0, 3]] = source_pages[name][[8, 2, 5, 0]]
     assert_holds(pool, expected)
 
 
 class Allocations(TorchDispatchMode):
-    """Watch what tensors take: the largest, and the most at a time."""
+    """Records the bytes of zeroed tensors: the largest, the current and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = self.held = self.most = 0
+        self.largest = self.held = self.peak = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -175,7 +173,7 @@ class Allocations(TorchDispatchMode):
             size = result.untyped_storage().nbytes()
             self.largest = max(self.largest, size)
             self.held += size
-            self.most = max(self.most, self.held)
+            self.peak = max(self.peak, self.held)
             weakref.finalize(result.untyped_storage(), self._free, size)
         return result
 
@@ -183,49 +181,49 @@ class Allocations(TorchDispatchMode):
         self.held -= size
 
 
-def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
+def test_growing_allocates_one_block_at_a_time(monkeypatch):
     page = new_pool().layout.size
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * page)
     allocator = PageAllocator(PageBudget(S))
-    with Allocations() as seen, BytesWritten() as written:
+    with Allocations() as allocations, BytesWritten() as written:
         pool = new_pool(pages=0)
         for _ in range(300):
             allocator.allocate(1)
             pool.memory.grow(allocator.capacity)
-            # An address takes 8 bytes of each page, each time.
-            assert seen.held == len(pool.memory) * page
-    assert seen.largest <= 8 * page
-    assert seen.most == len(pool.memory) * page
+            # Each growth writes an address of 8 bytes for each page.
+            assert allocations.held == len(pool.memory) * page
+    assert allocations.largest <= 8 * page
+    assert allocations.peak == len(pool.memory) * page
     assert len(pool.memory) <= 300 * 33 // 32 + 4
     growths = 8 * len(pool.memory) * 300
     assert written.total <= len(pool.memory) * page + growths, "bytes were moved"
-    # All that is held is known: compaction takes a block after the other, and gives all back.
-    with seen:
-        seen.largest = 0
+    # Compaction also allocates one block at a time, and frees the old blocks.
+    with allocations:
+        allocations.largest = 0
         pool.memory.keep(np.arange(0, 300, 5, dtype=np.int32))
-    assert seen.largest <= 8 * page
-    assert seen.held == 60 * page
+    assert allocations.largest <= 8 * page
+    assert allocations.held == 60 * page
 
 
 @layouts
-def test_there_and_back_the_bytes_are_the_same(device, in_one):
+def test_moving_to_the_cpu_and_back_keeps_the_bytes(device, in_one):
     pool = new_pool(device=device, in_one=in_one)
     before, pointers = fill(pool), addresses(pool)
     pool.memory.move(device)
-    assert addresses(pool) == pointers, "they were there"
-    for place in (torch.device("cpu"), pool.device):
-        pool.memory.move(place)
+    assert addresses(pool) == pointers, "they were on this device"
+    for target in (torch.device("cpu"), pool.device):
+        pool.memory.move(target)
         assert_holds(pool, before)
 
 
 @pytest.mark.gpu
-def test_bytes_moved_to_the_cpu_are_there_when_move_returns():
+def test_move_to_the_cpu_waits_for_the_copy():
     pool = PagePool(64, LayerPlan(SidePlan("fp8"), SidePlan("fp8")), False)
     like = torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     pool.allocate(like, like, 2048)
     busy = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
-    # The copy waits behind this work; a reader on the CPU does not.
+    # The copy waits for this work, but a read on the CPU does not.
     for _ in range(20):
         busy = busy @ busy.clamp(-1, 1)
     pool.blocks.tensors[0].fill_(7)
@@ -234,15 +232,15 @@ def test_bytes_moved_to_the_cpu_are_there_when_move_returns():
 
 
 @layouts
-def test_freed_bytes_are_gone_and_can_be_taken_again(in_one):
+def test_a_freed_pool_may_be_allocated_again(in_one):
     pool = new_pool(in_one=in_one)
     fill(pool)
     pool.memory.free()
     assert (len(pool.memory), pool.is_allocated) == (0, False)
-    # Another model may come now.
+    # The new shapes may be different.
     pool.allocate(*tokens(heads=3, k_dim=7, v_dim=9, dtype=torch.float16), 2)
-    assert whole(pool)["k"].shape == (2, 3, S, 7)
-    assert not any(t.any() for t in whole(pool).values())
+    assert all_pages(pool)["k"].shape == (2, 3, S, 7)
+    assert not any(t.any() for t in all_pages(pool).values())
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -263,18 +261,18 @@ def encoded(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: Any) ->
 
 @layouts
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_record_has_the_pages_and_tensors_of_now(change, in_one):
-    """It finds the bytes wherever they went, and keeps none that a pool gives back."""
+def test_a_record_has_the_current_pages_and_tensors(change, in_one):
+    """A record has the current addresses, and keeps no freed block alive."""
     pool = new_pool("auto", "auto", in_one=in_one, dtype=torch.float32)
     table = torch.tensor([[1, 0]], dtype=torch.int32)
     scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
     encoding = encoded(("auto", "auto"), *scales, torch.zeros(1, HEADS, K_DIM))
     first = encoding.record(pool, table)
-    before, gone = fill(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
+    before, old_block = fill(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
     del first
     CHANGES[change](pool)
-    stays = change == "nothing" or (change == "grow" and not in_one)
-    assert (gone() is not None) == stays
+    is_kept = change == "nothing" or (change == "grow" and not in_one)
+    assert (old_block() is not None) == is_kept
     if not pool.is_allocated:
         return
     columns = before["k"][[3, 1] if change == "keep" else [1, 0]]
@@ -283,13 +281,13 @@ def test_a_record_has_the_pages_and_tensors_of_now(change, in_one):
         pages = encoding.record(pool, table)
         dense = ops.gather(pages, lengths, "k", 0, 2 * S, torch.float32, False, "reference")
         assert_same(dense[0], columns.transpose(0, 1).flatten(1, 2))
-    # Other tensors make another record.
-    others = tuple(x + 1 for x in (*scales, encoding.k_center))
-    encoding.k_scale, encoding.v_scale, encoding.k_center = others
-    found = encoding.record(pool, other_table := table.flip(1))
-    tensors = found.table, found.k.static_scale, found.v.static_scale, found.k.center
-    assert all(x is y for x, y in zip(tensors, (other_table, *others), strict=True))
-    other_plan = encoded(("fp8_e4m3", "int8"), *others).record(pool, other_table)
+    # Changed tensors give a different record.
+    new_tensors = tuple(x + 1 for x in (*scales, encoding.k_center))
+    encoding.k_scale, encoding.v_scale, encoding.k_center = new_tensors
+    record = encoding.record(pool, other_table := table.flip(1))
+    tensors = record.table, record.k.static_scale, record.v.static_scale, record.k.center
+    assert all(x is y for x, y in zip(tensors, (other_table, *new_tensors), strict=True))
+    other_plan = encoded(("fp8_e4m3", "int8"), *new_tensors).record(pool, other_table)
     assert (other_plan.k.format, other_plan.v.format) == ("fp8_e4m3", "int8")
 
 
@@ -297,15 +295,15 @@ def test_a_record_has_the_pages_and_tensors_of_now(change, in_one):
 
 
 @layouts
-def test_pages_come_from_a_pool_elsewhere(in_one):
-    """The blocks of the two begin at other pages, after growing in other steps."""
-    pool, other = (new_pool(pages=n, in_one=in_one) for n in (2, 7))
+def test_pages_are_received_from_a_second_pool(in_one):
+    """The blocks of the pools begin at different pages, after growth in different steps."""
+    pool, source = (new_pool(pages=n, in_one=in_one) for n in (2, 7))
     for pages in (3, 8, 11):
         pool.memory.grow(pages)
-    other.memory.grow(11)
-    expected, theirs = fill(pool), fill(other)
-    wanted = np.array([0, 1, 2, 5, 6, 9, 10])
-    pool.blocks.receive(other.blocks, wanted, blocking=True)
+    source.memory.grow(11)
+    expected, source_pages = fill(pool), fill(source)
+    indices = np.array([0, 1, 2, 5, 6, 9, 10])
+    pool.blocks.receive(source.blocks, indices, blocking=True)
     for name, tensor in expected.items():
-        tensor[wanted] = theirs[name][wanted]
-        assert_same(whole(pool)[name], tensor, name)
+        tensor[indices] = source_pages[name][indices]
+        assert_same(all_pages(pool)[name], tensor, name)

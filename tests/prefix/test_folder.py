@@ -1,4 +1,4 @@
-"""A folder with a bound: the least recently used files go, of any process, and no other files."""
+"""A folder with a bound: only its least recently used files, of any process, are removed."""
 
 import errno
 import os
@@ -26,14 +26,14 @@ def folder_at(path: Path) -> PrefixFolder:
 def put(folder: PrefixFolder, name: str, size: int, own: tuple[str, ...] = ()) -> bool:
     with folder.lock(0.0) as lock:
         assert lock is not None
-        is_there = folder.put(lock, name, bytes(size), {*own, name})
-    for used in (*own, name) if is_there else own:  # as a store touches the pages of a prompt
+        is_stored = folder.put(lock, name, bytes(size), {*own, name})
+    for used in (*own, name) if is_stored else own:  # as a store does with the pages of a prompt
         touch(folder, used)
-    return is_there
+    return is_stored
 
 
 def full_folder_at(path: Path) -> PrefixFolder:
-    """Return a folder with pages 0 to 99 of a byte each, written before any later look."""
+    """Return a folder with pages 0 to 99 of a byte each, written before any later scan."""
     folder = folder_at(path)
     for number in range(BOUND):
         put(folder, f"page{number}", 1)
@@ -52,78 +52,74 @@ def total_of(files: list[StoredFile]) -> int:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[str, int, int, int]:
-    what = draw(st.sampled_from(["put"] * 6 + ["touch"] * 3 + ["remove", "begin"]))
-    return what, draw(st.integers(0, 1)), draw(st.integers(1, 45)), draw(st.integers(0, 5))
+    action = draw(st.sampled_from(["put"] * 6 + ["touch"] * 3 + ["remove", "begin"]))
+    return action, draw(st.integers(0, 1)), draw(st.integers(1, 45)), draw(st.integers(0, 5))
 
 
 @given(plan=st.lists(steps(), min_size=5, max_size=40))
-def test_the_least_recently_used_go(plan: list[tuple[str, int, int, int]]) -> None:
+def test_least_recently_used_files_are_removed(plan: list[tuple[str, int, int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as name:
-        # `touch` is as exact as the clock, so a tick is not necessary.
+        # `touch` is as exact as the clock, so ticks are not needed.
         patched.setattr(folder_module, "_TICK", 0)
         path = Path(name)
         folders, is_exact = [folder_at(path), folder_at(path)], True
-        for number, (what, which, size, place) in enumerate(plan):
+        for index, (action, which, size, place) in enumerate(plan):
             folder = folders[which]
             before = sorted(folder.files())
-            if what == "begin":
+            if action == "begin":
                 folders[which] = folder_at(path)
                 folders[which].hold_bound()
                 is_exact = True
-            elif what == "put":
+            elif action == "put":
                 own = tuple(file.name for file in before[place : place + 2])
                 others = [file for file in before if file.name not in own]
-                stays = total_of(before) - total_of(others)
-                is_there = put(folder, f"page{number}", size, own)
+                kept_bytes = total_of(before) - total_of(others)
+                is_stored = put(folder, f"page{index}", size, own)
                 after = {file.name for file in folder.files()}
-                assert is_there == (stays + size <= BOUND)
+                assert is_stored == (kept_bytes + size <= BOUND)
                 kept = [file for file in others if file.name in after]
-                gone = others[: len(others) - len(kept)]
-                assert kept == others[len(gone) :], "the oldest go"
+                removed = others[: len(others) - len(kept)]
+                assert kept == others[len(removed) :], "the oldest files are removed"
                 assert {*own} <= after
-                if is_exact and gone:
-                    assert total_of(before) + size - total_of(gone[:-1]) > BOUND, "and no more"
+                if is_exact and removed:
+                    assert total_of(before) + size - total_of(removed[:-1]) > BOUND, "no more"
                 if is_exact:
                     count = int((path / ".prefix_store.lock").read_text())
                     assert count == total_of(folder.files())
             elif before:
                 file = before[place % len(before)]
-                if what == "touch":
+                if action == "touch":
                     touch(folder, file.name)
-                else:  # by a process that does not update the count
+                else:  # as by a process that does not update the count
                     (path / file.name).unlink()
                     is_exact = False
             assert total_of(folder.files()) <= BOUND
 
 
-def test_storing_takes_the_same_time_however_much_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_at(tmp_path)
     assert put(folder, "page0", 1)
-    again = folder_at(tmp_path)
-    for look in ("listdir", "scandir"):
-        monkeypatch.setattr(os, look, lambda _: pytest.fail("looked at all files"))
-    for number in range(1, 100):
-        assert put((folder, again)[number % 2], f"page{number}", 1)
+    second = folder_at(tmp_path)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, lambda _: pytest.fail("scanned all files"))
+    for index in range(1, 100):
+        assert put((folder, second)[index % 2], f"page{index}", 1)
 
 
-def test_removing_looks_once_for_many_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = full_folder_at(tmp_path)
-    looks, scandir = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: looks.append(path) or scandir(path))
+    scans, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scans.append(path) or scandir(path))
     for number in range(100, 180):
         assert put(folder, f"page{number}", 1)
-    assert len(looks) == 1
+    assert len(scans) == 1
     assert sorted(file.name for file in folder.files()) == sorted(
         f"page{number}" for number in range(80, 180)
     )
 
 
-def test_files_from_the_future_go_before_new_ones(tmp_path: Path) -> None:
-    """As if the clock had been set back."""
+def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
+    """Such files exist after the clock was set back."""
     folder, future = folder_at(tmp_path), time.time_ns() + 10**15
     for number in range(5):
         put(folder, f"page{number}", 20)
@@ -138,7 +134,7 @@ def test_files_from_the_future_go_before_new_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
-def test_a_damaged_count_is_made_again(data: bytes, tmp_path: Path) -> None:
+def test_a_damaged_count_is_recomputed(data: bytes, tmp_path: Path) -> None:
     folder = folder_at(tmp_path)
     for number in range(3):
         put(folder, f"page{number}", 30)
@@ -148,10 +144,10 @@ def test_a_damaged_count_is_made_again(data: bytes, tmp_path: Path) -> None:
     assert (tmp_path / ".prefix_store.lock").read_bytes() == b"%020d" % 90
 
 
-def test_bytes_that_were_counted_and_not_written_do_not_stay(
+def test_bytes_that_were_counted_and_not_written_are_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if processes had been killed before they wrote."""
+    """Processes that were killed before they wrote leave such counts."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -169,7 +165,7 @@ def test_bytes_that_were_counted_and_not_written_do_not_stay(
     assert int((tmp_path / ".prefix_store.lock").read_text()) == 90
 
 
-def test_a_smaller_bound_makes_room_on_a_full_disk(
+def test_a_smaller_bound_frees_space_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has no room for the count."""

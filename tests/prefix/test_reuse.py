@@ -1,4 +1,4 @@
-"""A cache over several calls of `generate()`: only what it does not hold is computed."""
+"""A cache over several calls of `generate()` computes only the tokens that it does not hold."""
 
 import copy
 import pickle
@@ -28,12 +28,12 @@ MODELS = [
     "gqa", "sliding_and_full", "kv_sharing", "latent", "hybrid",
     *(pytest.param(name, marks=pytest.mark.full) for name in ("mha", "sliding", "sparse")),
 ]  # fmt: skip
-# Their last layers keep a window or a state, which cannot go back to an earlier token.
+# Models with a window or a state in some layers, which cannot go back to an earlier token.
 ENDS_WITH_STATE = ("sliding", "sliding_and_full", "kv_sharing", "hybrid")
 
 
 class Chat:
-    """An enabled model whose calls are counted: the tokens that each computes."""
+    """An enabled model that records the number of tokens in each call."""
 
     def __init__(self, name: str, **keywords: Any) -> None:
         self.model, _ = tiny(name, max_position_embeddings=512)
@@ -41,7 +41,7 @@ class Chat:
         self.calls: list[int] = []
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
         self.cache = self.new_cache(**keywords)
-        self.random = torch.Generator().manual_seed(5)
+        self.generator = torch.Generator().manual_seed(5)
 
     def _count(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs["input_ids"] is not None:
@@ -51,160 +51,160 @@ class Chat:
         return FP8PagedCache(self.model.config, **{**STORED, **keywords})
 
     def words(self, count: int, rows: int = 1) -> torch.Tensor:
-        return torch.randint(2, 98, (rows, count), generator=self.random)
+        return torch.randint(2, 98, (rows, count), generator=self.generator)
 
     def answer(self, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, int]:
-        """Return the answer, as from a new cache, and how many tokens of the prompt it computed."""
+        """Check an answer against a new cache. Return it and the number of computed tokens."""
         held = self.cache.host_length()
         keywords = {**GREEDY, **keywords}
         self.calls.clear()
-        said = self.model.generate(ids, past_key_values=self.cache, **keywords)
+        answer = self.model.generate(ids, past_key_values=self.cache, **keywords)
         computed = sum(self.calls) - keywords["max_new_tokens"] + 1
         if "num_beams" not in keywords:
             keywords["logits_processor"] = wide_margins(LEAST_MARGIN)
         expected = self.model.generate(ids, past_key_values=self.new_cache(), **keywords)
-        assert_same(said, expected, f"{ids.shape[1]} tokens on a cache of {held}")
-        return said, computed
+        assert_same(answer, expected, f"{ids.shape[1]} tokens on a cache of {held}")
+        return answer, computed
 
 
 def expect_prefix(name: str, kept: int) -> int:
-    """Return how many tokens stay if a prompt has `kept` tokens in common with a longer text."""
+    """Return the tokens that are kept if a prompt shares `kept` tokens with a longer text."""
     return 0 if name in ENDS_WITH_STATE else kept
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_turn_computes_its_new_tokens_only(name: str) -> None:
+def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
     chat = Chat(name)
     text = chat.words(21)
     for turn in range(4):
-        said, computed = chat.answer(text)
+        answer, computed = chat.answer(text)
         # The cache does not hold the last token of the answer yet.
         assert computed == (21 if turn == 0 else 8), turn
-        text = torch.cat([said, chat.words(7)], 1)
+        text = torch.cat([answer, chat.words(7)], 1)
     assert chat.cache.memory_footprint().reused_tokens == sum(29 + 16 * turn for turn in range(3))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_different_text_continues_after_the_common_prefix(name: str) -> None:
     chat = Chat(name)
-    said, _ = chat.answer(chat.words(37))
+    answer, _ = chat.answer(chat.words(37))
     # The end of the answer differs, as after a template that rewrites it.
-    edited = torch.cat([said[:, :-4], chat.words(6)], 1)
-    said, computed = chat.answer(edited)
+    edited = torch.cat([answer[:, :-4], chat.words(6)], 1)
+    answer, computed = chat.answer(edited)
     assert computed == (edited.shape[1] if name == "hybrid" else 6)
     # A word in the middle differs.
-    said[0, 20] = (said[0, 20] + 1) % 90 + 2
-    again, computed = chat.answer(said)
-    assert computed == said.shape[1] - expect_prefix(name, 20)
+    answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
+    again, computed = chat.answer(answer)
+    assert computed == answer.shape[1] - expect_prefix(name, 20)
     # The same prompt, and a shorter one. The last token is always computed.
-    _, computed = chat.answer(said)
-    assert computed == said.shape[1] - expect_prefix(name, said.shape[1] - 1)
+    _, computed = chat.answer(answer)
+    assert computed == answer.shape[1] - expect_prefix(name, answer.shape[1] - 1)
     _, computed = chat.answer(again[:, :30])
     assert computed == 30 - expect_prefix(name, 29)
-    # Nothing in common.
-    other = said.clone()
-    other[0, 0] = (other[0, 0] + 1) % 90 + 2
-    _, computed = chat.answer(other)
-    assert computed == other.shape[1]
+    # No tokens in common.
+    different = answer.clone()
+    different[0, 0] = (different[0, 0] + 1) % 90 + 2
+    _, computed = chat.answer(different)
+    assert computed == different.shape[1]
 
 
 @pytest.mark.parametrize("name", ["sliding", "sliding_and_full"])
-def test_windows_that_record_can_go_back(name: str) -> None:
+def test_recording_windows_can_go_back(name: str) -> None:
     chat = Chat(name)
     chat.cache.activate_past_recording()
-    said, _ = chat.answer(chat.words(37))
-    said[0, 20] = (said[0, 20] + 1) % 90 + 2
-    _, computed = chat.answer(said)
-    assert computed == said.shape[1] - 20
+    answer, _ = chat.answer(chat.words(37))
+    answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
+    _, computed = chat.answer(answer)
+    assert computed == answer.shape[1] - 20
 
 
-# Grid: each kind of layers in one of the two caches.
+# Grid: Each kind of layers in one of the two caches.
 @pytest.mark.parametrize(
     ("name", "room"), [("gqa", None), ("sliding_and_full", 130), ("latent", 130)]
 )
-def test_preallocated_and_chunked(name: str, room: int | None) -> None:
+def test_preallocated_caches_and_chunked_prompts(name: str, room: int | None) -> None:
     chat = Chat(name, max_cache_len=room)
-    how = {"prefill_chunk_size": 5, "disable_compile": True}
-    said, computed = chat.answer(chat.words(21), **how)
+    options = {"prefill_chunk_size": 5, "disable_compile": True}
+    answer, computed = chat.answer(chat.words(21), **options)
     assert computed == 21
-    said, computed = chat.answer(torch.cat([said, chat.words(12)], 1), **how)
+    answer, computed = chat.answer(torch.cat([answer, chat.words(12)], 1), **options)
     assert computed == (42 if CHUNKS_BEGIN_EMPTY else 13)
-    _, computed = chat.answer(said[:, :-12], **how)
-    kept = 0 if CHUNKS_BEGIN_EMPTY else expect_prefix(name, said.shape[1] - 13)
-    assert computed == said.shape[1] - 12 - kept
+    _, computed = chat.answer(answer[:, :-12], **options)
+    kept = 0 if CHUNKS_BEGIN_EMPTY else expect_prefix(name, answer.shape[1] - 13)
+    assert computed == answer.shape[1] - 12 - kept
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
-def test_a_padded_batch(name: str) -> None:
+def test_a_padded_batch_reuses_tokens(name: str) -> None:
     chat = Chat(name)
     ids, mask = chat.words(21, rows=3), torch.ones(3, 21, dtype=torch.long)
     ids[1, :5] = mask[1, :5] = 0
-    said, _ = chat.answer(ids, attention_mask=mask)
+    answer, _ = chat.answer(ids, attention_mask=mask)
 
-    def grown(width: int, pads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        extended = torch.cat([said, chat.words(width, rows=3)], 1)
+    def extend(width: int, pads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        extended = torch.cat([answer, chat.words(width, rows=3)], 1)
         mask = torch.ones_like(extended)
         mask[1, :pads] = 0
         return extended, mask
 
-    ids, mask = grown(7, 5)
-    said, computed = chat.answer(ids, attention_mask=mask)
+    ids, mask = extend(7, 5)
+    answer, computed = chat.answer(ids, attention_mask=mask)
     assert computed == 8
-    # As much padding, with different ids.
-    ids, mask = grown(4, 5)
+    # The same padding, with different ids.
+    ids, mask = extend(4, 5)
     ids[1, :5] = chat.words(5)[0]
-    said, computed = chat.answer(ids, attention_mask=mask)
+    answer, computed = chat.answer(ids, attention_mask=mask)
     assert computed == 5
-    # A row with less padding has its tokens at other positions.
-    ids, mask = grown(3, 4)
-    said, computed = chat.answer(ids, attention_mask=mask)
+    # A row with less padding has its tokens at different positions.
+    ids, mask = extend(3, 4)
+    answer, computed = chat.answer(ids, attention_mask=mask)
     assert computed == ids.shape[1] - expect_prefix(name, 4)
 
 
-def test_rows_in_another_order_and_number() -> None:
+def test_rows_may_be_reordered_and_repeated() -> None:
     chat = Chat("gqa")
-    said, _ = chat.answer(chat.words(21, rows=3))
-    extended = torch.cat([said, chat.words(7, rows=3)], 1)
-    said, computed = chat.answer(extended[torch.tensor([2, 0, 2, 1])])
+    answer, _ = chat.answer(chat.words(21, rows=3))
+    extended = torch.cat([answer, chat.words(7, rows=3)], 1)
+    answer, computed = chat.answer(extended[torch.tensor([2, 0, 2, 1])])
     assert computed == 8
-    _, computed = chat.answer(torch.cat([said[1:2], chat.words(2)], 1))
+    _, computed = chat.answer(torch.cat([answer[1:2], chat.words(2)], 1))
     assert computed == 3
-    said, _ = chat.answer(said[:1], num_beams=3)
+    answer, _ = chat.answer(answer[:1], num_beams=3)
     # One of the beams in the cache is the text, or shares most of it.
-    _, computed = chat.answer(torch.cat([said, chat.words(4)], 1))
+    _, computed = chat.answer(torch.cat([answer, chat.words(4)], 1))
     assert computed < 4 + GREEDY["max_new_tokens"]
 
 
-def test_the_known_text_follows_operations_on_the_cache() -> None:
+def test_the_held_text_follows_cache_operations() -> None:
     chat = Chat("gqa")
-    said, _ = chat.answer(chat.words(21, rows=2))
-    chat.cache.crop(-5)  # 24 tokens stay
+    answer, _ = chat.answer(chat.words(21, rows=2))
+    chat.cache.crop(-5)  # 24 tokens remain
     whole = chat.cache
-    twin = whole.fork()
-    twin.reorder_cache(torch.tensor([1, 0]))
-    extended = torch.cat([said[:, :24], chat.words(4, rows=2)], 1)
-    chat.cache = twin.fork()
+    fork = whole.fork()
+    fork.reorder_cache(torch.tensor([1, 0]))
+    extended = torch.cat([answer[:, :24], chat.words(4, rows=2)], 1)
+    chat.cache = fork.fork()
     _, computed = chat.answer(extended[[1, 0]])
     assert computed == 4
     chat.cache = whole.fork()
     chat.cache.batch_repeat_interleave(2)
     _, computed = chat.answer(extended.repeat_interleave(2, 0))
     assert computed == 4
-    chat.cache = twin
-    twin.reset()
+    chat.cache = fork
+    fork.reset()
     _, computed = chat.answer(extended)
     assert computed == extended.shape[1]
     chat.cache = whole
-    _, computed = chat.answer(torch.cat([said[:, :22], chat.words(4, rows=2)], 1)[[1, 0]])
+    _, computed = chat.answer(torch.cat([answer[:, :22], chat.words(4, rows=2)], 1)[[1, 0]])
     assert computed == 4
 
 
 @torch.no_grad()
-def test_tokens_from_calls_outside_generate() -> None:
-    """A prompt that begins with the cached tokens gets the right answer."""
+def test_tokens_of_direct_calls_are_computed_again() -> None:
+    """A prompt that begins with the cached tokens gets the correct answer."""
     chat = Chat("gqa")
-    said, _ = chat.answer(chat.words(21))
-    extended = torch.cat([said, chat.words(7)], 1)
+    answer, _ = chat.answer(chat.words(21))
+    extended = torch.cat([answer, chat.words(7)], 1)
     chat.model(input_ids=extended[:, 29:33], past_key_values=chat.cache)
     _, computed = chat.answer(extended)
     assert computed == 37 - 29, "only the tokens of generate() are trusted"
@@ -215,7 +215,7 @@ def test_tokens_from_calls_outside_generate() -> None:
     assert chat.cache.host_length() == 20
     _, computed = chat.answer(extended)
     assert computed == 17
-    # Fewer tokens than the text has, as in libraries that drop some.
+    # The layers hold fewer tokens than the text, as with libraries that drop tokens.
     for layer in chat.cache.layers:
         layer.crop(-3)
     _, computed = chat.answer(extended[:, :30])
@@ -223,19 +223,19 @@ def test_tokens_from_calls_outside_generate() -> None:
 
 
 @torch.no_grad()
-def test_tokens_that_replace_others_are_not_trusted() -> None:
-    """A direct call stores other tokens in the place of the last tokens of an answer."""
+def test_replaced_tokens_are_not_trusted() -> None:
+    """A direct call stores different tokens in the place of the last tokens of an answer."""
     chat = Chat("gqa")
-    said, _ = chat.answer(chat.words(21))
+    answer, _ = chat.answer(chat.words(21))
     chat.cache.crop(-3)
     chat.model(input_ids=chat.words(3), past_key_values=chat.cache)
-    _, computed = chat.answer(torch.cat([said, chat.words(4)], 1))
+    _, computed = chat.answer(torch.cat([answer, chat.words(4)], 1))
     assert computed == 34 - 26
 
 
 @torch.no_grad()
-def test_a_text_that_was_known_is_not_trusted_later() -> None:
-    """Embeddings that continue a known text, and then a prompt that does not continue them."""
+def test_text_before_embeddings_is_not_trusted_later() -> None:
+    """Embeddings continue a known text. A later prompt does not continue them."""
     chat = Chat("gqa")
     chat.answer(chat.words(21))
     embeds = chat.model.get_input_embeddings()(chat.words(40))
@@ -246,8 +246,8 @@ def test_a_text_that_was_known_is_not_trusted_later() -> None:
 
 @torch.no_grad()
 def test_a_text_continues_after_embeddings() -> None:
-    """Any ids stand for the embeddings, as in a chat with images, with any cache."""
-    chat, said = Chat("gqa", dtype="auto"), []
+    """With any cache, placeholder ids represent the embeddings, as in a chat with images."""
+    chat, answers = Chat("gqa", dtype="auto"), []
     first, second, third = chat.words(21), chat.words(9), chat.words(5)
     embeds = chat.model.get_input_embeddings()
     for cache in (chat.cache, DynamicCache()):
@@ -256,8 +256,8 @@ def test_a_text_continues_after_embeddings() -> None:
         chat.model.generate(inputs_embeds=extended, past_key_values=cache, **GREEDY)
         length = int(cache.get_seq_length())
         ids = torch.cat([ids, torch.full((1, length - ids.shape[1]), 3), third], 1)
-        said.append(chat.model.generate(ids, past_key_values=cache, **GREEDY)[0, -9:])
-    assert_same(*said)
+        answers.append(chat.model.generate(ids, past_key_values=cache, **GREEDY)[0, -9:])
+    assert_same(*answers)
 
 
 def test_positions_and_embeddings_are_part_of_the_text() -> None:
@@ -279,37 +279,37 @@ def test_positions_and_embeddings_are_part_of_the_text() -> None:
         chat.answer(ids)
 
 
-def test_opting_out() -> None:
+def test_reuse_prefix_can_be_disabled() -> None:
     chat = Chat("gqa")
-    said, _ = chat.answer(chat.words(21))
+    answer, _ = chat.answer(chat.words(21))
     enable(chat.model, reuse_prefix=False, **STORED)
-    _, computed = chat.answer(torch.cat([said, chat.words(7)], 1))
+    _, computed = chat.answer(torch.cat([answer, chat.words(7)], 1))
     assert computed == 8
     with pytest.raises(ConfigError, match="adds no tokens"):
         chat.model.generate(
-            said[:, :4], attention_mask=torch.ones(1, 4), past_key_values=chat.cache, **GREEDY
+            answer[:, :4], attention_mask=torch.ones(1, 4), past_key_values=chat.cache, **GREEDY
         )
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "skipped"])
-def test_a_failed_prompt_leaves_what_was_there(name: str) -> None:
-    """And the failed prompt is not treated as the beginning of a later one."""
+def test_a_failed_prompt_keeps_the_text_before(name: str) -> None:
+    """The failed prompt is not treated as the beginning of a later prompt."""
     skipped = {"skip_layers": ["sliding_attention"]} if name == "skipped" else {}
     chat = Chat("gqa" if name == "gqa" else "sliding_and_full", max_pages=10, **skipped)
-    said, _ = chat.answer(chat.words(21, rows=1 + (name == "gqa")))
-    ids = torch.cat([said, chat.words(60, rows=len(said))], 1)
+    answer, _ = chat.answer(chat.words(21, rows=1 + (name == "gqa")))
+    ids = torch.cat([answer, chat.words(60, rows=len(answer))], 1)
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
     _, computed = chat.answer(ids[:, :31], max_new_tokens=5)
     assert computed == (31 if name == "skipped" else 2)
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    _, computed = chat.answer(chat.words(38, rows=len(said)), max_new_tokens=2)
+    _, computed = chat.answer(chat.words(38, rows=len(answer)), max_new_tokens=2)
     assert computed == 38
 
 
 def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
-    """Interrupt an answer before a layer's `call`-th call; the cache begins empty."""
+    """Interrupt an answer before a layer's `call`-th call. The cache begins empty."""
     calls: list[int] = []
 
     def stop(*_: Any) -> None:
@@ -324,8 +324,8 @@ def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
     handle.remove()
 
 
-# Grid: before the first layer and between two, of a prompt and a step, in both kinds of models.
-# Then layers of transformers after, before and next to one of this package, and three steps.
+# Grid: Before the first layer and between layers, in prompts and steps, in both kinds of models.
+# Then layers of transformers after, before and next to a layer of this package, in three steps.
 @pytest.mark.parametrize(
     ("name", "keywords", "call", "layer", "known"),
     [
@@ -335,48 +335,48 @@ def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
         ("gqa", {"skip_layers": [0]}, 5, 1, 0), ("gqa", {"skip_layers": [1]}, 4, 1, 0),
     ],
 )  # fmt: skip
-def test_an_interrupted_chat(
+def test_an_interrupted_chat_continues_correctly(
     name: str, keywords: dict[str, Any], call: int, layer: int, known: int
 ) -> None:
-    """An answer is interrupted between two layers or before the first, and asked for again."""
+    """An answer is interrupted between layers or before the first layer, and repeated."""
     chat = Chat(name, **keywords)
     ids = chat.words(21)
-    said, _ = chat.answer(ids)
+    answer, _ = chat.answer(ids)
     interrupt(chat, ids, call, layer)
-    edited = torch.cat([said[:, :22], chat.words(10)], 1)  # one token less than is held
+    edited = torch.cat([answer[:, :22], chat.words(10)], 1)  # the cache holds one token more
     _, computed = chat.answer(edited)
     assert computed == 32 - known
     _, computed = chat.answer(edited[:, :32])
     assert computed == 1 or name in ENDS_WITH_STATE
 
 
-def test_rejected_drafts_are_not_part_of_the_text() -> None:
+def test_rejected_drafts_are_not_part_of_the_held_text() -> None:
     chat = Chat("gqa")
     text = chat.words(6).repeat(1, 5)
-    said, _ = chat.answer(text)
+    answer, _ = chat.answer(text)
     chat.cache.reset()
     drafted = chat.model.generate(
         text, past_key_values=chat.cache, prompt_lookup_num_tokens=4, **GREEDY
     )
-    assert_same(drafted, said)
-    chat.answer(torch.cat([said, chat.words(5)], 1))
+    assert_same(drafted, answer)
+    chat.answer(torch.cat([answer, chat.words(5)], 1))
 
 
-def test_copies_of_an_enabled_model_reuse_text_themselves() -> None:
+def test_copies_of_an_enabled_model_reuse_text() -> None:
     model, inputs = tiny("gqa")
     before = set(vars(model))
     enable(model, **STORED)
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     enable(model, **STORED)
     disable(model)
     assert set(vars(model)) == before
     stock = DynamicCache(config=model.config)
     model.generate(**inputs, past_key_values=stock, **GREEDY)
     del model
-    for twin in twins:
-        cache = FP8PagedCache(twin.config, **STORED)
+    for copied in copies:
+        cache = FP8PagedCache(copied.config, **STORED)
         for _ in range(2):
-            twin.generate(**inputs, past_key_values=cache, **GREEDY)
+            copied.generate(**inputs, past_key_values=cache, **GREEDY)
         assert cache.memory_footprint().reused_tokens == inputs["input_ids"][:, 1:].numel()
 
 
@@ -390,27 +390,27 @@ def test_a_chat_in_a_pipeline(tmp_path: Path) -> None:
         lambda _model, _args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     cache = FP8PagedCache(writer.model.config, **STORED)
-    how = {"max_new_tokens": 12, "max_length": None, "do_sample": False}
-    said: list[list[dict[str, str]]] = [[], []]
+    options = {"max_new_tokens": 12, "max_length": None, "do_sample": False}
+    messages: list[list[dict[str, str]]] = [[], []]
     computed = []
     for turn in range(4):
-        for mine, keywords in zip(said, ({"past_key_values": cache}, {}), strict=True):
-            mine.append({"role": "user", "content": f"and {turn}?"})
+        for history, keywords in zip(messages, ({"past_key_values": cache}, {}), strict=True):
+            history.append({"role": "user", "content": f"and {turn}?"})
             calls.clear()
-            mine[:] = writer(mine, **how, **keywords)[0]["generated_text"]
+            history[:] = writer(history, **options, **keywords)[0]["generated_text"]
             computed.append(sum(calls) - 11)
-        assert said[0] == said[1]
-    # The whole text each time, or the last letter of the answer and the template's additions.
+        assert messages[0] == messages[1]
+    # All tokens each time, or the last letter of the answer and the template's additions.
     assert computed[:2] == [11, 11]
     assert computed[-1] > 80
     assert max(computed[2::2]) <= 1 + len(";u:and 5?;a:")
 
 
-def test_texts_agree_in_positions() -> None:
+def test_texts_match_up_to_different_positions() -> None:
     ids, counted = torch.arange(24).view(2, 12), torch.arange(12)[None]
     placed = Text(ids, None, counted[:, :5])
     assert Text(ids).match(Text(ids, None, counted)) == ([0, 1], 0), "only one has positions"
-    assert placed.match(Text(ids, None, counted)) == ([0, 1], 12), "later positions count on"
+    assert placed.match(Text(ids, None, counted)) == ([0, 1], 12), "later positions follow"
     assert placed.match(Text(ids, None, counted + (counted > 8))) == ([0, 1], 9)
     turned = counted.expand(3, 2, 12)
     assert Text(ids, None, turned[..., :5]).match(Text(ids, None, turned)) == ([0, 1], 12)

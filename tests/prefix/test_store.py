@@ -1,4 +1,4 @@
-"""Pages of prefixes in a folder: found by everything that they depend on, and nothing else."""
+"""Pages of prefixes in a folder are found by everything that they depend on, and nothing else."""
 
 import copy
 import errno
@@ -51,12 +51,12 @@ GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "suppress_
 LEAST_MARGIN = 1e-5
 SLOW = (pytest.param(name, marks=pytest.mark.full) for name in ("mha", "softcap", "sinks"))
 MODELS = ("gqa", "sliding", "sliding_and_full", "latent", *SLOW)
-# Damages a file; the second path is a folder with files of another model.
+# Damages a file. The second path is a folder with files of a different model.
 Damage = Callable[[Path, Path], Any]
 
 
 class Reader:
-    """A new model with the same weights and a new store, as in a process that has just started."""
+    """A new model with the same weights and a new store, as in a new process."""
 
     def __init__(self, folder: Path, name: str = "gqa", max_bytes: int = 1 << 30, **keywords: Any):
         options = {key: keywords.pop(key) for key in list(keywords) if key in CONFIG}
@@ -71,7 +71,7 @@ class Reader:
         enable(self.model, prefix_store=self.store, **self.keywords)
 
     def _count_calls(self) -> None:
-        """Count in a subclass of the same name: a hook would keep the store from being used."""
+        """Count calls in a subclass with the same name, because a hook would disable the store."""
         stock, calls = type(self.model), self.calls
 
         @functools.wraps(stock.forward)
@@ -86,10 +86,10 @@ class Reader:
         return FP8PagedCache(self.model.config, prefill="stored", **self.keywords)
 
     def answer(self, ids: torch.Tensor, **keywords: Any) -> int:
-        """Compare an answer with the answer without a store, and return the computed tokens."""
+        """Compare an answer with the answer without a store, and count the computed tokens."""
         keywords = {**GREEDY, **keywords}
         self.calls.clear()
-        said = self.model.generate(ids, **keywords)
+        answer = self.model.generate(ids, **keywords)
         self.store.flush()
         computed = self.calls[0]
         if "num_beams" not in keywords:
@@ -97,7 +97,7 @@ class Reader:
         enable(self.model, prefill="stored", **self.keywords)
         expected = self.model.generate(ids, **keywords)
         self.enable()
-        assert_same(said, expected, f"{computed} of {ids.shape[1]} tokens computed")
+        assert_same(answer, expected, f"{computed} of {ids.shape[1]} tokens computed")
         return computed
 
 
@@ -120,9 +120,9 @@ def size_of(folder: Path) -> int:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, as another process does while it writes."""
-    with open(folder / ".prefix_store.lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    """Hold the lock of a folder, as a different process does while it writes."""
+    with open(folder / ".prefix_store.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -130,27 +130,27 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_new_process_computes_the_rest(name: str, tmp_path: Path) -> None:
+def test_a_new_process_computes_the_remaining_tokens(name: str, tmp_path: Path) -> None:
     prefix = words(61)
     assert Reader(tmp_path, name).answer(torch.cat([prefix, words(9, seed=1)], 1)) == 70
-    for number, extra in enumerate((3, 11, 24)):
+    for seed, extra in enumerate((3, 11, 24)):
         reader = Reader(tmp_path, name)
-        ids = torch.cat([prefix, words(extra, seed=5 + number)], 1)
+        ids = torch.cat([prefix, words(extra, seed=5 + seed)], 1)
         # 61 tokens fill seven pages and a part of the next page.
         assert reader.answer(ids) == 61 + extra - 56
         usage = reader.store.usage()
         assert (usage.hits, usage.misses, usage.tokens_found) == (1, 0, 56)
-    # The store has all tokens, but a call needs at least one: at the end of a page and after it.
+    # The store has all tokens, but a call needs a token: at the end of a page and after it.
     reader = Reader(tmp_path, name)
     assert reader.answer(prefix[:, :57]) == 1
     assert reader.answer(prefix[:, :56]) == 8
     assert reader.answer(prefix[:, :8]) == 8
     # A page depends on all tokens up to its end.
-    for place in (31, 8, 7, 0):
-        other = prefix.clone()
-        other[0, place] = 2 + (other[0, place] + 1) % 90
-        assert reader.answer(other) == 61 - place // PAGE * PAGE
-        assert reader.answer(other) == 61 - 56, "later pages were stored for this beginning"
+    for index in (31, 8, 7, 0):
+        changed = prefix.clone()
+        changed[0, index] = 2 + (changed[0, index] + 1) % 90
+        assert reader.answer(changed) == 61 - index // PAGE * PAGE
+        assert reader.answer(changed) == 61 - 56, "later pages were stored for this prefix"
 
 
 def test_rows_of_a_batch_share_a_folder(tmp_path: Path) -> None:
@@ -160,22 +160,22 @@ def test_rows_of_a_batch_share_a_folder(tmp_path: Path) -> None:
     assert Reader(tmp_path, name).answer(ids, attention_mask=mask) == 45
     reader = Reader(tmp_path, name)
     extra = torch.cat([ids, words(4, rows=3, seed=3)], 1)
-    grown = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], 1)
-    assert reader.answer(extra, attention_mask=grown) == 49 - 40
-    # Rows in a different order, one row alone, and beams with the same beginning.
+    extended_mask = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], 1)
+    assert reader.answer(extra, attention_mask=extended_mask) == 49 - 40
+    # Rows in a different order, a single row, and beams with the same prefix.
     order = torch.tensor([2, 1])
-    assert reader.answer(extra[order], attention_mask=grown[order]) == 49 - 48
+    assert reader.answer(extra[order], attention_mask=extended_mask[order]) == 49 - 48
     assert Reader(tmp_path, name).answer(extra[:1]) == 1
     assert Reader(tmp_path, name).answer(extra[2:], num_beams=3) == 1
     # All rows need the page, and different padding makes a different prompt.
     mixed = torch.cat([extra[:1], words(49, seed=8)])
     assert reader.answer(mixed) == 49
-    changed = grown.clone()
-    changed[1, 5] = 0
-    assert reader.answer(extra[1:2], attention_mask=changed[1:2]) == 49
+    different_mask = extended_mask.clone()
+    different_mask[1, 5] = 0
+    assert reader.answer(extra[1:2], attention_mask=different_mask[1:2]) == 49
 
 
-def test_a_cache_that_keeps_tokens_behind_the_window(tmp_path: Path) -> None:
+def test_a_recording_cache_restores_tokens_before_the_window(tmp_path: Path) -> None:
     ids = words(61)
     Reader(tmp_path, "sliding").answer(ids)
     reader = Reader(tmp_path, "sliding")
@@ -187,20 +187,20 @@ def test_a_cache_that_keeps_tokens_behind_the_window(tmp_path: Path) -> None:
     assert cache.get_seq_length() == 20
 
 
-def test_a_chat_leaves_its_answers(tmp_path: Path) -> None:
+def test_a_chat_stores_its_answers(tmp_path: Path) -> None:
     reader = Reader(tmp_path, "gqa")
     cache = reader.new_cache()
     text = words(20)
     for turn in range(3):
-        said = reader.model.generate(text, past_key_values=cache, **GREEDY)
-        text = torch.cat([said, words(8, seed=turn)], 1)
+        answer = reader.model.generate(text, past_key_values=cache, **GREEDY)
+        text = torch.cat([answer, words(8, seed=turn)], 1)
     assert cache.memory_footprint().reused_tokens == 24 + 37
     fresh = Reader(tmp_path, "gqa")
     # The last prompt had 46 tokens, so the store has its full pages.
     assert fresh.answer(text) == text.shape[1] - 40
-    again = fresh.new_cache()
-    fresh.model.generate(text, past_key_values=again, **GREEDY)
-    assert again.memory_footprint().restored_tokens == 56 - 8 * (text.shape[1] < 57)
+    cache = fresh.new_cache()
+    fresh.model.generate(text, past_key_values=cache, **GREEDY)
+    assert cache.memory_footprint().restored_tokens == 56 - 8 * (text.shape[1] < 57)
 
 
 @pytest.mark.parametrize(
@@ -212,14 +212,14 @@ def test_a_chat_leaves_its_answers(tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_every_way_to_store(keywords: dict[str, Any], tmp_path: Path) -> None:
+def test_all_storage_options(keywords: dict[str, Any], tmp_path: Path) -> None:
     Reader(tmp_path, **keywords).answer(words(40))
     size = keywords.get("page_size", PAGE)
     assert Reader(tmp_path, **keywords).answer(words(40)) == 40 - 39 // size * size
 
 
-def test_under_another_default_device(tmp_path: Path) -> None:
-    """A kernel that wrote to a tensor there would end the process."""
+def test_a_default_device_is_not_used(tmp_path: Path) -> None:
+    """A kernel that writes to a tensor of this device would end the process."""
     readers, ids = [Reader(tmp_path, "sliding") for _ in "ab"], words(40)
     with torch.device("meta"):
         assert [reader.answer(ids) for reader in readers] == [40, 8]
@@ -234,24 +234,24 @@ def scales_of(factor: float = 1.0, center: float = 0.1) -> KVScales:
     return KVScales(dict(enumerate(layers)), "hf_fp8kv")
 
 
-def test_other_weights_are_another_model(tmp_path: Path) -> None:
+def test_changed_weights_find_no_pages(tmp_path: Path) -> None:
     """One changed value anywhere is enough, in place or in a new tensor."""
     ids = words(30)
     Reader(tmp_path).answer(ids)
     reader = Reader(tmp_path)
     assert reader.answer(ids) == 30 - 24
-    # Parameters of every kind, in either layer.
+    # Parameters of all kinds, in both layers.
     names = [name for name, _ in reader.model.named_parameters()][::3]
-    random = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     for name in names:
         tensor = reader.model.get_parameter(name)
-        place = int(torch.randint(tensor.numel(), (), generator=random))
+        index = int(torch.randint(tensor.numel(), (), generator=generator))
         with torch.no_grad():
-            before = tensor.view(-1)[place].clone()
-            tensor.view(-1)[place] += 0.01
+            before = tensor.view(-1)[index].clone()
+            tensor.view(-1)[index] += 0.01
         assert reader.answer(ids) == 30, name
         with torch.no_grad():
-            tensor.view(-1)[place] = before
+            tensor.view(-1)[index] = before
         assert reader.answer(ids) == 6, name
     part = reader.model.model.layers[1].mlp.up_proj
     part.weight = torch.nn.Parameter(part.weight * 1.0001)
@@ -264,19 +264,19 @@ _with_adapters = types.FunctionType(
 )
 
 
-def test_changes_that_torch_does_not_count(tmp_path: Path) -> None:
-    """A merged adapter writes through `.data`, and an adapter per prompt is a hook argument."""
+def test_changes_without_a_version_count_are_detected(tmp_path: Path) -> None:
+    """Merged adapters write through `.data`, and adapters per prompt are hook arguments."""
     ids = words(30)
     reader = Reader(tmp_path)
     assert reader.answer(ids) == 30
-    for number in (0, 1):
-        weight = reader.model.model.layers[number].self_attn.q_proj.weight
+    for layer in (0, 1):
+        weight = reader.model.model.layers[layer].self_attn.q_proj.weight
         version = weight._version
-        weight.data += 0.001 * torch.randn(weight.shape, generator=torch.manual_seed(number))
+        weight.data += 0.001 * torch.randn(weight.shape, generator=torch.manual_seed(layer))
         assert weight._version == version
-        assert reader.answer(ids) == 30, number
+        assert reader.answer(ids) == 30, layer
     module = reader.model.model.layers[0].mlp
-    for name in ("one", "other"):
+    for name in ("first", "second"):
         hook = partial(_with_adapters, adapter_names=[name])
         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
         assert reader.answer(ids) == 30, name
@@ -285,7 +285,7 @@ def test_changes_that_torch_does_not_count(tmp_path: Path) -> None:
     assert reader.answer(ids) == 6
 
 
-def test_other_options_find_no_page(tmp_path: Path) -> None:
+def test_different_options_find_no_pages(tmp_path: Path) -> None:
     ids = words(30)
     changed = {"rope_type": "default", "rope_theta": 9999.0}
     variants: list[dict[str, Any]] = [
@@ -318,7 +318,7 @@ def test_tokens_that_may_differ_from_the_prompt_are_not_stored(tmp_path: Path) -
     reader.model.train()
     reader.model.generate(ids, **GREEDY)
     reader.model.eval()
-    reader.model.model.layers[1].mlp.train()  # as the dropout of a new adapter
+    reader.model.model.layers[1].mlp.train()  # as in the dropout of a new adapter
     reader.model.generate(ids, **GREEDY)
     reader.model.eval()
     assert not files_of(tmp_path)
@@ -346,7 +346,7 @@ class _Steer(ModelHook):
 
 
 def _add_tokens(model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Put two tokens before the prompt, as embeddings, as PEFT's prompt tuning does."""
+    """Prepend embeddings of two tokens to the prompt, as PEFT's prompt tuning does."""
     inputs = stock(*args, **kwargs) | {"position_ids": None}
     if kwargs.get("is_first_iteration"):
         embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
@@ -384,10 +384,10 @@ CODE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CODE.values(), ids=CODE.keys())
-def test_code_that_may_change_hidden_states(
+def test_code_that_may_change_hidden_states_disables_the_store(
     change: Callable[[Any], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such a model neither uses a store nor leaves pages there, and says why."""
+    """Such a model neither reads nor writes pages, and a warning gives the reason."""
     assert Reader(tmp_path / "clean").answer(words(40)) == 40
     tuned = Reader(tmp_path / "tuned", dtype="fp8")
     handle = change(tuned.model)
@@ -406,26 +406,26 @@ def test_code_that_may_change_hidden_states(
 
 
 @pytest.mark.parametrize("missing", [torch.empty(0), torch.empty(2, device="meta")])
-def test_weights_that_are_not_here_are_refused(missing: torch.Tensor, tmp_path: Path) -> None:
-    """As accelerate leaves offloaded weights, and DeepSpeed the ones of other processes."""
+def test_weights_outside_this_process_are_refused(missing: torch.Tensor, tmp_path: Path) -> None:
+    """accelerate offloads weights, and DeepSpeed has weights in other processes."""
     reader = Reader(tmp_path)
     reader.model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(missing)
     with pytest.raises(ConfigError, match="expected all weights in this process"):
         reader.enable()
 
 
-def test_tokens_that_a_model_adds_are_not_stored(tmp_path: Path) -> None:
+def test_tokens_added_by_a_model_are_not_stored(tmp_path: Path) -> None:
     tuned = Reader(tmp_path)
     _add_tokens_in_class(tuned.model)
     cache = tuned.new_cache()
-    said = tuned.model.generate(words(40), past_key_values=cache, **GREEDY)
+    answer = tuned.model.generate(words(40), past_key_values=cache, **GREEDY)
     tuned.store.flush()
     assert not files_of(tmp_path)
-    again = tuned.model.generate(words(40), past_key_values=cache, **GREEDY)
-    assert_same(again, said, "a cache that holds more tokens than the prompt")
+    repeated = tuned.model.generate(words(40), past_key_values=cache, **GREEDY)
+    assert_same(repeated, answer, "a cache that holds more tokens than the prompt")
 
 
-def test_code_of_known_libraries_leaves_the_store_in_use(tmp_path: Path) -> None:
+def test_code_of_known_libraries_keeps_the_store_enabled(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     layers = reader.model.model.layers
     # A compiled layer would take ten times as long, because its cache grows.
@@ -440,18 +440,18 @@ def test_code_of_known_libraries_leaves_the_store_in_use(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["weights", "training"])
-def test_a_model_that_changes_within_a_chat(trains: bool, tmp_path: Path) -> None:
-    """Pages of old weights or of dropout are neither stored later nor used."""
+def test_a_model_may_change_during_a_chat(trains: bool, tmp_path: Path) -> None:
+    """Pages of old weights or from training are neither stored later nor used."""
     reader = Reader(tmp_path)
     cache = reader.new_cache()
     reader.model.train(trains)
-    said = reader.model.generate(words(40), past_key_values=cache, **GREEDY)
+    answer = reader.model.generate(words(40), past_key_values=cache, **GREEDY)
     reader.model.eval()
     if not trains:
         with torch.no_grad():
             reader.model.lm_head.weight.mul_(1.01)
             reader.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
-    extra = torch.cat([said, words(5)], 1)
+    extra = torch.cat([answer, words(5)], 1)
     for known in (0, extra.shape[1] - 1):
         reader.calls.clear()
         reader.model.generate(extra, past_key_values=cache, **GREEDY)
@@ -462,7 +462,7 @@ def test_a_model_that_changes_within_a_chat(trains: bool, tmp_path: Path) -> Non
 # -- bad files --------------------------------------------------------------------------------
 
 
-def test_a_damaged_file_that_another_process_removes(tmp_path: Path) -> None:
+def test_a_damaged_file_may_be_removed_by_a_different_process(tmp_path: Path) -> None:
     stores = [PrefixStore(tmp_path) for _ in "ab"]
     keys = store_pages(stores[0], 3)
     stores[0].flush()
@@ -478,26 +478,26 @@ def _take_any(_page: Page) -> None:
 
 
 def _set(name: str, *values: Any) -> Callable[[Any, Any], Any]:
-    """Return a function that changes, or without a value drops, a fact of the last layer."""
+    """Return a function that changes an entry of the last layer, or drops it without a value."""
 
-    def change(_: list[torch.Tensor], facts: Any) -> Any:
-        facts[1].pop(name, None)
-        facts[1].update(dict.fromkeys([name][: len(values)], *values))
-        return facts
+    def change(_: list[torch.Tensor], metadata: Any) -> Any:
+        metadata[1].pop(name, None)
+        metadata[1].update(dict.fromkeys([name][: len(values)], *values))
+        return metadata
 
     return change
 
 
 def _replace(change: Callable[[torch.Tensor], list[torch.Tensor]]) -> Callable[[Any, Any], Any]:
-    """Return a function that replaces the bytes of the last layer."""
-    return lambda rows, facts: rows.extend(change(rows.pop())) or facts
+    """Return a function that replaces the tensor of the last layer."""
+    return lambda rows, metadata: rows.extend(change(rows.pop())) or metadata
 
 
-# Whole files with the right name and wrong facts, from someone who can write to the folder.
-LIES: list[Callable[[Any, Any], Any]] = [
-    *(lambda _, facts, new=new: new for new in (None, [], "x", {}, {"layers": []}, 0, [[], []])),
-    lambda _, facts: facts[:1],
-    lambda _, facts: facts * 2,
+# Intact files with valid names and invalid metadata, as an attacker can write them.
+FORGERIES: list[Callable[[Any, Any], Any]] = [
+    *(lambda _, metadata, new=new: new for new in (None, [], "x", {}, {"layers": []}, 0, [[], []])),
+    lambda _, metadata: metadata[:1],
+    lambda _, metadata: metadata * 2,
     *map(_set, ("dtypes", "shape")),
     *(_set("dtypes", x) for x in (["load", "save"], ["int64", 3], ["quint8"] * 2, [], None)),
     *(_set("shape", x) for x in ([3, 16, 16], [2, 16], [2, 16, 16, 1], [2**40, 0, 0], [-2, 16, 16],
@@ -513,14 +513,14 @@ LIES: list[Callable[[Any, Any], Any]] = [
 
 
 def forge(change: Callable[[Any, Any], Any]) -> Damage:
-    """Return a damage that changes the contents of a page and writes a whole file."""
+    """Return a damage that changes the contents of a page and writes an intact file."""
 
     def damage(path: Path, _: Path) -> None:
         (page,) = PrefixStore(path.parent).read([path.stem], _take_any)
         assert page is not None
         rows = [*page.rows]
-        facts = change(rows, copy.deepcopy(page.facts))
-        path.write_bytes(pack(path.stem, Page(rows, facts)))
+        metadata = change(rows, copy.deepcopy(page.facts))
+        path.write_bytes(pack(path.stem, Page(rows, metadata)))
 
     return damage
 
@@ -529,12 +529,12 @@ def rewrite(change: Callable[[bytes], bytes]) -> Damage:
     return lambda path, _: path.write_bytes(change(path.read_bytes()))
 
 
-def flip(number: int) -> Damage:
-    """Return a damage that flips one bit, in the header or in the numbers."""
+def flip(seed: int) -> Damage:
+    """Return a damage that flips one bit, in the header or in the data."""
 
     def change(good: bytes) -> bytes:
         flipped = bytearray(good)
-        flipped[(len(good) * number // 24 + number) % len(good)] ^= 1 << number % 8
+        flipped[(len(good) * seed // 24 + seed) % len(good)] ^= 1 << seed % 8
         return bytes(flipped)
 
     return rewrite(change)
@@ -547,13 +547,13 @@ def link(target: str) -> Damage:
 DAMAGES: list[Damage] = [
     *(rewrite(lambda good, n=n: good[: len(good) * n // 10]) for n in range(10)),
     *map(flip, range(24)),
-    *map(forge, LIES),
-    # A page of another model, and another page of this model.
+    *map(forge, FORGERIES),
+    # A page of a different model, and a different page of this model.
     lambda path, outside: shutil.copy(files_of(outside)[0], path),
     lambda path, _: shutil.copy(next(x for x in files_of(path.parent) if x != path), path),
     *map(link, ("good", "none", "")),
     lambda path, _: (path.unlink(), os.mkfifo(path)),
-    # A header without end, another format, more bytes, and a header that no parser likes.
+    # A header length of 2**62, a different format, additional bytes, and a header of brackets.
     rewrite(lambda good: (1 << 62).to_bytes(8, "little") + good[8:]),
     rewrite(lambda good: pickle.dumps({"k": good})),
     rewrite(lambda good: good + b"\0"),
@@ -562,11 +562,11 @@ DAMAGES: list[Damage] = [
 
 
 def keys_of(folder: Path) -> list[str]:
-    """Return the keys of the pages of the prompt that was used last, from its first page on."""
+    """Return the keys of the pages of the last prompt, from its first page on."""
     return [path.stem for path in sorted(files_of(folder), key=lambda x: -x.stat().st_mtime_ns)]
 
 
-# Every kind of damage; the full tier has all cuts, bits and lies.
+# All kinds of damage. The full tier has all cuts, bits and forgeries.
 @pytest.mark.parametrize(
     "damages",
     [[*DAMAGES[:-11:6], *DAMAGES[-11:]], pytest.param(DAMAGES, marks=pytest.mark.full)],
@@ -578,14 +578,14 @@ def test_bad_files(damages: list[Damage], tmp_path: Path, caplog: pytest.LogCapt
     Reader(outside, "sliding", dtype="fp8").answer(ids)
     shutil.copy(folder / f"{keys_of(folder)[0]}.safetensors", outside / "good")
     reader = Reader(folder, "sliding")
-    for number, damage in enumerate(damages):
-        at = number % 4
-        path = folder / f"{keys_of(folder)[at]}.safetensors"
+    for case, damage in enumerate(damages):
+        page = case % 4
+        path = folder / f"{keys_of(folder)[page]}.safetensors"
         damage(path, outside)
         caplog.clear()
-        assert reader.answer(ids) == 40 - PAGE * at, number
-        assert len([x for x in caplog.records if "is not a page" in x.message]) == 1, number
-        assert reader.answer(ids) == 8, number
+        assert reader.answer(ids) == 40 - PAGE * page, case
+        assert len([x for x in caplog.records if "is not a page" in x.message]) == 1, case
+        assert reader.answer(ids) == 8, case
         assert not path.is_symlink()
         assert [*reader.store.read([path.stem], _take_any)], "stored again"
     assert reader.store.usage().files == 5
@@ -610,70 +610,70 @@ def test_a_folder_instead_of_a_file(
 
 
 def _other_sizes(heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
-    """Return a function that gives a page the sizes of a model with as many layers."""
+    """Return a function that gives a page the sizes of a different model with the same layers."""
 
-    def change(rows: list[torch.Tensor], facts: Any) -> Any:
-        for i, layer in enumerate(facts):
+    def change(rows: list[torch.Tensor], metadata: Any) -> Any:
+        for i, layer in enumerate(metadata):
             has_scales = len(rows[i]) > 2 * PAGE * 2 * 16
             layer.update(shape=[heads, dim, dim], dtypes=[dtype] * 2)
             size = heads * PAGE * (2 * dim + 4 * has_scales)
             rows[i] = torch.ones(size, dtype=torch.uint8)
-        return facts
+        return metadata
 
     return change
 
 
-# Grid: each wrong size with one way to store; the sizes are checked before the way matters.
+# Grid: Each wrong size with one storage option, because sizes are checked first.
 @pytest.mark.parametrize(
-    ("other", "keywords"),
+    ("sizes", "keywords"),
     [
         ((3, 16, "float32"), {}), ((2, 8, "float32"), {"scales": scales_of()}),
         ((2, 16, "float16"), {"offloading": True}), ((1 << 40, 0, "float32"), {"scales": 0.05}),
     ],
     ids=str,
 )  # fmt: skip
-def test_all_pages_are_of_another_model(
-    other: tuple[int, int, str], keywords: dict[str, Any], tmp_path: Path
+def test_pages_of_a_different_model_are_refused(
+    sizes: tuple[int, int, str], keywords: dict[str, Any], tmp_path: Path
 ) -> None:
     """The sizes of the model are not known before its first layer has computed."""
     ids = words(40, rows=2)
     Reader(tmp_path, **keywords).answer(ids)
     for path in files_of(tmp_path):
-        forge(_other_sizes(*other))(path, tmp_path)
+        forge(_other_sizes(*sizes))(path, tmp_path)
     reader = Reader(tmp_path, **keywords)
     cache = reader.new_cache()
     reader.model.generate(ids, past_key_values=cache, **GREEDY)
-    # With static scales, the first page tells the number of heads.
+    # With static scales, the first page shows the number of heads.
     refused = 1 if "scales" in keywords else 8
     assert (cache.restored, reader.store.usage().files_refused) == (0, refused)
-    for how in ({}, {"prefill_chunk_size": 7}):
+    for options in ({}, {"prefill_chunk_size": 7}):
         reader.calls.clear()
-        reader.answer(ids, **how)
+        reader.answer(ids, **options)
         assert sum(reader.calls) >= 40
     # If a page is refused before its use, the next page is refused at the next call.
-    assert [reader.answer(ids) for _ in range(9)][-1] == 8, "all of it was stored again"
+    assert [reader.answer(ids) for _ in range(9)][-1] == 8, "all pages were stored again"
 
 
-def test_another_process_is_faster(tmp_path: Path) -> None:
-    """Another process stores the pages while this process copies its pages."""
+def test_a_different_process_may_store_the_pages_first(tmp_path: Path) -> None:
+    """A different process stores the pages while this process copies its pages."""
     stores, pages = [PrefixStore(tmp_path) for _ in "ab"], [Page([numbers(3)], {})] * 2
     keys = ["a" * 64, "b" * 64]
 
-    def make(indices: list[int]) -> list[Page]:
+    def copy_pages(indices: list[int]) -> list[Page]:
         stores[1].write(keys, lambda _: pages)
         stores[1].flush()
-        return [pages[at] for at in indices]
+        return [pages[index] for index in indices]
 
-    stores[0].write(keys, make)
+    stores[0].write(keys, copy_pages)
     assert [store.usage().bytes_written for store in stores] == [0, size_of(tmp_path)]
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO, None])
-def test_a_file_that_cannot_be_read(
+def test_an_unreadable_file_is_kept(
     number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """The file may be good, so it is ignored and stays for processes that can read it."""
+    """The file may be intact, so it is ignored and kept for processes that can read it."""
     Reader(tmp_path).answer(words(40))
     reader, opened = Reader(tmp_path), os.open
 
@@ -696,20 +696,20 @@ def test_a_file_that_cannot_be_read(
 # -- the disk ---------------------------------------------------------------------------------
 
 
-def test_the_bound_holds_and_the_least_used_go(tmp_path: Path) -> None:
+def test_the_least_recently_used_pages_are_removed(tmp_path: Path) -> None:
     Reader(tmp_path).answer(words(40))
     page = files_of(tmp_path)[0].stat().st_size
     limit = 13 * page
     reader = Reader(tmp_path, max_bytes=limit)
     for seed in range(1, 7):
         reader.answer(words(40, seed=seed))
-        reader.answer(words(40))  # used all the time
+        reader.answer(words(40))  # used after each prompt
         assert size_of(tmp_path) <= limit
     fresh = Reader(tmp_path, max_bytes=limit)
     assert fresh.answer(words(40)) == 8
     assert fresh.answer(words(40, seed=6)) == 8
     assert fresh.answer(words(40, seed=2)) == 40
-    # The store keeps the beginning of a prompt that does not fit.
+    # The store keeps the first pages of a prompt that does not fit.
     small = Reader(tmp_path, max_bytes=3 * page)
     small.answer(words(90, seed=20))
     assert size_of(tmp_path) <= 3 * page
@@ -719,12 +719,12 @@ def test_the_bound_holds_and_the_least_used_go(tmp_path: Path) -> None:
     assert tiny_store.store.usage().files == 0
 
 
-def test_a_smaller_bound_holds_from_the_first_look_on(tmp_path: Path) -> None:
+def test_a_smaller_bound_holds_from_the_first_lookup(tmp_path: Path) -> None:
     Reader(tmp_path).answer(words(40))
     Reader(tmp_path).answer(words(40, seed=1))
     page = files_of(tmp_path)[0].stat().st_size
     store = PrefixStore(tmp_path, max_bytes=7 * page)
-    assert store.usage().files == 10, "no page was looked for"
+    assert store.usage().files == 10, "no page was looked up"
     assert Reader(tmp_path, max_bytes=7 * page).answer(words(40, seed=1)) == 8
     assert size_of(tmp_path) <= 7 * page
     assert Reader(tmp_path, max_bytes=7 * page).answer(words(40)) == 40 - 16
@@ -734,7 +734,7 @@ def test_a_smaller_bound_holds_from_the_first_look_on(tmp_path: Path) -> None:
     assert small.store.usage().files == 7
 
 
-def test_a_smaller_bound_does_not_wait_for_others(
+def test_a_smaller_bound_does_not_wait_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Reader(tmp_path).answer(words(40))
@@ -745,7 +745,7 @@ def test_a_smaller_bound_does_not_wait_for_others(
 
 
 @pytest.mark.parametrize("failure", ["write", "replace", "lock", "Windows"])
-def test_a_full_disk_stops_storing_and_nothing_else(
+def test_a_full_disk_only_stops_storing(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Reader(tmp_path).answer(words(40))
@@ -782,7 +782,7 @@ def test_a_full_disk_stops_storing_and_nothing_else(
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_without_memory_for_a_copy_nothing_is_stored(
+def test_a_copy_without_memory_is_not_stored(
     error: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: list[int]) -> list[Page]:
@@ -794,22 +794,22 @@ def test_without_memory_for_a_copy_nothing_is_stored(
     assert not files_of(tmp_path)
     store_pages(store, 3)
     store.flush()
-    assert len(files_of(tmp_path)) == 3, "with room again, more is stored"
+    assert len(files_of(tmp_path)) == 3, "pages are stored when memory is free again"
 
 
-def test_pages_that_wait_to_be_written_are_found(
+def test_pages_queued_for_writing_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 60.0)
     reader = Reader(tmp_path)
     with locked(tmp_path):
         ids = words(40)
-        said = reader.model.generate(ids, **GREEDY)
+        answer = reader.model.generate(ids, **GREEDY)
         assert not files_of(tmp_path)
-        again = reader.model.generate(ids, **GREEDY)
+        repeated = reader.model.generate(ids, **GREEDY)
         assert reader.calls[0] == 40
-        assert 8 in reader.calls, "pages that wait are found"
-        assert_same(again, said)
+        assert 8 in reader.calls, "queued pages are found"
+        assert_same(repeated, answer)
         assert reader.store.counts()["bytes_read"] == 0
     reader.store.flush()
     assert len(files_of(tmp_path)) == 5
@@ -841,10 +841,10 @@ from tests.prefix.test_store import _take_any, files_of, store_pages
 """
 
 
-def test_a_process_that_is_interrupted_and_ends(tmp_path: Path) -> None:
-    """A wait that was interrupted is repeated, at the latest when the process ends.
+def test_an_interrupted_flush_is_repeated_at_the_end(tmp_path: Path) -> None:
+    """An interrupted wait is repeated, at the latest when the process ends.
 
-    After the end of the main thread the interpreter starts no threads, or waits for none.
+    After the end of the main thread, the interpreter starts no threads or does not wait for them.
     """
     script = f"""{IMPORTS}
 # A process that starts in the background ignores SIGINT.
@@ -873,45 +873,45 @@ for seed in range(2):
 atexit.register(late)
 sys.exit(3)
 """
-    done = run_script(script, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "100\n", "")
+    process = run_script(script, tmp_path)
+    assert (process.returncode, process.stdout, process.stderr) == (3, "100\n", "")
     assert len(files_of(tmp_path)) == 500
 
 
-def test_a_thread_that_dates_pages_does_not_write_pages(
+def test_a_thread_that_touches_pages_does_not_write_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, is_dating, may_continue = PrefixStore(tmp_path), threading.Event(), threading.Event()
+    store, is_touching, may_continue = PrefixStore(tmp_path), threading.Event(), threading.Event()
     replace, writers = os.replace, []
 
-    def date(*_: Any, **__: Any) -> None:
-        is_dating.set()
+    def touch(*_: Any, **__: Any) -> None:
+        is_touching.set()
         assert may_continue.wait(60)
 
     def put(*args: Any) -> None:
         writers.append(threading.current_thread())
         may_continue.set()
-        dater.join(0.2)  # this thread has the lock: a writer of the next prompt would wait
+        toucher.join(0.2)  # this thread has the lock, so a writer of the next prompt would wait
         replace(*args)
 
-    monkeypatch.setattr(os, "utime", date)
+    monkeypatch.setattr(os, "utime", touch)
     monkeypatch.setattr(os, "replace", put)
-    dater = threading.Thread(target=store.touch, args=(["a" * 64],))
-    dater.start()
-    assert is_dating.wait(60)
+    toucher = threading.Thread(target=store.touch, args=(["a" * 64],))
+    toucher.start()
+    assert is_touching.wait(60)
     store_pages(store, 1)
     store_pages(store, 1, 1)
     store.flush()
     assert len(files_of(tmp_path)) == 2
-    dater.join()
-    assert dater not in writers
+    toucher.join()
+    assert toucher not in writers
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [(ZeroDivisionError, "ZeroDivisionError"), (MemoryError, "no memory for a copy")],
 )
-def test_an_error_with_one_prompt_ends_neither_the_thread_nor_a_wait(
+def test_an_error_with_one_prompt_does_not_affect_other_prompts(
     error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -942,39 +942,39 @@ def test_a_write_waits_if_too_many_bytes_are_queued(
     assert len(files_of(tmp_path)) == 400
 
 
-@pytest.mark.parametrize("gone", [0, 7, 50])
-def test_pages_are_read_in_their_order(
-    gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missing", [0, 7, 50])
+def test_pages_are_read_in_order(
+    missing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = PrefixStore(tmp_path)
     keys = store_pages(store, 50)
     store.flush()
-    for key in keys[gone : gone + 1]:
+    for key in keys[missing : missing + 1]:
         (tmp_path / f"{key}.safetensors").unlink()
     requested: list[str] = []
     monkeypatch.setattr("hf_fp8kv.prefix.store.READERS", 3)
 
-    def wanted() -> Iterator[str]:
+    def requests() -> Iterator[str]:
         for key in keys:
             requested.append(key)
             yield key
 
-    found = []
-    for page in PrefixStore(tmp_path).read(wanted(), _take_any):
-        found.append(page.facts["at"])
-        assert len(requested) <= len(found) + 3
+    indices = []
+    for page in PrefixStore(tmp_path).read(requests(), _take_any):
+        indices.append(page.facts["at"])
+        assert len(requested) <= len(indices) + 3
         assert torch.equal(page.rows[0], numbers(page.facts["at"]))
-    assert found == list(range(gone))
+    assert indices == list(range(missing))
 
 
-@pytest.mark.parametrize("left", [0, 2])
-def test_pages_are_written_and_read_without_more_threads(
-    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_pages_are_written_and_read_if_no_thread_starts(
+    allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, started = threading.Thread.start, []
 
     def fail(thread: threading.Thread) -> None:
-        if len(started) == left:
+        if len(started) == allowed:
             raise RuntimeError("can't start new thread")
         started.append(thread)
         start(thread)
@@ -983,15 +983,13 @@ def test_pages_are_written_and_read_without_more_threads(
     monkeypatch.setattr(threading.Thread, "start", fail)
     store = PrefixStore(tmp_path)
     keys = store_pages(store, 20)
-    assert left or len(files_of(tmp_path)) == 20, "written at once"
+    assert allowed or len(files_of(tmp_path)) == 20, "written at once"
     store.flush()
-    found = [page.facts["at"] for page in PrefixStore(tmp_path).read(keys, _take_any)]
-    assert found == list(range(20))
+    indices = [page.facts["at"] for page in PrefixStore(tmp_path).read(keys, _take_any)]
+    assert indices == list(range(20))
 
 
-def test_a_writer_that_takes_long_is_waited_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_writer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 0.05)
     monkeypatch.setattr("hf_fp8kv.prefix.store._LITTLE_PATIENCE", 0.0)
     reader = Reader(tmp_path)
@@ -1005,18 +1003,18 @@ def test_a_writer_that_takes_long_is_waited_for_once(
 
 
 def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked while another thread writes has a copy of each open file."""
+    """A process that is forked while a different thread writes has a copy of each open file."""
     replace = os.replace
     copies: list[int] = []
 
     def fork(*args: Any) -> None:
         handles = Path("/proc/self/fd").iterdir()
-        held = [
+        lock_handles = [
             int(x.name)
             for x in handles
             if x.is_symlink() and x.resolve().name == ".prefix_store.lock"
         ]
-        copies.extend(map(os.dup, held))
+        copies.extend(map(os.dup, lock_handles))
         replace(*args)
 
     monkeypatch.setattr("hf_fp8kv.prefix.store._PATIENCE", 0.05)
@@ -1032,7 +1030,7 @@ def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.full
 def test_a_fork_while_a_prompt_is_written(tmp_path: Path) -> None:
-    """In a separate process, because a fork may disturb the threads of this process."""
+    """The fork is in a separate process, because it may disturb the threads of this process."""
     script = f"""{IMPORTS}
 store = PrefixStore(sys.argv[1])
 held = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)
@@ -1051,7 +1049,7 @@ sys.exit(os.waitpid(child, 0)[1] != 0)
     assert len(files_of(tmp_path)) == 6
 
 
-def test_files_of_others_stay_and_unfinished_files_go(tmp_path: Path) -> None:
+def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("mine")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 5000)
     for name in ("folder", "folder.part"):
@@ -1111,39 +1109,39 @@ def test_caches_that_cannot_be_stored_are_refused(
         enable(model, **{"prefix_store": PrefixStore(tmp_path), **keywords})
 
 
-def test_caches_that_are_passed(tmp_path: Path) -> None:
-    """They use the store of the model, or are refused before anything changes."""
+def test_passed_caches_use_the_store_or_are_refused(tmp_path: Path) -> None:
+    """A refused cache is not changed."""
     reader, ids = Reader(tmp_path), words(40)
     for keywords in ({}, {"prefill": "stored", "config": None}):
         cache = FP8PagedCache(**{"config": reader.model.config, **keywords})
         with pytest.raises(ConfigError, match=r"make the cache with prefill|with a config"):
             reader.model.generate(ids, past_key_values=cache, **GREEDY)
         assert cache.host_length() == 0
-    said = reader.model.generate(ids, **GREEDY)
+    answer = reader.model.generate(ids, **GREEDY)
     loaded = FP8PagedCache.load(reader.new_cache().save(tmp_path / "cache"))
-    assert_same(reader.model.generate(ids, past_key_values=loaded, **GREEDY), said)
+    assert_same(reader.model.generate(ids, past_key_values=loaded, **GREEDY), answer)
     assert loaded.restored == 32
 
 
-def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
-    moving = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model, _ = tiny("gqa", rope_parameters=moving)
+def test_dynamic_rope_is_refused(tmp_path: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model, _ = tiny("gqa", rope_parameters=dynamic)
     with pytest.raises(ConfigError, match="dynamic"):
         enable(model, prefix_store=PrefixStore(tmp_path))
-    # The text part of a config also counts, and each kind of layers.
+    # The text config and each type of layers are also checked.
     options = FP8PagedCache(model.config, prefill="stored").options
     nested = LlavaConfig(text_config=model.config)
-    by_kind = copy.deepcopy(nested)
-    by_kind.text_config.rope_parameters = {
+    by_type = copy.deepcopy(nested)
+    by_type.text_config.rope_parameters = {
         "sliding_attention": {"rope_type": "default"},
-        "": moving,
+        "": dynamic,
     }
-    for config in (nested, by_kind):
+    for config in (nested, by_type):
         with pytest.raises(ConfigError, match="dynamic"):
             check_store(PrefixStore(tmp_path), options, config)
 
 
-def test_bad_folders_and_bounds(tmp_path: Path) -> None:
+def test_invalid_folders_and_bounds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", "a\0b", None, 3):
         with pytest.raises(ConfigError, match="a folder"):
@@ -1154,8 +1152,8 @@ def test_bad_folders_and_bounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ein Ordner, größer", "link"])
-def test_odd_folders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With spaces, by a link, and relative to a folder that the process has left."""
+def test_unusual_folder_paths(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths have spaces, are links, and are relative to a folder that the process has left."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.chdir(tmp_path)
@@ -1166,7 +1164,7 @@ def test_odd_folders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(files_of(tmp_path / name)) == 5
     assert pickle.loads(pickle.dumps(reader.store)).path == tmp_path / name
     assert Reader(tmp_path / name).answer(words(40)) == 8
-    # Without the folder there are no hits, but the same answers.
+    # Without the folder, there are no hits, but the answers are the same.
     shutil.rmtree((tmp_path / name).resolve())
     assert reader.answer(words(40)) == 40
     assert reader.answer(words(40)) == 40
@@ -1176,8 +1174,8 @@ def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     reader.answer(words(40))
     reader.model.__class__ = reader.model.__class__.__base__
-    for twin in (copy.deepcopy(reader.model), pickle.loads(pickle.dumps(reader.model))):
-        cache = twin.generate(words(40), return_dict_in_generate=True, **GREEDY).past_key_values
+    for copied in (copy.deepcopy(reader.model), pickle.loads(pickle.dumps(reader.model))):
+        cache = copied.generate(words(40), return_dict_in_generate=True, **GREEDY).past_key_values
         assert cache.restored == 32
     disable(reader.model)
     usage = reader.store.usage()

@@ -82,17 +82,17 @@ def _openai__models(target: Target) -> None:
 
 @of("openai")
 def _openai__chat(target: Target) -> None:
-    found = _openai(target).chat.completions.create(
+    result = _openai(target).chat.completions.create(
         model=target.model, messages=MESSAGES, max_completion_tokens=8, n=2, temperature=0.9,
         seed=3, logprobs=True, top_logprobs=2, presence_penalty=0.1, stop=["\n\n"], user="me",
         store=False, metadata={"a": "b"}, service_tier="auto",
     )  # fmt: skip
-    assert [choice.index for choice in found.choices] == [0, 1]
-    for choice in found.choices:
+    assert [choice.index for choice in result.choices] == [0, 1]
+    for choice in result.choices:
         assert choice.message.role == "assistant"
         assert choice.finish_reason in ("length", "stop")
-        assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
-    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+        assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    assert result.usage.total_tokens == result.usage.prompt_tokens + result.usage.completion_tokens
 
 
 @of("openai")
@@ -117,12 +117,12 @@ def _openai__streamed_chat(target: Target) -> None:
 @of("openai")
 def _openai__completions(target: Target) -> None:
     client = _openai(target)
-    found = client.completions.create(
+    result = client.completions.create(
         model=target.model, prompt=["One, two,", "Monday, Tuesday,"], max_tokens=4, n=2, echo=True,
         logprobs=2, temperature=0.5,
     )  # fmt: skip
-    assert [choice.text.split(",")[0] for choice in found.choices] == ["One"] * 2 + ["Monday"] * 2
-    first = found.choices[0].logprobs
+    assert [choice.text.split(",")[0] for choice in result.choices] == ["One"] * 2 + ["Monday"] * 2
+    first = result.choices[0].logprobs
     assert first.token_logprobs[0] is None
     assert len(first.tokens) == len(first.text_offset) == len(first.top_logprobs)
     chunks = client.completions.create(
@@ -134,11 +134,11 @@ def _openai__completions(target: Target) -> None:
 @of("openai")
 def _openai__responses(target: Target) -> None:
     client = _openai(target)
-    found = client.responses.create(
+    result = client.responses.create(
         model=target.model, input=QUESTION, instructions="Be brief.", max_output_tokens=8
     )
-    assert found.output_text
-    assert found.usage.input_tokens_details.cached_tokens >= 0
+    assert result.output_text
+    assert result.usage.input_tokens_details.cached_tokens >= 0
     with client.responses.stream(
         model=target.model, input=[{"role": "user", "content": QUESTION}], max_output_tokens=8
     ) as stream:
@@ -157,10 +157,10 @@ def _openai__structured_output(target: Target) -> None:
 
     client = _openai(target)
     ask = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
-    found = client.chat.completions.parse(
+    result = client.chat.completions.parse(
         model=target.model, messages=ask, response_format=Person, max_tokens=60
     )
-    assert isinstance(found.choices[0].message.parsed, Person)
+    assert isinstance(result.choices[0].message.parsed, Person)
     response = client.responses.parse(
         model=target.model, input=ask, text_format=Person, max_output_tokens=60
     )
@@ -176,23 +176,23 @@ def _openai__tools(target: Target) -> None:
     client = _openai(target)
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
     for stream in (False, True):
-        asked = {
+        options = {
             "model": target.model, "messages": messages, "tools": [TOOL], "max_tokens": 60,
             "tool_choice": "required" if stream else {
                 "type": "function", "function": {"name": "get_weather"},
             },
         }  # fmt: skip
         if stream:
-            with client.chat.completions.stream(**asked, parallel_tool_calls=False) as events:
-                found = events.get_final_completion()
+            with client.chat.completions.stream(**options, parallel_tool_calls=False) as events:
+                result = events.get_final_completion()
         else:
-            found = client.chat.completions.create(**asked)
-        (call,) = found.choices[0].message.tool_calls
-        assert found.choices[0].finish_reason == "tool_calls"
+            result = client.chat.completions.create(**options)
+        (call,) = result.choices[0].message.tool_calls
+        assert result.choices[0].finish_reason == "tool_calls"
         assert call.function.name == "get_weather"
         assert "city" in json.loads(call.function.arguments)
-    said = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    messages += [found.choices[0].message.model_dump(exclude_none=True), said]
+    message = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    messages += [result.choices[0].message.model_dump(exclude_none=True), message]
     after = client.chat.completions.create(
         model=target.model, messages=messages, tools=[TOOL], max_tokens=16
     )
@@ -204,12 +204,12 @@ def _openai__tools_of_responses(target: Target) -> None:
     client = _openai(target)
     tool, items = {"type": "function", **WEATHER, "strict": True}, []
     items.append({"role": "user", "content": "How is the weather in Paris?"})
-    asked = {"model": target.model, "tools": [tool], "max_output_tokens": 60}
-    found = client.responses.create(**asked, input=items, tool_choice="required")
-    calls = [item for item in found.output if item.type == "function_call"]
+    options = {"model": target.model, "tools": [tool], "max_output_tokens": 60}
+    result = client.responses.create(**options, input=items, tool_choice="required")
+    calls = [item for item in result.output if item.type == "function_call"]
     assert calls[0].name == "get_weather"
     with client.responses.stream(
-        **asked, input=items, tool_choice={"type": "function", "name": "get_weather"}
+        **options, input=items, tool_choice={"type": "function", "name": "get_weather"}
     ) as stream:
         list(stream)
         last = stream.get_final_response()
@@ -217,39 +217,39 @@ def _openai__tools_of_responses(target: Target) -> None:
     assert "city" in json.loads(call.arguments)
     items += [item.model_dump(exclude_none=True) for item in last.output]
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
-    assert client.responses.create(**asked, input=items).output_text
+    assert client.responses.create(**options, input=items).output_text
 
 
 @of("openai")
 def _openai__async_client(target: Target) -> None:
     from openai import AsyncOpenAI
 
-    async def ask() -> list[Any]:
+    async def send_requests() -> list[Any]:
         async with AsyncOpenAI(base_url=target.url, api_key="-", max_retries=0) as client:
             create = client.chat.completions.create
-            asked = (create(model=target.model, messages=MESSAGES, max_tokens=4) for _ in range(8))
-            return await asyncio.gather(*asked)
+            calls = (create(model=target.model, messages=MESSAGES, max_tokens=4) for _ in range(8))
+            return await asyncio.gather(*calls)
 
-    assert len({one.choices[0].message.content for one in asyncio.run(ask())}) == 1
+    assert len({result.choices[0].message.content for result in asyncio.run(send_requests())}) == 1
 
 
 # -- langchain-openai ------------------------------------------------------------------------------
 
 
-def _langchain(target: Target, **more: Any) -> Any:
+def _langchain(target: Target, **options: Any) -> Any:
     from langchain_openai import ChatOpenAI
 
-    given = {"base_url": target.url, "api_key": "-", "model": target.model, "max_retries": 0}
-    return ChatOpenAI(**{**given, "max_tokens": 60, "temperature": 0, **more})
+    defaults = {"base_url": target.url, "api_key": "-", "model": target.model, "max_retries": 0}
+    return ChatOpenAI(**{**defaults, "max_tokens": 60, "temperature": 0, **options})
 
 
 @of("langchain-openai")
 def _langchain__chat(target: Target) -> None:
     chat = _langchain(target, max_tokens=8, seed=5, logprobs=True)
-    found = chat.invoke([("system", "Be brief."), ("human", QUESTION)])
-    assert found.content
-    assert found.usage_metadata["output_tokens"] <= 8
-    assert found.response_metadata["logprobs"]["content"]
+    result = chat.invoke([("system", "Be brief."), ("human", QUESTION)])
+    assert result.content
+    assert result.usage_metadata["output_tokens"] <= 8
+    assert result.response_metadata["logprobs"]["content"]
     assert len(chat.batch([QUESTION, "Hello!"])) == 2
     assert asyncio.run(chat.ainvoke(QUESTION)).content == chat.invoke(QUESTION).content
 
@@ -272,8 +272,8 @@ def _langchain__completions(target: Target) -> None:
     )  # fmt: skip
     whole = model.invoke("One, two, three,")
     assert whole == "".join(model.stream("One, two, three,"))
-    found = model.generate(["One, two,", "Monday, Tuesday,"])
-    assert len(found.generations) == 2
+    result = model.generate(["One, two,", "Monday, Tuesday,"])
+    assert len(result.generations) == 2
     several = OpenAI(
         base_url=target.url, api_key="-", model=target.model, max_tokens=6, n=2, best_of=2,
         logprobs=1, max_retries=0,
@@ -315,15 +315,15 @@ def _langchain__tools(target: Target) -> None:
 
     ask: list[Any] = [HumanMessage("How is the weather in Paris?")]
     for choice in ("any", "get_weather"):
-        found = (
+        result = (
             _langchain(target)
             .bind_tools([get_weather], tool_choice=choice, strict=True)
             .invoke(ask)
         )
-        assert found.tool_calls[0]["name"] == "get_weather"
-    for call in found.tool_calls:
+        assert result.tool_calls[0]["name"] == "get_weather"
+    for call in result.tool_calls:
         assert isinstance(get_weather.invoke(call), ToolMessage)
-    ask += [found, *(get_weather.invoke(call) for call in found.tool_calls)]
+    ask += [result, *(get_weather.invoke(call) for call in result.tool_calls)]
     assert _langchain(target).bind_tools([get_weather]).invoke(ask).content
 
 
@@ -347,36 +347,36 @@ def _litellm__chat(target: Target) -> None:
     import litellm
 
     for provider in ("openai", "hosted_vllm", "litellm_proxy"):
-        found = litellm.completion(
+        result = litellm.completion(
             **_litellm(target, provider), messages=MESSAGES, max_tokens=8, temperature=0
         )
-        assert found.choices[0].message.content
+        assert result.choices[0].message.content
         parts = litellm.completion(
             **_litellm(target, provider), messages=MESSAGES, max_tokens=8, temperature=0,
             stream=True, stream_options={"include_usage": True},
         )  # fmt: skip
         text = "".join(part.choices[0].delta.content or "" for part in parts)
-        assert text == found.choices[0].message.content
+        assert text == result.choices[0].message.content
 
 
 @of("litellm")
 def _litellm__async_chat(target: Target) -> None:
     import litellm
 
-    asked = {**_litellm(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True, "n": 2}
-    found = asyncio.run(litellm.acompletion(**asked))
-    assert len(found.choices) == 2
-    assert found.choices[0].logprobs.content
+    options = {**_litellm(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True, "n": 2}
+    result = asyncio.run(litellm.acompletion(**options))
+    assert len(result.choices) == 2
+    assert result.choices[0].logprobs.content
 
 
 @of("litellm")
 def _litellm__completions(target: Target) -> None:
     import litellm
 
-    asked = {**_litellm(target, "text-completion-openai"), "prompt": "One, two,", "max_tokens": 6}
-    found = litellm.text_completion(**asked, temperature=0)
-    parts = litellm.text_completion(**asked, temperature=0, stream=True)
-    assert "".join(part.choices[0].text or "" for part in parts) == found.choices[0].text
+    options = {**_litellm(target, "text-completion-openai"), "prompt": "One, two,", "max_tokens": 6}
+    result = litellm.text_completion(**options, temperature=0)
+    parts = litellm.text_completion(**options, temperature=0, stream=True)
+    assert "".join(part.choices[0].text or "" for part in parts) == result.choices[0].text
 
 
 @of("litellm")
@@ -405,26 +405,26 @@ def _litellm__tools(target: Target) -> None:
     import litellm
 
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
-    asked = {**_litellm(target), "tools": [TOOL], "max_tokens": 60}
-    found = litellm.completion(**asked, messages=messages, tool_choice="required")
-    call = found.choices[0].message.tool_calls[0]
+    options = {**_litellm(target), "tools": [TOOL], "max_tokens": 60}
+    result = litellm.completion(**options, messages=messages, tool_choice="required")
+    call = result.choices[0].message.tool_calls[0]
     messages += [
-        found.choices[0].message.model_dump(),
+        result.choices[0].message.model_dump(),
         *(
-            {"role": "tool", "tool_call_id": one.id, "name": one.function.name, "content": "sunny"}
-            for one in found.choices[0].message.tool_calls
+            {"role": "tool", "tool_call_id": x.id, "name": x.function.name, "content": "sunny"}
+            for x in result.choices[0].message.tool_calls
         ),
     ]
     assert call.function.name == "get_weather"
-    assert litellm.completion(**asked, messages=messages).choices[0].message.content
+    assert litellm.completion(**options, messages=messages).choices[0].message.content
 
 
 @of("litellm")
 def _litellm__responses(target: Target) -> None:
     import litellm
 
-    found = litellm.responses(**_litellm(target), input=QUESTION, max_output_tokens=16)
-    assert found.output[0].content[0].text
+    result = litellm.responses(**_litellm(target), input=QUESTION, max_output_tokens=16)
+    assert result.output[0].content[0].text
     parts = litellm.responses(**_litellm(target), input=QUESTION, max_output_tokens=16, stream=True)
     assert [part.type for part in parts][-1] in ("response.completed", "response.incomplete")
 
@@ -454,17 +454,17 @@ def _person() -> Any:
     return Person
 
 
-def _ask_with(mode: str, **more: Any) -> Run:
+def _ask_with(mode: str, **options: Any) -> Run:
     def ask(target: Target) -> None:
         import instructor
 
         kind = _person()
         client = instructor.from_openai(_openai(target), mode=instructor.Mode[mode])
-        given = {"model": target.model, "max_retries": 0, "messages": [
+        arguments = {"model": target.model, "max_retries": 0, "messages": [
             {"role": "user", "content": "Ann is 30 years old. Give her name and age."}
         ]}  # fmt: skip
-        given |= {"max_output_tokens" if "RESPONSES" in mode else "max_tokens": 300}
-        assert isinstance(client.create(response_model=kind, **given, **more), kind)
+        arguments |= {"max_output_tokens" if "RESPONSES" in mode else "max_tokens": 300}
+        assert isinstance(client.create(response_model=kind, **arguments, **options), kind)
 
     return ask
 
@@ -490,12 +490,12 @@ def _instructor__mode_PARALLEL_TOOLS(target: Target) -> None:
 
     kind = _person()
     client = instructor.from_openai(_openai(target), mode=instructor.Mode.PARALLEL_TOOLS)
-    found = client.create(
+    result = client.create(
         response_model=Iterable[kind], model=target.model, max_tokens=200, max_retries=0,
         messages=[{"role": "user", "content": "Ann is 30 and Bob is 40. Call the tool for both."}],
         extra_body={"tool_choice": "required", "parallel_tool_calls": False},
     )  # fmt: skip
-    assert all(isinstance(one, kind) for one in found)
+    assert all(isinstance(item, kind) for item in result)
 
 
 @of("instructor")
@@ -505,17 +505,17 @@ def _instructor__streams(target: Target) -> None:
     kind = _person()
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(_openai(target), mode=mode)
-        given = {"model": target.model, "max_tokens": 80, "max_retries": 0, "messages": [
+        arguments = {"model": target.model, "max_tokens": 80, "max_retries": 0, "messages": [
             {"role": "user", "content": "Ann is 30 years old. Give her name and age."}
         ]}  # fmt: skip
-        *_, last = client.create_partial(response_model=kind, **given)
+        *_, last = client.create_partial(response_model=kind, **arguments)
         assert last.age is not None
 
 
 # -- openai-agents ---------------------------------------------------------------------------------
 
 
-def _agent(target: Target, api: str, **more: Any) -> Any:
+def _agent(target: Target, api: str, **options: Any) -> Any:
     from agents import (
         Agent,
         ModelSettings,
@@ -536,10 +536,10 @@ def _agent(target: Target, api: str, **more: Any) -> Any:
 
     client = AsyncOpenAI(base_url=target.url, api_key="-", max_retries=0)
     kind = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[api]
-    settings = {"max_tokens": 60, "temperature": 0.0, **more.pop("settings", {})}
+    settings = {"max_tokens": 60, "temperature": 0.0, **options.pop("settings", {})}
     return Agent(
-        name="helper", instructions="Use the tools.", tools=more.pop("tools", [get_weather]),
-        model=kind(target.model, client), model_settings=ModelSettings(**settings), **more,
+        name="helper", instructions="Use the tools.", tools=options.pop("tools", [get_weather]),
+        model=kind(target.model, client), model_settings=ModelSettings(**settings), **options,
     )  # fmt: skip
 
 
@@ -553,9 +553,9 @@ def _agents__tools(target: Target) -> None:
     for api in ("chat", "responses"):
         CALLS.clear()
         agent = _agent(target, api, settings={"tool_choice": "required"})
-        found = Runner.run_sync(agent, "How is the weather in Paris?", max_turns=4)
+        result = Runner.run_sync(agent, "How is the weather in Paris?", max_turns=4)
         assert CALLS
-        assert found.final_output, api
+        assert result.final_output, api
 
 
 @of("openai-agents")
@@ -582,8 +582,8 @@ def _agents__structured_output(target: Target) -> None:
     kind = _person()
     for api in ("chat", "responses"):
         agent = _agent(target, api, tools=[], output_type=kind)
-        found = Runner.run_sync(agent, "Ann is 30 years old. Name and age?")
-        assert isinstance(found.final_output, kind), api
+        result = Runner.run_sync(agent, "Ann is 30 years old. Name and age?")
+        assert isinstance(result.final_output, kind), api
 
 
 @of("openai-agents")
@@ -594,8 +594,8 @@ def _agents__handoff(target: Target) -> None:
         clerk = _agent(target, api, tools=[])
         desk = _agent(target, api, tools=[], handoffs=[clerk], settings={"tool_choice": "required"})
         desk.name = "desk"
-        found = Runner.run_sync(desk, "Hello, I need help.", max_turns=4)
-        assert found.last_agent is clerk, api
+        result = Runner.run_sync(desk, "Hello, I need help.", max_turns=4)
+        assert result.last_agent is clerk, api
 
 
 # -- llm -------------------------------------------------------------------------------------------
@@ -615,13 +615,13 @@ def _llm_folder(target: Target) -> Iterator[Callable[..., str]]:
             "LLM_LOAD_PLUGINS": "",
         }  # another plugin of the demo model needs llama.cpp
 
-        def run(*given: str) -> str:
-            done = subprocess.run(
-                [sys.executable, "-m", "llm", *given], env=environment, capture_output=True,
+        def run(*arguments: str) -> str:
+            process = subprocess.run(
+                [sys.executable, "-m", "llm", *arguments], env=environment, capture_output=True,
                 text=True, timeout=300, stdin=subprocess.DEVNULL,
             )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            return done.stdout
+            assert process.returncode == 0, process.stderr
+            return process.stdout
 
         yield run
 
@@ -629,9 +629,9 @@ def _llm_folder(target: Target) -> Iterator[Callable[..., str]]:
 @of("llm")
 def _llm__prompt(target: Target) -> None:
     with _llm_folder(target) as llm:
-        given = ("-m", "ours", "-o", "temperature", "0", "-o", "max_tokens", "12")
-        assert llm(*given, QUESTION) == llm(*given, "--no-stream", QUESTION)
-        assert llm(*given, "-c", "Say it again.").strip()
+        arguments = ("-m", "ours", "-o", "temperature", "0", "-o", "max_tokens", "12")
+        assert llm(*arguments, QUESTION) == llm(*arguments, "--no-stream", QUESTION)
+        assert llm(*arguments, "-c", "Say it again.").strip()
 
 
 @of("llm")
@@ -643,25 +643,25 @@ def _llm__completion(target: Target) -> None:
 @of("llm")
 def _llm__schema(target: Target) -> None:
     with _llm_folder(target) as llm:
-        given = ("-m", "ours", "-o", "max_tokens", "60", "--schema", json.dumps(SCHEMA))
-        for more in ((), ("--no-stream",)):
-            found = json.loads(llm(*given, *more, "Ann is 30 years old."))
-            assert found.keys() == {"name", "age"}
+        arguments = ("-m", "ours", "-o", "max_tokens", "60", "--schema", json.dumps(SCHEMA))
+        for options in ((), ("--no-stream",)):
+            result = json.loads(llm(*arguments, *options, "Ann is 30 years old."))
+            assert result.keys() == {"name", "age"}
 
 
 @of("llm")
 def _llm__tools(target: Target) -> None:
     tool = 'def get_weather(city: str) -> str:\n    "Weather of a city."\n    return "sunny"\n'
     with _llm_folder(target) as llm:
-        given = ("-m", "ours", "-o", "max_tokens", "24", "--functions", tool, "--td")
-        for more in ((), ("--no-stream",)):
-            assert llm(*given, *more, "How is the weather in Paris?")
+        arguments = ("-m", "ours", "-o", "max_tokens", "24", "--functions", tool, "--td")
+        for options in ((), ("--no-stream",)):
+            assert llm(*arguments, *options, "How is the weather in Paris?")
 
 
 # -- lm-eval ---------------------------------------------------------------------------------------
 
 
-def _lm_eval(target: Target, model: str, task: dict[str, Any], **given: Any) -> Any:
+def _lm_eval(target: Target, model: str, task: dict[str, Any], **options: Any) -> Any:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -671,7 +671,7 @@ def _lm_eval(target: Target, model: str, task: dict[str, Any], **given: Any) -> 
         {"question": "The sun rises in the", "choices": ["east", "soup"], "answer": 0},
     ]
     path = "chat/completions" if "chat" in model else "completions"
-    arguments = {"model": target.model, "base_url": f"{target.url}/{path}", **given}
+    arguments = {"model": target.model, "base_url": f"{target.url}/{path}", **options}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         config = {
@@ -702,11 +702,11 @@ _UNTIL = {
 @of("lm-eval")
 def _lm_eval__loglikelihood(target: Target) -> None:
     for tokenized in (True, False):
-        found = _lm_eval(
+        result = _lm_eval(
             target, "local-completions", _CHOICES, tokenizer=target.tokenizer,
             tokenizer_backend="huggingface", tokenized_requests=tokenized, batch_size=4,
         )  # fmt: skip
-        assert [one["acc"] for one in found] == [1, 1, 1]
+        assert [row["acc"] for row in result] == [1, 1, 1]
 
 
 @of("lm-eval")
@@ -715,26 +715,26 @@ def _lm_eval__rolling_loglikelihood(target: Target) -> None:
         "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
         "metric_list": [{"metric": "word_perplexity"}],
     }  # fmt: skip
-    found = _lm_eval(
+    result = _lm_eval(
         target, "local-completions", task, tokenizer=target.tokenizer, max_length=128,
         tokenizer_backend="huggingface",
     )  # fmt: skip
-    assert all(-200 < one["filtered_resps"][0] < 0 for one in found)
+    assert all(-200 < row["filtered_resps"][0] < 0 for row in result)
 
 
 @of("lm-eval")
 def _lm_eval__generate(target: Target) -> None:
-    found = _lm_eval(
+    result = _lm_eval(
         target, "local-completions", _UNTIL, tokenizer=target.tokenizer, num_concurrent=3,
         tokenizer_backend="huggingface",
     )  # fmt: skip
-    assert all(isinstance(one["resps"][0][0], str) for one in found)
+    assert all(isinstance(row["resps"][0][0], str) for row in result)
 
 
 @of("lm-eval")
 def _lm_eval__chat(target: Target) -> None:
-    found = _lm_eval(target, "local-chat-completions", _UNTIL, num_concurrent=3)
-    assert all(one["resps"][0][0] for one in found)
+    result = _lm_eval(target, "local-chat-completions", _UNTIL, num_concurrent=3)
+    assert all(row["resps"][0][0] for row in result)
 
 
 # -- guidellm --------------------------------------------------------------------------------------
@@ -743,7 +743,7 @@ def _lm_eval__chat(target: Target) -> None:
 def _guidellm(target: Target, path: str) -> dict[str, Any]:
     server = target.url.removesuffix("/v1")
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "guidellm", "run", "--disable-console",
              "--backend", f"kind=openai_http,target={server},request_format={path}",
              "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
@@ -752,9 +752,9 @@ def _guidellm(target: Target, path: str) -> dict[str, Any]:
              "--output", f"kind=json,path={folder}/found.json"],
             env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        (found,) = json.loads(Path(folder, "found.json").read_text())["benchmarks"]
-    return found["metrics"]
+        assert process.returncode == 0, process.stderr[-2000:]
+        (result,) = json.loads(Path(folder, "found.json").read_text())["benchmarks"]
+    return result["metrics"]
 
 
 @of("guidellm")
@@ -765,9 +765,9 @@ def _guidellm__chat(target: Target) -> None:
 
 @of("guidellm")
 def _guidellm__completions(target: Target) -> None:
-    found = _guidellm(target, "/v1/completions")
-    assert found["request_totals"]["successful"] == 6
-    assert found["output_token_count"]["successful"]["mean"] == 8
+    result = _guidellm(target, "/v1/completions")
+    assert result["request_totals"]["successful"] == 6
+    assert result["output_token_count"]["successful"]["mean"] == 8
 
 
 def main(client: str, url: str, tokenizer: str) -> int:

@@ -57,12 +57,12 @@ def forget(model: PreTrainedModel) -> None:
 def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the logits of the prompt and, with a cache, of two single tokens after it."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    found = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
+    outputs = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
     for step in range(2 if cache is not None else 0):
         mask = torch.cat([mask, mask[:, -1:]], 1)
         token = ids[:, step + 3 : step + 4]
-        found.append(forward(input_ids=token, attention_mask=mask, past_key_values=cache).logits)
-    return found
+        outputs.append(forward(input_ids=token, attention_mask=mask, past_key_values=cache).logits)
+    return outputs
 
 
 def after(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -78,8 +78,8 @@ def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
     for line in lines:
         if re.match("(FAILED|ERROR) ", line):
             print("   ", line, flush=True)
-    said = (line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line))
-    return code == 0, next(said, f"exit code {code}").strip("= ")
+    summaries = (line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line))
+    return code == 0, next(summaries, f"exit code {code}").strip("= ")
 
 
 def main() -> int:
@@ -104,12 +104,12 @@ def main() -> int:
     options.logs.mkdir(parents=True, exist_ok=True)
     arguments = [*([] if options.all else ["-m", "text"]), *options.pytest]
     rows = []
-    for number, setting in enumerate(chosen, 1):
+    for index, setting in enumerate(chosen, 1):
         name = ", ".join(f"{key}={value}" for key, value in setting.items())
         began = time.monotonic()
-        passed, said = run(setting, arguments, options.logs / f"{number:02}.txt")
-        rows.append((passed, *setting.values(), said))
-        print(f"{name}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
+        passed, summary = run(setting, arguments, options.logs / f"{index:02}.txt")
+        rows.append((passed, *setting.values(), summary))
+        print(f"{name}: {summary} ({time.monotonic() - began:.0f} s)", flush=True)
     print("\n|  |", " | ".join(CHOICES), "| pytest |\n|---|---|---|---|---|")
     for passed, *cells in rows:
         print("|", "passed" if passed else "FAILED", "|", " | ".join(cells), "|")

@@ -27,13 +27,13 @@ PARTS = ROOT / "tests" / "data" / "hub_kernel"
 
 def find_sources(first: str = _FIRST) -> list[str]:
     """Return a file of the package and the files that it imports relatively, directly or not."""
-    found: dict[str, None] = {}
-    left = [first]
-    while left:
-        path = left.pop()
-        if path in found:
+    sources: dict[str, None] = {}
+    queue = [first]
+    while queue:
+        path = queue.pop()
+        if path in sources:
             continue
-        found[path] = None
+        sources[path] = None
         here = Path(path).parent.parts
         for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -44,8 +44,8 @@ def find_sources(first: str = _FIRST) -> list[str]:
             for name in names:
                 for file in (name.with_suffix(".py"), name / "__init__.py"):
                     if (PACKAGE / file).is_file() and not _is_bare(file):
-                        left.append(file.as_posix())
-    return sorted(found)
+                        queue.append(file.as_posix())
+    return sorted(sources)
 
 
 def _is_bare(file: Path) -> bool:
@@ -94,8 +94,8 @@ def _commit() -> str:
         return "(no commit)"
     import subprocess
 
-    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -414,13 +414,13 @@ def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CI": "true"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT,
             check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None, "timeout"
-    return done.returncode, "\n".join(done.stdout.splitlines()[-5:])
+    return process.returncode, "\n".join(process.stdout.splitlines()[-5:])
 
 
 def judge(tree: Path, mutant: Mutant) -> str:

@@ -28,11 +28,11 @@ def main() -> None:
     stock = model.generate(prompt, max_new_tokens=8, do_sample=False)
     model.set_attn_implementation("fp8_paged")
     for dtype, equal in (("auto", True), (None, False)):
-        given = {} if dtype is None else {"dtype": dtype}
-        cache = hf_fp8kv.FP8PagedCache(config, **given)
-        found = model.generate(prompt, past_key_values=cache, max_new_tokens=8, do_sample=False)
-        assert found.shape == stock.shape
-        assert not equal or torch.equal(found, stock)
+        options = {} if dtype is None else {"dtype": dtype}
+        cache = hf_fp8kv.FP8PagedCache(config, **options)
+        tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        assert tokens.shape == stock.shape
+        assert not equal or torch.equal(tokens, stock)
     print("hf_fp8kv", version("hf-fp8kv"), "in", package, "works", file=sys.stderr)
 
 

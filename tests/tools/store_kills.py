@@ -39,11 +39,11 @@ def run_together(folder: Path, processes: int) -> dict[str, int]:
 def _run(*arguments: str) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.tools.store_kills", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
-    assert not done.returncode, done.stderr[-3000:]
-    result: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    assert not process.returncode, process.stderr[-3000:]
+    result: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
@@ -75,9 +75,9 @@ class Tried:
         self.enable(self.model, prefix_store=store, page_size=PAGE)
         order, wrong = random.Random(seed), 0
         for _ in range(rounds):
-            at = order.randrange(PROMPTS)
-            said = self.model.generate(self.prompts[at], **GREEDY)
-            wrong += not torch.equal(said, self.expected[at])
+            index = order.randrange(PROMPTS)
+            answer = self.model.generate(self.prompts[index], **GREEDY)
+            wrong += not torch.equal(answer, self.expected[index])
         usage = store.usage()
         return {
             "wrong": wrong, "found": usage.tokens_found, "written": usage.bytes_written,
@@ -99,9 +99,9 @@ class Tried:
         if child:
             return child
         try:
-            told = self.say(rounds, seed)
+            counts = self.say(rounds, seed)
             if result is not None:
-                result.write_text(json.dumps(told))
+                result.write_text(json.dumps(counts))
         finally:
             os._exit(0)
 

@@ -102,41 +102,41 @@ class Row:
 
     def failures(self) -> list[str]:
         """Return the broken outcomes. A type that is clearly refused has none."""
-        found = []
+        failures = []
         for label in SIDES if self.runs else ():
             good = {"equal"} | ({"refused"} if label.startswith("paged") else set())
             good |= {"close", "differs"} if label.endswith("fp8") else set()
             outcome: Outcome | None = getattr(self, label)
             if outcome is None or outcome.status not in good:
-                found.append(f"{self.name}, {label}: {outcome}")
-        return found
+                failures.append(f"{self.name}, {label}: {outcome}")
+        return failures
 
 
 def answer(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
     """Generate greedily with the cache, or with the cache that `generate` makes itself."""
-    given = {name: value.clone() for name, value in inputs.items()}
+    arguments = {name: value.clone() for name, value in inputs.items()}
     if cache is not None:
-        given["past_key_values"] = cache
+        arguments["past_key_values"] = cache
     with torch.inference_mode():
         out = model.generate(
-            **given, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
+            **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     steps = [step.float() for step in out["logits"]]
     return Answer(out["sequences"][:, -len(steps) :].clone(), torch.stack(steps, dim=1))
 
 
-def compare(want: Answer, got: Answer) -> Outcome:
+def compare(expected: Answer, actual: Answer) -> Outcome:
     """Compare all tokens, and the logits before the first different token of each row."""
-    if want.tokens.shape != got.tokens.shape:
-        note = f"{got.tokens.shape[1]} tokens instead of {want.tokens.shape[1]}"
+    if expected.tokens.shape != actual.tokens.shape:
+        note = f"{actual.tokens.shape[1]} tokens instead of {expected.tokens.shape[1]}"
         return Outcome("differs", agreement=0.0, note=note)
-    same = (want.tokens == got.tokens).long()
+    same = (expected.tokens == actual.tokens).long()
     shared = torch.cumprod(torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1), 1).bool()
-    finite = want.logits.isfinite() & got.logits.isfinite() & shared[..., None]
-    spread = want.logits[want.logits.isfinite()].std().clamp_min(1e-12)
-    gap = float(((want.logits - got.logits).abs() / spread)[finite].max())
-    if not bool((want.logits.isfinite() == got.logits.isfinite())[shared].all()):
+    finite = expected.logits.isfinite() & actual.logits.isfinite() & shared[..., None]
+    spread = expected.logits[expected.logits.isfinite()].std().clamp_min(1e-12)
+    gap = float(((expected.logits - actual.logits).abs() / spread)[finite].max())
+    if not bool((expected.logits.isfinite() == actual.logits.isfinite())[shared].all()):
         gap = float("inf")
     agreement = float(same.float().mean())
     if agreement < 1.0:
@@ -184,12 +184,12 @@ def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
     return found
 
 
-def takes_bare(model: PreTrainedModel, inputs: Inputs, want: Answer) -> bool:
+def takes_bare(model: PreTrainedModel, inputs: Inputs, expected: Answer) -> bool:
     """Return whether a single `DynamicCache` gives the same answer as a pair."""
     if not model.config.is_encoder_decoder:
         return True
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return attempt(lambda: compare(want, answer(model, inputs, cache))).status == "equal"
+    return attempt(lambda: compare(expected, answer(model, inputs, cache))).status == "equal"
 
 
 def compared(

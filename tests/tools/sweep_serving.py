@@ -38,16 +38,16 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    found: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     for name in type_names():
         if "/" not in name and (row := compare(name)) is not None:
-            found[name] = row
+            rows[name] = row
             say(f"{name:24} transformers: {row[0]:8} FP8 pages: {row[1]:8} {row[2]}")
     say("")
-    for (theirs, ours), count in Counter((a, b) for a, b, _ in found.values()).most_common():
+    for (theirs, ours), count in Counter((a, b) for a, b, _ in rows.values()).most_common():
         say(f"{count:4}  transformers: {theirs:8} FP8 pages: {ours}")
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def compare(name: str) -> list[str] | None:
@@ -58,15 +58,15 @@ def compare(name: str) -> list[str] | None:
     texts = prompts(90)[:5]
     try:
         model, _ = tiny(name)
-        wanted = [alone(model, text) for text in texts]
+        expected = [alone(model, text) for text in texts]
     except Exception:
         return None
-    theirs, _ = outcome(model, texts, wanted)
+    theirs, _ = outcome(model, texts, expected)
     try:
         serving.enable(model, dtype="auto")
     except FP8KVError as error:
         return [theirs, REFUSED, str(error)[:160]]
-    return [theirs, *outcome(model, texts, wanted)]
+    return [theirs, *outcome(model, texts, expected)]
 
 
 def alone(model: Any, text: list[int]) -> list[int]:
@@ -78,15 +78,15 @@ def alone(model: Any, text: list[int]) -> list[int]:
     return tokens
 
 
-def outcome(model: Any, texts: list[list[int]], wanted: list[list[int]]) -> tuple[str, str]:
+def outcome(model: Any, texts: list[list[int]], expected: list[list[int]]) -> tuple[str, str]:
     try:
         with contextlib.redirect_stdout(None):
-            found = batched(
+            outputs = batched(
                 model, texts, generation=greedy(max_new_tokens=NEW), max_batch_tokens=48
             )
     except (Exception, AssertionError) as error:
         return FAILS, f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
-    return (EQUAL if found == wanted else DIFFERS), ""
+    return (EQUAL if outputs == expected else DIFFERS), ""
 
 
 def say(text: str) -> None:

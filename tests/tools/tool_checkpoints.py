@@ -115,13 +115,13 @@ def llm_compressor() -> dict[str, Save]:
             original = save_model(kind, folder / "original")
             # R3 of SpinQuant rotates K and the queries after RoPE.
             spin = SpinQuantModifier(rotations=["R3"], transform_type=rotation or "hadamard")
-            about: dict[str, object] = {"kv_cache_scheme": eight | scheme}
+            options: dict[str, object] = {"kv_cache_scheme": eight | scheme}
             if weights:
-                about |= {"targets": "Linear", "scheme": weights, "ignore": ["lm_head"]}
+                options |= {"targets": "Linear", "scheme": weights, "ignore": ["lm_head"]}
             samples = Dataset.from_dict({"input_ids": make_tokens().tolist()})
             oneshot(
                 model=str(original), output_dir=str(folder), dataset=samples,
-                recipe=[*([spin] if rotation else []), QuantizationModifier(**about)],
+                recipe=[*([spin] if rotation else []), QuantizationModifier(**options)],
                 num_calibration_samples=len(samples), max_seq_length=64,
             )  # fmt: skip
 

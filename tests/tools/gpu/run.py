@@ -105,11 +105,11 @@ def run(command: list[str], log: Path, seconds: float, tool: Sequence[str] = ())
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Tests use deterministic algorithms, for which cuBLAS needs a workspace.
-    more = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
+    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
     if tool:
         # Otherwise torch's blocks of memory hide accesses past the end of a tensor.
-        more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
+        variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -137,8 +137,8 @@ def run(command: list[str], log: Path, seconds: float, tool: Sequence[str] = ())
 def run_smoke(name: str, tool: list[str], out: Path, seconds: float) -> int:
     say(f"== {name}")
     log = out / f"{name}.log"
-    more = ["tiny"] if tool else []
-    code = run(["-W", "ignore", "-m", "tests.tools.gpu.smoke", *more], log, seconds, tool)
+    options = ["tiny"] if tool else []
+    code = run(["-W", "ignore", "-m", "tests.tools.gpu.smoke", *options], log, seconds, tool)
     say(tail(log, 14 if code else 4))
     return abs(code)
 
@@ -169,9 +169,9 @@ def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]
         command = ["-c", INTERPRETED]
     results, log = out / "gpu.json", out / "benchmark.log"
     seconds = options.seconds or limits["benchmark"] - GRACE
-    more = ["--seconds", str(seconds), "--json", str(results)]
-    more += ["--dry"] * options.dry + ["--experiments"] * options.experiments
-    code = run([*command, *more], log, seconds + GRACE)
+    arguments = ["--seconds", str(seconds), "--json", str(results)]
+    arguments += ["--dry"] * options.dry + ["--experiments"] * options.experiments
+    code = run([*command, *arguments], log, seconds + GRACE)
     if code:
         say(tail(log))
     if results.exists():

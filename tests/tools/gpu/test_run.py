@@ -39,7 +39,7 @@ def test_the_exit_code_and_the_last_line(monkeypatch, capsys, tmp_path, failing,
 
     def replay(command, log, seconds, tool=()):
         log.write_text("the log\n")
-        ran.append(log.stem)
+        logs.append(log.stem)
         if "tests.tools.gpu.smoke" in command:
             assert (command[-1] == "tiny") == (tool[:1] == ["compute-sanitizer"])
             return 7 if log.stem == failing else 0
@@ -48,29 +48,29 @@ def test_the_exit_code_and_the_last_line(monkeypatch, capsys, tmp_path, failing,
         (tmp_path / "gpu.json").write_text(json.dumps(result))
         return 2 if failing == "benchmark" else 0
 
-    ran = []
+    logs = []
     monkeypatch.setattr(run, "run", replay)
     monkeypatch.setattr(run.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(sys, "argv", ["run.py", "--dry", "--out", str(tmp_path)])
     assert run.main() == code
-    assert ran == list(run.LIMITS)
+    assert logs == list(run.LIMITS)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["tests_exit_code"] == (0 if failing == "benchmark" else code)
     assert last["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
     assert last["goals"]
 
 
-@pytest.mark.parametrize(("where", "code"), [("test", 2), ("plugin", 3)])
-def test_the_log_names_failures_and_unfinished_tests(tmp_path, where, code):
+@pytest.mark.parametrize(("source", "code"), [("test", 2), ("plugin", 3)])
+def test_the_log_names_failures_and_unfinished_tests(tmp_path, source, code):
     """An interrupt may come within a test, or break a plugin."""
     ended = tmp_path / "test_ended.py"
     ended.write_text(
         "def test_bad(): assert 1 == 2\n"
-        f"def test_ends(): {'raise KeyboardInterrupt' if where == 'test' else 'pass'}\n"
+        f"def test_ends(): {'raise KeyboardInterrupt' if source == 'test' else 'pass'}\n"
         "def test_late(): pass\n"
     )
-    if where == "plugin":
+    if source == "plugin":
         (tmp_path / "conftest.py").write_text(
             "def pytest_runtest_protocol(item): assert item.name != 'test_ends'\n"
         )
@@ -93,7 +93,7 @@ def test_a_tool_runs_python_without_cached_memory(tmp_path):
     assert (tmp_path / "log").read_text() == "1\n"
 
 
-def test_another_process_replaces_one_that_lost_the_gpu(tmp_path):
+def test_a_process_that_lost_the_gpu_is_replaced(tmp_path):
     """The later test passes, although the GPU is lost for good in the first process."""
     pytest.importorskip("xdist")
     # The processes import this instead of the package, which takes seconds.
