@@ -110,7 +110,7 @@ def follow_answers(
 
 
 def _chunk_size(model: PreTrainedModel, rows: int) -> int:
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     return max(min(_CHUNK, _LOGITS // (rows * vocabulary)), 1)
 
 
