@@ -28,11 +28,11 @@ def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
         # These offsets contain no addresses, so they also hold if compiled code copies the block.
         size = first.stride(0)
         return torch.arange(0, size * len(first), size, dtype=torch.int64, device=first.device)
-    numbers = [
+    distances = [
         block.data_ptr() - first.data_ptr() + block.stride(0) * np.arange(len(block))
         for block in blocks
     ]
-    offsets = upload(np.concatenate(numbers).astype(np.int64), first.device)
+    offsets = upload(np.concatenate(distances).astype(np.int64), first.device)
     vars(offsets)["blocks"] = tuple(blocks)
     return offsets
 

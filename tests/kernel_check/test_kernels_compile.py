@@ -169,7 +169,7 @@ def violations(
         ({"wide_bytes": 64}, {}, ["2048 of 4096 bytes in 16-byte loads"]),
         ({"byte_loads": 8}, {}, ["8 loads of single bytes from shared memory"]),
         ({"conversions": 0}, {}, ["no native conversion"]),
-        ({"registers": 255}, {}, ["2 programs fit on a multiprocessor, of 3"]),
+        ({"registers": 255}, {}, ["2 programs fit on an SM, of 3"]),
         ({"doubles": 1}, {}, ["1 float64 instructions"]),
         ({"fused": 1}, {"extras": ("bias",)}, ["1 products with log2(e) fused with sums"]),
         ({"fused": 1}, {"extras": ("softcap",)}, []),
@@ -208,7 +208,7 @@ def test_resident_programs_are_computed(target, registers, warps, shared, progra
 
 
 def test_an_unlisted_gpu_is_described_by_its_resources():
-    """A chip with 100 KB of shared memory per multiprocessor, and a B300."""
+    """A chip with 100 KB of shared memory per SM, and a B300."""
     spark = Target("cuda", 121, 48, resources=Resources(100 << 10, 1536))
     assert spark.fit(168, 2, 37888) == 2
     assert tuning.expected_programs(spark) == 2

@@ -55,12 +55,12 @@ def main() -> None:
     for name in (save_chat_model(Path(tempfile.mkdtemp())), demo_model_path()):
         tokenizer = AutoTokenizer.from_pretrained(name)
         made = Grammars(tokenizer, len(tokenizer), None)
-        asked = read_grammar(CompletionRequest(prompt="x", structured_outputs={"json": PERSON}))
-        assert asked is not None
+        grammar = read_grammar(CompletionRequest(prompt="x", structured_outputs={"json": PERSON}))
+        assert grammar is not None
         times = []
         for _ in range(20):
             begin = time.perf_counter()
-            guide = made._compile(*asked)
+            guide = made._compile(*grammar)
             times.append((time.perf_counter() - begin) * 1e3)
         later = statistics.median(times[1:])
         print(f"{len(tokenizer)} tokens: first request {times[0]:.0f} ms, later {later:.1f} ms")

@@ -345,8 +345,8 @@ def some_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
     # Most prompts have the same beginning, so that they share pages.
     text = ("the same beginning of many " * chance.randrange(8)) + _text(chance, 90)
     prompt = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
-    asked = [{"role": "user", "content": text}] if path == CHAT else text
-    body: dict[str, Any] = {prompt: asked, "stream": chance.random() < 0.4, **limit}
+    content = [{"role": "user", "content": text}] if path == CHAT else text
+    body: dict[str, Any] = {prompt: content, "stream": chance.random() < 0.4, **limit}
     if chance.random() < 0.5:
         body["temperature"] = chance.choice((0, 1e-40, 1e-6, 0.7, 2.0))
         body["top_p"] = chance.choice((1e-9, 0.5, 1))

@@ -47,7 +47,7 @@ def _run(*arguments: str) -> dict[str, int]:
     return result
 
 
-class Tried:
+class Workload:
     """A tiny model, prompts, and its answers without a store."""
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Tried:
             cache = FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE)
             self.expected.append(self.model.generate(prompt, past_key_values=cache, **GREEDY))
 
-    def say(self, rounds: int, seed: int) -> dict[str, int]:
+    def answer(self, rounds: int, seed: int) -> dict[str, int]:
         """Answer random prompts. Return the number of wrong answers and the counts of the store."""
         import torch
 
@@ -99,42 +99,42 @@ class Tried:
         if child:
             return child
         try:
-            counts = self.say(rounds, seed)
+            counts = self.answer(rounds, seed)
             if result is not None:
                 result.write_text(json.dumps(counts))
         finally:
             os._exit(0)
 
 
-def kill_writers(tried: Tried, kills: int) -> dict[str, int]:
+def kill_writers(workload: Workload, kills: int) -> dict[str, int]:
     """Kill a writing process `kills` times at random moments. Return the sums of all reads."""
     started = time.monotonic()
-    tried.say(PROMPTS, 0)
+    workload.answer(PROMPTS, 0)
     span = time.monotonic() - started
     total = {"kills": 0, "wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0, "parts": 0}
     moments = random.Random(1)
     for number in range(kills):
-        for path in list(tried.folder.glob("*.safetensors"))[:: moments.randint(1, 3)]:
+        for path in list(workload.folder.glob("*.safetensors"))[:: moments.randint(1, 3)]:
             path.unlink()  # the writer then has pages to write
-        child = tried.fork(1000, seed=number)
+        child = workload.fork(1000, seed=number)
         time.sleep(moments.uniform(0, span))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         total["kills"] += 1
-        total["parts"] += len(list(tried.folder.glob(".*.part")))
-        total["over"] += tried.size() > BOUND
-        for name, value in tried.say(3, seed=number).items():
+        total["parts"] += len(list(workload.folder.glob(".*.part")))
+        total["over"] += workload.size() > BOUND
+        for name, value in workload.answer(3, seed=number).items():
             total[name] += value
     return total
 
 
-def write_together(tried: Tried, processes: int) -> dict[str, int]:
+def write_together(workload: Workload, processes: int) -> dict[str, int]:
     """Run processes that answer prompts at the same time. Return the sums over the processes."""
-    results = [tried.folder.with_name(f"result{number}") for number in range(processes)]
-    children = [tried.fork(30, number, result) for number, result in enumerate(results)]
+    results = [workload.folder.with_name(f"result{number}") for number in range(processes)]
+    children = [workload.fork(30, number, result) for number, result in enumerate(results)]
     total = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}
     while children:
-        total["over"] += tried.size() > BOUND
+        total["over"] += workload.size() > BOUND
         child, _ = os.waitpid(children[0], os.WNOHANG)
         if child:
             children.pop(0)
@@ -154,9 +154,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = (args.folder or Path(scratch)) / "store"
         folder.mkdir(parents=True, exist_ok=True)
-        tried: Any = Tried(folder)
-        total = write_together(tried, args.together) if args.together else None
-        sys.stdout.write(json.dumps(total or kill_writers(tried, args.kills)) + "\n")
+        workload: Any = Workload(folder)
+        total = write_together(workload, args.together) if args.together else None
+        sys.stdout.write(json.dumps(total or kill_writers(workload, args.kills)) + "\n")
 
 
 if __name__ == "__main__":
