@@ -12,11 +12,12 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.switching import get_implementations, set_implementations
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
-from ..modeling.model_support import ATTENTION
+from ..modeling.model_support import ATTENTION, DETERMINISTIC
 from ..ops import choose_backend
 from .config import ServingConfig
 from .engines import StockCache, StockManager, StockMixin, cache_class, rebind_globals
 from .engines.common import EngineCache
+from .engines.sampling import NoiseLogitsWarper
 from .probe import check_kinds
 
 # Attribute of a model that keeps its attention while an FP8Manager runs.
@@ -127,6 +128,9 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             super().__init__(model, generation_config, continuous_batching_config, workload_hints)
             self._check_compilation()
             self._choose_graphs(continuous_batching_config, workload_hints)
+            self._noise: NoiseLogitsWarper | None = None
+            if DETERMINISTIC in vars(model) and generation_config.do_sample:
+                self._noise = NoiseLogitsWarper(self.logit_processor)
         except BaseException:
             restore_attention(model)
             raise
@@ -209,6 +213,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             StockManager._create_batch_processor, PagedAttentionCache=cache_class(chosen, identity)
         )
         processor = create(self)
+        if self._noise is not None:
+            self._noise.install(processor.model_runner)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
         self.on_processor(processor)
         return processor
