@@ -13,8 +13,6 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
 )
 
-from . import unsupported_engine
-
 
 class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
     """Chooses the tokens of a deterministic model, instead of torch's generator.
@@ -31,10 +29,7 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
 
     def install(self, runner: Any) -> None:
         """Choose the tokens of a new engine, whose ModelRunner is `runner`."""
-        if not hasattr(runner, "_sample"):
-            raise unsupported_engine("chooses tokens in a different method")
-        self._seed = torch.initial_seed()
-        runner._sample = self._sample
+        self._seed, runner._sample = torch.initial_seed(), self._sample
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         """Fill in the key of padding."""
