@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..serving.engines.sampling import gumbel_noise, noise_key
+from .errors import APIError
 from .structured import Guide
 
 # Keyword of `add_request` that carries a Sequence.
@@ -118,6 +119,7 @@ class Sequence:
     cached_tokens: int = 0  # tokens of the prompt that were in the pages
     submitted_at: float = 0.0  # by `time.perf_counter`, which the engine uses as well
     last_token_at: float | None = None
+    error: APIError | None = None  # that ended the answer
     kept: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors that all steps share
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sequence":
@@ -130,18 +132,14 @@ _WARMUP = Sequence([], 1)
 
 def score_tokens(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
     """Return the log probabilities of N tokens for logits `[N, V]`."""
-    logprobs, index = logits.float().log_softmax(-1), _index(tokens, logits)
+    logprobs = logits.float().log_softmax(-1).clamp_(min=_LEAST)
+    index = _index(tokens, logits)
     chosen = logprobs.gather(1, index[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(top, logits.shape[1]), dim=-1)
     columns = (chosen[:, 0], ranks, best.indices, best.values)
     return [
-        TokenLogprob(
-            token,
-            max(logprob, _LEAST),
-            rank,
-            tuple((i, max(value, _LEAST)) for i, value in zip(indices, values, strict=True)),
-        )
+        TokenLogprob(token, logprob, rank, tuple(zip(indices, values, strict=True)))
         for token, logprob, rank, indices, values in zip(
             tokens, *(x.tolist() for x in columns), strict=True
         )
