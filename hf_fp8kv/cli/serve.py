@@ -161,9 +161,9 @@ def serve(
         "deterministic": deterministic,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
     }
-    config = ServerConfig.parse(
-        host,
-        api_key,
+    config = ServerConfig(
+        host=host,
+        api_key=api_key,
         max_body=max_body,
         max_waiting=max_waiting,
         grace=grace,
@@ -178,8 +178,8 @@ def serve(
         "max_batch_tokens": cb_max_batch_tokens, "max_memory_percent": cb_max_memory_percent,
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
-    batching = {name: value for name, value in given.items() if value is not None}
-    batching_config("", **batching)  # an error comes before the model is loaded
+    # Made before the model is loaded, since it may be invalid.
+    batching = batching_config(**{name: x for name, x in given.items() if x is not None})
     template = None if chat_template is None else chat_template.read_text("utf-8")
     thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])
@@ -197,5 +197,5 @@ def serve(
             serving.enable(loaded, **pages), processor, name, served_name=served_model_name,
             template=template, arguments={**(chat_template_kwargs or {}), **thinking},
         )  # fmt: skip
-        app = Application(served, config, batching_config(loaded.device.type, **batching))
+        app = Application(served, config, batching)
         run(app, bound, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))

@@ -20,10 +20,6 @@ from ..serving.fp8_manager import require_enabled
 if TYPE_CHECKING:
     from .app import Application
 
-# Tokens of a step on a CPU. With transformers' 8,192 all streams would pause for minutes while one
-# prompt is read. Shorter steps read the weights more often, which costs little from some hundred
-# tokens on.
-CPU_STEP_TOKENS = 256
 _PACKAGES = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
 
 
@@ -56,8 +52,7 @@ def application(
     Args:
         model: A model that `hf_fp8kv.serving.enable` was called on.
         tokenizer: Its tokenizer, or a processor with one. Its chat template is used.
-        batching: A ContinuousBatchingConfig. None means transformers' defaults, except 256 tokens
-            of a step on a CPU.
+        batching: A ContinuousBatchingConfig. On a CPU its steps have 256 tokens by default.
         served_name: The model's name for clients. None means `model.name_or_path`.
         api_key: The clients' token. None means the value of HF_FP8KV_API_KEY. Without a token,
             everyone who reaches the application may use it.
@@ -84,16 +79,15 @@ def application(
         ServedModel(
             model, tokenizer, own_name, served_name=served_name, arguments=chat_template_kwargs
         ),
-        ServerConfig.parse(
-            None,
-            api_key,
+        ServerConfig(
+            api_key=api_key,
             max_waiting=max_waiting,
             max_body=max_body,
             max_model_tokens=max_model_len,
             seed=seed,
             cors=cors,
         ),
-        batching_config(model.device.type) if batching is None else batching,
+        batching or ContinuousBatchingConfig(),
     )
 
 
@@ -107,11 +101,10 @@ def require_server() -> None:
         )
 
 
-def batching_config(device: str, **settings: Any) -> Any:
-    """Return a ContinuousBatchingConfig with our defaults for a type of device, such as "cpu"."""
-    defaults = {"max_batch_tokens": CPU_STEP_TOKENS} if device == "cpu" else {}
+def batching_config(**settings: Any) -> Any:
+    """Return a ContinuousBatchingConfig for options of the command line. Raises ConfigError."""
     try:
-        return ContinuousBatchingConfig(**defaults | settings)
+        return ContinuousBatchingConfig(**settings)
     except (TypeError, ValueError) as error:
         names = ", ".join(f"--cb-{name.replace('_', '-')}" for name in settings)
         raise ConfigError(f"{names}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.cli.serving.utils import build_response_parser
 
 from .engine import Engine
-from .errors import APIError
+from .errors import UNSUPPORTED, APIError
 from .metrics import Metrics
 from .model import ServedModel
 from .sampling import LEAST_TEMPERATURE, Sequence, TokenRules
@@ -79,42 +79,39 @@ class Maker:
         for field, tokens in (*given.items(), *(("prompt", prompt) for prompt in prompts)):
             if max(tokens, default=0) >= most:
                 raise invalid(field, f"tokens below {most}", max(tokens))
-        return [
-            self._make_one(request, prompt, place * request.n + nth, nth, rules, guide)
-            for place, prompt in enumerate(prompts)
-            for nth in range(request.n)
-        ]
-
-    def _make_one(
-        self, request: Request, prompt: list[int], index: int, nth: int, rules: TokenRules,
-        guide: Guide | None,
-    ) -> Choice:  # fmt: skip
-        served, parser = self._served, None
         top, prompt_top = request.scores
-        limit, scores_only = self._count_new_tokens(request, prompt)
-        ends = [] if request.ignore_eos else _as_list(self._default(request, "eos_token_id"))
-        sequence = Sequence(
-            prompt,
-            limit,
-            frozenset(token for token in [*ends, *request.stop_token_ids] if token >= 0),
-            rules=rules,
-            guide=None if guide is None else guide.fork(),
-            top=top,
-            prompt_top=prompt_top,
-            **self._read_sampling(request, nth),
-        )
-        if not isinstance(request, CompletionRequest):
-            tools = {"tools": request.plain_tools} if _TAKES_TOOLS else {}
-            parser = build_response_parser(served.tokenizer, served.model, prompt, **tools)
-        text = AnswerText(
-            served.tokenizer.backend_tokenizer,
-            stops=request.stop,
-            hidden=frozenset(request.stop_token_ids),
-            min_tokens=request.min_tokens,
-            parser=parser,
-            forced=request.forced_tool,
-        )
-        return Choice(index, nth == 0, sequence, text, scores_only)
+        end = None if request.ignore_eos else self._default(request, "eos_token_id")
+        ends = [*(end if isinstance(end, list) else [end]), *request.stop_token_ids]
+        choices: list[Choice] = []
+        for prompt in prompts:
+            limit, scores_only = self._count_new_tokens(request, prompt)
+            for nth in range(request.n):
+                sequence = Sequence(
+                    prompt,
+                    limit,
+                    frozenset(token for token in ends if token is not None and token >= 0),
+                    rules=rules,
+                    guide=None if guide is None else guide.fork(),
+                    top=top,
+                    prompt_top=prompt_top,
+                    **self._read_sampling(request, nth),
+                )
+                text = AnswerText(
+                    self._served.tokenizer.backend_tokenizer,
+                    stops=request.stop,
+                    hidden=frozenset(request.stop_token_ids),
+                    min_tokens=request.min_tokens,
+                    parser=self._build_parser(request, prompt),
+                    forced=request.forced_tool,
+                )
+                choices.append(Choice(len(choices), nth == 0, sequence, text, scores_only))
+        return choices
+
+    def _build_parser(self, request: Request, prompt: list[int]) -> Any:
+        if isinstance(request, CompletionRequest):
+            return None
+        tools = {"tools": request.plain_tools} if _TAKES_TOOLS else {}
+        return build_response_parser(self._served.tokenizer, self._served.model, prompt, **tools)
 
     def _default(self, request: Request, name: str) -> Any:
         defaults = request.generation_config or self._served.model.generation_config
@@ -187,12 +184,8 @@ class Maker:
         for name, value in (("logprobs", is_scored), ("penalties, biases, bad_words", rules)):
             if value and engine.fixed_steps is not None:
                 text = f"{name}: this server has none, since {engine.fixed_steps}; leave it out"
-                raise APIError(400, text, code="unsupported_parameter")
+                raise APIError(400, text, code=UNSUPPORTED)
         return rules
-
-
-def _as_list(tokens: int | list[int] | None) -> list[int]:
-    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
 
 
 class Visit:

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import ConfigError
 
@@ -14,11 +13,16 @@ KEY_VARIABLE = "HF_FP8KV_API_KEY"
 _UNREAD = 2**17  # bytes of answers that the kernel holds for a connection
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerConfig:
-    """Access and limits of a server."""
+    """Access and limits of a server.
 
-    api_key: str | None = None  # the token that a client has to send
+    Raises:
+        ConfigError: Everyone could use it, the token is not a valid header, or no request fits.
+    """
+
+    host: str | None = None  # the address to listen on. None if it is mounted
+    api_key: str | None = None  # the token that a client has to send. None means the environment's
     max_body: int = 4 * 2**20  # bytes of a request
     max_waiting: int = 128  # requests that may wait for the engine
     grace: float = 30.0  # seconds for running requests after a signal to stop
@@ -31,39 +35,31 @@ class ServerConfig:
     # the same order.
     seed: int | None = None
     cors: bool = False  # whether web pages of other origins may read answers
-    local_host: str | None = None  # the address of the server if requests must name this machine
 
-    @classmethod
-    def parse(cls, host: str | None, api_key: str | None, **fields: Any) -> "ServerConfig":
-        """Return the configuration. `host` is the address to listen on. None if it is mounted.
-
-        Raises:
-            ConfigError: Everyone could use it, the token is not a valid header, or no request fits.
-        """
-        key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
+    def __post_init__(self) -> None:
+        key = os.environ.get(KEY_VARIABLE) if self.api_key is None else self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
             raise ConfigError("--api-key: expected printable ASCII without spaces around it")
-        if not key and host is not None and not is_loopback(host):
+        if not key and self.host is not None and not is_loopback(self.host):
             raise ConfigError(
-                f"--host {host}: expected an access token, since other machines can reach it, got "
-                f"none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
+                f"--host {self.host}: expected an access token, since other machines can reach it, "
+                f"got none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
         for name in ("max_waiting", "max_body"):
-            if (value := fields.get(name, 1)) < 1:
+            if (value := getattr(self, name)) < 1:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option}: expected at least 1, got {value}")
-        local_host = None if key else host
-        return cls(api_key=key or None, local_host=local_host, **fields)
+        self.api_key = key or None
 
     def accepts_host(self, header: str) -> bool:
         """Return whether a request may have this `Host`. No name is looked up.
 
         A web page whose own name was rebound to this machine sends its own name.
         """
-        if self.local_host is None:
+        if self.host is None or self.api_key is not None:
             return True
         name = re.sub(r":\d*$", "", header.strip().lower()).strip("[]")
-        is_local = name in ("localhost", self.local_host.lower()) or name.endswith(".localhost")
+        is_local = name in ("localhost", self.host.lower()) or name.endswith(".localhost")
         with contextlib.suppress(ValueError):
             is_local = is_local or ipaddress.ip_address(name).is_loopback
         return is_local

@@ -5,6 +5,7 @@ Only this file and scheduling.py use the engine. Private names of transformers t
 """
 
 import asyncio
+import dataclasses
 import logging
 import queue
 import time
@@ -19,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..errors import ConfigError
 from ..serving import Usage, usage
-from .errors import STOPPING, APIError
+from .errors import STOPPING, APIError, field_error
 from .metrics import Metrics
 from .sampling import SEQUENCE, Sampler, Sequence, wants_prompt
 from .scheduling import share_steps
@@ -27,6 +28,10 @@ from .scheduling import share_steps
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 30.0
+# Tokens of a step on a CPU. With transformers' 8,192 all streams would pause for minutes while one
+# prompt is read. Shorter steps read the weights more often, which costs little from some hundred
+# tokens on.
+_CPU_STEP_TOKENS = 256
 
 
 class Engine:
@@ -34,7 +39,7 @@ class Engine:
 
     Args:
         model: The model.
-        batching: A ContinuousBatchingConfig.
+        batching: A ContinuousBatchingConfig. On a CPU its steps have 256 tokens by default.
         metrics: Metrics that count each token.
         max_model_tokens: Maximum number of tokens of a prompt and its answer. None means the
             model's own maximum.
@@ -55,7 +60,8 @@ class Engine:
         self.prompt_tokens = self.new_tokens = 0  # since the start
         # Why the host cannot change or read the logits of one request. None means that it can.
         self.fixed_steps: str | None = None
-        self._failure: Exception | None = None  # of a stopped engine
+        if model.device.type == "cpu" and batching.max_batch_tokens is None:
+            batching = dataclasses.replace(batching, max_batch_tokens=_CPU_STEP_TOKENS)
         # The planner leaves memory for logits processors if the configuration samples.
         config = model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
         manager = model.init_continuous_batching(
@@ -72,6 +78,7 @@ class Engine:
         manager.on_processor = lambda processor: self._prepare(processor, sampler)
         manager.output_router.output_queue = _Discard()
         self._manager: Any = manager  # None after `stop`
+        self._status = manager.background_thread_status
         self._hooks = [
             model.register_forward_pre_hook(sampler.request_scores, with_kwargs=True),
             model.register_forward_hook(sampler.take_scores, with_kwargs=True),
@@ -96,7 +103,6 @@ class Engine:
         manager, self._manager = self._manager, None
         if manager is None:
             return
-        self._failure = manager.background_thread_status.fatal_error
         manager.stop(block=True, timeout=_STOP_SECONDS, hard_stop=True)
         for hook in self._hooks:
             hook.remove()
@@ -113,8 +119,7 @@ class Engine:
     @property
     def failure(self) -> str | None:
         """The error that ended the engine's thread. None means that it has not failed."""
-        manager = self._manager
-        error = self._failure if manager is None else manager.background_thread_status.fatal_error
+        error = self._status.fatal_error
         return None if error is None else str(error)
 
     def is_alive(self) -> bool:
@@ -169,10 +174,8 @@ class Engine:
                     output = outputs.get_nowait()
                 ended = output.is_finished()
                 if output.error is not None:
-                    guide, message = sequence.guide, str(output.error)
-                    if guide is not None and guide.is_to_blame:
-                        raise APIError(400, message, param=guide.field)
-                    raise APIError(500 if self.is_alive() else 503, message)
+                    status = 500 if self.is_alive() else 503
+                    raise sequence.error or APIError(status, str(output.error))
                 new = output.generated_tokens[seen:]
                 seen += len(new)
                 self.new_tokens += len(new)
@@ -241,10 +244,8 @@ class Engine:
                 kept.append(request)
                 continue
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE]
-            error = why_refused(sequence, token, self.vocabulary)
-            if error is not None:
-                processor.output_router.fail_and_deliver(state, RuntimeError(error))
-            else:
+            try:
+                check_token(sequence, token, self.vocabulary)
                 sampler.record(row, token)
                 sequence.answer.append(token)
                 self._metrics.note_token(sequence, state.lifespan[0])
@@ -256,6 +257,9 @@ class Engine:
                 state.generated_tokens.append(token)
                 state.status = RequestStatus.FINISHED
                 processor.output_router.deliver(state.to_generation_output())
+            except APIError as error:
+                sequence.error = error
+                processor.output_router.fail_and_deliver(state, error)
             processor.scheduler.finish_request(state.request_id)
             processor.scheduler.block_new_requests = False
         return kept, kept_tokens
@@ -270,20 +274,23 @@ def _is_complete(sequence: Sequence, vocabulary: int) -> bool:
     )
 
 
-def why_refused(sequence: Sequence, token: int, vocabulary: int) -> str | None:
-    """Continue a request's grammar with a token. Return an error message for a refused token."""
+def check_token(sequence: Sequence, token: int, vocabulary: int) -> None:
+    """Continue a request's grammar with a token. Raises APIError if the request fails."""
     guide, rules = sequence.guide, sequence.rules
     if token < vocabulary:
-        return None if guide is None or token in sequence.ends else guide.follow(token)
+        if guide is not None and token not in sequence.ends:
+            guide.accept(token)
+        return
     if guide is not None and (rules.bad_words or rules.min_tokens):
-        guide.is_to_blame = True
-        return f"{guide.field}: bad_words or min_tokens remove every token that may follow"
+        text = "bad_words or min_tokens remove every token that may follow"
+        raise field_error(guide.field, text)
     place, why = len(sequence.prompt) + len(sequence.answer), ""
     if guide is not None or rules:
         why = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
-    return (
+    raise APIError(
+        500,
         f"expected finite logits, got none for token {place}: {why}the model overflows on this "
-        "prompt, or with these weights and dtype"
+        "prompt, or with these weights and dtype",
     )
 
 

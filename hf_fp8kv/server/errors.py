@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 STOPPING = "the server is stopping"
 INTERNAL = "internal error; see the server's log"
+UNSUPPORTED = "unsupported_parameter"
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -47,3 +48,8 @@ class APIError(Exception):
         # ASCII, because a message may repeat a text that UTF-8 cannot encode.
         content = json.dumps(self.body())
         return Response(content, self.status, self.headers, "application/json")
+
+
+def field_error(field: str, text: str, code: str | None = None) -> APIError:
+    """Return the error of a field of a request."""
+    return APIError(400, f"{field}: {text}", param=field, code=code)

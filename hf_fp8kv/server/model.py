@@ -8,7 +8,7 @@ from typing import Any
 from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError
-from .errors import APIError
+from .errors import UNSUPPORTED, APIError, field_error
 from .schemas import (
     CompletionRequest,
     FunctionCall,
@@ -100,16 +100,14 @@ class ServedModel:
     def check(self, request: Request) -> None:
         """Raise APIError for tools or arguments that the chat template does not take."""
         if request.tools and not self._shows_tools:
-            raise APIError(
-                400,
-                "tools: expected none, since this model's chat template does not show them to the "
-                "model; leave them out, or serve a model that was trained to call tools",
-                param="tools",
-                code="unsupported_parameter",
+            raise field_error(
+                "tools",
+                "expected none, since this model's chat template does not show them to the model; "
+                "leave them out, or serve a model that was trained to call tools",
+                UNSUPPORTED,
             )
         for name in request.chat_template_kwargs.keys() & self._own_arguments:
-            where = f"chat_template_kwargs.{name}"
-            raise APIError(400, f"{where}: the server sets it; leave it out", param=where)
+            raise field_error(f"chat_template_kwargs.{name}", "the server sets it; leave it out")
 
     def make_prompts(self, request: Request | TokenizeRequest) -> list[list[int]]:
         """Return the tokens of each prompt of a request.

@@ -1,5 +1,6 @@
 """Answers of /v1/responses, in one piece and streamed: items of thoughts, text and calls."""
 
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -25,7 +26,7 @@ class ResponseAnswer:
 
     def __init__(self, request: ResponseRequest, name: str, choice: Choice) -> None:
         self._choice = choice
-        self._id, self._sequence = uuid.uuid4().hex, 0
+        self._id, self._numbers = uuid.uuid4().hex, itertools.count()
         self._base = {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -37,7 +38,7 @@ class ResponseAnswer:
         }
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the item that text is added to
-        self._events: list[dict[str, Any]] = []  # not sent yet
+        self._events: list[str] = []  # not sent yet
 
     def collect(self, parts: Parts) -> dict[str, Any]:
         """Return the answer from all of its parts."""
@@ -47,47 +48,42 @@ class ResponseAnswer:
     async def stream(self, groups: AsyncIterator[Parts]) -> AsyncIterator[str]:
         """Yield the events of the answer."""
         for name, status in (("created", "queued"), ("in_progress", "in_progress")):
-            self._event(name, response=self._response(status, []))
+            self._event(f"response.{name}", response=self._response(status, []))
         yield self._take_events()
         async for parts in groups:
             self._add(parts)
             yield self._take_events()
         last = self._finish()
-        self._event(last["status"], response=last)
+        self._event(f"response.{last['status']}", response=last)
         yield self._take_events()
 
     def error_events(self, error: APIError) -> str:
         """Return the events of an error in a stream."""
         inner = {"code": "server_error", "message": error.message}
-        self._events = [
-            {"type": "error", "message": error.message, "code": error.code, "param": error.param}
-        ]
-        self._event("failed", response=self._response("failed", [], error=inner))
+        self._event("error", message=error.message, code=error.code, param=error.param)
+        self._event("response.failed", response=self._response("failed", [], error=inner))
         return self._take_events()
 
     def _response(self, status: str, output: list[Any], **extra: Any) -> dict[str, Any]:
         return {**self._base, "status": status, "output": output, **extra}
 
     def _event(self, kind: str, **fields: Any) -> None:
-        self._events.append({"type": f"response.{kind}", **fields})
+        event = {"type": kind, **fields, "sequence_number": next(self._numbers)}
+        self._events.append(format_event(event))
 
     def _take_events(self) -> str:
         """Return the events since the last call."""
-        first, self._sequence = self._sequence, self._sequence + len(self._events)
         events, self._events = self._events, []
-        return "".join(
-            format_event({**event, "sequence_number": number})
-            for number, event in enumerate(events, first)
-        )
+        return "".join(events)
 
     def _item(self, event: str, item: dict[str, Any]) -> None:
-        self._event(f"output_item.{event}", output_index=len(self._items), item=item)
+        self._event(f"response.output_item.{event}", output_index=len(self._items), item=item)
 
     def _text_event(self, kind: str, **fields: Any) -> None:
         """Add an event about the open item's text."""
         assert self._open is not None
         place = {"item_id": self._open["id"], "output_index": len(self._items)}
-        self._event(kind, **place, content_index=0, **fields)
+        self._event(f"response.{kind}", **place, content_index=0, **fields)
 
     def _add(self, parts: Parts) -> None:
         for _, part in parts:
@@ -144,7 +140,8 @@ class ResponseAnswer:
         }  # fmt: skip
         self._item("added", item)
         place = {"item_id": call_id, "output_index": len(self._items)}
-        self._event("function_call_arguments.done", **place, arguments=arguments, name=name)
+        kind = "response.function_call_arguments.done"
+        self._event(kind, **place, arguments=arguments, name=name)
         self._put(item)
 
     def _finish(self) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """The choice of each request's next token: penalties, masks, temperature, seeds and scores.
 
-The next token has the largest sum of logit and noise. With Gumbel's noise it is a sample (Gumbel
-1954), and without noise the most likely token. The noise is a function of the request's seed, the
-position and the token alone, so a seed gives the same text, whatever else is in the step. Log
-probabilities are the model's own, before anything changes its logits.
+A request with a temperature is sampled by noise, which is a function of its seed, the position and
+the token alone, so a seed gives the same text, whatever else is in the step. Without noise the most
+likely token is chosen. Log probabilities are the model's own, before anything changes its logits.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..serving.engines.sampling import gumbel_noise, noise_key
+from .errors import APIError
 from .structured import Guide
 
 # Keyword of `add_request` that carries a Sequence.
@@ -119,6 +119,7 @@ class Sequence:
     cached_tokens: int = 0  # tokens of the prompt that were in the pages
     submitted_at: float = 0.0  # by `time.perf_counter`, which the engine uses as well
     last_token_at: float | None = None
+    error: APIError | None = None  # that ended the answer
     kept: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors that all steps share
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sequence":
@@ -131,18 +132,14 @@ _WARMUP = Sequence([], 1)
 
 def score_tokens(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
     """Return the log probabilities of N tokens for logits `[N, V]`."""
-    logprobs, index = logits.float().log_softmax(-1), _index(tokens, logits)
+    logprobs = logits.float().log_softmax(-1).clamp_(min=_LEAST)
+    index = _index(tokens, logits)
     chosen = logprobs.gather(1, index[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(top, logits.shape[1]), dim=-1)
     columns = (chosen[:, 0], ranks, best.indices, best.values)
     return [
-        TokenLogprob(
-            token,
-            max(logprob, _LEAST),
-            rank,
-            tuple((i, max(value, _LEAST)) for i, value in zip(indices, values, strict=True)),
-        )
+        TokenLogprob(token, logprob, rank, tuple(zip(indices, values, strict=True)))
         for token, logprob, rank, indices, values in zip(
             tokens, *(x.tolist() for x in columns), strict=True
         )
@@ -330,40 +327,3 @@ def sample(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Tensor:
     if not len(rows):
         return scores
     return scores.index_add(0, rows, gumbel_noise(keys[rows], scores.shape[1]))
-
-
-def noise_key(seed: int, position: int) -> int:
-    """Return 31 bits of SplitMix64 (Steele et al. 2014), never 0: a key of `gumbel_noise`."""
-    mask = 2**64 - 1
-    x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & mask
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
-    return ((x ^ x >> 31) >> 33) or 1
-
-
-def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return noise `[B, V]`, float32, for keys `[B]`, int32: the same for the same key and token.
-
-    Uniform numbers are 23 bits of the mixed key and token, by the finalizer of MurmurHash3, and a
-    half: with more bits float32 would round the largest to 1, whose noise is infinite.
-    """
-    bits = keys[:, None] + _token_bits(vocabulary, keys.device)
-    uniform = _mix(bits).bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float()
-    uniform.add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()
-
-
-@functools.lru_cache(maxsize=4)
-def _token_bits(vocabulary: int, device: torch.device) -> torch.Tensor:
-    token = torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device)
-    return _mix(token * -1640531527)  # 2^32 over the golden ratio, as int32
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Mix 32 bits, in place, so that each depends on all: fmix32 of MurmurHash3."""
-    x ^= (x >> 16) & 0xFFFF  # the shift of int32 copies the sign
-    x *= -2048144789  # 0x85EBCA6B
-    x ^= (x >> 13) & 0x7FFFF
-    x *= -1028477387  # 0xC2B2AE35
-    x ^= (x >> 16) & 0xFFFF
-    return x

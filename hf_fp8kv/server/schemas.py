@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from .errors import APIError
+from .errors import UNSUPPORTED, APIError, field_error
 
 MAX_CHOICES = 1024  # of one request, for all its prompts
 MAX_EXPRESSION = 8_192  # characters of a regular expression
@@ -70,13 +70,13 @@ def invalid(name: str, expected: str, value: Any) -> APIError:
     # The encoder yields parts, and only the first parts of a value of megabytes are made.
     text = "".join(itertools.islice(json.JSONEncoder(default=str).iterencode(value), 60))
     text = text if len(text) <= 60 else f"{text[:57]}..."
-    return APIError(400, f"{name}: expected {expected}, got {text}", param=name)
+    return field_error(name, f"expected {expected}, got {text}")
 
 
 def unsupported(name: str, expected: str, value: Any) -> APIError:
     """Return the error of a valid field whose value this server does not support."""
     message = f"{invalid(name, expected, value).message}; this server supports nothing else"
-    return APIError(400, message, param=name, code="unsupported_parameter")
+    return APIError(400, message, param=name, code=UNSUPPORTED)
 
 
 def walk(value: Any) -> Iterator[Any]:
@@ -417,6 +417,19 @@ class Request(Body):
     metadata: _Pairs | None = None
     store: bool | None = None
 
+    def check(self) -> None:
+        """Check the tools, and leave them out if none may be called."""
+        choice = self.tool_choice
+        if choice == "none":
+            self.tools = []
+        names = [tool.function.name for tool in self.tools]
+        if isinstance(choice, Tool) and (name := choice.function.name) not in names:
+            raise invalid("tool_choice", f"one of the tools {', '.join(names)}", name)
+        if choice == "required" and not names:
+            raise invalid("tool_choice", "tools, because one must be called", choice)
+        if choice == "auto" and names and self.parallel_tool_calls is False:
+            raise unsupported("parallel_tool_calls", "true with tool_choice auto", False)
+
     @property
     def limit(self) -> tuple[str | None, int | None]:
         """The field that limits new tokens, and the limit."""
@@ -460,7 +473,7 @@ class ChatRequest(Request):
     max_tokens: _Count | None = None
 
     def check(self) -> None:
-        _check_tools(self)
+        super().check()
         if self.logprobs not in (None, False, True):  # 0 is false
             raise invalid("logprobs", "true or false", self.logprobs)
         if self.top_logprobs and not self.logprobs:
@@ -521,9 +534,6 @@ class ResponseRequest(Request):
     }  # fmt: skip
 
     input: _Input
-
-    def check(self) -> None:
-        _check_tools(self)
 
 
 class TokenizeRequest(Body):
@@ -624,17 +634,3 @@ def _name_of(error: Mapping[str, Any]) -> str:
         path = [part for part in path if part != "json_schema"]  # added by `_nest`
     parts = path[: _DEPTHS.get(name, 0)]
     return str(name) + "".join(f"[{x}]" if isinstance(x, int) else f".{x:.100}" for x in parts)
-
-
-def _check_tools(request: Request) -> None:
-    """Check the tools, and leave them out if none may be called."""
-    choice = request.tool_choice
-    if choice == "none":
-        request.tools = []
-    names = [tool.function.name for tool in request.tools]
-    if isinstance(choice, Tool) and choice.function.name not in names:
-        raise invalid("tool_choice", f"one of the tools {', '.join(names)}", choice.function.name)
-    if choice == "required" and not names:
-        raise invalid("tool_choice", "tools, because one must be called", choice)
-    if choice == "auto" and names and request.parallel_tool_calls is False:
-        raise unsupported("parallel_tool_calls", "true with tool_choice auto", False)

@@ -19,7 +19,7 @@ import llguidance
 import numpy as np
 from tokenizers import Tokenizer
 
-from .errors import APIError
+from .errors import UNSUPPORTED, APIError, field_error
 from .schemas import MAX_EXPRESSION, Request, walk
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ _SECONDS = 10.0  # that a request waits for its grammar
 # about 30 ms for a step.
 _LEXER_STATES = 50_000
 _NO_TOKEN = "none of the model's tokens can follow"
+_NONE = "no structured output: "
 # Between the parts of JSON: a space, or a line break and an indentation. Without a limit, a model
 # that is unsure of the next part could write white space without end.
 _OPTIONS: Any = {"whitespace_pattern": r"( |\n {0,32})"}
@@ -56,7 +57,8 @@ def read_grammar(request: Request) -> _Grammar | None:
     grammars = [one for one in (tools, _read_format(request), structured) if one is not None]
     if len(grammars) > 1:
         (first, _), (second, _) = grammars[:2]
-        raise _wrong(second, f"nothing next to {first}, since an answer has one form")
+        text = f"expected nothing next to {first}, since an answer has one form"
+        raise field_error(second, text)
     return grammars[0] if grammars else None
 
 
@@ -119,7 +121,7 @@ def _json(where: str, schema: dict[str, Any]) -> _Grammar:
     try:
         return where, str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS))
     except ValueError as error:  # a value that is not finite
-        raise APIError(400, f"{where}: {error}", param=where) from None
+        raise field_error(where, str(error)) from None
 
 
 def _check_limits(where: str, text: str, *schemas: dict[str, Any]) -> None:
@@ -129,34 +131,27 @@ def _check_limits(where: str, text: str, *schemas: dict[str, Any]) -> None:
         APIError: Compiling it would take minutes, or a schema changes how it is compiled.
     """
     if len(text) > _CHARACTERS:
-        raise _wrong(where, f"at most {_CHARACTERS} characters")
+        raise field_error(where, f"expected at most {_CHARACTERS} characters")
     if any("x-guidance" in schema for schema in schemas):
-        raise _wrong(where, "no x-guidance, which would make keywords of the schema optional")
+        text = "expected no x-guidance, which would make keywords of the schema optional"
+        raise field_error(where, text)
     values = [value for value in walk(list(schemas)) if isinstance(value, dict)]
     # llguidance makes a state for each remainder, and for each combination of remainders.
     numbers = [v["multipleOf"] for v in values if isinstance(v.get("multipleOf"), int | float)]
     multiples = [Fraction(str(n)).numerator for n in numbers if 0 < n < math.inf]
     if sum(multiples) > _MULTIPLES or math.lcm(*multiples) > _MULTIPLES:
-        expected = f"numbers after multipleOf with a sum and a multiple of at most {_MULTIPLES}"
-        raise _wrong(where, expected)
+        text = f"numbers after multipleOf with a sum and a multiple of at most {_MULTIPLES}"
+        raise field_error(where, f"expected {text}")
     named = [v["patternProperties"] for v in values if "patternProperties" in v]
     names = [name for v in named if isinstance(v, dict) for name in v]
     if len(names) > _PATTERN_PROPERTIES:
-        raise _wrong(where, f"at most {_PATTERN_PROPERTIES} patternProperties")
+        raise field_error(where, f"expected at most {_PATTERN_PROPERTIES} patternProperties")
     patterns = [v["pattern"] for v in values if isinstance(v.get("pattern"), str)]
     if sum(map(len, names + patterns)) > MAX_EXPRESSION:
-        raise _wrong(where, f"patterns of at most {MAX_EXPRESSION} characters")
-
-
-def _wrong(where: str, expected: str) -> APIError:
-    return APIError(400, f"{where}: expected {expected}", param=where)
+        raise field_error(where, f"expected patterns of at most {MAX_EXPRESSION} characters")
 
 
 # -- following a grammar ---------------------------------------------------------------------------
-
-
-class GrammarError(Exception):
-    """A grammar has no next token, or is too complex for llguidance's limits."""
 
 
 class Guide:
@@ -166,15 +161,14 @@ class Guide:
     lowest. `field` is the request's field that has the grammar.
 
     Raises:
-        GrammarError: The grammar has no text.
+        APIError: The grammar has no text, or is too complex for llguidance's limits.
     """
 
     def __init__(self, field: str, matcher: Any, usable: np.ndarray) -> None:
         self.field, self._matcher, self._usable = field, matcher, usable
-        self.is_to_blame = False  # whether the request's own grammar makes an answer impossible
         self._look()
         if self.complete:
-            raise GrammarError("it matches nothing but the empty text")
+            raise field_error(field, "it matches nothing but the empty text")
 
     def fork(self) -> "Guide":
         """Return a guide at the same place for a different answer."""
@@ -186,22 +180,17 @@ class Guide:
         return self._accepting and not self._allowed.any()
 
     def accept(self, token: int) -> None:
-        """Continue with a token. Raises GrammarError."""
-        if not self._matcher.consume_tokens([token]):
-            raise GrammarError(_explain(self._matcher))
-        self._look()
-
-    def follow(self, token: int) -> str | None:
-        """Continue with a token of the answer. Return an error message, or None."""
+        """Continue with a token of the answer. Raises APIError if it cannot follow."""
         try:
-            self.accept(token)
-        except GrammarError as error:
-            self.is_to_blame = True
-            return f"{self.field}: {error}"
+            if not self._matcher.consume_tokens([token]):
+                raise field_error(self.field, _explain(self._matcher))
+            self._look()
+        except APIError:
+            raise
         except BaseException as error:  # a panic of the library is not an Exception
             logger.exception("a grammar failed")
-            return f"{self.field}: the grammar failed: {type(error).__name__}: {error}"
-        return None
+            text = f"{self.field}: the grammar failed: {type(error).__name__}: {error}"
+            raise APIError(500, text) from None
 
     def blocked(self, ends: Iterable[int], vocabulary: int) -> np.ndarray:
         """Return which tokens must not follow, bool `[V]`. `ends` are tokens that end answers."""
@@ -213,11 +202,11 @@ class Guide:
         """Compute which tokens may follow, and whether the text may end."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise GrammarError(_explain(self._matcher))
+            raise field_error(self.field, _explain(self._matcher))
         self._allowed = bits[: len(self._usable)] & self._usable
         self._accepting = bool(self._matcher.is_accepting())
         if not self._accepting and not self._allowed.any():
-            raise GrammarError(_NO_TOKEN)
+            raise field_error(self.field, _NO_TOKEN)
 
 
 def _explain(matcher: Any) -> str:
@@ -255,15 +244,16 @@ class Grammars:
             return None
         field, grammar = requested
         if self._unavailable is not None:
-            raise _refused(field, f"this server has none, since {self._unavailable}; leave it out")
+            text = f"{_NONE}this server has none, since {self._unavailable}; leave it out"
+            raise field_error(field, text, UNSUPPORTED)
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._pool, self._compile, field, grammar)
         try:
             return await asyncio.wait_for(work, _SECONDS)
         except TimeoutError:
             expected = f"a grammar that is compiled within {_SECONDS:g} s"
-            text = f"{field}: expected {expected}; simplify it, or try again later"
-            raise APIError(400, text, param=field) from None
+            text = f"expected {expected}; simplify it, or try again later"
+            raise field_error(field, text) from None
 
     def _compile(self, field: str, grammar: str) -> Guide:
         with self._lock:
@@ -274,10 +264,10 @@ class Grammars:
         try:
             matcher = llguidance.LLMatcher(tokens, grammar, limits=limits, log_level=0)
             if matcher.is_error():
-                raise GrammarError(_explain(matcher))
+                raise field_error(field, _explain(matcher))
             return Guide(field, matcher, usable)
-        except (GrammarError, ValueError) as error:
-            raise APIError(400, f"{field}: {error}", param=field) from None
+        except ValueError as error:
+            raise field_error(field, str(error)) from None
 
     def _read_tokens(self, field: str) -> tuple[Any, np.ndarray]:
         """Return llguidance's tokenizer, and the bits of tokens that may be part of a text."""
@@ -292,15 +282,10 @@ class Grammars:
         try:
             tokens = llguidance.LLTokenizer(inner.to_str(), n_vocab=size, eos_token=end)
         except ValueError as error:
-            text = f"this model's tokenizer is not supported ({error}); leave it out"
-            raise _refused(field, text) from error
+            text = f"{_NONE}this model's tokenizer is not supported ({error}); leave it out"
+            raise field_error(field, text, UNSUPPORTED) from error
         added = self._tokenizer.added_tokens_decoder.items()
         special = [end, *self._tokenizer.all_special_ids, *(i for i, t in added if t.special)]
         usable = np.arange(size) < self._vocabulary
         usable[special] = False
         return tokens, np.packbits(usable, bitorder="little")
-
-
-def _refused(field: str, why: str) -> APIError:
-    message = f"{field}: no structured output: {why}"
-    return APIError(400, message, param=field, code="unsupported_parameter")

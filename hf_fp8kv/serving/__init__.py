@@ -75,7 +75,8 @@ def enable(
             to which it writes its own. Other processes may share it. For models without windows.
             All weights are read once for it.
         deterministic: Whether pages and logits of a token have the same bits whatever else the
-            engine computes, as for `hf_fp8kv.enable`. For models without windows.
+            engine computes, as for `hf_fp8kv.enable`. Sampled tokens then depend on a
+            request's id and the seed, not on other requests. For models without windows.
 
     Returns:
         The model.

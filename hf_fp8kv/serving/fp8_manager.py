@@ -2,7 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -12,15 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.switching import get_implementations, set_implementations
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
-from ..modeling.model_support import ATTENTION
+from ..modeling.model_support import ATTENTION, DETERMINISTIC
 from ..ops import choose_backend
 from .config import ServingConfig
 from .engines import StockCache, StockManager, StockMixin, cache_class, rebind_globals
 from .engines.common import EngineCache
+from .engines.sampling import NoiseLogitsWarper
 from .probe import check_kinds
 
-# Attribute of a model that keeps its attention while an FP8Manager runs.
-_BEFORE = "_hf_fp8kv_attention_before"
 _METHOD = "init_continuous_batching"
 _KEPT = "_cached_continuous_batching_manager"
 # Blocks of the longest request if no hints are given: 8,192 tokens in pages of 256. Longer requests
@@ -28,6 +28,8 @@ _KEPT = "_cached_continuous_batching_manager"
 _BLOCKS = 32
 
 _lock = threading.Lock()
+# By model, the number of blocks of `engine_attention`, and the attention before them.
+_held = weakref.WeakKeyDictionary[Any, tuple[int, dict[str, Any]]]()
 
 
 class Enabled:
@@ -66,14 +68,13 @@ class Enabled:
         vars(model)[_METHOD] = cls(model, config, vars(model).pop(_KEPT, None))
 
     def remove(self, model: Any) -> None:
-        """Undo `install`, and restore the attention unless a manager runs."""
+        """Undo `install`."""
         del vars(model)[_METHOD]
         self._hook.remove()
         if vars(model).get(_KEPT) in self.managers:
             model.destroy_cached_continuous_batching_manager()
         if self.kept is not None and _KEPT not in vars(model):
             vars(model)[_KEPT] = self.kept
-        restore_attention(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Enabled":
         model = self._model()
@@ -113,23 +114,17 @@ def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None
 class FP8Manager(StockManager):  # type: ignore[misc]
     """A ContinuousBatchingManager whose engine stores FP8 pages and attends to the stored bytes."""
 
-    def __init__(
-        self,
-        model: Any,
-        generation_config: Any,
-        continuous_batching_config: Any,
-        workload_hints: Any = None,
-    ) -> None:
+    def __init__(self, *, model: Any, **given: Any) -> None:
         self._enabled: Enabled = vars(model)[_METHOD]
         # Called with a new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
-        try:
-            super().__init__(model, generation_config, continuous_batching_config, workload_hints)
+        with engine_attention(model):
+            super().__init__(model=model, **given)
             self._check_compilation()
-            self._choose_graphs(continuous_batching_config, workload_hints)
-        except BaseException:
-            restore_attention(model)
-            raise
+            self._choose_graphs(given["continuous_batching_config"], given["workload_hints"])
+            self._noise: NoiseLogitsWarper | None = None
+            if DETERMINISTIC in vars(model) and self.generation_config.do_sample:
+                self._noise = NoiseLogitsWarper(self.logit_processor)
         self._enabled.managers[self] = None
 
     def _check_compilation(self) -> None:
@@ -168,34 +163,23 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         blocks = -(-tokens // config.page_size) + 1 if tokens else _BLOCKS
         config.max_blocks_per_request = requested.max_blocks_per_request or blocks
 
-    def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Set the attention "fp8_paged". `stop` restores the previous attention."""
-        with _lock:
-            before = get_implementations(model)
-            if any(name not in (ATTENTION, None) for name in before.values()):
-                vars(model)[_BEFORE] = before
-                model.set_attn_implementation(ATTENTION)
+    def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
+        """Do nothing, because the engine's steps run within `engine_attention`."""
 
     def start(self) -> None:
-        """Start the engine's thread, for the first time or after `stop` restored the attention."""
+        """Start the engine's thread, with the attention "fp8_paged" until the thread ends."""
         if not self.is_running():
-            self.switch_to_cb_friendly_attn(self.model)
+            self._attention = ExitStack()
+            self._attention.enter_context(engine_attention(self.model))
         super().start()
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the engine's thread. Restore the attention when no manager of the model runs."""
-        super().stop(*args, **kwargs)
-        if not self.is_running():
-            restore_attention(self.model)
-
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
-        with exact_states(engine=True):
+        with self._attention, exact_states(engine=True):
             super()._run_generation_loop(*args, **kwargs)
-        restore_attention(self.model, excluding=self)  # `stop` may not have waited for this thread
 
     def warmup(self) -> None:
         """Capture graphs and compile ahead, as the stock method does."""
-        with exact_states(engine=True):
+        with engine_attention(self.model), exact_states(engine=True):
             super().warmup()
 
     def _create_batch_processor(self) -> Any:
@@ -209,6 +193,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             StockManager._create_batch_processor, PagedAttentionCache=cache_class(chosen, identity)
         )
         processor = create(self)
+        if self._noise is not None:
+            self._noise.install(processor.model_runner)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
         self.on_processor(processor)
         return processor
@@ -221,11 +207,20 @@ def running_managers(model: Any) -> list[Any]:
     return [one for one in owners if isinstance(one, StockManager) and one.model is model]
 
 
-def restore_attention(model: Any, *, excluding: FP8Manager | None = None) -> None:
-    """Restore the previous attention, unless an FP8Manager except `excluding` runs the model."""
+@contextmanager
+def engine_attention(model: Any) -> Iterator[None]:
+    """Use the attention "fp8_paged" until the last of several blocks ends, in any thread."""
     with _lock:
-        running = [m for m in running_managers(model) if m is not excluding]
-        if not any(isinstance(manager, FP8Manager) for manager in running):
-            before = vars(model).pop(_BEFORE, None)
-            if before is not None:
+        count, before = _held.get(model) or (0, get_implementations(model))
+        if not count:
+            model.set_attn_implementation(ATTENTION)
+        _held[model] = count + 1, before
+    try:
+        yield
+    finally:
+        with _lock:
+            count, before = _held.pop(model)
+            if count > 1:
+                _held[model] = count - 1, before
+            else:
                 set_implementations(model, before)

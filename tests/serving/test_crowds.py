@@ -20,7 +20,7 @@ pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("llguidance", reason="needs the extra serve")
-from hf_fp8kv.server.sampling import gumbel_noise, noise_key  # noqa: E402
+from hf_fp8kv.serving.engines.sampling import gumbel_noise, noise_key  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 REQUESTS, NEW = 50, 16

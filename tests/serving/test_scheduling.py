@@ -76,6 +76,7 @@ def begin(texts: dict[str, list[int]], pages: int, *, shared: bool = True) -> tu
     """Return a model and a manager that has requests for two tokens, and has run no step."""
     model = tiny("llama", max_position_embeddings=512)[0]
     serving.enable(model)
+    model.set_attn_implementation("fp8_paged")  # as `start` does
     manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=pages))
     manager.warmup()
     if shared:

@@ -273,17 +273,30 @@ class Panic(BaseException):
     """The exception of a bug in a library that is written in Rust."""
 
 
+class FailingMatcher:
+    """A matcher of llguidance that panics at the letter z."""
+
+    def __init__(self, matcher):
+        self._matcher = matcher
+
+    def __getattr__(self, name):
+        return getattr(self._matcher, name)
+
+    def consume_tokens(self, tokens):
+        if tokens == [ord("z") - 32]:
+            raise Panic("a bug of the library")
+        return self._matcher.consume_tokens(tokens)
+
+
 @pytest.fixture
 def broken(server, monkeypatch):
     """The server, whose grammars fail at the letter z and have 30 states at most."""
-    accept = grammars.Guide.accept
-
-    def fail(self: grammars.Guide, token: int) -> None:
-        if token == ord("z") - 32:
-            raise Panic("a bug of the library")
-        accept(self, token)
-
-    monkeypatch.setattr(grammars.Guide, "accept", fail)
+    init = grammars.Guide.__init__
+    monkeypatch.setattr(
+        grammars.Guide,
+        "__init__",
+        lambda self, field, matcher, usable: init(self, field, FailingMatcher(matcher), usable),
+    )
     monkeypatch.setattr(grammars, "_LEXER_STATES", 30)
     return server
 
@@ -441,12 +454,13 @@ def test_an_end_is_allowed_where_the_grammar_may_end_and_only_there(guide):
 def test_a_whole_text_that_no_token_can_end_is_complete(guide):
     for ends, complete in (((), True), ((5,), False), ((10**6,), True)):
         one = Sequence([1], 9, frozenset(ends), guide=guide("a"))
-        assert engine.why_refused(one, ord("a") - 32, 95) is None
+        engine.check_token(one, ord("a") - 32, 95)
         assert engine._is_complete(one, 95) is complete
     one = Sequence([1], 9, frozenset({5}), guide=guide("aa"))
-    assert engine.why_refused(one, 5, 95) is None  # an end is not part of the text
-    assert "doesn't satisfy the grammar" in str(engine.why_refused(one, ord("b") - 32, 95))
-    assert one.guide.is_to_blame
+    engine.check_token(one, 5, 95)  # an end is not part of the text
+    with pytest.raises(APIError, match="doesn't satisfy the grammar") as refused:
+        engine.check_token(one, ord("b") - 32, 95)
+    assert refused.value.status == 400
 
 
 def test_a_fork_of_a_guide_goes_on_by_itself(guide):

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_fp8kv import demo_model_path
-from hf_fp8kv.server.engine import why_refused
+from hf_fp8kv.server.engine import check_token
 from hf_fp8kv.server.sampling import Sampler, Sequence
 from hf_fp8kv.server.schemas import CompletionRequest
 from hf_fp8kv.server.structured import Grammars, Guide, read_grammar
@@ -43,9 +43,9 @@ def measure(tokenizer: object, guide: Guide, rows: int, guides: int) -> float:
             begin = time.perf_counter()
             sampler.prepare_tensor_args(requests, arguments)
             sampler(arguments[0], scores, arguments)
-            errors = [why_refused(one, token, vocabulary) for one in sequences]
+            for one in sequences:
+                check_token(one, token, vocabulary)
             found.append(time.perf_counter() - begin)
-            assert not any(errors), errors
     return statistics.median(found) * 1e6
 
 

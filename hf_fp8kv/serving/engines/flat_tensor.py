@@ -29,17 +29,8 @@ _PORTIONS = 32
 class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over FP8 pages."""
 
-    def __init__(
-        self,
-        config: Any,
-        continuous_batching_config: Any,
-        device: torch.device | str,
-        distributed_helper: Any,
-        dtype: torch.dtype = torch.float16,
-        **kwargs: Any,
-    ) -> None:
-        chosen = self.chosen
-        page_size = continuous_batching_config.page_size
+    def __init__(self, *, config: Any, device: Any, dtype: torch.dtype, **given: Any) -> None:
+        chosen, page_size = self.chosen, given["continuous_batching_config"].page_size
         self.prefix_hits = self.prefix_tokens = 0
         self.scheduler: Callable[[], Any] = lambda: None  # returns the engine's, if it has one
         self.prepare(chosen, config, page_size, dtype, device)
@@ -55,7 +46,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             FullAttentionCacheAllocator=allocators[stock.FULL_ATTENTION],
             PagedAttentionMemoryHandler=self.make_memory_handler,
         )
-        init(self, config, continuous_batching_config, device, distributed_helper, dtype, **kwargs)
+        init(self, config=config, device=device, dtype=dtype, **given)
         self.windows = [
             getattr(allocator, "sliding_window", None)
             for allocator in self.cache_allocators.values()
@@ -105,18 +96,18 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def make_memory_handler(self, **planned: Any) -> Any:
         return _MemoryHandler(**planned)
 
-    def fits_alone(self, tokens: int) -> bool:
-        """Return whether one request can hold `tokens` tokens if it has all pages to itself."""
-        needed = sum(a.needs_new_sectors("", 0, tokens) for a in self.cache_allocators.values())
-        return bool(needed <= self.num_sectors)
-
     def max_request_tokens(self) -> int:
         """Return the maximum number of tokens of one request. 0 means not even one.
 
         A request that outgrows all pages stops the engine, so it must be refused in advance. If all
         layers have windows there is no maximum, and a very large number is returned.
         """
-        return bisect_left(range(1, 2**31), True, key=lambda tokens: not self.fits_alone(tokens))
+
+        def exceeds(tokens: int) -> bool:
+            needed = sum(a.needs_new_sectors("", 0, tokens) for a in self.cache_allocators.values())
+            return bool(needed > self.num_sectors)
+
+        return bisect_left(range(1, 2**31), True, key=exceeds)
 
     def extend_read_and_write_indices(
         self,

@@ -1,0 +1,101 @@
+"""Sampling by noise that depends on a request alone, not on other requests of the step.
+
+The next token has the largest sum of logit and noise. With Gumbel's noise it is a sample (Gumbel
+1954). The noise is a function of a seed, the position and the token.
+"""
+
+import functools
+import hashlib
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+)
+
+
+class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
+    """Chooses the tokens of a deterministic model, instead of torch's generator.
+
+    The noise of a request depends on its id and on the seed that the engine sets for torch. Its
+    argument in a step is the key of each row, so a CUDA graph can hold it. `processors` are the
+    engine's, to which it is added as the last.
+    """
+
+    def __init__(self, processors: Any) -> None:
+        processors.logits_processor.append(self)
+        processors.tensors_required += 1
+        processors.do_processing = True
+
+    def install(self, runner: Any) -> None:
+        """Choose the tokens of a new engine, whose ModelRunner is `runner`."""
+        self._seed, runner._sample = torch.initial_seed(), self._sample
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """Fill in the key of padding."""
+        int32_tensor.fill_(0)
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """Return the keys of a step's rows."""
+        keys = []
+        for state in (request.state for request in requests_with_new_token):
+            digest = hashlib.sha256(f"{self._seed} {state.request_id}".encode()).digest()
+            # The engine has counted the tokens of this step, so this is the next token's position.
+            keys.append(noise_key(int.from_bytes(digest[:8]), state.position_offset))
+        return torch.tensor(keys, dtype=torch.int32, device="cpu")
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """Keep the keys, and return the scores, whose log probabilities the engine may report."""
+        self._keys = tensor_arg[: len(scores)]
+        return scores
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """Write the tokens for scores `[1, B, V]` to the first row of `output_ids`.
+
+        A second row gets their log probabilities, float32.
+        """
+        probabilities = scores[0].softmax(-1)
+        torch._assert_async(probabilities.isfinite().all(), "expected finite logits")
+        noise = gumbel_noise(self._keys, scores.shape[2])
+        tokens = (scores[0] + noise).argmax(-1, keepdim=True)
+        output_ids[0, : len(tokens)] = tokens[:, 0]
+        if len(output_ids) > 1:
+            log = probabilities.gather(1, tokens)[:, 0].log()
+            output_ids[1, : len(tokens)] = log.view(torch.int32)
+
+
+def noise_key(seed: int, position: int) -> int:
+    """Return 31 bits of SplitMix64 (Steele et al. 2014), never 0: a key of `gumbel_noise`."""
+    mask = 2**64 - 1
+    x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & mask
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+    return ((x ^ x >> 31) >> 33) or 1
+
+
+def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return noise `[B, V]`, float32, for keys `[B]`, int32: the same for the same key and token.
+
+    Uniform numbers are 23 bits of the mixed key and token, by the finalizer of MurmurHash3, and a
+    half: with more bits float32 would round the largest to 1, whose noise is infinite.
+    """
+    bits = keys[:, None] + _token_bits(vocabulary, keys.device)
+    uniform = _mix(bits).bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float()
+    uniform.add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
+
+
+@functools.lru_cache(maxsize=4)
+def _token_bits(vocabulary: int, device: torch.device) -> torch.Tensor:
+    token = torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device)
+    return _mix(token * -1640531527)  # 2^32 over the golden ratio, as int32
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Mix 32 bits, in place, so that each depends on all: fmix32 of MurmurHash3."""
+    x ^= (x >> 16) & 0xFFFF  # the shift of int32 copies the sign
+    x *= -2048144789  # 0x85EBCA6B
+    x ^= (x >> 13) & 0x7FFFF
+    x *= -1028477387  # 0xC2B2AE35
+    x ^= (x >> 16) & 0xFFFF
+    return x

@@ -1,0 +1,79 @@
+"""`do_sample=True` of a deterministic model: tokens depend on the seed and the request alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig
+
+from hf_fp8kv import serving
+from hf_fp8kv.serving.engines.sampling import NoiseLogitsWarper
+from tests.helpers.serving_tools import PAGE, batched, greedy, prompts
+from tests.helpers.tiny_models import tiny
+
+pytestmark = pytest.mark.text
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return serving.enable(tiny("llama")[0], deterministic=True)
+
+
+def sampled(
+    model: Any, texts: list[list[int]], *, seed: int = 3, answers: int = 1, **more: Any
+) -> list[list[int]]:
+    torch.manual_seed(seed)
+    how = {"do_sample": True, "temperature": 1.1, "top_k": 40, "top_p": 0.95}
+    return batched(model, texts, generation=greedy(num_return_sequences=answers, **how), **more)
+
+
+def test_other_requests_change_no_token(model: Any) -> None:
+    """They are of other lengths, share steps, split prompts, and make the engine evict pages."""
+    texts, others = prompts(), prompts(seed=7)
+    found = sampled(model, texts)
+    assert len(set(map(tuple, found))) == len(texts)
+    assert sampled(model, texts, max_batch_tokens=16) == found
+    assert sampled(model, texts, pages=14) == found
+    assert sampled(model, texts[:1]) == found[:1]
+    for place in (0, 6):
+        mixed = [*others[:place], texts[place], *others[place + 1 :]]
+        assert sampled(model, mixed)[place] == found[place]
+
+
+def test_seeds_and_equal_prompts_have_different_tokens(model: Any) -> None:
+    texts = [prompts()[1]] * 4
+    found = sampled(model, texts)
+    assert len(set(map(tuple, found))) == 4
+    assert sampled(model, texts) == found
+    assert not set(map(tuple, sampled(model, texts, seed=4))) & set(map(tuple, found))
+    config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE)
+    one, other = (sampled(model, texts, seed=seed, config=config) for seed in (1, 2))
+    assert one == other != found
+
+
+def test_several_answers_to_a_prompt(model: Any) -> None:
+    texts = prompts()[:3]
+    found = sampled(model, texts, answers=3)
+    assert len(set(map(tuple, found))) == 9
+    assert sampled(model, texts[:1], answers=3) == found[:3]
+
+
+def test_log_probabilities_have_no_noise() -> None:
+    engine = SimpleNamespace(logits_processor=[], tensors_required=0, do_processing=False)
+    warper, runner = NoiseLogitsWarper(engine), SimpleNamespace(_sample=None)
+    warper.install(runner)
+    assert (engine.logits_processor, engine.tensors_required) == ([warper], 1)
+    states = [SimpleNamespace(request_id=f"req_{n}", position_offset=4 + n % 2) for n in range(4)]
+    states += [SimpleNamespace(request_id="req_0", position_offset=5)]
+    keys = warper.prepare_tensor_args([SimpleNamespace(state=state) for state in states])
+    assert len(set(keys.tolist())) == 5
+    scores, out = torch.randn(1, 50, 40), torch.zeros(2, 60, dtype=torch.int32)
+    warper(scores[0], torch.arange(1, 61, dtype=torch.int32))
+    runner._sample(scores, out)
+    tokens = out[0, :50].long()
+    assert not torch.equal(tokens, scores[0].argmax(-1))
+    wanted = scores[0].softmax(-1).gather(1, tokens[:, None])[:, 0].log()
+    assert torch.equal(out[1, :50].view(torch.float32), wanted)
+    with pytest.raises(RuntimeError, match="finite logits"):
+        runner._sample(scores * torch.nan, out)
