@@ -116,7 +116,7 @@ def test_forks_share_pages_and_give_the_answers_of_separate_caches(run, layers):
     assert len(answers) == 2
     assert layers < 30 or len(set(answers)) == 2
     shared, pages = _numbers(r"shared: (\d+) tokens in (\d+) pages", printed)
-    forked, separate = _numbers(r"pages with forks: (\d+); separate: (\d+)", printed)
+    forked, separate = _numbers(r"pages with forks: (\d+); apart: (\d+)", printed)
     assert shared > 256
     assert pages == _pages(int(shared))
     # Each fork has a separate last page, and at most one more for its question and answer.
