@@ -290,7 +290,7 @@ class FailingMatcher:
 
 @pytest.fixture
 def broken(server, monkeypatch):
-    """The server, whose grammars fail at the letter z and have 30 states at most."""
+    """Return the server with grammars that fail at the letter z and have at most 30 states."""
     init = grammars.Guide.__init__
     monkeypatch.setattr(
         grammars.Guide,
@@ -453,14 +453,14 @@ def test_an_end_token_is_allowed_only_if_the_grammar_may_end(guide):
 
 def test_a_text_that_no_end_token_can_end_is_complete(guide):
     for ends, complete in (((), True), ((5,), False), ((10**6,), True)):
-        one = Sequence([1], 9, frozenset(ends), guide=guide("a"))
-        engine.check_token(one, ord("a") - 32, 95)
-        assert engine._is_complete(one, 95) is complete
-    one = Sequence([1], 9, frozenset({5}), guide=guide("aa"))
-    engine.check_token(one, 5, 95)  # an end is not part of the text
-    with pytest.raises(APIError, match="doesn't satisfy the grammar") as refused:
-        engine.check_token(one, ord("b") - 32, 95)
-    assert refused.value.status == 400
+        sequence = Sequence([1], 9, frozenset(ends), guide=guide("a"))
+        engine.check_token(sequence, ord("a") - 32, 95)
+        assert engine._is_complete(sequence, 95) is complete
+    sequence = Sequence([1], 9, frozenset({5}), guide=guide("aa"))
+    engine.check_token(sequence, 5, 95)  # an end token is not part of the text
+    with pytest.raises(APIError, match="doesn't satisfy the grammar") as error:
+        engine.check_token(sequence, ord("b") - 32, 95)
+    assert error.value.status == 400
 
 
 def test_a_fork_of_a_guide_advances_independently(guide):
