@@ -1,4 +1,4 @@
-"""`hf-fp8kv bench`: its numbers are right, and a wrong step is not timed."""
+"""`hf-fp8kv bench`: its values are right, and a wrong step is not timed."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ def run(monkeypatch, capsys):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_speed_of_every_cache_and_its_ratios(run, model, monkeypatch, tmp_path, device):
-    """With a single turn, a ratio is that of the two times. The model gives the shape."""
+    """With a single turn, a ratio is the ratio of the two times. The model gives the shape."""
     small = functools.partial(speed.measure_speed, **SMALL)
     monkeypatch.setattr(speed, "measure_speed", small)
     path = tmp_path / "speed.json"
@@ -48,19 +48,19 @@ def test_speed_of_every_cache_and_its_ratios(run, model, monkeypatch, tmp_path, 
     names = {f"FP8PagedCache {fmt.name.removeprefix('fp8_')}" for fmt in DISTINCT}
     assert steps == {*names, *PAGED, DYNAMIC, QUANTIZED, FOLDED}
     assert {measure for measure, _, _ in times} == {"decode step", "first call", "256 tokens more"}
-    found = [row for row in result["rows"] if row["unit"] == "×"]
-    assert len(found) == 3 * len(PAGED) + 2
-    for row in found:
+    ratio_rows = [row for row in result["rows"] if row["unit"] == "×"]
+    assert len(ratio_rows) == 3 * len(PAGED) + 2
+    for row in ratio_rows:
         measure = row["measure"].removesuffix(", ratio")
-        of, against = (times[measure, row[name], row["context"]] for name in ("cache", "against"))
-        assert row["value"] == pytest.approx(of / against)
+        time, base = (times[measure, row[name], row["context"]] for name in ("cache", "against"))
+        assert row["value"] == pytest.approx(time / base)
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch):
-    right = contenders.fp8_paged_attention
+    correct = contenders.fp8_paged_attention
 
     def swapped(module, query, keys, values, *args, **kwargs):
-        return right(module, query, values, keys, *args, **kwargs)
+        return correct(module, query, values, keys, *args, **kwargs)
 
     monkeypatch.setattr(contenders, "fp8_paged_attention", swapped)
     with pytest.raises(RuntimeError, match="expected torch's attention"):
@@ -74,13 +74,13 @@ def test_turns_alternate_in_changing_order():
     turns = ["".join(order[i : i + 3]) for i in range(0, 18, 3)]
     assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
     assert len(set(turns)) > 2
-    assert {len(taken) for taken in seconds.values()} == {5}
+    assert {len(durations) for durations in seconds.values()} == {5}
     assert quartiles([3.0]) == (3.0, None, None)
     assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
 
 
 def test_memory_counts_the_bytes_of_the_format(run, model, monkeypatch, tmp_path):
-    """A token has K and V of two heads of 16 numbers, and two bytes per dynamic scale."""
+    """A token has K and V of two heads of 16 values, and two bytes per dynamic scale."""
     small = functools.partial(memory.measure_memory, grow=False, tokens=2048)
     monkeypatch.setattr(memory, "measure_memory", small)
     path = tmp_path / "memory.json"
@@ -91,26 +91,26 @@ def test_memory_counts_the_bytes_of_the_format(run, model, monkeypatch, tmp_path
     assert "fp8, dynamic scales" in out
     result = json.loads(path.read_text())
     assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
-    held = {row["cache"]: row["value"] for row in result["rows"] if row["unit"] == "B"}
-    assert held.pop("DynamicCache") == 2 * 2 * 16 * 2
-    assert held.keys() == PAGED.keys()
-    for name, value in held.items():
+    bytes_per_token = {row["cache"]: row["value"] for row in result["rows"] if row["unit"] == "B"}
+    assert bytes_per_token.pop("DynamicCache") == 2 * 2 * 16 * 2
+    assert bytes_per_token.keys() == PAGED.keys()
+    for name, value in bytes_per_token.items():
         # The cache's own tables are small.
         assert value == pytest.approx(2 * 2 * (16 if "static" in name else 18), rel=0.03)
     assert {row["model"] for row in result["capacity"]} == {model}
     assert result["settings"]["memory_gib"] == 9
     code, out, err = run("bench", "memory", *options, "--json", "-")
-    assert json.loads(out)["rows"] == result["rows"], "JSON instead of the table"
+    assert json.loads(out)["rows"] == result["rows"], "expected JSON instead of the table"
 
 
 @pytest.mark.full
-def test_a_process_grows_by_what_its_cache_holds(monkeypatch):
+def test_a_process_grows_by_the_size_of_its_cache(monkeypatch):
     """No dense copy of the pages remains. A process that fails explains why."""
     rows = memory.measure_processes(Setup((8, 8, 128)), 2048)
-    grown = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
+    growth = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
     stored = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
-    assert 0.95 * stored < grown["DynamicCache"] < 1.1 * stored
-    assert grown["FP8PagedCache e4m3"] < 0.65 * stored
+    assert 0.95 * stored < growth["DynamicCache"] < 1.1 * stored
+    assert growth["FP8PagedCache e4m3"] < 0.65 * stored
     monkeypatch.setattr(memory, "PAGED", {"FP8PagedCache e4m3": {}})
     with pytest.raises(RuntimeError, match="BackendError"):
         memory.measure_processes(Setup((4, 2, 16), "no such backend"), 64)
@@ -124,9 +124,9 @@ def test_a_process_grows_by_what_its_cache_holds(monkeypatch):
         (("speed", "--json", "/no/such/folder/speed.json"), 2, "an existing folder"),
     ],
 )
-def test_options_that_are_refused(run, model, options, code, message):
-    given = () if options[0] == "quantum" else ("--model", model)
-    found, out, err = run("bench", *options, *given)
-    assert (found, out) == (code, "")
+def test_invalid_options_are_rejected(run, model, options, code, message):
+    arguments = () if options[0] == "quantum" else ("--model", model)
+    exit_code, out, err = run("bench", *options, *arguments)
+    assert (exit_code, out) == (code, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert "decode steps" not in err

@@ -1,4 +1,4 @@
-"""The number of tokens that the engine's planner makes room for, in the same memory."""
+"""The number of tokens that the engine's planner fits into the same memory."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def settings(**keywords: Any) -> ServingConfig:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_capacity_is_the_memory_over_the_bytes_of_a_token(name: str) -> None:
-    """Twenty more GiB hold as many more tokens as a hand calculation says, in all layers.
+def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
+    """The tokens in twenty more GiB match the memory over the bytes per token of all layers.
 
     FP8 pages hold at least 1.9 times the tokens of bf16 with its best attention.
     """
@@ -28,33 +28,32 @@ def test_capacity_is_the_memory_over_the_bytes_of_a_token(name: str) -> None:
     heads = config.num_key_value_heads * config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     base = 0
-    for chosen, each in (
+    for options, head_bytes in (
         (None, 4 * dim),
         (settings(dtype="auto"), 4 * dim),
         (settings(key_dtype="auto", scales=1.0), 3 * dim),
         (settings(scales=1.0), 2 * dim),
         (settings(), 2 * dim + 4),
     ):
-        less, more = (planned_tokens(config, n * GIB, chosen, attention=FLASH) for n in (20, 40))
-        assert less * heads * each < PERCENT * 20 * GIB
-        expected = PERCENT * 20 * GIB / (heads * each)
-        if chosen is None:  # transformers' engine has further tensors, which grow with the tokens
-            base = more
-            # Both numbers are whole pages.
-            assert 0.9 * expected < more - less < expected + PAGE
+        low, high = (planned_tokens(config, n * GIB, options, attention=FLASH) for n in (20, 40))
+        assert low * heads * head_bytes < PERCENT * 20 * GIB
+        expected = PERCENT * 20 * GIB / (heads * head_bytes)
+        if options is None:  # transformers' engine has more tensors that grow with the tokens
+            base = high
+            # Both numbers of tokens are whole pages.
+            assert 0.9 * expected < high - low < expected + PAGE
         else:
-            assert more - less == pytest.approx(expected, rel=0.005)
-        if each <= 2 * dim + 4:
-            assert more >= 1.9 * base
+            assert high - low == pytest.approx(expected, rel=0.005)
+        if head_bytes <= 2 * dim + 4:
+            assert high >= 1.9 * base
 
 
-def test_a_step_that_does_not_fit_is_an_error() -> None:
-    """There is no memory for the activations of a step."""
+def test_too_little_memory_for_a_step_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"expected room .* got 0\.5 GiB"):
         planned_tokens(shape("Llama-3.1-8B"), GIB // 2, settings())
 
 
-def test_a_real_engine_has_the_pages_that_were_planned() -> None:
+def test_an_engine_has_the_planned_pages() -> None:
     model, _ = tiny("llama")
     serving.enable(model)
     manager = model.init_continuous_batching(
@@ -62,15 +61,15 @@ def test_a_real_engine_has_the_pages_that_were_planned() -> None:
     )
     manager.warmup()
     cache = manager.batch_processor.cache
-    used = serving.usage(manager)
-    assert used is not None
+    usage = serving.usage(manager)
+    assert usage is not None
     memory = cache.layer_pages[0].block.nbytes
-    assert used.bytes_total <= memory + cache.page_layout.bytes_per_page * 64
-    assert used.bytes_total == used.pages_total * 16 * 2 * 2 * 2 * 18
+    assert usage.bytes_total <= memory + cache.page_layout.bytes_per_page * 64
+    assert usage.bytes_total == usage.pages_total * 16 * 2 * 2 * 2 * 18
     manager.batch_processor = None
 
 
-def test_rows() -> None:
+def test_capacity_rows_have_bytes_and_ratios() -> None:
     reported: list[str] = []
     rows = {
         row["cache"]: row for row in plan_capacity({"q": shape("Qwen2.5-7B")}, 10, reported.append)

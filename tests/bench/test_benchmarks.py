@@ -1,4 +1,4 @@
-"""The authors' benchmarks: their numbers are right, and every command measures."""
+"""The authors' benchmarks: their values are right, and every command measures."""
 
 import json
 import subprocess
@@ -18,19 +18,19 @@ from benchmarks.serve_clients import Answer, Load, Server
 from benchmarks.shared import make_environment
 from tests.helpers.serve_process import save_chat_model
 
-SOME = Load("some", clients=3, requests=6, words=4, new_tokens=8, blocks=64, long_words=30,
+SMALL_LOAD = Load("some", clients=3, requests=6, words=4, new_tokens=8, blocks=64, long_words=30,
             streamed=40)  # fmt: skip
 
 
 def ignore(*_: object) -> None:
-    """Take a message of progress."""
+    """Discard a progress message."""
 
 
-def test_latents_are_compared_with_expanding_and_with_torch(monkeypatch, capsys):
-    """On a command line, which shows the rows and the conditions, or prints JSON."""
+def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsys):
+    """The command line prints the rows and the conditions, or JSON."""
 
-    def measure(**given):
-        return latent.measure_latents(context=(70,), heads=(4,), backend="torch", **given)
+    def measure(**kwargs):
+        return latent.measure_latents(context=(70,), heads=(4,), backend="torch", **kwargs)
 
     monkeypatch.setattr(sys, "argv", ["latent", "--turns", "1"])
     shared.main("Doc.", measure, shared.TURNS)
@@ -39,23 +39,23 @@ def test_latents_are_compared_with_expanding_and_with_torch(monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["latent", "--json", "-", "--turns", "1"])
     shared.main("Doc.", measure, shared.TURNS)
     rows = json.loads(capsys.readouterr().out)["rows"]
-    found = {(row["cache"], row["against"]): row["value"] for row in rows}
-    others = (latent.ABSORBED, latent.DYNAMIC)
-    assert found.keys() == {(name, None) for name in (*latent.PAGED, *others)} | {
-        (name, other) for name in latent.PAGED for other in others
+    values = {(row["cache"], row["against"]): row["value"] for row in rows}
+    baselines = (latent.ABSORBED, latent.DYNAMIC)
+    assert values.keys() == {(name, None) for name in (*latent.PAGED, *baselines)} | {
+        (name, baseline) for name in latent.PAGED for baseline in baselines
     }
     for name in latent.PAGED:
-        ratio = found[name, None] / found[latent.ABSORBED, None]
-        assert found[name, latent.ABSORBED] == pytest.approx(ratio)
-    right = latent.fp8_paged_attention
-    monkeypatch.setattr(latent, "fp8_paged_attention", lambda *a, **k: (right(*a, **k)[0] * 1.2,))
+        ratio = values[name, None] / values[latent.ABSORBED, None]
+        assert values[name, latent.ABSORBED] == pytest.approx(ratio)
+    correct = latent.fp8_paged_attention
+    monkeypatch.setattr(latent, "fp8_paged_attention", lambda *a, **k: (correct(*a, **k)[0] * 1.2,))
     with pytest.raises(RuntimeError, match="expected absorbed attention"):
         latent.make_steps(latent.make_module(4), 4, 70, "torch")
 
 
 @pytest.mark.full
-def test_the_host_starts_the_kernels_of_a_step_and_no_others():
-    """In a separate process, where Triton has the driver that starts nothing."""
+def test_the_host_launches_only_the_kernels_of_a_step():
+    """In the separate process, Triton has a driver that launches nothing."""
     program = """
 import json, torch, triton
 from benchmarks import host
@@ -69,39 +69,39 @@ started = [launch.kernel.__name__ for launch in recorded.launches]
 print(json.dumps([started, stack.cache.host_length()]))
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=make_environment())
-    assert done.returncode == 0, done.stderr
-    started, length = json.loads(done.stdout)
-    # The layers share a plan; each layer attends.
+    process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
+    assert process.returncode == 0, process.stderr
+    started, length = json.loads(process.stdout)
+    # The layers share a plan, and each layer attends.
     assert (started.count("_plan"), started.count("_decode")) == (1, 2), started
     assert length == host.TOKENS + 1
     rows = host.measure_host(turns=2, progress=ignore)["rows"]
-    found = {(row["cache"], row["layers"]): row["value"] for row in rows}
+    values = {(row["cache"], row["layers"]): row["value"] for row in rows}
     stock = f"{host.STOCK}, tiny"
-    assert found.keys() == {
+    assert values.keys() == {
         (host.PAGED, 1), *((name, 32) for name in (host.PAGED, *host.WITHOUT, stock)),
     }  # fmt: skip
-    assert all(value > 0 for value in found.values())
+    assert all(value > 0 for value in values.values())
 
 
-# Grid: models with different windows; 1,000 tokens end inside a page.
+# Grid: models with different windows. 1,000 tokens end inside a page.
 @pytest.mark.parametrize(
     "name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
 )
-def test_windows_and_short_prompts_take_little_more_than_half(name):
+def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
     config = make_config(name)
     with torch.inference_mode():
         rows = list(measure_prompts(name, 1000, "torch"))
     assert {(row["form"], row["prompt"]) for row in rows} == {
         (form, prompt) for form in ("dynamic", "preallocated") for prompt in PROMPTS
     }
-    full = sum(kind == "full_attention" for kind in config.layer_types)
+    full = sum(layer_type == "full_attention" for layer_type in config.layer_types)
     for row in rows:
         assert 0.5 < row["ratio"] <= 0.56, row
-        # transformers' caches hold the tokens of the layers' windows.
+        # transformers' caches hold the tokens in the windows of the layers.
         window = config.sliding_window - (row["form"] == "dynamic")
-        kept = full * 1000 + (config.num_hidden_layers - full) * window
-        assert row["stock_held"] >= kept * config.num_key_value_heads * config.head_dim * 4
+        cached_tokens = full * 1000 + (config.num_hidden_layers - full) * window
+        assert row["stock_held"] >= cached_tokens * config.num_key_value_heads * config.head_dim * 4
 
 
 @pytest.mark.full
@@ -116,22 +116,22 @@ def test_the_memory_of_a_separate_process():
 @pytest.mark.full
 def test_the_first_answer_of_separate_processes(tmp_path: Path):
     result = measure_prefix(model=save_chat_model(tmp_path), tokens=200, rounds=1, progress=ignore)
-    found = [(row["store"], row["found"]) for row in result["rows"]]
-    assert found == [("none", 0), ("empty", 0), ("full", 192)]
+    stores = [(row["store"], row["found"]) for row in result["rows"]]
+    assert stores == [("none", 0), ("empty", 0), ("full", 192)]
     assert result["difference"] < 0.1
     assert result["files"] == 3
 
 
-def test_a_load_is_summarized_by_turns_and_by_percentiles():
+def test_a_load_is_summarized_by_turns_and_percentiles():
     servers = {}
     for name, factor in zip(serve.SERVERS, (1.0, 2.0, 1.5), strict=True):
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
         times = [n / factor for n in range(1, 101)]
-        server.answers = [Answer(first=at, last=3 * at, tokens=3) for at in times]
+        server.answers = [Answer(first=time, last=3 * time, tokens=3) for time in times]
         server.throughput = [10 * factor, 12 * factor, 14 * factor]
     servers[serve.OURS].pages, servers[serve.STOCK].failed = [5, 15, 2**21], 1
-    found = serve.summarize(SOME, servers)
-    rows = {(row["measure"], row["server"]): row for row in found}
+    summary = serve.summarize(SMALL_LOAD, servers)
+    rows = {(row["measure"], row["server"]): row for row in summary}
     assert rows["first token, p50", serve.STOCK]["value"] == 50_000
     assert rows["first token, p99", serve.STOCK]["value"] == 99_000
     assert rows["next token, p50", serve.OURS]["value"] == 25_000
@@ -143,23 +143,23 @@ def test_a_load_is_summarized_by_turns_and_by_percentiles():
     assert rows["pages in use, of 15", serve.OURS]["value"] == 5
 
 
-def test_all_servers_get_pages_of_the_same_bytes(tmp_path):
+def test_all_servers_get_pages_of_the_same_total_size(tmp_path):
     config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
                          hidden_size=256, dtype="bfloat16")  # fmt: skip
     config.save_pretrained(tmp_path)
-    stock, ours = 100 * 64 * 2, 193 * (64 + 2)
+    stock, fp8 = 100 * 64 * 2, 193 * (64 + 2)
     assert serve.same_bytes(str(tmp_path), 100, 16, "fp8") == 193
-    assert ours <= stock < ours + 66
+    assert fp8 <= stock < fp8 + 66
 
 
 @pytest.mark.full
 def test_all_servers_answer_under_load(tmp_path):
     name = save_chat_model(tmp_path)
-    found = serve.measure_serving(
-        model=name, device="cpu", loads=[SOME], page_size=16, turns=2, batch_tokens=64,
+    result = serve.measure_serving(
+        model=name, device="cpu", loads=[SMALL_LOAD], page_size=16, turns=2, batch_tokens=64,
         progress=ignore,
     )  # fmt: skip
-    rows = {(row["measure"], row["server"]): row for row in found["rows"]}
+    rows = {(row["measure"], row["server"]): row for row in result["rows"]}
     for server in serve.SERVERS:
         assert rows["throughput", server]["failed"] == 0
         for measure in ("throughput", "first token, p50", "largest gap of a stream"):
@@ -168,19 +168,19 @@ def test_all_servers_answer_under_load(tmp_path):
     assert sizes[1] <= sizes[0] < 1.1 * sizes[1]
 
 
-def test_a_loop_leaves_its_cache_as_it_was():
-    """Every turn measures the same length."""
+def test_a_loop_restores_its_cache():
+    """All turns measure the same length."""
     loops = make_loops("torch", "host, update, ")
     assert all(loop() > 0 for loop in loops.values() for _ in range(2))
 
 
 @pytest.mark.full
-def test_two_trees_alternate(tmp_path: Path, capfd):
-    given = {"turns": 2, "progress": ignore}
-    rows = compare_trees(NEW, backend="torch", loops="host, update, ", **given)["rows"]
+def test_two_trees_are_measured_alternately(tmp_path: Path, capfd):
+    options = {"turns": 2, "progress": ignore}
+    rows = compare_trees(NEW, backend="torch", loops="host, update, ", **options)["rows"]
     assert [row["loop"] for row in rows] == [n for n in LOOPS if n.startswith("host, update, ")]
     assert all(row["old"] > 0 and row["new"] > 0 for row in rows)
     (tmp_path / "hf_fp8kv.py").write_text("raise ImportError('no package here')")
     with pytest.raises(RuntimeError, match="ended with 1"):
-        compare_trees(tmp_path, tmp_path, **given)
+        compare_trees(tmp_path, tmp_path, **options)
     assert "no package here" in capfd.readouterr().err

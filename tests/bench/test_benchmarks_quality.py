@@ -17,24 +17,24 @@ pytestmark = pytest.mark.text
 
 
 @pytest.mark.full
-def test_the_default_stores_latents_better_than_a_scale_per_128_numbers():
+def test_the_default_stores_latents_better_than_a_scale_per_128_values():
     result = latent_accuracy.measure_latent_accuracy(
         texts=1, prefill=64, score=32, layers=2, rank=128, progress=lambda _message: None
     )
     for kind in latent_accuracy.KINDS:
         rows = {row["cache"]: row for row in result["rows"] if row["model"] == kind}
         default = rows[latent_accuracy.DEFAULT]
-        others = rows["fp8_ds_mla (e4m3, scale per 128)"]
-        assert default["bytes_per_token"] < others["bytes_per_token"] == 656
-        assert 2 * default["kl"] < others["kl"]
-        if kind == "large positions":  # saturate under the latent's scale
+        scale_per_128 = rows["fp8_ds_mla (e4m3, scale per 128)"]
+        assert default["bytes_per_token"] < scale_per_128["bytes_per_token"] == 656
+        assert 2 * default["kl"] < scale_per_128["kl"]
+        if kind == "large positions":  # they saturate with the latent's scale
             saturated = rows["e4m3, the latent's scale for both"]["kl"]
             assert saturated > 10 * rows["latents fp8_e3m4, positions fp8_e4m3"]["kl"]
 
 
-# A bias of K grows as well, and pairs of channels are neighbors in the second model.
+# The bias of K is also enlarged. In the second model, pairs of channels are neighbors.
 @pytest.mark.parametrize("name", ["qwen2", "cohere"])
-def test_a_model_with_planted_outliers_computes_the_same(name):
+def test_a_model_with_planted_outliers_gives_the_same_logits(name):
     model, _ = tiny(name, num_hidden_layers=2)
     ids = torch.arange(4, 44)[None]
     keys = []
@@ -55,7 +55,7 @@ def test_a_model_with_planted_outliers_computes_the_same(name):
     ("runs", "replaced"),
     [("2026-11-23-long", ("default", "e3m4", "q8_0")), ("2026-11-24-plans", ())],
 )
-def test_the_tables_of_the_docs_are_those_of_the_runs(runs, replaced):
+def test_the_tables_of_the_docs_match_the_runs(runs, replaced):
     docs = Path(__file__).parents[2] / "docs"
     names = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")
     paths = [docs / "benchmarks" / f"{runs}-{name}.json" for name in names]
@@ -66,19 +66,19 @@ def test_the_tables_of_the_docs_are_those_of_the_runs(runs, replaced):
     for cache, title in titles.items():
         kl = []
         for result in results:
-            found = {row["position"]: row for row in result["predictions"]
+            rows = {row["position"]: row for row in result["predictions"]
                      if (row["cache"], row["kind"]) == (cache, "all")}  # fmt: skip
-            for row in map(found.get, result["settings"]["positions"]):
+            for row in map(rows.get, result["settings"]["positions"]):
                 error = row and f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}"
                 kl.append(error or "refused")
         assert f"\n| {title} | {' | '.join(kl)} |\n" in text
 
 
-def test_the_tables_of_a_gpu_are_those_of_the_run():
-    """README.md and docs/performance.md. Empty cells were not measured.
+def test_the_tables_of_a_gpu_match_the_run():
+    """Check README.md and docs/performance.md. Empty cells were not measured.
 
-    The last columns are ratios on the H200 and on an H100, whose second run replaces rows of its
-    first. The first run's compiled steps of pages are not shown.
+    The last columns are ratios on the H200 and on an H100. The second run on the H100 replaces
+    rows of its first run, whose compiled steps of pages are not shown.
     """
     root = Path(__file__).parents[2]
 
@@ -94,10 +94,10 @@ def test_the_tables_of_a_gpu_are_those_of_the_run():
     older = load("2026-11-26-gpu-h100", "2026-11-26-gpu-h100-end-to-end")
 
     def find(rows, section, case, names, field):
-        found = [rows[key] for name in names.split(",")
+        measured = [rows[key] for name in names.split(",")
                  if field in rows.get(key := (section, case, name), {})]  # fmt: skip
         order = -1 if field == "tokens_per_s" else 0
-        return sorted(found, key=lambda row: row[field])[order] if found else None
+        return sorted(measured, key=lambda row: row[field])[order] if measured else None
 
     def cell(section, case, names, field="us", shares=False):
         row = find(rows, section, case, names, field)
@@ -108,8 +108,8 @@ def test_the_tables_of_a_gpu_are_those_of_the_run():
         return f"{text} ({row['of_read']:.2f})" if shares else text
 
     def ratio(rows, section, case, names, others, field="us"):
-        one, two = (find(rows, section, case, some, field) for some in (names, others))
-        return f"{one[field] / two[field]:.2f}" if one and two else ""
+        first, second = (find(rows, section, case, group, field) for group in (names, others))
+        return f"{first[field] / second[field]:.2f}" if first and second else ""
 
     readme = (root / "README.md").read_text()
     flash, cudnn = "sdpa flash,sdpa flash folded", "sdpa cudnn,sdpa cudnn folded"
@@ -146,8 +146,8 @@ def test_the_tables_of_a_gpu_are_those_of_the_run():
         contenders = ("e4m3", "bf16 pages", "sdpa flash", "sdpa cudnn")
         case = f"{new} over {stored}"
         cells = [cell("extend", case, names) for names in contenders]
-        cells += [ratio(run, "extend", case, "e4m3", other)
-                  for run in (rows, older) for other in ("sdpa flash", "sdpa cudnn")]  # fmt: skip
+        cells += [ratio(run, "extend", case, "e4m3", base)
+                  for run in (rows, older) for base in ("sdpa flash", "sdpa cudnn")]  # fmt: skip
         assert f"\n| {new:,} over {stored:,} | {' | '.join(cells)} |\n" in page
     for title, name in (
         ("`FP8PagedCache`, compiled", f"{paged} compiled"),

@@ -1,4 +1,4 @@
-"""The goals of the GPU benchmark, judged from invented results."""
+"""The goals of the GPU benchmark, judged on invented results."""
 
 from io import StringIO
 
@@ -14,11 +14,11 @@ GENERATE = "generate() 8 x 32k, tokens/s over the strongest path in 16 bits"
 LATENT = "latent, 128 heads, 16k, time over expanding"
 
 
-def row(section, case, name, **more):
-    return {"section": section, "case": case, "name": name, **more}
+def row(section, case, name, **values):
+    return {"section": section, "case": case, "name": name, **values}
 
 
-def decoded(case, name, us, share=0.9, read=goals.LARGE):
+def decode(case, name, us, share=0.9, read=goals.LARGE):
     return row("decode", case, name, us=us, moved=us * share * 4e6, read=read)
 
 
@@ -26,8 +26,8 @@ def good_rows():
     rows = [row("ceilings", "read", "a", us=1000.0, moved=4e9)]
     for case in goals.CASES:
         for name, us in (("e4m3", 100.0), ("e3m4", 104.0), ("bf16 pages", 200.0)):
-            rows.append(decoded(case, name, us))
-    rows += [decoded("1 x 1k", name, 7.0, 0.1, 1024) for name in goals.FORMATS]
+            rows.append(decode(case, name, us))
+    rows += [decode("1 x 1k", name, 7.0, 0.1, 1024) for name in goals.FORMATS]
     rows += [row("layer", "1 x 1k", name, us=6.5, launches=2) for name in goals.FORMATS]
     rows += [row("layer", "64 x 4k", name, us=300.0, launches=2) for name in goals.FORMATS]
     rows += [row("write", "1 x 1 token", "e4m3", us=5.0), row("write", "1 x 8192", "e4m3", us=90.0)]
@@ -52,20 +52,20 @@ def judge(rows, gpu="NVIDIA H200", dry=False):
     return complete(result)
 
 
-def goal(rows, what, **where):
-    [found] = [goal for goal in judge(rows, **where)["goals"] if goal["what"] == what]
-    return found
+def goal(rows, what, **conditions):
+    [result] = [goal for goal in judge(rows, **conditions)["goals"] if goal["what"] == what]
+    return result
 
 
-def test_good_rows_meet_all_goals_and_no_rows_meet_none():
-    found = judge(good_rows())
-    assert {goal["state"] for goal in found["goals"]} == {"met"}, found["goals"]
-    summary = summarize(found)
+def test_good_rows_meet_all_goals_and_missing_rows_meet_none():
+    result = judge(good_rows())
+    assert {goal["state"] for goal in result["goals"]} == {"met"}, result["goals"]
+    summary = summarize(result)
     assert (summary["missed"], summary["not measured"]) == ([], [])
     assert summary["goals"][GENERATE] == 1.7
-    nothing = judge([])
-    assert {goal["state"] for goal in nothing["goals"]} == {"not measured"}
-    assert len(summarize(nothing)["not measured"]) == len(found["goals"]) == 13
+    empty = judge([])
+    assert {goal["state"] for goal in empty["goals"]} == {"not measured"}
+    assert len(summarize(empty)["not measured"]) == len(result["goals"]) == 13
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_good_rows_meet_all_goals_and_no_rows_meet_none():
         (None, False, "not measured", None),
     ],
 )
-def test_goals_are_judged_on_any_gpu_and_not_in_a_dry_run(gpu, dry, state, share):
-    """Reads reach 4 TB/s. The share of a known datasheet's bandwidth is printed."""
+def test_goals_are_judged_on_any_gpu_but_not_in_a_dry_run(gpu, dry, state, share):
+    """Reads reach 4 TB/s. The share of a known GPU's datasheet bandwidth is printed."""
     result = judge(good_rows(), gpu=gpu, dry=dry)
-    found = next(goal for goal in result["goals"] if goal["what"] == SHARE)
-    assert (found["state"], found["worst"]) == (state, pytest.approx(0.9))
-    assert found["of_datasheet"] == (share and pytest.approx(share))
+    share_goal = next(goal for goal in result["goals"] if goal["what"] == SHARE)
+    assert (share_goal["state"], share_goal["worst"]) == (state, pytest.approx(0.9))
+    assert share_goal["of_datasheet"] == (share and pytest.approx(share))
     assert [goal["of_datasheet"] for goal in result["goals"]][2:] == [None] * 11
     result.update(date="", settings={"dry": dry, "device": "cuda"})
     console = Console(width=200, file=StringIO())
@@ -92,12 +92,12 @@ def test_goals_are_judged_on_any_gpu_and_not_in_a_dry_run(gpu, dry, state, share
     assert text in console.file.getvalue()
 
 
-# A goal, and a row that misses it.
+# Each goal with a row that misses it.
 MISSES = [
-    (SHARE, decoded("98 x 4k", "e4m3", 100.0, 0.84)),
-    (SHARE, decoded("98 x 4k", "e4m3" + goals.PADDED, 100.0, 0.84)),
-    ("decode e3m4, time over e4m3, 256k tokens on", decoded("8 x 32k", "e3m4", 106.0)),
-    ("decode e4m3, time over bf16 pages, 256k tokens on", decoded("8 x 32k", "e4m3", 121.0, 0.86)),
+    (SHARE, decode("98 x 4k", "e4m3", 100.0, 0.84)),
+    (SHARE, decode("98 x 4k", "e4m3" + goals.PADDED, 100.0, 0.84)),
+    ("decode e3m4, time over e4m3, 256k tokens on", decode("8 x 32k", "e3m4", 106.0)),
+    ("decode e4m3, time over bf16 pages, 256k tokens on", decode("8 x 32k", "e4m3", 121.0, 0.86)),
     ("one layer of a step, us, 1 x 1k", row("layer", "1 x 1k", "e3m4", us=7.5, launches=2)),
     ("one layer of a step, launches, 1 x 1k", row("layer", "1 x 1k", "e3m4", us=6, launches=3)),
     ("write one token, us", row("write", "4 x 1 token", "int8", us=6.5)),
@@ -119,22 +119,22 @@ MISSES = [
 
 
 @pytest.mark.parametrize(("what", "bad"), MISSES)
-def test_the_worst_value_counts_and_a_failure_misses(what, bad):
-    place = ("section", "case", "name")
-    others = [r for r in good_rows() if any(r[key] != bad[key] for key in place)]
-    found = goal([*others, bad], what)
-    assert found["state"] == "missed"
-    assert found["where"].startswith(f"{bad['case']}, {bad['name']}")
-    failed = goal([*others, row(*(bad[key] for key in place), failed="an error")], what)
+def test_the_worst_value_counts_and_a_failure_misses_the_goal(what, bad):
+    key_fields = ("section", "case", "name")
+    other_rows = [r for r in good_rows() if any(r[key] != bad[key] for key in key_fields)]
+    result = goal([*other_rows, bad], what)
+    assert result["state"] == "missed"
+    assert result["where"].startswith(f"{bad['case']}, {bad['name']}")
+    failed = goal([*other_rows, row(*(bad[key] for key in key_fields), failed="an error")], what)
     assert (failed["state"], failed["why"]) == ("missed", f"failed: {bad['case']}")
 
 
 def test_a_goal_covers_its_cases_and_the_strongest_path_in_16_bits():
     strong = row("end to end", "8 x 32k", goals.STRONG[3], tokens_per_s=110.0)
-    found = goal([*good_rows(), strong], GENERATE)
-    assert (found["state"], found["worst"]) == ("missed", pytest.approx(170 / 110))
-    few = decoded("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE - 1)
-    assert goal([*good_rows(), few], SHARE)["state"] == "met"
+    result = goal([*good_rows(), strong], GENERATE)
+    assert (result["state"], result["worst"]) == ("missed", pytest.approx(170 / 110))
+    small_read = decode("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE - 1)
+    assert goal([*good_rows(), small_read], SHARE)["state"] == "met"
     short = [row("latent", "128 heads, 1 x 4k", name, us=10.0) for name in ("e4m3", goals.STOCK)]
     assert goal([*good_rows(), *short], LATENT)["state"] == "met"
 
@@ -149,10 +149,10 @@ def test_a_goal_covers_its_cases_and_the_strongest_path_in_16_bits():
         (LATENT, "latent", "128 heads, 1 x 16k", goals.STOCK),
     ],
 )
-def test_a_goal_is_not_met_without_a_row_that_it_needs(what, section, case, name):
+def test_a_goal_is_not_met_without_a_required_row(what, section, case, name):
     rows = [r for r in good_rows() if (r["section"], r["case"], r["name"]) != (section, case, name)]
-    found = goal(rows, what)
-    assert found["state"] == "not measured"
-    assert case in found["why"]
-    worse = [*rows, decoded("16 x 32k", "e4m3", 100.0, 0.5)]
-    assert goal(worse, SHARE)["state"] == "missed", "a bad value counts even so"
+    result = goal(rows, what)
+    assert result["state"] == "not measured"
+    assert case in result["why"]
+    bad_rows = [*rows, decode("16 x 32k", "e4m3", 100.0, 0.5)]
+    assert goal(bad_rows, SHARE)["state"] == "missed", "a bad value counts even if a row is missing"

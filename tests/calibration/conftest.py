@@ -1,4 +1,4 @@
-"""A tiny model with biased keys, and a real one that is small enough for every run."""
+"""A tiny model with biased keys, and a trained model that is small enough for every run."""
 
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ LAYERS = 6
 
 @pytest.fixture(scope="session")
 def biased() -> Any:
-    """A tiny model with a large bias of K."""
+    """Return a tiny model with a large bias of K."""
     return tiny("qwen2", key_bias=30.0)[0]
 
 
 @pytest.fixture(scope="session")
 def real_model(demo_model_path: Path) -> tuple[Any, Any]:
-    """The first layers of the demo model, in float32, and its tokenizer.
+    """Return the first layers of the demo model, in float32, and its tokenizer.
 
-    Its K and V are those of a trained model, and its predictions, which are not, are as good a
-    measure of what becomes of them.
+    K and V come from a trained model. The predictions do not, but they show errors of K and V
+    as well as predictions of the whole model.
     """
     model = AutoModelForCausalLM.from_pretrained(
         demo_model_path, num_hidden_layers=LAYERS, dtype=torch.float32

@@ -1,4 +1,4 @@
-"""Calibration: the observed values, the scales that follow, and the report."""
+"""Calibration: the observed values, the resulting scales, and the report."""
 
 import itertools
 import json
@@ -19,26 +19,26 @@ from tests.helpers.tiny_models import VOCAB, tiny, type_names
 pytestmark = pytest.mark.text
 
 QUIET = {"max_length": 24, "held_out": 60, "progress": False}
-# Predictions are compared in most of the time of a calibration: tests of something else hold out
-# little text or none.
+# Most of the time of a calibration goes into comparing predictions. Tests of a different subject
+# hold out little text or none.
 FEW = QUIET | {"held_out": 24}
 NONE = QUIET | {"held_out": 0}
 
 
 def texts(count: int = 16, seed: int = 0) -> list[torch.Tensor]:
-    """Token ids, 8 to 40 of them: some texts are cut into two windows."""
-    chance = torch.Generator().manual_seed(seed)
-    # None of 25: a window of one token is left out.
-    lengths = [n + (n == 25) for n in torch.randint(8, 41, (count,), generator=chance).tolist()]
-    return [torch.randint(3, VOCAB, (length,), generator=chance) for length in lengths]
+    """Return texts of 8 to 40 token ids. Some texts are cut into two windows."""
+    generator = torch.Generator().manual_seed(seed)
+    # No text has 25 tokens, because a window of one token is dropped.
+    lengths = [n + (n == 25) for n in torch.randint(8, 41, (count,), generator=generator).tolist()]
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
 
 
-def seen(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """K and V `[N, H, D]` of every layer, float32, from a cache of transformers' own.
+def observed(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return K and V, `[N, H, D]` in float32, of every layer, from a cache of transformers.
 
-    Each window is read once from each of the positions `starts`.
+    Each window is read once from each position in `starts`.
     """
-    found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for window, start in itertools.product(windows, starts):
         cache = DynamicCache(config=model.config)
         positions = torch.arange(start, start + len(window))[None]
@@ -46,10 +46,10 @@ def seen(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, torch.Ten
             model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
         for index, layer in enumerate(cache.layers):
             pair = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
-            found.setdefault(index, []).append(pair)
+            pairs.setdefault(index, []).append(pair)
     return {
-        i: (torch.cat([k for k, _ in ps]).float(), torch.cat([v for _, v in ps]).float())
-        for i, ps in found.items()
+        i: (torch.cat([k for k, _ in parts]).float(), torch.cat([v for _, v in parts]).float())
+        for i, parts in pairs.items()
     }
 
 
@@ -59,11 +59,11 @@ def llama():
 
 
 @pytest.fixture(scope="module")
-def of_llama(llama):
+def llama_scales(llama):
     return calibrate(llama, texts(), **QUIET)
 
 
-# -- the scales ------------------------------------------------------------------------------------
+# -- scales ----------------------------------------------------------------------------------------
 
 
 # Grid: every granularity once, each format and margin at least once.
@@ -71,35 +71,35 @@ def of_llama(llama):
     ("granularity", "dtype", "margin"),
     [("tensor", "fp8_e4m3", 1.0), ("head", "fp8_e3m4", 2.0), ("channel", "fp8_e4m3", 1.5)],
 )
-def test_scales_cover_what_was_seen_and_little_more(llama, granularity, dtype, margin):
+def test_scales_cover_the_observed_values_closely(llama, granularity, dtype, margin):
     windows = [t[:24] for t in texts(8)]
     scales = calibrate(
         llama, windows, granularity=granularity, center=False, dtype=dtype, margin=margin, **NONE
     )
     assert scales.report.margin == margin
     assert (scales.report.quality, scales.report.held_out_tokens) == ((), 0)
-    over = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}[granularity]
+    dims = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}[granularity]
     shape = {"tensor": (), "head": (2, 1), "channel": (2, 16)}[granularity]
-    for index, (k, v) in seen(llama, windows).items():
+    for index, (k, v) in observed(llama, windows).items():
         layer = scales.layers[index]
-        # An octave up the scale repeats itself. K also has room for what RoPE may make of it.
-        for side, x, most in (("k", k, 2 * 2**0.5 * 2), ("v", v, 2)):
+        # The search covers an octave. K also has room for its values at other positions.
+        for side, x, limit in (("k", k, 2 * 2**0.5 * 2), ("v", v, 2)):
             scale = getattr(layer, side)
             assert scale.shape == shape
-            amax = x.abs().amax(over, keepdim=True)[0].reshape(shape)
+            amax = x.abs().amax(dims, keepdim=True)[0].reshape(shape)
             reach = scale * 448 / amax / margin
             assert (reach >= 1 - 1e-5).all(), (index, side, reach)
             if side == "v" or granularity != "channel":
-                assert (reach <= most + 1e-5).all(), (index, side, reach)
+                assert (reach <= limit + 1e-5).all(), (index, side, reach)
 
 
 @pytest.mark.parametrize("name", ["llama", "biased"])
-def test_scales_per_channel_hold_at_other_positions(request, name):
-    """RoPE rotates pairs: a channel has at a position what its partner has at a different one."""
-    model, known = request.getfixturevalue(name), [t[:24] for t in texts(16)]
+def test_scales_per_channel_cover_other_positions(request, name):
+    """RoPE rotates pairs, so at some position a channel has the value of its partner."""
+    model, windows = request.getfixturevalue(name), [t[:24] for t in texts(16)]
     scales = calibrate(model, texts(16), granularity="channel", center=name == "biased", **NONE)
     assert scales.centered == (name == "biased")
-    for index, (k, _) in seen(model, known[:6], range(0, 231, 11)).items():
+    for index, (k, _) in observed(model, windows[:6], range(0, 231, 11)).items():
         layer = scales.layers[index]
         stored = k if layer.k_center is None else k - layer.k_center
         assert (stored.abs().amax(0) <= 448 * layer.k * (1 + 1e-4)).all()
@@ -109,82 +109,82 @@ def test_a_head_of_zeros_gets_the_scale_of_its_neighbors():
     model = tiny("llama")[0]
     first, second = (layer.self_attn for layer in model.model.layers)
     with torch.no_grad():
-        for one, all_ in ((first.k_proj, second.k_proj), (first.v_proj, second.v_proj)):
-            one.weight[:16] = 0
-            all_.weight[:] = 0
+        for small, zero in ((first.k_proj, second.k_proj), (first.v_proj, second.v_proj)):
+            small.weight[:16] = 0
+            zero.weight[:] = 0
     scales = calibrate(model, texts(4), **NONE)
-    for found, of_zeros in (
+    for scale, zero_scale in (
         (scales.layers[0].k, scales.layers[1].k), (scales.layers[0].v, scales.layers[1].v)
     ):  # fmt: skip
-        assert (found[1] / 16 <= found[0]).all()
-        assert (of_zeros * 448 >= 1).all()
+        assert (scale[1] / 16 <= scale[0]).all()
+        assert (zero_scale * 448 >= 1).all()
     FP8PagedCache(model.config, scales=scales)
 
 
 # -- centers ---------------------------------------------------------------------------------------
 
 
-def test_centers_where_k_is_biased_and_not_elsewhere(biased, of_llama):
+def test_centers_are_chosen_only_if_k_is_biased(biased, llama_scales):
     options = QUIET | {"held_out": 100}
-    of_biased, without = (
+    with_center, without = (
         calibrate(biased, texts(24), center=center, **options) for center in (True, False)
     )
-    assert of_biased.centered
-    assert of_biased.report.centers.startswith("Centers in ")
-    # The mean over the positions up to 192, not that within the windows.
+    assert with_center.centered
+    assert with_center.report.centers.startswith("Centers in ")
+    # The center is the mean over the positions up to 192 instead of the mean within the windows.
     windows = [t[:24] for t in texts(24)[:6]]
     near, everywhere = (
-        seen(biased, windows, starts)[0][0].mean(0) for starts in ([0], range(0, 169, 12))
+        observed(biased, windows, starts)[0][0].mean(0) for starts in ([0], range(0, 169, 12))
     )
-    off = (of_biased.layers[0].k_center - everywhere).abs().max()
-    assert off < 0.25 * everywhere.abs().max()
-    assert off < 0.5 * (of_biased.layers[0].k_center - near).abs().max()
-    rows = {row.cache: row for row in of_biased.report.quality}
+    distance = (with_center.layers[0].k_center - everywhere).abs().max()
+    assert distance < 0.25 * everywhere.abs().max()
+    assert distance < 0.5 * (with_center.layers[0].k_center - near).abs().max()
+    rows = {row.cache: row for row in with_center.report.quality}
     assert not without.centered
     assert without.report.centers == "Centers of K were not requested."
-    bare = {row.cache: row for row in without.report.quality}
-    assert rows["static fp8_e4m3"].kl < bare["static fp8_e4m3"].kl
-    assert all(layer.centered for layer in of_biased.report.layers.values())
-    assert not of_llama.centered
-    assert of_llama.report.centers.startswith("No centers: ")
+    plain_rows = {row.cache: row for row in without.report.quality}
+    assert rows["static fp8_e4m3"].kl < plain_rows["static fp8_e4m3"].kl
+    assert all(layer.centered for layer in with_center.report.layers.values())
+    assert not llama_scales.centered
+    assert llama_scales.report.centers.startswith("No centers: ")
 
 
-# -- the same for any order ------------------------------------------------------------------------
+# -- order of texts --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_any_order_of_texts_gives_the_same_scales(biased, batch_size):
-    one = calibrate(biased, texts(7), batch_size=batch_size, **FEW)
-    other = texts(7)
-    random.Random(batch_size).shuffle(other)
-    again = calibrate(biased, other, batch_size=batch_size, **FEW)
-    assert again.digest == one.digest
-    assert again.report.quality == one.report.quality
-    assert again.report.far_quality == one.report.far_quality
+    first = calibrate(biased, texts(7), batch_size=batch_size, **FEW)
+    shuffled = texts(7)
+    random.Random(batch_size).shuffle(shuffled)
+    second = calibrate(biased, shuffled, batch_size=batch_size, **FEW)
+    assert second.digest == first.digest
+    assert second.report.quality == first.report.quality
+    assert second.report.far_quality == first.report.far_quality
 
 
-def test_padding_is_not_looked_at():
-    """Token 0 fills up a batch; here it is far larger than any other."""
+def test_padding_has_no_effect():
+    """Token 0 fills up a batch. Here its embedding is far larger than any other."""
     model = tiny("llama")[0]
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
         for layer in model.model.layers:
             layer.input_layernorm.weight.fill_(1.0)
-            layer.input_layernorm.variance_epsilon = 1e12  # no longer made small again
-    one, five = (calibrate(model, texts(5), batch_size=size, **NONE) for size in (1, 5))
-    for index in one.layers:
+            layer.input_layernorm.variance_epsilon = 1e12  # the norm no longer scales it down
+    single, batched = (calibrate(model, texts(5), batch_size=size, **NONE) for size in (1, 5))
+    for index in single.layers:
         for side in ("k", "v"):
             torch.testing.assert_close(
-                getattr(five.layers[index], side), getattr(one.layers[index], side),
+                getattr(batched.layers[index], side), getattr(single.layers[index], side),
                 rtol=0.05, atol=0,
             )  # fmt: skip
 
 
-# -- the report ------------------------------------------------------------------------------------
+# -- report ----------------------------------------------------------------------------------------
 
 
-def test_the_report(llama, of_llama):
-    scales = of_llama
+def test_report_contents(llama, llama_scales):
+    scales = llama_scales
     report = scales.report
     assert report.scales_digest == scales.digest
     assert (report.dtype, report.granularity, report.texts) == ("fp8_e4m3", "head", 16)
@@ -194,28 +194,28 @@ def test_the_report(llama, of_llama):
     assert names == [
         "unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"
     ]  # fmt: skip
-    plain, *others = report.quality
+    plain, *quantized = report.quality
     assert plain.kl == 0.0
     assert plain.top1 == 1.0
-    assert all(0 < row.kl < 0.5 and row.tokens == plain.tokens for row in others)
+    assert all(0 < row.kl < 0.5 and row.tokens == plain.tokens for row in quantized)
     for index, layer in report.layers.items():
         for side in (layer.k, layer.v):
             assert len(side.amax) == 2
             assert 0.01 < side.error["fp8_e4m3"] < 0.04
             assert side.error["fp8_e3m4"] < 0.6 * side.error["fp8_e4m3"]
             assert side.error["fp8_e5m2"] > 1.7 * side.error["fp8_e4m3"]
-        k, _ = seen(llama, [t[:24] for t in texts()])[index]
+        k, _ = observed(llama, [t[:24] for t in texts()])[index]
         assert max(layer.k.amax) <= k.abs().max() * 1.001
 
 
-def test_it_lies_beside_the_scales_and_is_read_with_them(of_llama, tmp_path, caplog):
-    paths = of_llama.save_pretrained(tmp_path)
+def test_a_report_is_saved_and_loaded_with_its_scales(llama_scales, tmp_path, caplog):
+    paths = llama_scales.save_pretrained(tmp_path)
     assert tmp_path / REPORT_FILE in paths
-    assert KVScales.from_pretrained(tmp_path).report == of_llama.report
-    assert KVScales.from_file(tmp_path / "kv_scales.safetensors").report == of_llama.report
+    assert KVScales.from_pretrained(tmp_path).report == llama_scales.report
+    assert KVScales.from_file(tmp_path / "kv_scales.safetensors").report == llama_scales.report
     assert "report" not in caplog.text
-    other = json.loads((tmp_path / REPORT_FILE).read_text()) | {"scales_digest": 64 * "0"}
-    (tmp_path / REPORT_FILE).write_text(json.dumps(other))
+    changed = json.loads((tmp_path / REPORT_FILE).read_text()) | {"scales_digest": 64 * "0"}
+    (tmp_path / REPORT_FILE).write_text(json.dumps(changed))
     assert KVScales.from_pretrained(tmp_path).report is None
     assert "different scales" in caplog.text
     (tmp_path / REPORT_FILE).write_text('{"model": 1}')
@@ -223,31 +223,31 @@ def test_it_lies_beside_the_scales_and_is_read_with_them(of_llama, tmp_path, cap
     assert "ignored" in caplog.text
 
 
-def test_measure_sees_scales_that_are_wrong(llama, of_llama, tmp_path, caplog):
-    plain, other = of_llama, texts(5, seed=9)
+def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
+    plain, held_out = llama_scales, texts(5, seed=9)
     options = {"max_length": 24, "progress": False}
     plain.save_pretrained(tmp_path)
-    good = measure(llama, tmp_path, other, **options)
+    good = measure(llama, tmp_path, held_out, **options)
     assert good.scales_digest == plain.digest
-    assert (good.texts, good.tokens, good.held_out_tokens) == (0, 0, sum(map(len, other)))
+    assert (good.texts, good.tokens, good.held_out_tokens) == (0, 0, sum(map(len, held_out)))
     small = KVScales({i: type(s)(s.k / 8, s.v) for i, s in plain.layers.items()})
-    bad = measure(llama, small, other, **options)
+    bad = measure(llama, small, held_out, **options)
     for index in plain.layers:
         assert bad.layers[index].k.saturated > 0.05
         assert bad.layers[index].k.error["fp8_e4m3"] > 4 * good.layers[index].k.error["fp8_e4m3"]
         assert bad.layers[index].v == good.layers[index].v
     caplog.clear()
     large = KVScales({i: type(s)(s.k, s.v * 2.0**14) for i, s in plain.layers.items()})
-    coarse = measure(llama, large, other, **options)
+    coarse = measure(llama, large, held_out, **options)
     assert coarse.layers[0].v.underflow > 0.02
     assert coarse.quality[1].kl > 1.2 * good.quality[1].kl
     ratio = coarse.quality[1].kl / coarse.quality[2].kl
     assert ratio > 1.5
     assert f"{ratio:.1f} times the KL of dynamic" in caplog.text
     with pytest.raises(ConfigError, match="scales: expected KVScales, a path"):
-        measure(llama, 1.0, other, progress=False)
+        measure(llama, 1.0, held_out, progress=False)
     with pytest.raises(ScaleError, match="expected scales for every paged layer"):
-        measure(llama, KVScales.uniform(2), other, progress=False)
+        measure(llama, KVScales.uniform(2), held_out, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -255,11 +255,11 @@ def test_measure_sees_scales_that_are_wrong(llama, of_llama, tmp_path, caplog):
     [
         ([0.2, 0.2, 0.2, 0.2], True),
         ([0.14, 0.14, 0.14, 0.14], False),
-        ([0.1, 0.1, 0.1, 0.7], False),  # one token says nothing of others
+        ([0.1, 0.1, 0.1, 0.7], False),  # one token is not representative
         ([0.2], False),
     ],
 )
-def test_static_scales_that_are_much_worse_than_dynamic_ones_are_named(static, warned, caplog):
+def test_static_scales_much_worse_than_dynamic_scales_cause_a_warning(static, warned, caplog):
     dynamic = torch.full((len(static),), 0.1)
     batches = [Batch((torch.arange(24),), start) for start in (None, 100)]
     warn_if_worse(torch.tensor(static), dynamic, "fp8_e4m3", batches)
@@ -274,7 +274,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-OTHERS = {
+ARCHITECTURES = {
     "two-thetas-and-windows": ("gemma3_text", "head", {}, 192),
     "learned-positions": ("gpt2", "channel", {}, 192),
     "alibi": ("bloom", "channel", {}, None),
@@ -293,13 +293,13 @@ OTHERS = {
     "name",
     [
         pytest.param(name, marks=pytest.mark.full if name in ("dynamic-rope", "a-decoder") else ())
-        for name in OTHERS
+        for name in ARCHITECTURES
     ],
 )
 def test_other_architectures(name):
-    """How far each can be run beyond its windows, and that a cache takes the scales."""
-    kind, granularity, more, reach = OTHERS[name]
-    model, inputs = tiny(kind, **more)
+    """Every architecture is calibrated up to its reach, and a cache accepts the scales."""
+    model_type, granularity, config, reach = ARCHITECTURES[name]
+    model, inputs = tiny(model_type, **config)
     scales = calibrate(model, texts(6), granularity=granularity, **FEW)
     cache = FP8PagedCache(model.config, scales=scales)
     assert set(scales.layers) == {layer.index for layer in cache.paged_layers}
@@ -309,12 +309,12 @@ def test_other_architectures(name):
         assert scales.report.far_quality == ()
     else:
         assert 0 < scales.report.far_quality[1].kl < 0.5
-    if kind.startswith("seq2seq"):
+    if model_type.startswith("seq2seq"):
         cache = EncoderDecoderCache(cache, FP8PagedCache())
     model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
 
 
-def test_layers_without_positions_are_refused():
+def test_layers_without_keys_and_values_are_rejected():
     if "glm5_next" not in type_names():
         pytest.skip("this version of transformers has no such model")
     model, _ = tiny("glm5_next")
@@ -336,23 +336,23 @@ def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
     assert not any(plan.k.is_auto or plan.k.centered for plan in cache.plan.values())
 
 
-def test_layers_that_are_not_attention_need_no_scales():
+def test_layers_without_attention_need_no_scales():
     model = tiny("qwen3_next")[0]
     scales = calibrate(model, texts(2), **NONE)
     paged = {x.index for x in FP8PagedCache(model.config).paged_layers}
     assert set(scales.layers) == paged < set(range(2))
 
 
-def test_parts_of_the_model_on_disk():
+def test_a_model_with_offloaded_weights():
     from accelerate import cpu_offload
 
     expected = calibrate(tiny("llama")[0], texts(4), **NONE)
     model = cpu_offload(tiny("llama")[0], execution_device=torch.device("cpu"))
-    found = calibrate(model, texts(4), **NONE)
-    assert found.digest == expected.digest
+    actual = calibrate(model, texts(4), **NONE)
+    assert actual.digest == expected.digest
 
 
-def test_the_model_is_left_as_it_was(biased):
+def test_the_model_is_unchanged(biased):
     biased.train()
     biased.model.layers[0].eval()
     biased.set_attn_implementation("eager")
@@ -376,7 +376,7 @@ def test_nan_is_an_error_that_names_the_layer():
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("changes", "message"),
     [
         ({"granularity": "row"}, "granularity: expected one of tensor, head, channel"),
         ({"center": "yes"}, "center: expected True or False"),
@@ -394,27 +394,27 @@ def test_nan_is_an_error_that_names_the_layer():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_arguments_that_cannot_be(llama, more, message):
+def test_invalid_arguments_are_rejected(llama, changes, message):
     with pytest.raises(ConfigError, match=message):
-        calibrate(**{"model": llama, "texts": texts()} | QUIET | more)
+        calibrate(**{"model": llama, "texts": texts()} | QUIET | changes)
 
 
-def test_parts_without_an_attention_implementation(capsys):
-    """dbrx has a sub-config that names none, which transformers will not set again."""
+def test_sub_configs_without_an_attention_implementation():
+    """dbrx has such a sub-config, and transformers rejects setting it again."""
     model = tiny("dbrx")[0]
     before = model.config.attn_config._attn_implementation
     assert calibrate(model, texts(4), **FEW).report.quality
     assert model.config.attn_config._attn_implementation == before
 
 
-def test_texts_that_are_too_short_to_try_centers_on(biased):
+def test_texts_can_be_too_short_for_centers(biased):
     scales = calibrate(biased, [[5, 6, 7], [8, 9]], progress=False)
     assert not scales.centered
     assert "too short" in scales.report.centers
     assert scales.report.quality == ()
 
 
-def test_a_layer_that_is_never_reached(caplog):
+def test_a_layer_without_calls_gets_no_scales(caplog):
     model = tiny("llama")[0]
     model.config.num_hidden_layers = 3
     scales = calibrate(model, texts(4), **FEW)
@@ -424,7 +424,7 @@ def test_a_layer_that_is_never_reached(caplog):
     FP8PagedCache(model.config, scales=scales, skip_layers=[2])
 
 
-def test_models_that_cannot_be_calibrated():
+def test_unsupported_models_are_rejected():
     with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
         calibrate(tiny("seq2seq/whisper")[0], texts(), **QUIET)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCAB, "state_size": 4}
@@ -432,8 +432,8 @@ def test_models_that_cannot_be_calibrated():
         calibrate(MambaForCausalLM(MambaConfig(**sizes)), texts(), **QUIET)
 
 
-def test_a_model_that_takes_one_token_at_a_time(caplog):
-    """It cannot be scored; its scales are made all the same, and a warning says so."""
+def test_a_model_that_accepts_one_token_at_a_time_is_not_scored(caplog):
+    """Its scales are calibrated, and a warning says that its predictions were not compared."""
     scales = calibrate(tiny("prophetnet")[0], texts(6), **FEW)
     assert scales.report.quality == ()
     assert not scales.centered
@@ -442,7 +442,7 @@ def test_a_model_that_takes_one_token_at_a_time(caplog):
 
 @pytest.mark.full
 def test_a_real_model(real_model):
-    """Centers help, and hold; and static scales lose little more than dynamic ones."""
+    """Centers help, also at other positions. Static scales lose little against dynamic scales."""
     from pydoc_data.topics import topics
 
     model, tokenizer = real_model
@@ -453,7 +453,7 @@ def test_a_real_model(real_model):
     )  # fmt: skip
     report = scales.report
     assert scales.centered, report.centers
-    # E4M3 is enough for it: nothing that was seen saturates.
+    # E4M3 suffices for this model: no observed value saturates.
     assert all(s.k.amax() * FORMATS["fp8_e4m3"].max < 448 for s in scales.layers.values())
     assert report.max_position == 512
     for rows in (report.quality, report.far_quality):

@@ -1,4 +1,4 @@
-"""What 8 bits do to a model's predictions, as opposed to the parity of kernels.
+"""Effect of 8 bits on the predictions of a model, as opposed to the parity of kernels.
 
 The bounds are means over several texts, because on one text a few tokens decide the mean.
 """
@@ -25,15 +25,15 @@ PREFILL, SCORED = 128, 64
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("real", marks=pytest.mark.full)])
 def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]]:
-    """The demo model shows real magnitudes. The tiny one shows the same order of formats."""
+    """Measure the caches. The demo model has real magnitudes, the tiny model the same ranking."""
     if request.param == "tiny":
         model, _ = tiny("llama")
         ids = torch.randint(3, VOCAB, (len(TEXTS), PREFILL + SCORED))
     else:
         model, tokenizer = request.getfixturevalue("real_model")
         topics = pydoc_data.topics.topics
-        found = [tokenizer(topics[name], return_tensors="pt").input_ids for name in TEXTS]
-        ids = torch.cat([row[:, : PREFILL + SCORED] for row in found])
+        ids_of_texts = [tokenizer(topics[name], return_tensors="pt").input_ids for name in TEXTS]
+        ids = torch.cat([row[:, : PREFILL + SCORED] for row in ids_of_texts])
 
     def cache(**keywords: Any) -> Any:
         return lambda: FP8PagedCache(model.config, **keywords)
@@ -48,78 +48,78 @@ def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]
         caches["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
     with paged_attention(model):
         scores = compare_caches(model, ids, caches, prefill=PREFILL)
-    return request.param, {name: of_cache.summarize() for name, of_cache in scores.items()}
+    return request.param, {name: score.summarize() for name, score in scores.items()}
 
 
 BOUNDS = {"e4m3": 3e-3, "e3m4": 8e-4, "e5m2": 1.5e-2, "K auto, V e4m3": 5e-4}
 
 
-def test_a_mantissa_bit_more_is_better_and_one_less_is_worse(measured: Any) -> None:
-    which, found = measured
+def test_a_mantissa_bit_more_is_better_and_a_bit_less_is_worse(measured: Any) -> None:
+    model, rows = measured
     for name, bound in BOUNDS.items():
-        assert found[name].tokens == len(TEXTS) * SCORED
-        assert 0 < found[name].kl <= bound, (name, found[name])
-    assert found["e3m4"].kl < found["e4m3"].kl / 2
-    assert found["e4m3"].kl < found["e5m2"].kl / 2
-    assert found["e3m4"].top1 > 0.95
+        assert rows[name].tokens == len(TEXTS) * SCORED
+        assert 0 < rows[name].kl <= bound, (name, rows[name])
+    assert rows["e3m4"].kl < rows["e4m3"].kl / 2
+    assert rows["e4m3"].kl < rows["e5m2"].kl / 2
+    assert rows["e3m4"].top1 > 0.95
     # K matters more than V in a trained model.
-    share = 3 if which == "real" else 1
-    assert found["K auto, V e4m3"].kl < found["e4m3"].kl / share
+    share = 3 if model == "real" else 1
+    assert rows["K auto, V e4m3"].kl < rows["e4m3"].kl / share
 
 
-def test_better_than_transformers(measured: Any) -> None:
-    _, found = measured
-    stock = found.get("transformers fp8")
+def test_divergence_is_lower_than_in_transformers(measured: Any) -> None:
+    _, rows = measured
+    stock = rows.get("transformers fp8")
     if stock is None:
         pytest.skip("this transformers has no FP8 cache")
     for name in ("e4m3", "e3m4"):
-        assert found[name].kl < stock.kl, (name, found[name], stock)
+        assert rows[name].kl < stock.kl, (name, rows[name], stock)
 
 
-# -- scores of a tiny model, by hand ---------------------------------------------------------------
+# -- scores of a tiny model ------------------------------------------------------------------------
 
 
-def by_hand(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int) -> torch.Tensor:
-    """Log-probabilities after each token past the prefill: `[B, N - prefill, vocabulary]`."""
-    found = []
+def logprobs(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int) -> torch.Tensor:
+    """Return the log probabilities after each token past the prefill, `[B, N - prefill, V]`."""
+    logits = []
     with torch.no_grad():
-        for part in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
-            found.append(model(input_ids=part, past_key_values=cache).logits.double())
-    return torch.cat(found[1:], 1).log_softmax(-1)
+        for chunk_ids in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
+            logits.append(model(input_ids=chunk_ids, past_key_values=cache).logits.double())
+    return torch.cat(logits[1:], 1).log_softmax(-1)
 
 
 @pytest.mark.parametrize("chunk", [5, 100, pytest.param(1, marks=pytest.mark.full)])
-def test_scores_of_a_tiny_model(chunk: int) -> None:
+def test_scores_match_logprobs(chunk: int) -> None:
     model, _ = tiny("llama", attn_implementation="fp8_paged")
     ids = torch.randint(3, VOCAB, (2, 24))
     prefill = 8
-    found = compare_caches(
+    scores = compare_caches(
         model, ids, {"fp8": lambda: FP8PagedCache(model.config, scales=0.25)},
         prefill=prefill, chunk=chunk,
     )  # fmt: skip
-    plain = by_hand(model, ids, DynamicCache(config=model.config), prefill, chunk)
-    moved = by_hand(model, ids, FP8PagedCache(model.config, scales=0.25), prefill, chunk)
-    for name, logs in ((UNQUANTIZED, plain), ("fp8", moved)):
-        quality = found[name].summarize()
+    plain = logprobs(model, ids, DynamicCache(config=model.config), prefill, chunk)
+    quantized = logprobs(model, ids, FP8PagedCache(model.config, scales=0.25), prefill, chunk)
+    for name, logs in ((UNQUANTIZED, plain), ("fp8", quantized)):
+        quality = scores[name].summarize()
         kl = (plain.exp() * (plain - logs)).sum(-1)
         assert quality.tokens == 2 * (24 - prefill)
         assert quality.kl == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-9)
         assert quality.kl_max == pytest.approx(kl.max().item(), rel=1e-3, abs=1e-9)
         same = (plain.argmax(-1) == logs.argmax(-1)).double().mean().item()
         assert quality.top1 == pytest.approx(same)
-        # The token after the last one is not known.
-        known = logs[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(known, ids[:, prefill + 1 :].flatten())
+        # The token after the last token is unknown.
+        predicted = logs[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(predicted, ids[:, prefill + 1 :].flatten())
         assert quality.perplexity == pytest.approx(loss.exp().item(), rel=1e-3)
-    assert found["fp8"].summarize().kl > 1e-6
+    assert scores["fp8"].summarize().kl > 1e-6
 
 
 def logs(*rows: list[float]) -> torch.Tensor:
-    """`[1, T, vocabulary]`: logarithms of probabilities."""
+    """Return the logarithms of probabilities, `[1, T, vocabulary]`."""
     return torch.tensor([rows], dtype=torch.float64).log()
 
 
-def test_kl_has_a_direction_and_a_largest() -> None:
+def test_kl_is_asymmetric_and_kl_max_is_its_largest_value() -> None:
     expected = logs([0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6])
     got = logs([0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8])
     scores = compute_scores(expected, got, torch.tensor([[2, 0]]))
@@ -135,10 +135,10 @@ def test_kl_has_a_direction_and_a_largest() -> None:
     assert quality.tokens == 3
 
 
-def test_a_token_that_cannot_follow_counts_nothing() -> None:
+def test_an_impossible_token_adds_no_divergence() -> None:
     expected, got = logs([0.5, 0.5, 0.0], [1.0, 0.0, 0.0]), logs([0.25, 0.75, 0.0], [0.5, 0.5, 0.0])
     scores = compute_scores(expected, got, torch.tensor([[0, 0]]))
     first = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
     assert scores.kl.tolist() == pytest.approx([first, math.log(2)])
-    # What was possible and no longer is moves the predictions without limit.
+    # A possible token that becomes impossible makes the divergence infinite.
     assert compute_scores(got, expected, torch.tensor([[0, 0]])).kl[1] == math.inf

@@ -1,4 +1,4 @@
-"""Which channels RoPE rotates together: measured, and compared with what each model's code does."""
+"""Channels that RoPE rotates together: measured, and compared with the code of each model."""
 
 import pytest
 import torch
@@ -18,51 +18,51 @@ def halves(size: int, block: int | None = None, start: int = 0) -> list[int]:
     return partner
 
 
-def neighbours(size: int) -> list[int]:
+def neighbors(size: int) -> list[int]:
     return [i ^ 1 for i in range(size)]
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "expected"),
+    ("name", "config", "expected"),
     [
         ("llama", {}, [halves(16)] * 2),
-        ("cohere2", {}, [neighbours(16), list(range(16))]),
+        ("cohere2", {}, [neighbors(16), list(range(16))]),
         ("gpt_neox", {}, [halves(16, 4)] * 2),
         ("gpt2", {}, [list(range(16))] * 2),
         ("gemma3_text", {}, [halves(16)] * 2),
     ],
-    ids=["halves", "neighbours-and-none", "a-quarter", "learned-positions", "two-thetas"],
+    ids=["halves", "neighbors-and-none", "a-quarter", "learned-positions", "two-thetas"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_of_a_model(name, more, expected, dtype):
-    model = tiny(name, **more)[0].to(dtype)
+def test_partners_of_a_model(name, config, expected, dtype):
+    model = tiny(name, **config)[0].to(dtype)
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
-    found = measure_partners(model, window, paged_layers(model))
-    assert [found[i].k.tolist() for i in sorted(found)] == expected
-    assert all(f.v.tolist() == list(range(len(f.v))) for f in found.values())
+    partners = measure_partners(model, window, paged_layers(model))
+    assert [partners[i].k.tolist() for i in sorted(partners)] == expected
+    assert all(f.v.tolist() == list(range(len(f.v))) for f in partners.values())
 
 
-def test_what_a_latent_model_rotates_lies_in_v():
+def test_a_latent_model_has_its_rotated_part_in_v():
     model = tiny("deepseek_v3")[0]
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
-    found = measure_partners(model, window, paged_layers(model))
-    for partners in found.values():
+    layers = measure_partners(model, window, paged_layers(model))
+    for partners in layers.values():
         assert partners.k.tolist() == list(range(len(partners.k)))
         assert partners.v.tolist() != list(range(len(partners.v)))
 
 
-def test_a_model_without_positions_is_not_known():
+def test_partners_of_a_model_without_rope_are_unknown():
     model = tiny("bloom")[0]
-    found = measure_partners(model, torch.arange(3, 60), paged_layers(model))
-    assert {(f.k, f.v) for f in found.values()} == {(None, None)}
+    partners = measure_partners(model, torch.arange(3, 60), paged_layers(model))
+    assert {(f.k, f.v) for f in partners.values()} == {(None, None)}
 
 
-def rotated(x: torch.Tensor, at: int, base: float, partner: list[int]) -> torch.Tensor:
-    """RoPE of pairs, each slower than the one before it."""
+def rotate(x: torch.Tensor, position: int, base: float, partner: list[int]) -> torch.Tensor:
+    """Apply RoPE to pairs. Each pair rotates more slowly than the previous pair."""
     out = x.clone()
     pairs = [(i, j) for i, j in enumerate(partner) if i < j]
-    for number, (i, j) in enumerate(pairs):
-        angle = torch.tensor(at * base ** (-number / len(pairs)), dtype=torch.float64)
+    for index, (i, j) in enumerate(pairs):
+        angle = torch.tensor(position * base ** (-index / len(pairs)), dtype=torch.float64)
         out[..., i] = x[..., i] * angle.cos() - x[..., j] * angle.sin()
         out[..., j] = x[..., i] * angle.sin() + x[..., j] * angle.cos()
     return out
@@ -70,29 +70,29 @@ def rotated(x: torch.Tensor, at: int, base: float, partner: list[int]) -> torch.
 
 @pytest.mark.parametrize(
     "partner",
-    [halves(64), neighbours(64), halves(64, 32), halves(64, 32, 32), list(range(64))],
-    ids=["halves", "neighbours", "first-half", "second-half", "none"],
+    [halves(64), neighbors(64), halves(64, 32), halves(64, 32, 32), list(range(64))],
+    ids=["halves", "neighbors", "first-half", "second-half", "none"],
 )
-# Grid: each pattern with both pairs; noise and base do not depend on each other.
+# Grid: each pattern with both pairs. Noise and base do not depend on each other.
 @pytest.mark.parametrize(("noise", "base"), [(0.0, 1e6), (0.01, 1e4)], ids=["exact", "rounded"])
-def test_of_numbers(partner, noise, base):
-    """Also the pairs that turn too slowly to be seen, and numbers that 16 bits have rounded."""
-    chance = torch.Generator().manual_seed(0)
-    x = torch.randn(128, 2, 64, generator=chance, dtype=torch.float64)
-    x *= torch.logspace(-1, 1, 64)[torch.randperm(64, generator=chance)]
+def test_partners_of_random_values(partner, noise, base):
+    """Test pairs that rotate too slowly to show, and values that were rounded to 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 2, 64, generator=generator, dtype=torch.float64)
+    x *= torch.logspace(-1, 1, 64)[torch.randperm(64, generator=generator)]
     x[..., 5] += 30.0  # a channel with a bias
-    far = rotated(x, 2000, base, partner)
-    far = far * (1 + noise * torch.randn(far.shape, generator=chance, dtype=torch.float64))
+    far = rotate(x, 2000, base, partner)
+    far = far * (1 + noise * torch.randn(far.shape, generator=generator, dtype=torch.float64))
     assert match_channels(x, far).tolist() == partner
 
 
-# Grid: each pattern that no model has, and none: channels that change without each other.
+# Grid: each pattern that no model has, and channels that change independently.
 @pytest.mark.parametrize(
     "partner",
     [[3, 2, 1, 0, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [1, 0, 2, 3, 4, 6, 5, 7], None],
     ids=["inside", "mirrored", "gap", "none"],
 )
-def test_another_pattern_is_left_as_it_was_seen(partner):
-    x, other = torch.randn(2, 512, 1, 8, dtype=torch.float64)
-    there = rotated(x, 1, 1.0, partner) if partner else other
-    assert match_channels(x, there).tolist() == (partner or list(range(8)))
+def test_unusual_patterns_are_found(partner):
+    x, unrelated = torch.randn(2, 512, 1, 8, dtype=torch.float64)
+    far = rotate(x, 1, 1.0, partner) if partner else unrelated
+    assert match_channels(x, far).tolist() == (partner or list(range(8)))

@@ -1,4 +1,4 @@
-"""Positions beyond the windows: which ones, and that centers must hold there."""
+"""Positions beyond the windows: which are tried, and centers that must hold there."""
 
 import pytest
 import torch
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.text
 
 
 def texts() -> list[torch.Tensor]:
-    chance = torch.Generator().manual_seed(0)
-    return [torch.randint(3, VOCAB, (24,), generator=chance) for _ in range(16)]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (24,), generator=generator) for _ in range(16)]
 
 
 @pytest.fixture(scope="module")
-def turning():
-    """K has a bias that is the same within a window, and points elsewhere in the next ones.
+def rotating():
+    """Return a model whose K has a bias that is constant within a window and rotates beyond it.
 
-    All pairs but the first, which turns by one radian, take 200 to 400 positions to go round.
+    All pairs take 200 to 400 positions per turn, except the first pair, which rotates by 1 radian.
     """
     model = tiny("qwen2", num_hidden_layers=2)[0]
     inverse = torch.tensor([1.0] + [2 * torch.pi / n for n in (200, 230, 260, 300, 330, 360, 400)])
@@ -35,64 +35,64 @@ def turning():
 
 
 @pytest.fixture(scope="module")
-def near(turning):
-    """What is chosen without a look at other positions: the mean within the windows."""
-    return calibrate(turning, texts(), max_position=24, **QUIET)
+def near(rotating):
+    """Return scales without a look at other positions. The center is the mean of the windows."""
+    return calibrate(rotating, texts(), max_position=24, **QUIET)
 
 
 @pytest.fixture(scope="module")
-def plain(turning):
-    return calibrate(turning, texts(), center=False, **QUIET)
+def plain(rotating):
+    return calibrate(rotating, texts(), center=False, **QUIET)
 
 
 def kl_at(model, scales, first: int | None) -> float:
     model.set_attn_implementation("fp8_paged")
     caches = {"static": lambda: FP8PagedCache(model.config, dtype="fp8_e4m3", scales=scales)}
     ids = torch.stack(texts()[:8])
-    found = compare_caches(model, ids, caches, prefill=12, first_position=first)
+    scores = compare_caches(model, ids, caches, prefill=12, first_position=first)
     model.set_attn_implementation("sdpa")
-    return found["static"].summarize().kl
+    return scores["static"].summarize().kl
 
 
-def test_centers_that_hold_within_the_windows_only_are_not_chosen(turning, near, plain):
-    scales = calibrate(turning, texts(), **QUIET)
+def test_centers_that_hold_only_within_the_windows_are_rejected(rotating, near, plain):
+    scales = calibrate(rotating, texts(), **QUIET)
     assert scales.report.max_position == 192
     assert near.centered
     assert near.report.max_position is None
     assert near.report.far_quality == ()
-    # The case is one: such centers help in the windows, and hurt beyond them.
-    assert kl_at(turning, near, None) < 0.7 * kl_at(turning, plain, None)
+    # The test case is valid: such centers help in the windows and hurt beyond them.
+    assert kl_at(rotating, near, None) < 0.7 * kl_at(rotating, plain, None)
     for first in (100, 168):
-        best = kl_at(turning, plain, first)
-        assert kl_at(turning, near, first) > 1.3 * best
-        assert kl_at(turning, scales, first) <= 1.02 * best
+        best = kl_at(rotating, plain, first)
+        assert kl_at(rotating, near, first) > 1.3 * best
+        assert kl_at(rotating, scales, first) <= 1.02 * best
 
 
-def test_the_report_says_what_other_positions_do(turning, near, plain):
+def test_the_report_compares_other_positions(rotating, near, plain):
     good = plain.report
     names = [row.cache for row in good.far_quality]
     assert names == [row.cache for row in good.quality]
     assert good.far_quality[0].kl == 0.0
     assert good.far_quality[1].tokens == good.quality[1].tokens > 0
-    # Centers of the windows are measured to be good near and bad far away.
-    bad = measure(turning, near, texts(), max_length=24, progress=False)
+    # Centers of the windows are good at near positions and bad at far positions.
+    bad = measure(rotating, near, texts(), max_length=24, progress=False)
     assert bad.max_position == 192
     assert bad.far_quality[1].kl > 1.3 * bad.quality[1].kl
     assert bad.far_quality[2].kl < 1.3 * bad.quality[2].kl  # dynamic scales
 
 
-def test_positions_that_fail_are_not_tried(turning, monkeypatch, caplog):
-    """The model ends with an error there: scales are made all the same, without centers."""
-    before = turning.model.rotary_emb.forward
+def test_failing_positions_are_skipped(rotating, monkeypatch, caplog):
+    """The model fails there. The scales are calibrated without centers."""
+    original = rotating.model.rotary_emb.forward
 
     def forward(x, position_ids):
-        # Past where the rotation is looked at, which is half of 256.
+        # These positions are beyond the half of 256, up to which the rotation is measured.
         if int(position_ids.max()) >= 160:
             raise IndexError("no such position")
-        return before(x, position_ids)
+        return original(x, position_ids)
 
-    monkeypatch.setattr(turning.model.rotary_emb, "forward", forward)
-    scales = calibrate(turning, texts(), **QUIET)
+    monkeypatch.setattr(rotating.model.rotary_emb, "forward", forward)
+    scales = calibrate(rotating, texts(), **QUIET)
     assert not scales.centered
     assert scales.report.centers.startswith("No centers: ")
     assert "RoPE turns K with the position, and " in scales.report.centers
@@ -102,7 +102,7 @@ def test_positions_that_fail_are_not_tried(turning, monkeypatch, caplog):
     assert "positions up to 192 are not tried" in caplog.text
 
 
-def test_windows_at_other_places():
+def test_spread_places_windows_over_all_positions():
     windows = [torch.arange(n) for n in (24, 20, 10)]
     batches = Beyond(200).spread(windows, 8)
     assert [batch.tokens for batch in batches] == [24, 20, 10] * 2 + [24, 20]
@@ -111,9 +111,9 @@ def test_windows_at_other_places():
     assert all(
         0 < start <= 200 - batch.tokens for start, batch in zip(starts, batches, strict=True)
     )
-    # All over the way there, without a period.
-    parts = sorted(s / (200 - b.tokens) for s, b in zip(starts, batches, strict=True))
-    gaps = [b - a for a, b in zip([0.0, *parts], parts, strict=False)]
+    # The starts cover the range without a period.
+    fractions = sorted(s / (200 - b.tokens) for s, b in zip(starts, batches, strict=True))
+    gaps = [b - a for a, b in zip([0.0, *fractions], fractions, strict=False)]
     assert max(gaps) < 0.2
     assert min(gaps) > 0.05
     assert len({round(gap, 2) for gap in gaps}) > 1
@@ -123,7 +123,7 @@ def test_windows_at_other_places():
     assert Beyond(200, "cannot").spread(windows, 8) == []
 
 
-def test_how_far():
+def test_find_reach_and_max_position():
     model = tiny("llama")[0]  # 256 positions
     assert [find_reach(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
     assert find_reach(model, 24, 256) == 256
@@ -132,13 +132,13 @@ def test_how_far():
         calibrate(model, texts(), max_position=257, **QUIET)
     with pytest.raises(ConfigError, match="max_position: expected a whole number"):
         measure(model, KVScales.uniform(2), texts(), max_position=0)
-    assert find_reach(tiny("bloom")[0], 24, 10**6) == 10**6  # which has no largest position
+    assert find_reach(tiny("bloom")[0], 24, 10**6) == 10**6  # bloom has no largest position
 
 
-def test_what_the_config_says_of_positions():
+def test_position_limit_and_rope_are_read_from_the_config():
     yarn, plain, learned = (
-        tiny(name, **more)[0]
-        for name, more in (("llama", {"rope_parameters": YARN}), ("llama", {}), ("gpt2", {}))
+        tiny(name, **config)[0]
+        for name, config in (("llama", {"rope_parameters": YARN}), ("llama", {}), ("gpt2", {}))
     )
     assert [find_limit(model) for model in (yarn, plain, learned)] == [256, 256, 256]
     assert [has_rope(model) for model in (yarn, plain, learned)] == [True, True, False]

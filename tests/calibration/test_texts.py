@@ -1,4 +1,4 @@
-"""What a calibration reads: every kind of texts, no token lost, the same parts in any order."""
+"""Input of a calibration: all kinds of texts, no lost tokens, the same windows in any order."""
 
 import contextlib
 import itertools
@@ -26,34 +26,34 @@ WORDS = ["<s>", "<unk>", "user", "assistant", "system", ":", *LETTERS]
 BOS, UNK, USER, ASSISTANT, SYSTEM, COLON = range(6)
 A, B, C, D = range(6, 10)
 TEMPLATE = "<s>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
-SAME = {"max_tokens": 1 << 20, "max_length": 1 << 10, "held_out": 0}
+ALL_TOKENS = {"max_tokens": 1 << 20, "max_length": 1 << 10, "held_out": 0}
 
 
 def words(
     template: str | None = TEMPLATE, *, bos: bool = False, letters: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are words, or letters; its model has a context of 4 tokens."""
+    """Return a tokenizer of words, or of letters. Its model has a context of 4 tokens."""
     model = models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>")
-    inner = Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
     if letters:
-        inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     if bos:
-        inner.post_processor = processors.TemplateProcessing(
+        backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", BOS)]
         )
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", model_max_length=4
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", model_max_length=4
     )
-    found.chat_template = template
-    return found
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 TOKENIZER = words()
 
 
 def read(texts, tokenizer=TOKENIZER, **options) -> Corpus:
-    return read_corpus(texts, tokenizer, **{**SAME, **options})
+    return read_corpus(texts, tokenizer, **{**ALL_TOKENS, **options})
 
 
 def ids(corpus: Corpus) -> list[list[int]]:
@@ -69,14 +69,14 @@ def error_of(texts, tokenizer=TOKENIZER, **options) -> str:
     return message
 
 
-# -- what texts may be -----------------------------------------------------------------------------
+# -- types of texts --------------------------------------------------------------------------------
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
 CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
 class Dataset:
-    """Like a data set of the package datasets: rows, as often as it is asked."""
+    """Iterate over rows repeatedly, as a data set of the package datasets does."""
 
     def __init__(self, *rows) -> None:
         self.rows = rows
@@ -102,53 +102,53 @@ class Dataset:
         ([np.int64(A), B], [A, B]),
     ],
 )
-def test_items(item, expected):
+def test_types_of_items(item, expected):
     for texts in ([item], (item,), iter([item]), Dataset(item)):
-        found = read(texts)
-        assert ids(found) == [expected]
-        assert (found.texts, found.tokens) == (1, len(expected))
-        assert found.windows[0].dtype == torch.int32
-        assert found.held_out == ()
+        corpus = read(texts)
+        assert ids(corpus) == [expected]
+        assert (corpus.texts, corpus.tokens) == (1, len(expected))
+        assert corpus.windows[0].dtype == torch.int32
+        assert corpus.held_out == ()
 
 
-def test_other_iterables():
-    both = [[A, B], [C, D]]
-    assert ids(read(torch.tensor(both))) == both
-    assert ids(read(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body")) == both
+def test_tensors_columns_and_token_ids():
+    rows = [[A, B], [C, D]]
+    assert ids(read(torch.tensor(rows))) == rows
+    assert ids(read(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body")) == rows
     # Token ids need no tokenizer and are copied.
     given_ids = torch.tensor([A, 1 << 30], dtype=torch.int32)
-    found = read([given_ids], None)
+    corpus = read([given_ids], None)
     given_ids.zero_()
-    assert ids(found) == [[A, 1 << 30]]
+    assert ids(corpus) == [[A, 1 << 30]]
 
 
-def test_the_default_device_is_not_used():
+def test_tensors_are_on_the_cpu_with_a_different_default_device():
     with torch.device("meta"):
-        found = read(["a b", [A, B]])
-    assert {w.device.type for w in found.windows} == {"cpu"}
+        corpus = read(["a b", [A, B]])
+    assert {w.device.type for w in corpus.windows} == {"cpu"}
 
 
-def test_a_text_as_the_turn_of_a_user():
+def test_chat_template_makes_a_text_the_turn_of_a_user():
     assert ids(read(["a b", CHAT], chat_template=True)) == [CHAT_IDS, [BOS, USER, COLON, A, B]]
     assert ids(read(["a b"], chat_template=False)) == [[A, B]]
 
 
-def test_special_tokens_come_once_per_text():
-    found = read(["a b c d a", CHAT], words(bos=True), max_length=3)
-    assert Counter(itertools.chain(*ids(found)))[BOS] == 2
+def test_special_tokens_occur_once_per_text():
+    corpus = read(["a b c d a", CHAT], words(bos=True), max_length=3)
+    assert Counter(itertools.chain(*ids(corpus)))[BOS] == 2
 
 
 def test_blank_texts_are_skipped():
-    found = read(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
-    assert (ids(found), found.texts) == ([[A, B]], 1)
+    corpus = read(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
+    assert (ids(corpus), corpus.texts) == ([[A, B]], 1)
 
 
-def test_no_warning_about_the_length(tmp_path):
+def test_long_texts_cause_no_tokenizer_warning(tmp_path):
     tokenizer = words()
     (path := tmp_path / "x.txt").write_text("a b c d " * 5)
     read(["a b c d " * 5, CHAT], tokenizer)
     read(path, tokenizer)
-    assert not tokenizer.deprecation_warnings  # what the tokenizer has warned of
+    assert not tokenizer.deprecation_warnings  # the warnings of the tokenizer
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -172,24 +172,24 @@ def test_json_lines(tmp_path, name, newline, bom):
     content = bom + newline.join(LINES).encode()
     path.write_bytes(content)
     for texts in (path, str(path)):
-        found = read(texts)
-        assert ids(found) == LINES_IDS
-        assert found.texts == 5
+        corpus = read(texts)
+        assert ids(corpus) == LINES_IDS
+        assert corpus.texts == 5
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.TXT"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
-def test_a_text_file_is_cut_where_paragraphs_end(tmp_path, name, newline, bom):
+def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
     path = tmp_path / name
     paragraphs = ["a a a", "b b\nb b", "c c c c c c c c c", "d"]
     content = bom + "\n\n".join(paragraphs).replace("\n", newline).encode()
     path.write_bytes(content)
-    found = read(path, words(bos=True), max_length=12)
-    assert ids(found) == [
+    corpus = read(path, words(bos=True), max_length=12)
+    assert ids(corpus) == [
         [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
     ]  # fmt: skip
-    assert found.texts == 3
+    assert corpus.texts == 3
 
 
 LONG = "b" * 15
@@ -205,10 +205,10 @@ LONG = "b" * 15
         (" ".join([LONG] * 12), [" ".join([LONG] * 10), " ".join([LONG] * 2)]),
     ],
 )
-def test_where_a_text_file_is_cut(tmp_path, text, expected):
+def test_split_positions_of_a_text_file(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
-    found = read(path, max_length=11)  # a token is left for the special tokens of a text
-    assert sorted(ids(found)) == sorted(TOKENIZER(piece)["input_ids"] for piece in expected)
+    corpus = read(path, max_length=11)  # one token is reserved for special tokens
+    assert sorted(ids(corpus)) == sorted(TOKENIZER(piece)["input_ids"] for piece in expected)
 
 
 @given(text=st.text("abcd\n\n  é日\r", max_size=600), max_length=st.integers(2, 40))
@@ -216,16 +216,16 @@ def test_a_text_file_keeps_all_of_its_letters(tmp_path_factory, text, max_length
     text = f"ab cd\n{text}"
     path = tmp_path_factory.mktemp("text") / "x.txt"
     path.write_bytes(text.encode())
-    found = read(path, words(letters=True), max_length=max_length)
-    letters = Counter(i for window in ids(found) for i in window if i != UNK)
+    corpus = read(path, words(letters=True), max_length=max_length)
+    letters = Counter(i for window in ids(corpus) for i in window if i != UNK)
     expected = Counter({A + n: text.count(letter) for n, letter in enumerate("abcd")})
     assert letters <= expected
-    # A window of one token is left out.
-    assert (expected - letters).total() <= found.texts
+    # A window of one token is dropped.
+    assert (expected - letters).total() <= corpus.texts
 
 
-def traced(*arguments, **options) -> tuple[Corpus, int]:
-    """Read a corpus, and return the peak memory in bytes with it."""
+def read_traced(*arguments, **options) -> tuple[Corpus, int]:
+    """Read a corpus, and return it and the peak memory in bytes."""
     tracemalloc.start()
     try:
         return read(*arguments, **options), tracemalloc.get_traced_memory()[1]
@@ -236,51 +236,51 @@ def traced(*arguments, **options) -> tuple[Corpus, int]:
 @pytest.mark.parametrize("text", [b"x" * 8, b"a b c d\n"])
 def test_a_huge_file_is_streamed(tmp_path, text):
     os.mkfifo(path := tmp_path / "x.txt")
-    taken = 0
+    written = 0
 
     def write() -> None:
-        nonlocal taken
+        nonlocal written
         with contextlib.suppress(BrokenPipeError), path.open("wb", buffering=0) as pipe:
-            while taken < 50_000_000:
-                taken += pipe.write(text * 1000)
+            while written < 50_000_000:
+                written += pipe.write(text * 1000)
 
     read(["a b"])
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    found, peak = traced(path, words(letters=True), max_tokens=1000, max_length=128)
+    corpus, peak = read_traced(path, words(letters=True), max_tokens=1000, max_length=128)
     writer.join(60)
-    assert taken < 1 << 20, "more of the file was read than the tokens need and a pipe holds"
+    assert written < 1 << 20, "more of the file was read than the tokens need and a pipe buffers"
     assert peak < 16 << 20
-    assert 999 <= found.tokens <= 1000
+    assert 999 <= corpus.tokens <= 1000
 
 
-def test_a_long_line_is_cut_as_if_it_was_read_at_once(tmp_path, monkeypatch):
+def test_a_long_line_is_split_as_if_it_was_read_in_one_piece(tmp_path, monkeypatch):
     (path := tmp_path / "x.txt").write_text("a b c d " * 3000 + "\n" + "a" * 5000 + " b")
     whole = read(path, words(letters=True), max_length=64)
     monkeypatch.setattr(reading, "_CHARACTERS", 100)
     assert ids(read(path, words(letters=True), max_length=64)) == ids(whole)
 
 
-def test_blank_lines_take_no_memory(tmp_path):
+def test_blank_lines_use_no_memory(tmp_path):
     (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
-    found, peak = traced(path)
-    assert (ids(found), found.texts) == ([[A, B]], 1)
+    corpus, peak = read_traced(path)
+    assert (ids(corpus), corpus.texts) == ([[A, B]], 1)
     assert peak < 4 << 20
 
 
-def test_a_huge_file_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
+def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
     characters = []
-    call = PreTrainedTokenizerFast.__call__
+    original = PreTrainedTokenizerFast.__call__
 
-    def counted(self, text, *args, **kwargs):
+    def count_and_call(self, text, *args, **kwargs):
         characters.extend(map(len, text))
-        return call(self, text, *args, **kwargs)
+        return original(self, text, *args, **kwargs)
 
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counted)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count_and_call)
     (path := tmp_path / "x.txt").write_text("a b c d\n" * 500_000)
-    found = read(path, max_tokens=1000, max_length=128)
+    corpus = read(path, max_tokens=1000, max_length=128)
     assert 2000 <= sum(characters) < 100_000
-    assert 999 <= found.tokens <= 1000
+    assert 999 <= corpus.tokens <= 1000
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_a_huge_file_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
         (["a \ud800"], ["texts[0]: ", "UTF-8", r"'a \ud800'"]),
     ],
 )
-def test_errors_of_texts(texts, parts):
+def test_invalid_texts_are_rejected(texts, parts):
     message = error_of(texts)
     for part in parts:
         assert part in message
@@ -353,7 +353,7 @@ def test_errors_of_texts(texts, parts):
         ("x", b"a b", ["got no suffix"]),
     ],
 )
-def test_errors_of_files(tmp_path, name, content, parts):
+def test_invalid_files_are_rejected(tmp_path, name, content, parts):
     (path := tmp_path / name).write_bytes(content)
     message = error_of(path)
     for part in parts:
@@ -378,11 +378,11 @@ def test_errors_of_files(tmp_path, name, content, parts):
         ({"tokenizer": words("{{ raise_exception('no turns') }}")}, "TemplateError: no turns"),
     ],
 )
-def test_errors_of_options(options, part):
+def test_invalid_options_are_rejected(options, part):
     assert part in error_of(["a b", {"messages": CHAT}], **options)
 
 
-def test_what_needs_a_tokenizer(tmp_path):
+def test_texts_and_files_need_a_tokenizer(tmp_path):
     class Processor:
         tokenizer = TOKENIZER
 
@@ -391,16 +391,16 @@ def test_what_needs_a_tokenizer(tmp_path):
     assert "without a tokenizer" in error_of(path, None)
 
 
-# -- windows and parts -----------------------------------------------------------------------------
+# -- windows and held-out texts --------------------------------------------------------------------
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 CORPORA = st.lists(TOKENS, min_size=1, max_size=12).filter(lambda c: any(len(t) > 1 for t in c))
 
 
 def windows_of(text: list[int], max_length: int) -> list[tuple[int, ...]]:
-    """The specification: consecutive windows, without one of a single token."""
-    cut = [tuple(text[i : i + max_length]) for i in range(0, len(text), max_length)]
-    return [window for window in cut if len(window) > 1]
+    """Return the specified result: consecutive windows, without windows of one token."""
+    windows = [tuple(text[i : i + max_length]) for i in range(0, len(text), max_length)]
+    return [window for window in windows if len(window) > 1]
 
 
 def tuples(windows) -> list[tuple[int, ...]]:
@@ -408,77 +408,77 @@ def tuples(windows) -> list[tuple[int, ...]]:
 
 
 @given(corpus=CORPORA, max_length=st.integers(2, 12), held_out=st.integers(0, 60))
-def test_no_token_is_lost_or_invented(corpus, max_length, held_out):
-    found = read(corpus, max_length=max_length, held_out=held_out)
-    kept, apart = tuples(found.windows), tuples(found.held_out)
+def test_no_token_is_lost_or_added(corpus, max_length, held_out):
+    result = read(corpus, max_length=max_length, held_out=held_out)
+    calibration, held_out_windows = tuples(result.windows), tuples(result.held_out)
     expected = Counter(w for text in corpus for w in windows_of(text, max_length))
-    assert Counter(kept + apart) == expected
-    assert found.tokens == sum(map(len, kept))
-    assert not set(kept) & set(apart)
-    assert kept
-    assert bool(apart) == (held_out > 0 and len(expected) > 1)
-    for part in (kept, apart):
+    assert Counter(calibration + held_out_windows) == expected
+    assert result.tokens == sum(map(len, calibration))
+    assert not set(calibration) & set(held_out_windows)
+    assert calibration
+    assert bool(held_out_windows) == (held_out > 0 and len(expected) > 1)
+    for part in (calibration, held_out_windows):
         assert [len(w) for w in part] == sorted(map(len, part), reverse=True)
-    total, held = found.tokens + sum(map(len, apart)), sum(map(len, apart))
-    if held > min(2 * held_out, total // 4):  # then it is one window, and its copies
-        assert len(set(apart)) <= 1
+    total, held = result.tokens + sum(map(len, held_out_windows)), sum(map(len, held_out_windows))
+    if held > min(2 * held_out, total // 4):  # in this case one window is held out, with its copies
+        assert len(set(held_out_windows)) <= 1
         assert 2 * held <= total
 
 
 @given(st.data(), CORPORA, st.integers(2, 12), st.integers(0, 60))
 def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_out):
-    other = data.draw(st.permutations(corpus))
+    permuted = data.draw(st.permutations(corpus))
     total = sum(len(w) for text in corpus for w in windows_of(text, max_length))
     for max_tokens in (1 << 20, max(total, 2)):
         options = {"max_length": max_length, "held_out": held_out, "max_tokens": max_tokens}
-        one, two = read(corpus, **options), read(other, **options)
-        assert tuples(one.windows) == tuples(two.windows)
-        assert tuples(one.held_out) == tuples(two.held_out)
-        assert (one.texts, one.tokens) == (two.texts, two.tokens) or max_tokens == total
+        first, second = read(corpus, **options), read(permuted, **options)
+        assert tuples(first.windows) == tuples(second.windows)
+        assert tuples(first.held_out) == tuples(second.held_out)
+        assert (first.texts, first.tokens) == (second.texts, second.tokens) or max_tokens == total
 
 
 @given(CORPORA, st.integers(2, 12), st.integers(2, 100))
 def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
-    found = read(corpus, max_length=max_length, max_tokens=max_tokens)
+    result = read(corpus, max_length=max_length, max_tokens=max_tokens)
     total = sum(len(w) for text in corpus for w in windows_of(text, max_length))
-    assert found.tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
-    assert min(map(len, found.windows)) >= 2
+    assert result.tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
+    assert min(map(len, result.windows)) >= 2
     # The last window is cut.
-    found = read(["a b c", "b c d a"], max_tokens=5)
-    assert ids(found) == [[A, B, C], [B, C]]
+    result = read(["a b c", "b c d a"], max_tokens=5)
+    assert ids(result) == [[A, B, C], [B, C]]
 
 
-def test_a_generator_without_an_end():
-    read_so_far = []
+def test_an_infinite_generator_is_read_only_as_far_as_needed():
+    items = []
 
-    def forever():
-        for number in itertools.count():
-            read_so_far.append(number)
-            yield [number % 20, number % 7, 3]
+    def generate():
+        for n in itertools.count():
+            items.append(n)
+            yield [n % 20, n % 7, 3]
 
-    found = read(forever(), max_tokens=300, held_out=30)
-    assert found.tokens + sum(map(len, found.held_out)) == 300
-    assert len(read_so_far) == 100
+    corpus = read(generate(), max_tokens=300, held_out=30)
+    assert corpus.tokens + sum(map(len, corpus.held_out)) == 300
+    assert len(items) == 100
 
 
 def distinct(count: int, length: int, start: int = 0) -> list[list[int]]:
-    """Texts of token ids that share no window."""
+    """Return texts of token ids that share no window."""
     return [[start + i] * length for i in range(count)]
 
 
-def test_a_text_stays_on_one_side():
+def test_a_text_is_not_split_between_calibration_and_held_out():
     corpus = [list(range(start, start + 40)) for start in range(0, 4000, 40)]
-    found = read(corpus, None, held_out=190, max_length=10)
-    texts = {window[0].item() // 40 for window in found.held_out}
+    result = read(corpus, None, held_out=190, max_length=10)
+    texts = {window[0].item() // 40 for window in result.held_out}
     assert len(texts) == 5
-    assert sum(map(len, found.held_out)) == 200
+    assert sum(map(len, result.held_out)) == 200
 
 
 def test_a_window_shared_by_texts_is_not_held_out():
     corpus = [[100 + i // 2] * 10 + [i] * 10 for i in range(40)]
-    found = read(corpus, None, held_out=100, max_length=10)
-    assert len(found.held_out) == 10
-    assert all(window[0] < 100 for window in found.held_out)
+    result = read(corpus, None, held_out=100, max_length=10)
+    assert len(result.held_out) == 10
+    assert all(window[0] < 100 for window in result.held_out)
 
 
 def test_a_window_does_not_keep_its_text_in_memory():
@@ -493,25 +493,25 @@ def test_a_window_does_not_keep_its_text_in_memory():
         ([[1] * 10, [1] * 10], 100, []),  # one window, twice
         ([[1] * 10, [2] * 3], 100, [3]),
         (distinct(3, 10), 100, [10]),
-        (distinct(100, 10), 1, [10]),  # at least one
+        (distinct(100, 10), 1, [10]),  # at least one window
         ([[9] * 100, *distinct(8, 30)], 1, [30]),  # within a quarter
         (distinct(8, 10), 0, []),
-        # The longest windows.
+        # The longest windows are held out.
         ([*distinct(40, 5), *distinct(40, 10, 100), *distinct(40, 7, 200)], 50, [10] * 5),
-        # Single windows of one long text, of which at most a quarter.
+        # Single windows of one long text are held out, at most a quarter.
         ([list(range(1000))], 40, [10] * 4),
         ([list(range(1000))], 4000, [10] * 25),
     ],
 )
-def test_how_much_is_held_out(corpus, held_out, expected):
-    longest = 100 if [9] * 100 in corpus else 10
-    found = read(corpus, None, held_out=held_out, max_length=longest)
-    assert [len(w) for w in found.held_out] == expected
+def test_number_of_held_out_windows(corpus, held_out, expected):
+    max_length = 100 if [9] * 100 in corpus else 10
+    result = read(corpus, None, held_out=held_out, max_length=max_length)
+    assert [len(w) for w in result.held_out] == expected
 
 
-def test_what_is_held_out_does_not_depend_on_the_process():
-    found = read(distinct(100, 10), None, held_out=20)
-    assert tuples(found.held_out) == [(28,) * 10, (75,) * 10]
+def test_held_out_windows_do_not_depend_on_the_process():
+    result = read(distinct(100, 10), None, held_out=20)
+    assert tuples(result.held_out) == [(28,) * 10, (75,) * 10]
 
 
 # -- a real tokenizer ------------------------------------------------------------------------------
@@ -521,11 +521,11 @@ def test_the_demo_tokenizer(demo_model_path, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     text = "The cache stores keys and values.\n\nÜber 日本語 🙂\n"
     chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
-    found = read([text, {"messages": CHAT}], tokenizer)
-    assert sorted(ids(found)) == sorted([tokenizer(text)["input_ids"], chat])
+    corpus = read([text, {"messages": CHAT}], tokenizer)
+    assert sorted(ids(corpus)) == sorted([tokenizer(text)["input_ids"], chat])
 
     (path := tmp_path / "x.txt").write_text(text * 500)
-    found = read(path, tokenizer, max_length=256, held_out=1024)
-    lengths = [len(w) for w in (*found.windows, *found.held_out)]
-    assert len(lengths) == found.texts  # no piece is longer than a window
+    corpus = read(path, tokenizer, max_length=256, held_out=1024)
+    lengths = [len(w) for w in (*corpus.windows, *corpus.held_out)]
+    assert len(lengths) == corpus.texts  # no text is split into windows
     assert sum(lengths) / len(lengths) > 0.85 * 256

@@ -1,4 +1,4 @@
-"""Cards: their numbers are right, defects are found, and an interrupted card resumes."""
+"""Cards: their values are right, defects are found, and an interrupted card resumes."""
 
 import json
 import math
@@ -85,7 +85,7 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
     }  # fmt: skip
     assert caches["fp8"]["tokens"] == 8 * 2**30 // 144
     assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 3
-    assert caches["bf16"]["steps"] == {"64": None}, "a stand-in has no speed"
+    assert caches["bf16"]["steps"] == {"64": None}, "expected no speed of a stand-in"
     markdown = (tmp_path / "whole" / "card.md").read_text()
     for cache in caches.values():
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
@@ -110,9 +110,9 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
     assert started == ["text"] * 5 + ["drift"]
     assert run(*options, "--out", str(tmp_path / "resumed"))[0] == 0
-    assert started == ["text"] * 5 + ["drift"] * 2, "finished parts are not repeated"
-    again = json.loads((tmp_path / "resumed" / "card.json").read_text())
-    assert without_times(again) == without_times(card)
+    assert started == ["text"] * 5 + ["drift"] * 2, "finished parts must not be repeated"
+    resumed = json.loads((tmp_path / "resumed" / "card.json").read_text())
+    assert without_times(resumed) == without_times(card)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,15 @@ def test_a_card_on_a_command_line_resumes_and_repeats(run, folder, monkeypatch, 
         (("--scales", "/no/such/folder"), 1, "/no/such/folder"),
     ],
 )
-def test_options_that_are_refused(run, folder, options, code, message, tmp_path):
-    found, out, err = run("card", folder, *options, "--out", str(tmp_path / "card"))
-    assert (found, out) == (code, "")
+def test_invalid_options_are_rejected(run, folder, options, code, message, tmp_path):
+    exit_code, out, err = run("card", folder, *options, "--out", str(tmp_path / "card"))
+    assert (exit_code, out) == (code, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert not (tmp_path / "card").exists()
 
 
-def test_a_card_without_free_answers_and_possible_tasks(run, folder, monkeypatch, tmp_path):
-    """The model's tokenizer has the same token for all words of the tasks."""
+def test_a_card_without_free_answers_or_tasks(run, folder, monkeypatch, tmp_path):
+    """With this tokenizer, all words of the tasks are the same token, so no task is measured."""
     monkeypatch.setitem(measure.SIZES, "quick", TINIEST)
     monkeypatch.chdir(folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
@@ -144,7 +144,7 @@ def test_a_card_without_free_answers_and_possible_tasks(run, folder, monkeypatch
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
 def test_models_with_windows_latents_and_shared_layers(name):
-    """Layers with a window count the tokens that they keep, also without quantization."""
+    """Layers with a window count only the tokens in the window, with and without quantization."""
     model, _ = tiny(name)
     states = read_states(model, torch.randint(4, 90, (1, 80)))
     assert not _findings(CONTENDERS["default"], model, states)
@@ -157,7 +157,7 @@ def test_models_with_windows_latents_and_shared_layers(name):
 
 
 @pytest.mark.parametrize("name", ["jamba", "seq2seq/t5"])
-def test_models_that_are_refused(name, folder, tmp_path):
+def test_unsupported_models_are_rejected(name, folder, tmp_path):
     model, _ = tiny(name, max_position_embeddings=512)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ConfigError, match="model: expected a decoder of attention layers"):
@@ -175,15 +175,15 @@ def test_a_broken_cache_is_described():
     assert judge(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
 
 
-def test_settings_that_change_start_again(folder, tmp_path):
-    """Results of other caches or weights are not mixed."""
+def test_changed_settings_discard_saved_parts(folder, tmp_path):
+    """Results of different caches or weights are never combined."""
     parts = measure.Parts(tmp_path / "parts.json", {"caches": ["default"]})
     assert parts.get("one", lambda: 1) == 1
     assert measure.Parts(tmp_path / "parts.json", {"caches": ["default"]}).get("one", dict) == 1
     assert measure.Parts(tmp_path / "parts.json", {"caches": ["fp8"]}).get("one", lambda: 2) == 2
 
 
-class Forgetful(FP8PagedCache):
+class TokenLossCache(FP8PagedCache):
     """A cache that loses the token at position 40."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -194,7 +194,7 @@ class Forgetful(FP8PagedCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-class Louder(FP8PagedCache):
+class ScaledValuesCache(FP8PagedCache):
     """A cache whose values are 2 % too large."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -223,13 +223,13 @@ def test_planted_defects_of_stored_states_are_found():
     for name in ("default", "adaptive", "fp8"):
         assert not _findings(CONTENDERS[name], model, states)
     defects = {
-        "V is stored 2.": lambda model: Louder(model.config),
-        "1 stored tokens are lost (at 40).": lambda model: Forgetful(model.config),
+        "V is stored 2.": lambda model: ScaledValuesCache(model.config),
+        "1 stored tokens are lost (at 40).": lambda model: TokenLossCache(model.config),
         "The centers do not fit": _center_elsewhere,
     }
-    for finding, make in defects.items():
-        found = _findings(Contender("defect", make), model, states)
-        assert any(text.startswith(finding) for text in found), (finding, found)
+    for finding, make_cache in defects.items():
+        findings = _findings(Contender("defect", make_cache), model, states)
+        assert any(text.startswith(finding) for text in findings), (finding, findings)
 
 
 def test_a_jump_is_found_and_a_trend_is_not():
@@ -245,7 +245,7 @@ def test_a_jump_is_found_and_a_trend_is_not():
 
 
 def test_an_answer_is_followed_as_it_was_decoded():
-    """A chunk of an answer has the divergences of its tokens in calls of one token."""
+    """A chunk has the same divergences as its tokens, decoded one at a time."""
     model, _ = tiny("llama", num_hidden_layers=2)
     prompts = torch.randint(4, 90, (2, 24))
     with paged_attention(model):
@@ -253,22 +253,22 @@ def test_an_answer_is_followed_as_it_was_decoded():
         answers = torch.cat([ids for _, ids in sampled], 1)
         free = run_freely(model, prompts, answers, CONTENDERS["default"])
         assert free["first"] == [None, None]
-        found = follow_answers(model, prompts, answers, {"default": CONTENDERS["default"]})
+        kl = follow_answers(model, prompts, answers, {"default": CONTENDERS["default"]})
         caches = DynamicCache(config=model.config), FP8PagedCache(model.config)
         decoded = []
         for step in range(-1, 12):
             ids = prompts if step < 0 else answers[:, step : step + 1]
             with torch.no_grad():
                 logits = [model(ids, past_key_values=cache).logits[:, -1] for cache in caches]
-            expected, got = (x.double().log_softmax(-1) for x in logits)
-            decoded.append((expected.exp() * (expected - got)).sum(-1))
+            expected, actual = (x.double().log_softmax(-1) for x in logits)
+            decoded.append((expected.exp() * (expected - actual)).sum(-1))
     decoded_kl = torch.stack(decoded[1:], 1)
     assert decoded_kl.min() > 0
-    torch.testing.assert_close(found["default"], decoded_kl, rtol=0.02, atol=1e-10)
+    torch.testing.assert_close(kl["default"], decoded_kl, rtol=0.02, atol=1e-10)
     assert free["kl_before"] == pytest.approx(torch.stack(decoded[:-1]).mean().item(), rel=0.02)
 
 
-def test_slopes_and_intervals_are_those_of_planted_drift():
+def test_slopes_and_intervals_match_planted_drift():
     generator = torch.Generator().manual_seed(0)
     x = torch.arange(64) * 32 / 1000
     noise = torch.randn(6, 64, generator=generator) / 4
@@ -279,15 +279,15 @@ def test_slopes_and_intervals_are_those_of_planted_drift():
     assert drift["detectable"] < 0.5
     assert drift["jump"] is None
     short = describe_drift(torch.exp(0.5 * x + noise - 7).double()[:, :31], floor.double()[:, :31])
-    assert short["slope"] is short["low"] is None, "too few windows"
-    still = describe_drift(torch.exp(noise - 7).double(), floor.double())
-    assert still["low"] < 0 < still["high"]
+    assert short["slope"] is short["low"] is None, "expected no slope with too few windows"
+    flat = describe_drift(torch.exp(noise - 7).double(), floor.double())
+    assert flat["low"] < 0 < flat["high"]
 
 
 @pytest.mark.parametrize(
     ("probability", "freedom", "expected"), [(0.975, 1, 12.706), (0.975, 5, 2.571), (0.8, 4, 0.941)]
 )
-def test_quantiles_are_student_s(probability, freedom, expected):
+def test_quantiles_match_students_t(probability, freedom, expected):
     assert quantile(probability, freedom) == pytest.approx(expected, rel=1e-3)
 
 
@@ -296,7 +296,7 @@ def test_a_lost_token_shows_in_predictions():
     ids = torch.randint(4, 90, (1, 64))
     contenders = {
         "whole": Contender("", lambda model: DynamicCache(config=model.config)),
-        "forgetful": Contender("", lambda model: Forgetful(model.config, dtype="model")),
+        "forgetful": Contender("", lambda model: TokenLossCache(model.config, dtype="model")),
     }
     with paged_attention(model):
         states = read_states(model, ids)
@@ -305,31 +305,31 @@ def test_a_lost_token_shows_in_predictions():
     assert scores[60, "forgetful"].summarize().kl > 1e-6
 
 
-def test_an_answer_is_right_if_its_token_is_above_all_wrong_ones():
+def test_an_answer_is_right_if_its_token_beats_all_wrong_tokens():
     model, _ = tiny("llama", num_hidden_layers=2)
     ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(1))
     questions = []
-    for number in range(10):
-        asked = torch.tensor([[number + 4, 9, number + 20]])
+    for index in range(10):
+        question_ids = torch.tensor([[index + 4, 9, index + 20]])
         with torch.no_grad():
-            order = model(torch.cat((ids, asked), 1)).logits[0, -1].argsort(descending=True)
+            order = model(torch.cat((ids, question_ids), 1)).logits[0, -1].argsort(descending=True)
         first, *others, last = order.tolist()
         right = Step(2, first, (*others, last)), Step(2, last, (first,))
-        questions.append(Question(asked, ((right[number >= 8],),)))
+        questions.append(Question(question_ids, ((right[index >= 8],),)))
     haystack = Haystack(ids, tuple(questions))
     whole = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}
     with paged_attention(model):
-        found = run_task(model, [haystack], whole)
-        # Most answers are wrong: nothing can be learned from them.
+        result = run_task(model, [haystack], whole)
+        # Most answers are wrong, so the task is dropped.
         hard = run_task(model, [replace(haystack, questions=haystack.questions[7:])], whole)
-    assert (found["asked"], found["right"]) == (10, 8)
-    assert found["caches"] == {"whole": {"lost": 0, "won": 0}}
+    assert (result["asked"], result["right"]) == (10, 8)
+    assert result["caches"] == {"whole": {"lost": 0, "won": 0}}
     assert (hard["dropped"], hard["caches"]) == (True, {})
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_questions_have_their_answers_in_the_text(task):
-    """The answer occurs before the question, and a question fits behind its text."""
+    """The answer occurs before the question, and the question fits after the text."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     for haystack in write_haystacks(tokenizer, task, 1024, 10):
         text = tokenizer.decode(haystack.ids[0])
@@ -340,61 +340,61 @@ def test_questions_have_their_answers_in_the_text(task):
             if task == "confusable keys":
                 key = tokenizer.decode(question.ids[0]).split("number for ")[1].split(" is")[0]
                 assert f"for {key} is" in text
-                others = [key[:-1] + digit for digit in "0123456789" if digit != key[-1]]
-                assert sum(f"for {other} is" in text for other in others) == 3
+                other_keys = [key[:-1] + digit for digit in "0123456789" if digit != key[-1]]
+                assert sum(f"for {other} is" in text for other in other_keys) == 3
 
 
 def test_lost_and_won_answers_cancel():
     row = {"kind": measure.ALL, "kl": 5e-3}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
 
-    def judged(lost: int, won: int) -> dict[str, Any]:
+    def judge_answers(lost: int, won: int) -> dict[str, Any]:
         tasks = {"a": {"lost": lost, "won": won}, "hard": None}
         return judge({"predictions": [row], "drift": drift, "stored": None, "tasks": tasks}, None)
 
-    assert judged(3, 3)["findings"] == judged(1, 0)["findings"] == []
-    assert judged(6, 0)["findings"] == ["It loses 6 right answers and wins 0."]
-    assert judged(0, 0)["tier"] == "close"
+    assert judge_answers(3, 3)["findings"] == judge_answers(1, 0)["findings"] == []
+    assert judge_answers(6, 0)["findings"] == ["It loses 6 right answers and wins 0."]
+    assert judge_answers(0, 0)["tier"] == "close"
     tiers = [*measure.TIERS.values()]
     assert all(a < b for a, b in pairwise(tiers))
     assert tiers[-1] == math.inf
 
 
 @pytest.mark.parametrize(
-    ("size", "rotated", "together"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
-)  # the last block of 80 has 16, K is rotated over a power of two, and V over 64
-def test_q8_0_rounds_blocks_of_32_to_their_largest_value(size, rotated, together):
+    ("size", "rotated", "block_size"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
+)  # The last block of size 80 has 16 values. K is rotated over a power of two, V over 64.
+def test_q8_0_rounds_blocks_of_32_to_their_largest_value(size, rotated, block_size):
     states = torch.randn(1, 2, 5, size)
     states[..., 40] *= 50
     stored, exact = (
-        rotate(x.unflatten(-1, (-1, together))).flatten(-2) if together else x
+        rotate(x.unflatten(-1, (-1, block_size))).flatten(-2) if block_size else x
         for x in (round_to_q8_0(states, rotated), states)
     )
     for block, values in zip(stored.split(32, -1), exact.split(32, -1), strict=True):
         step = values.abs().amax(-1, keepdim=True) / 127
-        # Half a step, and the error of a scale in float16.
+        # The bound is half a step, and the error of a scale in float16.
         assert ((block - values).abs() <= 0.501 * step + 127 * step * 2**-11).all()
         assert (block - values).abs().max() > 0.3 * step.min()
 
 
 def test_standard_caches_and_plans(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found, refused = choose_contenders(model)
-    assert [*found] == ["default", "adaptive", "fp8", "QuantizedCache", "bf16"]
-    assert not refused
-    found, _ = choose_contenders(model, ["int8 rotated"])
-    assert str(found["int8 rotated"].make(model).plan[0].v) == "int8 rotated"
-    found, refused = choose_contenders(model, ["checkpoint", "bf16"])
-    assert [*found] == ["bf16"]
-    assert "checkpoint" in refused
+    contenders, rejected = choose_contenders(model)
+    assert [*contenders] == ["default", "adaptive", "fp8", "QuantizedCache", "bf16"]
+    assert not rejected
+    contenders, _ = choose_contenders(model, ["int8 rotated"])
+    assert str(contenders["int8 rotated"].make(model).plan[0].v) == "int8 rotated"
+    contenders, rejected = choose_contenders(model, ["checkpoint", "bf16"])
+    assert [*contenders] == ["bf16"]
+    assert "checkpoint" in rejected
     with pytest.raises(ConfigError, match="caches: expected some of default"):
         choose_contenders(model, ["fp9"])
     with pytest.raises(ConfigError, match="caches: expected one to measure"):
         choose_contenders(model, ["checkpoint"])
 
 
-def test_the_docs_show_the_cards():
-    """The tables of docs/accuracy.md and README.md."""
+def test_the_docs_contain_the_cards():
+    """Check the tables of docs/accuracy.md and README.md."""
     root = Path(__file__).parents[2]
     runs = root / "docs" / "benchmarks"
     lines, readme = (
@@ -407,14 +407,14 @@ def test_the_docs_show_the_cards():
         for path in (f"cards/{name}.json", f"2026-11-27-more-caches-{name}.json"):
             card = json.loads((runs / path).read_text())
             measures, *columns = make_columns(card).values()
-            shown = [measures.index(title) for title in header.strip("| ").split(" | ")[2:]]
+            indices = [measures.index(title) for title in header.strip("| ").split(" | ")[2:]]
             for cache, column in zip(card["caches"], columns, strict=True):
-                found = column[measures.index("KL at 2,048")].split(" ")[0]
-                assert kl.setdefault((cache, name), found) == found  # both runs have the default
+                value = column[measures.index("KL at 2,048")].split(" ")[0]
+                assert kl.setdefault((cache, name), value) == value  # both runs have the default
                 if path.startswith("cards"):
-                    cells = [column[measure] for measure in shown]
-                else:  # without the floor, to which drift is relative
-                    cells = ["" if "drift" in measures[n] else column[n] for n in shown]
+                    cells = [column[n] for n in indices]
+                else:  # drift is relative to a floor, which is missing here
+                    cells = ["" if "drift" in measures[n] else column[n] for n in indices]
                 if cache != "default" or path.startswith("cards"):
                     assert f"| {name} | {cache} | {' | '.join(cells)} |" in lines
     for title, cache in (

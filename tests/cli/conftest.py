@@ -1,4 +1,4 @@
-"""A tiny model, scales next to it, and the command line in this process."""
+"""A tiny model, scales, and the command line in this process."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.scales.test_export import random_scales
 
 
 class Command:
-    """Runs the command line in this process. An error writes nothing to stdout."""
+    """Runs the command line in this process. A failing command writes nothing to stdout."""
 
     def __init__(self, call: command_line.Runner) -> None:
         self.call = call
@@ -22,14 +22,14 @@ class Command:
         assert code == 0, err
         return out, err
 
-    def json(self, *arguments: object, **more: str) -> Any:
+    def json(self, *arguments: object, **kwargs: str) -> Any:
         """Run a command that must succeed with `--json`, and return its output."""
-        return json.loads(self(*arguments, "--json", **more)[0])
+        return json.loads(self(*arguments, "--json", **kwargs)[0])
 
     def fails(self, *arguments: object, code: int = 1) -> str:
         """Run a command that must exit with `code`, and return its stderr."""
-        found, out, err = self.call(*map(str, arguments))
-        assert (found, out) == (code, ""), err
+        exit_code, out, err = self.call(*map(str, arguments))
+        assert (exit_code, out) == (code, ""), err
         assert "Traceback" not in err
         return err
 
@@ -46,7 +46,7 @@ def run(monkeypatch, capsys) -> Command:
 
 
 @pytest.fixture
-def own(tmp_path) -> Path:
-    """A folder with scales of three layers."""
+def saved_scales(tmp_path) -> Path:
+    """Return a folder with scales of three layers."""
     random_scales("tensor").save_pretrained(tmp_path / "own")
     return tmp_path / "own"

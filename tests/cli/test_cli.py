@@ -20,29 +20,29 @@ TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 
 
 @pytest.fixture
-def ask(run, model):
+def generate(run, model):
     """Return a function that runs `generate --json` with the tiny model."""
 
-    def _ask(*arguments: str, stdin: str = "", model: str = model) -> dict:
+    def _generate(*arguments: str, stdin: str = "", model: str = model) -> dict:
         fixed = ("--model", model, "--max-new-tokens", "12", "--backend", "torch")
         return run.json("generate", *arguments, *fixed, stdin=stdin)
 
-    return _ask
+    return _generate
 
 
 # -- generate --------------------------------------------------------------------------------------
 
 
-def test_auto_gives_the_tokens_and_the_bytes_of_the_usual_cache(ask, tmp_path):
-    # float32, because two attentions that round to 16 bits may choose different tokens.
+def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path):
+    # In float32, because two attentions that round to 16 bits may choose different tokens.
     folder = command_line.save_tiny_model(tmp_path, torch.float32)
-    found = ask("--kv-cache-dtype", "auto", model=folder)
-    dense, pages = found["runs"]
+    output = generate("--kv-cache-dtype", "auto", model=folder)
+    dense, pages = output["runs"]
     assert pages["token_ids"] == dense["token_ids"]
-    assert found["agreement"] == {"equal": 12, "of": 12, "first_difference": None}
+    assert output["agreement"] == {"equal": 12, "of": 12, "first_difference": None}
     assert pages["bytes_per_token"] == dense["bytes_per_token"]
     assert dense["cached_tokens"] == pages["cached_tokens"] == 5 + 12 - 1
-    # 2 layers, K and V, 2 heads of 16, 4 bytes each
+    # 2 layers, K and V, 2 heads of 16 values, 4 bytes each
     assert dense["cache_bytes"] == dense["cached_tokens"] * 2 * 2 * 2 * 16 * 4
     assert (dense["attention"], pages["attention"]) == ("sdpa", "fp8_paged")
 
@@ -51,16 +51,16 @@ def test_auto_gives_the_tokens_and_the_bytes_of_the_usual_cache(ask, tmp_path):
     ("options", "ratio"),
     [
         (["--scales", "1.0"], 1 / 2),
-        ([], 1 / 2 + 1 / 16),  # a bf16 scale for each head's 16 numbers
+        ([], 1 / 2 + 1 / 16),  # a bf16 scale for each head's 16 values
         (["--kv-cache-dtype", "fp8_e4m3fn", "--page-size", "16"], 1 / 2 + 1 / 16),
         (["--key-dtype", "auto", "--scales", "1.0"], 3 / 4),
         (["--kv-cache-dtype", "int8", "--value-dtype", "fp8_e2m5", "--scales", "1.0"], 1 / 2),
         (["--plan", "fp8_e3m4 centered", "--scales", "1.0"], 1 / 2),
     ],
-    ids=["constant", "dynamic", "alias-small-pages", "keys-kept", "two-formats", "centered"],
+    ids=["constant", "dynamic", "alias-small-pages", "unquantized-keys", "two-formats", "centered"],
 )
-def test_eight_bits_take_their_share(ask, options, ratio):
-    dense, pages = ask(*options)["runs"]
+def test_bytes_per_token_match_the_formats(generate, options, ratio):
+    dense, pages = generate(*options)["runs"]
     assert pages["bytes_per_token"] / dense["bytes_per_token"] == pytest.approx(ratio)
     assert pages["scales"] == ("1.0" if "--scales" in options else "dynamic")
     fit = 8 * 1024**3
@@ -68,11 +68,11 @@ def test_eight_bits_take_their_share(ask, options, ratio):
     assert pages["tokens_that_fit"] == fit // pages["bytes_per_token"]
 
 
-def test_a_chosen_plan_and_a_saved_one_are_the_same(ask, model, tmp_path):
+def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model, tmp_path):
     plan = choose_plan(AutoModelForCausalLM.from_pretrained(model))
     plan.save_pretrained(tmp_path)
     chosen, saved = (
-        ask(*options)["runs"][1] | {"tokens_per_second": None}
+        generate(*options)["runs"][1] | {"tokens_per_second": None}
         for options in (("--kv-cache-dtype", "adaptive"), ("--plan", tmp_path))
     )
     assert chosen == saved
@@ -81,33 +81,33 @@ def test_a_chosen_plan_and_a_saved_one_are_the_same(ask, model, tmp_path):
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager", "fp8_paged"])
-def test_every_attention_reads_the_pages(ask, attn):
-    found = ask("--attn", attn, "--kv-cache-dtype", "auto")
-    assert found["runs"][1]["attention"] == attn
-    assert len(found["runs"][1]["token_ids"]) == 12
+def test_every_attention_reads_the_pages(generate, attn):
+    output = generate("--attn", attn, "--kv-cache-dtype", "auto")
+    assert output["runs"][1]["attention"] == attn
+    assert len(output["runs"][1]["token_ids"]) == 12
 
 
-def test_a_prompt_comes_from_stdin(ask):
-    assert ask("-", stdin="the capital\n")["prompt"] == "the capital"
+def test_a_prompt_can_come_from_stdin(generate):
+    assert generate("-", stdin="the capital\n")["prompt"] == "the capital"
 
 
-def test_sampling_repeats_with_its_seed(ask):
+def test_sampling_is_reproducible_with_a_seed(generate):
     seeds = ("1", "1", "2")
-    runs = [ask("--temperature", "5", "--seed", seed)["runs"][0]["token_ids"] for seed in seeds]
+    runs = [generate("--temperature", "5", "--seed", s)["runs"][0]["token_ids"] for s in seeds]
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_chat_uses_the_template(ask, run, model, tmp_path):
+def test_chat_uses_the_template(generate, run, model, tmp_path):
     assert "expected a chat template" in run.fails("generate", "--model", model, "--chat")
     (path := Path(model) / "chat_template.jinja").write_text(TEMPLATE)
     try:
-        assert ask("capital", "--chat")["runs"][0]["cached_tokens"] == 3 + 12 - 1
+        assert generate("capital", "--chat")["runs"][0]["cached_tokens"] == 3 + 12 - 1
     finally:
         path.unlink()
 
 
 @pytest.mark.parametrize("columns", ["30", pytest.param("80", marks=pytest.mark.full), "200"])
-def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
+def test_the_table_fits_into_the_terminal(run, model, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     fixed = ("--model", model, "--backend", "torch", "--max-new-tokens", "9")
     out, _ = run("generate", "the capital", *fixed, "--memory", "500 MB")
@@ -119,21 +119,21 @@ def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    ("first", "second", "expected"),
     [
         ([1, 2, 3], [1, 2, 3], (3, 3, None)),
         ([1, 2, 3], [1, 9, 3], (2, 3, 1)),
         ([1, 2], [1, 2, 3], (2, 3, 2)),
         ([1], [2], (0, 1, 0)),
     ],
-    ids=["equal", "one-differs", "one-is-longer", "nothing"],
+    ids=["equal", "one-differs", "one-is-longer", "none-equal"],
 )
-def test_agreement_counts_places(one, other, expected):
+def test_agreement_counts_equal_positions(first, second, expected):
     def answer(ids: list[int]) -> Run:
         return Run("", "", "", "", ids, None, 1, 1, 1.0, 1)
 
-    found = compare_tokens(answer(one), answer(other))
-    assert tuple(found.values()) == expected
+    agreement = compare_tokens(answer(first), answer(second))
+    assert tuple(agreement.values()) == expected
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_agreement_counts_places(one, other, expected):
         ("1000000", 10**6), ("2TiB", 2**41), ("7b", 7),
     ],
 )  # fmt: skip
-def test_sizes_are_read(text, size):
+def test_memory_sizes_are_parsed(text, size):
     assert parse_memory(text) == size
 
 
@@ -199,21 +199,21 @@ GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "conver
         (1, "generate --model /no/such/folder", "/no/such/folder"),
     ],
 )
-def test_a_wrong_line_exits_with_2_and_an_error_of_ours_with_1(
-    run, own, model, tmp_path, code, line, message
+def test_usage_errors_exit_with_2_and_other_errors_with_1(
+    run, saved_scales, model, tmp_path, code, line, message
 ):
-    places = {"HERE": str(own), "OUT": str(tmp_path / "out"), "MODEL": model, "EMPTY": ""}
-    given = [re.sub("|".join(places), lambda m: places[m[0]], part) for part in line.split()]
-    err = run.fails(*given, code=code)
+    values = {"HERE": str(saved_scales), "OUT": str(tmp_path / "out"), "MODEL": model, "EMPTY": ""}
+    arguments = [re.sub("|".join(values), lambda m: values[m[0]], part) for part in line.split()]
+    err = run.fails(*arguments, code=code)
     if code == 1:
-        before, error, err = err.partition("hf-fp8kv: error: ")
+        output, error, err = err.partition("hf-fp8kv: error: ")
         assert error
-        assert line.startswith("generate") or not before
+        assert line.startswith("generate") or not output
     assert message in err
     assert not (tmp_path / "out").exists()
 
 
-# -- the other commands ----------------------------------------------------------------------------
+# -- other commands --------------------------------------------------------------------------------
 
 
 def test_help_names_the_commands(run):
@@ -224,10 +224,10 @@ def test_help_names_the_commands(run):
 
 
 def test_check_shows_versions_and_backends(run, model):
-    found = run.json("check")
+    output = run.json("check")
     # A build for GPUs has its CUDA in `torch.__version__` alone.
-    assert torch.__version__.startswith(found["versions"]["torch"])
-    assert found["backends"]["torch"] == "available"
-    assert found["versions"]["torch"] in run("check")[0]
+    assert torch.__version__.startswith(output["versions"]["torch"])
+    assert output["backends"]["torch"] == "available"
+    assert output["versions"]["torch"] in run("check")[0]
     assert "fused" in json.dumps(run.json("check", "--model", model)["model"])
     assert "fused" in run("check", "--model", model)[0]

@@ -1,4 +1,4 @@
-"""`hf-fp8kv calibrate`: what it asks for, writes and refuses; a stand-in calibrates."""
+"""`hf-fp8kv calibrate`: its options, output and errors. A fake replaces the calibration."""
 
 from pathlib import Path
 
@@ -12,26 +12,26 @@ from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 
 
-class StandIn:
-    """Returns scales of the tiny model, or raises `fails` if it is given."""
+class FakeCalibrate:
+    """Returns scales of the tiny model, or raises `error` if it is set."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, object]] = []
-        self.fails: BaseException | None = None
+        self.error: BaseException | None = None
         self.scales = random_scales("head", layers=2)
 
     def __call__(self, model: object, texts: object, **options: object) -> KVScales:
         self.calls.append({"model": model, "texts": texts, **options})
-        if self.fails is not None:
-            raise self.fails
+        if self.error is not None:
+            raise self.error
         return self.scales
 
 
 @pytest.fixture
-def calibration(monkeypatch) -> StandIn:
-    stand_in = StandIn()
-    monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", stand_in, raising=False)
-    return stand_in
+def calibration(monkeypatch) -> FakeCalibrate:
+    fake = FakeCalibrate()
+    monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", fake, raising=False)
+    return fake
 
 
 @pytest.fixture
@@ -42,33 +42,33 @@ def text(tmp_path) -> Path:
 
 @pytest.fixture
 def run(run, model, text, tmp_path):
-    """The command line, which calls `calibrate` with a tiny model, a text, and the folder `out`."""
-    call = run.call
+    """Return the command line, with defaults for `calibrate`: a tiny model, a text and a folder."""
+    run_command = run.call
 
-    def calibrate(*arguments: str, **more: str) -> tuple[int, str, str]:
+    def calibrate(*arguments: str, **kwargs: str) -> tuple[int, str, str]:
         if "inspect" in arguments:
-            return call(*arguments, **more)
-        usual = {
+            return run_command(*arguments, **kwargs)
+        defaults = {
             "--model": model, "--texts": str(text), "--out": str(tmp_path / "out"),
             "--device": "cpu",
         }  # fmt: skip
-        left = [part for pair in usual.items() if pair[0] not in arguments for part in pair]
-        return call("calibrate", *left, *arguments, **more)
+        missing = [part for pair in defaults.items() if pair[0] not in arguments for part in pair]
+        return run_command("calibrate", *missing, *arguments, **kwargs)
 
     run.call = calibrate
     return run
 
 
-def test_scales_are_written_where_it_says(run, calibration, text, tmp_path):
+def test_output_lists_the_written_files(run, calibration, text, tmp_path):
     out, _ = run()
     (call,) = calibration.calls
     assert call.pop("model").config.num_hidden_layers == 2
     assert call.pop("tokenizer").vocab_size > 2
-    # What is not given is left to the library.
+    # Omitted options use the library's defaults.
     assert call == {"texts": text}
     assert sorted(map(Path, out.splitlines())) == sorted((tmp_path / "out").iterdir())
-    read = KVScales.from_pretrained(tmp_path / "out")
-    assert torch.equal(read.layers[1].k, calibration.scales.layers[1].k)
+    loaded = KVScales.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.layers[1].k, calibration.scales.layers[1].k)
 
 
 def test_every_option_reaches_the_library(run, calibration, tmp_path):
@@ -76,8 +76,8 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
         "granularity": "channel", "dtype": "fp8_e5m2", "margin": 1.25, "max_tokens": 100,
         "max_length": 32, "batch_size": 3, "text_column": "body", "held_out": 0,
     }  # fmt: skip
-    given = [p for k, v in options.items() for p in (f"--{k.replace('_', '-')}", str(v))]
-    run(*given, "--no-center", "--chat-template", "--model-dtype", "float16")
+    arguments = [part for k, v in options.items() for part in (f"--{k.replace('_', '-')}", str(v))]
+    run(*arguments, "--no-center", "--chat-template", "--model-dtype", "float16")
     (call,) = calibration.calls
     assert call["model"].dtype == torch.float16
     assert {name: call[name] for name in options} == options
@@ -86,15 +86,15 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_every_format(run, calibration, tmp_path, format):
-    said = run.json("--format", format)
-    assert said["num_layers"] == 2
-    assert sorted(map(Path, said["files"])) == sorted((tmp_path / "out").iterdir())
-    assert bool(said["warnings"]) == (format not in ("hf_fp8kv", "compressed-tensors"))
+    output = run.json("--format", format)
+    assert output["num_layers"] == 2
+    assert sorted(map(Path, output["files"])) == sorted((tmp_path / "out").iterdir())
+    assert bool(output["warnings"]) == (format not in ("hf_fp8kv", "compressed-tensors"))
     assert KVScales.from_pretrained(tmp_path / "out").format == format
 
 
 @pytest.mark.parametrize(
-    ("format", "more", "expected"),
+    ("format", "options", "expected"),
     [
         ("hf_fp8kv", [], {}),
         ("vllm-json", [], {"granularity": "tensor", "center": False}),
@@ -105,24 +105,24 @@ def test_every_format(run, calibration, tmp_path, format):
             {"granularity": "head", "center": True},
         ),
     ],
-    ids=["own", "one-number", "per-head", "said"],
+    ids=["own", "one-scale", "per-head", "explicit"],
 )
-def test_scales_are_made_for_what_the_format_holds(run, calibration, format, more, expected):
-    run("--format", format, *more)
+def test_calibration_matches_the_format(run, calibration, format, options, expected):
+    run("--format", format, *options)
     call = calibration.calls[0]
     assert {n: call[n] for n in ("granularity", "center") if n in call} == expected
 
 
 def test_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
     out, _ = run("--checkpoint", model, "--format", "compressed-tensors")
-    own, copy = tmp_path / "out", tmp_path / "out" / "checkpoint"
-    assert KVScales.from_pretrained(own).format == "hf_fp8kv"
+    folder, copy = tmp_path / "out", tmp_path / "out" / "checkpoint"
+    assert KVScales.from_pretrained(folder).format == "hf_fp8kv"
     assert KVScales.from_pretrained(copy).format == "compressed-tensors"
     assert (copy / "tokenizer.json").is_file()
     assert str(copy / "model-kv-scales.safetensors") in out.splitlines()
 
 
-def test_a_copy_of_a_checkpoint_that_has_scales(run, calibration, model, tmp_path):
+def test_a_copy_of_a_checkpoint_with_scales(run, calibration, model, tmp_path):
     old = tmp_path / "old"
     random_scales("tensor", layers=2).save_pretrained(
         old, format="compressed-tensors", checkpoint=model
@@ -133,24 +133,24 @@ def test_a_copy_of_a_checkpoint_that_has_scales(run, calibration, model, tmp_pat
     assert "k_scale" in err
     assert "--overwrite" in err
     run(*options, "--overwrite")
-    own = KVScales.from_pretrained(tmp_path / "out").layers
+    written = KVScales.from_pretrained(tmp_path / "out").layers
     copied = KVScales.from_pretrained(tmp_path / "out" / "checkpoint").layers
-    assert all(torch.equal(own[i].k, copied[i].k) for i in own)
+    assert all(torch.equal(written[i].k, copied[i].k) for i in written)
 
 
-def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibration, tmp_path):
-    other = random_scales("tensor")
-    other.save_pretrained(tmp_path / "out")
+def test_existing_scales_are_rejected_before_calibration(run, calibration, tmp_path):
+    existing = random_scales("tensor")
+    existing.save_pretrained(tmp_path / "out")
     err = run.fails()
     assert calibration.calls == []
     assert "kv_scales.safetensors" in err
     assert "--overwrite" in err
-    assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == other.layers[0].k
+    assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == existing.layers[0].k
     for file in ("kv_cache_scales.json", "kv_calibration.json"):
         (tmp_path / file).mkdir()
         (tmp_path / file / file).write_text("{}")
         assert file in run.fails("--out", tmp_path / file)
-    # Its own file is read first: next to it, scales in another format would be lost.
+    # Our own file is read first, so scales in a different format next to it would be ignored.
     run.fails("--format", "vllm-json")
     assert "read before all others" in run.fails("--format", "vllm-json", "--overwrite")
     assert calibration.calls == []
@@ -158,51 +158,51 @@ def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibratio
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
 
 
-def test_places_that_take_no_scales_cost_no_minutes(run, calibration, model, tmp_path):
+def test_invalid_outputs_fail_before_calibration(run, calibration, model, tmp_path):
     err = run.fails("--out", model, "--format", "autofp8")
     assert "expected a place without config.json" in err
     (tmp_path / "file").write_text("")
     assert "expected a folder" in run.fails("--out", tmp_path / "file")
-    # A copy of the checkpoint replaces nothing.
+    # A copy of the checkpoint does not replace existing files.
     (tmp_path / "out" / "checkpoint").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint" / "mine").write_text("")
     assert "new or empty" in run.fails("--checkpoint", model, "--overwrite")
     assert calibration.calls == []
 
 
-def test_an_interruption_leaves_nothing(run, calibration, tmp_path):
-    calibration.fails = KeyboardInterrupt()
+def test_an_interruption_writes_no_files(run, calibration, tmp_path):
+    calibration.error = KeyboardInterrupt()
     assert run.fails(code=130).splitlines()[-1] == "hf-fp8kv: interrupted"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "message"),
     [
-        (ConfigError("texts: expected more of them, got one; add some"), "texts: expected more"),
-        (ScaleError("layer 1: expected a finite amax, got inf; check the model"), "layer 1: exp"),
+        (ConfigError("texts: expected more texts, got 1. Add texts."), "texts: expected more"),
+        (ScaleError("layer 1: expected a finite amax, got inf. Check the model."), "layer 1: exp"),
         (torch.OutOfMemoryError("tried to allocate 80 GiB"), "--batch-size"),
     ],
 )
-def test_an_error_is_one_message(run, calibration, tmp_path, error, says):
-    calibration.fails = error
+def test_an_error_is_one_message(run, calibration, tmp_path, error, message):
+    calibration.error = error
     err = run.fails()
     last = err[err.index("hf-fp8kv: error: ") :]
-    assert says in last
+    assert message in last
     assert str(error) in last
     assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
     calibration.scales = planned_scales(2)
-    said = run.json("--plan", "measured")
+    output = run.json("--plan", "measured")
     (call,) = calibration.calls
     assert call["plan"] == "measured"
-    assert said["plan"] == {str(plan): 1 for plan in PLANS[:2]}
+    assert output["plan"] == {str(plan): 1 for plan in PLANS[:2]}
     assert KVScales.from_pretrained(tmp_path / "out").plan == dict(enumerate(PLANS[:2]))
 
 
-def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
+def test_unsuitable_scales_are_saved_in_the_own_format(run, calibration, tmp_path):
     layers = random_scales("tensor").layers
     calibration.scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
     err = run.fails("--format", "vllm-json")
@@ -227,20 +227,20 @@ def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
         (["--format", "trtllm"], "vllm-json, tgi"),
     ],
 )
-def test_a_wrong_command_line_exits_with_2(run, calibration, tmp_path, model, arguments, message):
+def test_usage_errors_exit_with_2(run, calibration, tmp_path, model, arguments, message):
     assert message in run.fails(*[a.replace("MODEL", model) for a in arguments], code=2)
     assert calibration.calls == []
     assert not (tmp_path / "out").exists()
 
 
-def test_texts_that_are_not_there(run, calibration):
+def test_missing_texts_are_rejected_before_calibration(run, calibration):
     assert "pydoc" in run.fails("--texts", "/no/such/file")
     assert calibration.calls == []
     run("--texts", "pydoc")
     assert len(calibration.calls[0]["texts"]) > 50
 
 
-def test_for_real(run, tmp_path, model, text):
+def test_end_to_end(run, tmp_path, model, text):
     options = ["--max-length", "64", "--max-tokens", "160", "--held-out", "40"]
     out, _ = run(*options, "--granularity", "tensor")
     for part in ("unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "kv_scales.safetensors"):
@@ -248,11 +248,11 @@ def test_for_real(run, tmp_path, model, text):
     scales = KVScales.from_pretrained(tmp_path / "out")
     assert {layer.granularity for layer in scales.layers.values()} == {"tensor"}
     fixed = ("inspect", tmp_path / "out", "--model", model, "--texts", text)
-    said = run.json(*fixed, "--max-tokens", "100", "--device", "cpu")
+    output = run.json(*fixed, "--max-tokens", "100", "--device", "cpu")
     for index, layer in scales.layers.items():
-        side = said["layers"][str(index)]["v"]
+        side = output["layers"][str(index)]["v"]
         assert side["amax_from"] == "text"
         assert side["amax"] <= 448 * layer.v.item() * 1.001
         assert side["saturated"] == 0
-    caches = {row["cache"]: row for row in said["report"]["quality"]}
+    caches = {row["cache"]: row for row in output["report"]["quality"]}
     assert 0 <= caches["static fp8_e4m3"]["kl"] < 0.1

@@ -1,4 +1,4 @@
-"""`hf-fp8kv convert`: what it writes, says and refuses."""
+"""`hf-fp8kv convert`: its files, output and errors."""
 
 import json
 from pathlib import Path
@@ -7,23 +7,23 @@ import pytest
 import torch
 
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
-from tests.scales.test_export import FakeApi, assert_holds, kept, random_scales
+from tests.scales.test_export import FakeApi, assert_holds, random_scales, reduce_scales
 from tests.scales.test_sources import DATA, edit_json
 
 
 @pytest.fixture
-def convert(run, own, tmp_path):
-    """The command line with `convert`, a folder of scales, and the folder `out`."""
-    call = run.call
-    run.call = lambda *arguments, **more: call(
-        "convert", str(own), str(tmp_path / "out"), *arguments, **more
+def convert(run, saved_scales, tmp_path):
+    """Return the command line with `convert`, a folder of scales, and the folder `out`."""
+    run_command = run.call
+    run.call = lambda *arguments, **kwargs: run_command(
+        "convert", str(saved_scales), str(tmp_path / "out"), *arguments, **kwargs
     )
     return run
 
 
 @pytest.mark.parametrize("kind", ["tensor", "centered-head"])
 @pytest.mark.parametrize("format", [f for f in SCALE_FORMATS if f != "hf_fp8kv"])
-def test_into_every_format_and_out_of_it(run, tmp_path, format, kind):
+def test_conversion_to_every_format_and_back(run, tmp_path, format, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path / "own")
     own, middle, back = (tmp_path / name for name in ("own", "out", "back"))
@@ -36,15 +36,15 @@ def test_into_every_format_and_out_of_it(run, tmp_path, format, kind):
         assert "enlarged by the centers" in err
     elif format != "vllm-json":
         assert "warning" not in err
-    said = run.json("convert", middle, back, "--to", "hf_fp8kv")
-    assert (said["from"]["format"], said["from"]["model_type"]) == (format, "llama")
-    assert said["to"] == {"format": "hf_fp8kv", "folder": str(back)}
-    assert sorted(map(Path, said["files"])) == sorted(back.iterdir())
-    assert said["warnings"] == []
-    assert_holds(back, kept(scales, format), "hf_fp8kv")
+    output = run.json("convert", middle, back, "--to", "hf_fp8kv")
+    assert (output["from"]["format"], output["from"]["model_type"]) == (format, "llama")
+    assert output["to"] == {"format": "hf_fp8kv", "folder": str(back)}
+    assert sorted(map(Path, output["files"])) == sorted(back.iterdir())
+    assert output["warnings"] == []
+    assert_holds(back, reduce_scales(scales, format), "hf_fp8kv")
 
 
-def test_a_file_is_read_too_and_what_its_reader_warns_of_is_said_once(run, tmp_path):
+def test_a_file_is_converted_and_its_warnings_are_printed_once(run, tmp_path):
     path = next((DATA / "vllm-two-ranks").glob("*.json"))
     out, err = run("convert", path, tmp_path / "out", "--to", "autofp8", "--json")
     warnings = json.loads(out)["warnings"]
@@ -52,9 +52,9 @@ def test_a_file_is_read_too_and_what_its_reader_warns_of_is_said_once(run, tmp_p
     assert any("ranks differ" in message for message in warnings)
 
 
-def test_a_copy_of_a_checkpoint(convert, own, tmp_path, model):
+def test_a_copy_of_a_checkpoint(convert, saved_scales, tmp_path, model):
     layer = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
-    KVScales({0: layer, 1: layer}, model_type="llama").save_pretrained(own, overwrite=True)
+    KVScales({0: layer, 1: layer}, model_type="llama").save_pretrained(saved_scales, overwrite=True)
     out, _ = convert("--to", "compressed-tensors", "--checkpoint", model, "--weights", "link")
     files = (tmp_path / "out").glob("*.safetensors")
     assert any(path.samefile(Path(model) / "model.safetensors") for path in files)
@@ -62,14 +62,14 @@ def test_a_copy_of_a_checkpoint(convert, own, tmp_path, model):
     assert KVScales.from_pretrained(tmp_path / "out").layers[1].k == 0.5
 
 
-def test_nothing_is_replaced_without_being_asked(convert, tmp_path):
-    other = random_scales("tensor", seed=1)
-    other.save_pretrained(tmp_path / "out", format="vllm-json")
+def test_existing_files_are_replaced_only_with_overwrite(convert, tmp_path):
+    existing = random_scales("tensor", seed=1)
+    existing.save_pretrained(tmp_path / "out", format="vllm-json")
     err = convert.fails("--to", "vllm-json")
     assert err.startswith("hf-fp8kv: error: ")
     assert err.count("\n") == 1
     assert "--overwrite" in err
-    assert_holds(tmp_path / "out", other, "vllm-json")
+    assert_holds(tmp_path / "out", existing, "vllm-json")
     convert("--to", "vllm-json", "--overwrite")
     assert_holds(tmp_path / "out", random_scales("tensor"), "vllm-json")
 
@@ -81,7 +81,7 @@ def test_ranks_of_the_json(convert, tmp_path):
     assert "tp_size" in convert.fails("--tp-size", 4, "--to", "autofp8")
 
 
-def test_a_model_type(run, tmp_path):
+def test_the_model_type_can_be_set(run, tmp_path):
     nameless = KVScales(random_scales("tensor").layers)
     nameless.save_pretrained(tmp_path / "own")
     out = tmp_path / "out"
@@ -91,15 +91,15 @@ def test_a_model_type(run, tmp_path):
     assert "model_type is unknown" in err
     assert "is unknown" not in run(*arguments, "--overwrite", "--model-type", "qwen2")[1]
     assert KVScales.from_pretrained(out).model_type == "qwen2"
-    again = ["convert", out, tmp_path / "more", "--to", "tgi", "--model-type", "llama"]
-    err = run.fails(*again)
+    tgi_arguments = ["convert", out, tmp_path / "more", "--to", "tgi", "--model-type", "llama"]
+    err = run.fails(*tgi_arguments)
     assert "'llama'" in err
     assert "--lenient" in err
-    assert "warning: " in run(*again, "--lenient")[1]
+    assert "warning: " in run(*tgi_arguments, "--lenient")[1]
     assert KVScales.from_pretrained(tmp_path / "more").model_type == "llama"
 
 
-def test_missing_layers_are_for_the_lenient(run, tmp_path):
+def test_missing_layers_need_lenient(run, tmp_path):
     layers = random_scales("tensor").layers
     KVScales({0: layers[0], 2: layers[2]}, model_type="llama").save_pretrained(
         tmp_path / "there", format="autofp8"
@@ -111,9 +111,9 @@ def test_missing_layers_are_for_the_lenient(run, tmp_path):
     assert any("layers without scales" in message for message in warnings)
 
 
-def test_an_upload(run, own, monkeypatch):
+def test_an_upload(run, saved_scales, monkeypatch):
     monkeypatch.setattr(kv_scales, "HfApi", fake := FakeApi("kv_cache_scales.json"))
-    arguments = ["convert", own, "--push-to-hub", "org/name", "--to", "vllm-json"]
+    arguments = ["convert", saved_scales, "--push-to-hub", "org/name", "--to", "vllm-json"]
     assert "--overwrite" in run.fails(*arguments)
     assert not fake.uploaded
     address = "https://hf.co/org/name/Add scales of the KV cache"

@@ -1,4 +1,4 @@
-"""`hf-fp8kv inspect`: what it shows of scales, and of a measurement."""
+"""`hf-fp8kv inspect`: its output for scales and for measurements."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ import hf_fp8kv.calibration
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.report import CalibrationReport
-from tests.cli.test_scales_table import found
+from tests.cli.test_scales_table import make_report
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 from tests.scales.test_sources import DATA, edit_json
@@ -19,19 +19,19 @@ from tests.scales.test_sources import DATA, edit_json
 
 @pytest.fixture
 def measured(monkeypatch) -> list[dict[str, object]]:
-    """What a stand-in for the measurement was called with."""
+    """Replace the measurement by a fake, and return its calls."""
     calls: list[dict[str, object]] = []
 
     def measure(model, scales, texts, **options):
         calls.append({"model": model, "scales": scales, "texts": texts, **options})
-        return found(len(scales.layers), heads=2)
+        return make_report(len(scales.layers), heads=2)
 
     monkeypatch.setattr(hf_fp8kv.calibration, "measure", measure, raising=False)
     return calls
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_every_format_is_a_table_with_two_rows_a_layer(run, tmp_path, format):
+def test_every_format_is_a_table_with_two_rows_per_layer(run, tmp_path, format):
     scales = random_scales("tensor")
     scales.save_pretrained(tmp_path, format=format)
     out, err = run("inspect", tmp_path)
@@ -47,18 +47,18 @@ def test_every_format_is_a_table_with_two_rows_a_layer(run, tmp_path, format):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "head", "channel", "row", "centered-channel"])
-def test_json_has_all_of_it(run, tmp_path, kind):
+def test_json_contains_all_properties(run, tmp_path, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path)
     out, err = run("inspect", tmp_path, "--json")
-    said = json.loads(out)
+    output = json.loads(out)
     assert err == ""
-    assert said["format"] == "hf_fp8kv"
-    assert said["model_type"] == "llama"
-    assert said["num_layers"] == 3
-    assert (said["report"], said["warnings"], said["remarks"]) == (None, [], [])
+    assert output["format"] == "hf_fp8kv"
+    assert output["model_type"] == "llama"
+    assert output["num_layers"] == 3
+    assert (output["report"], output["warnings"], output["remarks"]) == (None, [], [])
     for index, layer in scales.layers.items():
-        row = said["layers"][str(index)]
+        row = output["layers"][str(index)]
         assert row["centered"] == kind.startswith("centered")
         assert row["granularity"] == layer.granularity
         for name, scale in (("k", layer.k), ("v", layer.v)):
@@ -83,13 +83,13 @@ def test_a_plan_is_shown(run, tmp_path, is_dynamic):
         rows = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
         for name, side, row in zip("KV", plan, rows, strict=True):
             assert f"│ {name} {side} " in row
-    said = run.json("inspect", tmp_path)
-    assert said["plan"] == {str(plan): 1 for plan in PLANS}
-    assert said["layers"]["1"]["plan"] == ["fp8_e4m3", "fp8_e2m5 rotated"]
-    assert (said["layers"]["1"]["k"] is None) is is_dynamic
+    output = run.json("inspect", tmp_path)
+    assert output["plan"] == {str(plan): 1 for plan in PLANS}
+    assert output["layers"]["1"]["plan"] == ["fp8_e4m3", "fp8_e2m5 rotated"]
+    assert (output["layers"]["1"]["k"] is None) is is_dynamic
 
 
-def test_how_a_saved_cache_is_stored(run, tmp_path):
+def test_the_plan_of_a_saved_cache_is_shown(run, tmp_path):
     cache = FP8PagedCache(scales=planned_scales(2, 4, 8))
     for index in range(2):
         cache.update(torch.ones(1, 4, 5, 8), torch.ones(1, 4, 5, 8), index)
@@ -101,14 +101,14 @@ def test_how_a_saved_cache_is_stored(run, tmp_path):
     for index, plan in enumerate(PLANS[:2]):
         (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index} ")]
         assert [cell.strip() for cell in row.split("│")[2:4]] == [str(side) for side in plan]
-    said = run.json("inspect", path)
-    assert said["layers_by_plan"] == {str(plan): 1 for plan in PLANS[:2]}
-    assert said["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
-    assert said["tokens"] == 5
+    output = run.json("inspect", path)
+    assert output["layers_by_plan"] == {str(plan): 1 for plan in PLANS[:2]}
+    assert output["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
+    assert output["tokens"] == 5
     run.fails("inspect", path, "--texts", "pydoc", code=2)
 
 
-def test_warnings_of_the_reader_and_odd_scales_are_shown(run, tmp_path):
+def test_warnings_and_remarks_are_shown(run, tmp_path):
     path = next((DATA / "vllm-two-ranks").glob("*.json"))
     out, err = run("inspect", path)
     assert err.startswith("warning: ")
@@ -133,24 +133,24 @@ def test_a_measurement_is_shown(run, tmp_path, model, measured):
     fixed = ["inspect", tmp_path, "--model", model, "--device", "cpu", "--model-dtype", "bfloat16"]
     out, _ = run(*fixed, "--texts", text, "--max-tokens", "99", "--dtype", "fp8")
     (call,) = measured
-    assert (read := call.pop("model")).config.num_hidden_layers == 2
-    assert read.dtype == torch.bfloat16
+    assert (loaded := call.pop("model")).config.num_hidden_layers == 2
+    assert loaded.dtype == torch.bfloat16
     assert call.pop("tokenizer").vocab_size > 2
     assert call.pop("scales").layers.keys() == {0, 1}
     assert call == {"texts": text, "max_tokens": 99, "dtype": "fp8_e4m3"}
     for part in ("11.1", "12.5 %", "0.003 %", "static fp8_e4m3", "3.00e-03", "96.25%"):
         assert part in out
-    said = run.json(*fixed, "--texts", text)
-    assert said["layers"]["1"]["v"]["amax"] == 2.125
-    assert said["layers"]["1"]["v"]["amax_from"] == "text"
-    assert said["layers"]["1"]["k"]["saturated"] == 0.00003
-    assert CalibrationReport.from_dict(said["report"], "it") == found(2, heads=2)
+    output = run.json(*fixed, "--texts", text)
+    assert output["layers"]["1"]["v"]["amax"] == 2.125
+    assert output["layers"]["1"]["v"]["amax_from"] == "text"
+    assert output["layers"]["1"]["k"]["saturated"] == 0.00003
+    assert CalibrationReport.from_dict(output["report"], "it") == make_report(2, heads=2)
     run(*fixed, "--texts", "pydoc")  # the documentation of Python
     assert len(texts := measured[-1]["texts"]) > 50
     assert all(isinstance(text, str) for text in texts)
 
 
-def test_a_picture(run, tmp_path):
+def test_a_plot_is_written(run, tmp_path):
     pytest.importorskip("matplotlib")
     random_scales("head").save_pretrained(tmp_path)
     path = tmp_path / "scales.png"
@@ -159,10 +159,10 @@ def test_a_picture(run, tmp_path):
     assert "per head" in out
 
 
-def test_a_picture_needs_matplotlib_before_anything_is_done(run, monkeypatch, measured):
-    real = importlib.util.find_spec
+def test_a_missing_matplotlib_is_reported_before_measuring(run, monkeypatch, measured):
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name)
+        importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name)
     )
     arguments = ("inspect", "/no/such/scales", "--plot", "scales.png", "--texts", "pydoc")
     assert "pip install 'hf-fp8kv[plot]'" in run.fails(*arguments, code=2)
@@ -171,7 +171,7 @@ def test_a_picture_needs_matplotlib_before_anything_is_done(run, monkeypatch, me
 
 def test_a_report_next_to_the_scales_is_shown(run, tmp_path):
     scales = random_scales("head")
-    report = found(3, heads=2, scales_digest=scales.digest)
+    report = make_report(3, heads=2, scales_digest=scales.digest)
     replace(scales, report=report).save_pretrained(tmp_path)
     out, _ = run("inspect", tmp_path)
     assert "12.5 %" in out

@@ -13,10 +13,10 @@ from hf_fp8kv.scales import SCALE_FORMATS
 
 
 @pytest.fixture
-def completed(monkeypatch, capsys):
+def complete(monkeypatch, capsys):
     """Return a function that completes the last word of a line, as a shell does."""
 
-    def _completed(line: str, shell: str = "bash") -> list[str]:
+    def _complete(line: str, shell: str = "bash") -> list[str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv"])
         monkeypatch.setenv("_HF_FP8KV_COMPLETE", f"complete_{shell}")
         monkeypatch.setenv("COMP_WORDS", line)
@@ -27,11 +27,11 @@ def completed(monkeypatch, capsys):
         assert not exit_.value.code
         return capsys.readouterr().out.split("\n")[:-1]
 
-    return _completed
+    return _complete
 
 
 @pytest.mark.parametrize(
-    ("line", "offered"),
+    ("line", "expected"),
     [
         ("hf-fp8kv gen", ["generate"]),
         ("hf-fp8kv generate --back", ["--backend"]),
@@ -50,16 +50,16 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv convert a b --weights ", ["copy", "link"]),
     ],
 )
-def test_a_shell_completes(completed, line, offered):
-    assert completed(line) == offered
+def test_a_shell_completes(complete, line, expected):
+    assert complete(line) == expected
 
 
-def test_zsh_completes_too(completed):
-    (offered,) = completed("hf-fp8kv bench s", "zsh")
-    assert '"speed"' in offered
+def test_zsh_completes(complete):
+    (expected,) = complete("hf-fp8kv bench s", "zsh")
+    assert '"speed"' in expected
 
 
-def test_the_script_for_completion_names_the_command(run, monkeypatch):
+def test_completion_script_contains_the_command(run, monkeypatch):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     out, _ = run("--show-completion", "bash")
     assert "_HF_FP8KV_COMPLETE=complete_bash" in out
@@ -72,7 +72,7 @@ def test_python_m_is_the_same_command(monkeypatch, capsys):
         runpy.run_module("hf_fp8kv.cli", run_name="__main__")
     assert not exit_.value.code
     assert "Usage: hf-fp8kv bench " in capsys.readouterr().out
-    # What a benchmark writes down as its command.
+    # Benchmarks record this as their command.
     assert sys.argv[0] == "hf-fp8kv"
 
 
@@ -84,7 +84,7 @@ def test_an_interruption_is_one_line(run, monkeypatch):
     assert run.fails("check", code=130) == "hf-fp8kv: interrupted\n"
 
 
-def test_a_reader_that_goes_away_is_exit_code_1(monkeypatch, capsys):
+def test_a_closed_pipe_exits_with_1(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as stdout:
@@ -97,13 +97,13 @@ def test_a_reader_that_goes_away_is_exit_code_1(monkeypatch, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize("arguments", [["check", "--json"], ["--help"]])
-def test_a_reader_that_goes_away_is_no_traceback(arguments):
+def test_a_closed_pipe_prints_no_traceback(arguments):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "hf_fp8kv.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    found = subprocess.run(
+    process = subprocess.run(
         command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(writing)
-    assert (found.returncode, found.stderr) == (1, "")
+    assert (process.returncode, process.stderr) == (1, "")

@@ -1,4 +1,4 @@
-"""The results of a calibration: as JSON and back, as tables, and as a picture."""
+"""The results of a calibration: as JSON, as tables, and as a plot."""
 
 import io
 import itertools
@@ -25,14 +25,14 @@ ERRORS = [start + name for start in ("", DYNAMIC) for name in FORMATS]
 
 
 def side(amax: list[float], error: float) -> report.SideStatistics:
-    """One side; no two of its errors are the same."""
-    errors = {name: error * (1 + place / 10) for place, name in enumerate(ERRORS)}
+    """Return statistics of one side. All its errors are different."""
+    errors = {name: error * (1 + index / 10) for index, name in enumerate(ERRORS)}
     return report.SideStatistics(tuple(amax), 0.00003, 0.125, errors)
 
 
-def found(layers: int = 4, heads: int = 3, **changes: Any) -> report.CalibrationReport:
-    """A report in which no two layers, heads and sides are the same."""
-    made = report.CalibrationReport(
+def make_report(layers: int = 4, heads: int = 3, **changes: Any) -> report.CalibrationReport:
+    """Return a report in which all layers, heads and sides are different."""
+    result = report.CalibrationReport(
         model="a model", dtype="fp8_e4m3", granularity="head", margin=1.0, texts=2, tokens=5000,
         held_out_tokens=400, seconds=12.5, date="2026-11-21T10:00:00+00:00",
         versions={"torch": "2.13"}, hardware={"cpu": "a cpu", "cores": 2, "gpus": []},
@@ -49,13 +49,13 @@ def found(layers: int = 4, heads: int = 3, **changes: Any) -> report.Calibration
             Row("static fp8_e4m3", 0.003, 0.2, 0.9625, 12.53125, 400),
         ),
     )  # fmt: skip
-    return replace(made, **changes)
+    return replace(result, **changes)
 
 
-def scales_of(made: report.CalibrationReport, centered: tuple[int, ...] = ()) -> KVScales:
-    """Scales per head, as a calibration makes them."""
+def scales_of(result: report.CalibrationReport, centered: tuple[int, ...] = ()) -> KVScales:
+    """Return scales per head, as a calibration computes them."""
     layers = {}
-    for index, layer in made.layers.items():
+    for index, layer in result.layers.items():
         k, v = (torch.tensor(s.amax).view(-1, 1) / 448 for s in (layer.k, layer.v))
         center = torch.zeros(len(k), 2) if index in centered else None
         layers[index] = LayerScales(k, v, center, f"a: b/kv.safetensors: layers.{index}")
@@ -65,44 +65,44 @@ def scales_of(made: report.CalibrationReport, centered: tuple[int, ...] = ()) ->
 # -- as JSON and back ------------------------------------------------------------------------------
 
 
-def test_a_report_is_the_same_after_json():
-    made = found(
+def test_a_report_survives_json():
+    result = make_report(
         model="\u2603 \x00", tokens=10**30, margin=1e-3, seconds=1e300, max_position=0,
-        hardware={"": None, "gpus": [{"gb": 80.0, "ecc": True}]}, far_quality=found().quality,
+        hardware={"": None, "gpus": [{"gb": 80.0, "ecc": True}]}, far_quality=make_report().quality,
     )  # fmt: skip
-    layers = {12: found().layers[1], 3: found().layers[0]}
-    made = replace(made, layers=layers)
-    data = made.to_dict()
-    again = report.CalibrationReport.from_dict(json.loads(json.dumps(data, allow_nan=False)), "x")
-    # Compare the texts because 2 == 2.0 and True == 1: the types must also be those of the report.
-    assert (again, repr(again.to_dict())) == (made, repr(data))
-    assert list(again.layers) == [3, 12]
-    data["layers"]["3"]["k"]["error"].clear()  # it shares nothing with the report
-    assert made == again
+    layers = {12: make_report().layers[1], 3: make_report().layers[0]}
+    result = replace(result, layers=layers)
+    data = result.to_dict()
+    loaded = report.CalibrationReport.from_dict(json.loads(json.dumps(data, allow_nan=False)), "x")
+    # Compare the texts, because 2 == 2.0 and True == 1. The types must also match.
+    assert (loaded, repr(loaded.to_dict())) == (result, repr(data))
+    assert list(loaded.layers) == [3, 12]
+    data["layers"]["3"]["k"]["error"].clear()  # the JSON does not share objects with the report
+    assert result == loaded
 
 
-def test_json_of_other_versions_is_read_and_none_is_written_that_is_not():
-    data = found().to_dict()
-    data["seconds"], data["layers"]["0"]["k"]["amax"][0] = 12, 10  # JSON has lost the point
-    del data["far_quality"], data["max_position"]  # other positions were not tried yet
-    again = report.CalibrationReport.from_dict(data, "x")
-    assert (type(again.seconds), type(again.layers[0].k.amax[0])) == (float, float)
-    assert (again.far_quality, again.max_position) == ((), None)
+def test_json_of_other_versions_is_read_and_nonfinite_values_are_rejected():
+    data = make_report().to_dict()
+    data["seconds"], data["layers"]["0"]["k"]["amax"][0] = 12, 10  # as JSON without a decimal point
+    del data["far_quality"], data["max_position"]  # as written before these fields existed
+    loaded = report.CalibrationReport.from_dict(data, "x")
+    assert (type(loaded.seconds), type(loaded.layers[0].k.amax[0])) == (float, float)
+    assert (loaded.far_quality, loaded.max_position) == ((), None)
     data["hardware"]["gpus"].append("a gpu")
-    assert again.hardware["gpus"] == []
+    assert loaded.hardware["gpus"] == []
     with pytest.raises(ScaleError, match=r"the report of a calibration: quality\[0\]\.kl: .* nan"):
-        found(quality=(Row("static fp8_e4m3", NAN, 0.2, 0.96, 12.5, 400),)).to_dict()
+        make_report(quality=(Row("static fp8_e4m3", NAN, 0.2, 0.96, 12.5, 400),)).to_dict()
 
 
-DROPPED = object()
+MISSING = object()
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         ("", [1], r"x\.json: expected an object, got \[1\]"),
-        ("margin", DROPPED, r"x\.json: expected the entries model, dtype, .*, got \["),
-        ("more", 1, r"x\.json: expected the entries model, dtype, .*, got \["),
+        ("margin", MISSING, r"x\.json: expected the entries model, dtype, .*, got \["),
+        ("extra", 1, r"x\.json: expected the entries model, dtype, .*, got \["),
         ("model", 3, r"x\.json: model: expected str, got 3"),
         ("margin", NAN, r"margin: expected a finite number, got nan"),
         pytest.param("margin", 10**400, "margin: expected a finite number, got 1", id="huge"),
@@ -116,15 +116,15 @@ DROPPED = object()
         ("max_position", -1.5, r"max_position: expected int"),
     ],
 )
-def test_a_malformed_entry_is_refused_by_its_name(path, value, message):
-    data: Any = {"": found().to_dict()}
-    inner, names = data, ["", *filter(None, path.split("/"))]
+def test_a_malformed_entry_is_rejected_by_its_name(path, value, message):
+    data: Any = {"": make_report().to_dict()}
+    node, names = data, ["", *filter(None, path.split("/"))]
     names = [int(name) if name == "1" else name for name in names]
     for name in names[:-1]:
-        inner = inner[name]
-    inner[names[-1]] = value
-    if value is DROPPED:
-        del inner[names[-1]]
+        node = node[name]
+    node[names[-1]] = value
+    if value is MISSING:
+        del node[names[-1]]
     with pytest.raises(ScaleError, match=message) as error:
         report.CalibrationReport.from_dict(data[""], "x.json")
     assert str(error.value).startswith("x.json: ")
@@ -134,16 +134,16 @@ def test_a_malformed_entry_is_refused_by_its_name(path, value, message):
 # -- as tables -------------------------------------------------------------------------------------
 
 
-def shown(scales: KVScales, made: report.CalibrationReport | None, width: int = 200) -> str:
+def render(scales: KVScales, result: report.CalibrationReport | None, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    for part in inspect_table(scales, made, width):
+    for part in inspect_table(scales, result, width):
         console.print(part)
     return console.export_text()
 
 
 def tables(text: str) -> list[dict[str, list[str]]]:
-    """The cells of each table, by their headings."""
-    found_tables = []
+    """Return the cells of each table by their headings."""
+    parsed = []
     for part in text.split("┏")[1:]:
         heads, body = (
             [re.split("[┃│]", line)[1:-1] for line in part.splitlines() if line.startswith(bar)]
@@ -151,19 +151,19 @@ def tables(text: str) -> list[dict[str, list[str]]]:
         )
         names = (" ".join(" ".join(cells).split()) for cells in zip(*heads, strict=True))
         cells = ([cell.strip() for cell in column] for column in zip(*body, strict=True))
-        found_tables.append(dict(zip(names, cells, strict=True)))
-    return found_tables
+        parsed.append(dict(zip(names, cells, strict=True)))
+    return parsed
 
 
 def columns(text: str) -> dict[str, list[str]]:
-    """The cells of the table of layers, which has a row for K and for V."""
-    (layers,) = (one for one in tables(text) if "layer" in one)
+    """Return the cells of the table of layers, which has a row for K and a row for V."""
+    (layers,) = (table for table in tables(text) if "layer" in table)
     return layers
 
 
 def test_a_table_of_a_calibration():
-    made = found(2)
-    text = shown(scales_of(made, centered=(1,)), made)
+    result = make_report(2)
+    text = render(scales_of(result, centered=(1,)), result)
     assert columns(text) == {
         "layer": ["0", "0", "1", "1"],
         "stored": ["K", "V", "K centered", "V"],
@@ -188,51 +188,51 @@ def test_a_table_of_a_calibration():
     }  # fmt: skip
 
 
-def test_a_table_of_scales_alone():
+def test_a_table_of_scales_without_a_report():
     scales = KVScales.uniform(2, k=0.015625, v=0.5)
-    assert columns(shown(scales, None)) == {
+    assert columns(render(scales, None)) == {
         "layer": ["0", "0", "1", "1"], "stored": ["K", "V"] * 2, "scale": ["0.0156", "0.5"] * 2,
         "448 x scale": ["7", "224"] * 2, "source": ["uniform"] * 4,
     }  # fmt: skip
     heading = "hf_fp8kv, model type unknown, 2 layers, per tensor, K not centered"
-    assert shown(scales, None).splitlines()[0] == heading
+    assert render(scales, None).splitlines()[0] == heading
     console = Console(width=200, file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    for part in inspect_table(scales, found(2), 200):
-        console.print(part)  # a terminal with ASCII only also gets a table
+    for part in inspect_table(scales, make_report(2), 200):
+        console.print(part)  # the table can be encoded in ASCII
     layer = LayerScales(torch.tensor(0.5), torch.tensor(0.25), None, "x: [bold]a[/bold]")
-    named = KVScales({0: layer}, origin="[red]x[/red]")  # names are no markup
-    text = shown(named, found(1, model="[/b]"))
+    named = KVScales({0: layer}, origin="[red]x[/red]")  # names are not markup
+    text = render(named, make_report(1, model="[/b]"))
     assert "from [red]x[/red]\n[/b]: 5000 tokens" in text
     assert columns(text)["source"] == ["[bold]a[/bold]"] * 2
     pair = replace(layer, source="a/b.safetensors: layers.0.k_scale, layers.0.v_scale")
-    sources = columns(shown(KVScales({0: pair}), None))["source"]
+    sources = columns(render(KVScales({0: pair}), None))["source"]
     assert sources == ["layers.0.k_scale", "layers.0.v_scale"]
 
 
-def test_a_table_shows_what_was_measured():
-    made, far = found(3), (Row("static fp8_e4m3", 0.007, 0.3, 0.9375, 13.0, 200),)
-    scales = scales_of(made)
-    text = shown(scales, replace(made, held_out_tokens=0, quality=(), centers=""))
+def test_a_table_omits_missing_measurements():
+    result, far = make_report(3), (Row("static fp8_e4m3", 0.007, 0.3, 0.9375, 13.0, 200),)
+    scales = scales_of(result)
+    text = render(scales, replace(result, held_out_tokens=0, quality=(), centers=""))
     assert set(columns(text)) == {"layer", "stored", "scale", "amax", "source"}
-    text = shown(scales, replace(made, far_quality=far, max_position=8192))
+    text = render(scales, replace(result, far_quality=far, max_position=8192))
     title = "the same at far positions, up to 8192"
     assert text.index("3.00e-03") < text.index(title) < text.index("7.00e-03")
-    part = replace(made, layers={1: made.layers[1]})
-    assert columns(shown(scales, part))["amax"] == ["", "", "11.2", "2.25", "", ""]
-    measured = replace(made, texts=0, tokens=0, quality=())
-    heading = shown(scales, measured).splitlines()[2]
+    part = replace(result, layers={1: result.layers[1]})
+    assert columns(render(scales, part))["amax"] == ["", "", "11.2", "2.25", "", ""]
+    measured = replace(result, texts=0, tokens=0, quality=())
+    heading = render(scales, measured).splitlines()[2]
     assert heading == "a model: measured as fp8_e4m3 on 400 tokens; 2026-11-21"
 
 
 @pytest.mark.parametrize("width", [80, 140])
-@pytest.mark.parametrize("measured", [found(12), None], ids=["measured", "scales"])
-def test_no_number_is_cut_at_any_width(width, measured):
-    scales = scales_of(found(12), centered=(3,))
-    text = shown(scales, measured, width)
+@pytest.mark.parametrize("measured", [make_report(12), None], ids=["measured", "scales"])
+def test_no_cell_is_truncated_at_any_width(width, measured):
+    scales = scales_of(make_report(12), centered=(3,))
+    text = render(scales, measured, width)
     assert max(map(len, text.splitlines())) <= width
-    wide, here = columns(shown(scales, measured)), columns(text)
-    assert set(wide) - set(here) <= {"source"}
-    assert here == {name: cells for name, cells in wide.items() if name in here}
+    wide, narrow = columns(render(scales, measured)), columns(text)
+    assert set(wide) - set(narrow) <= {"source"}
+    assert narrow == {name: cells for name, cells in wide.items() if name in narrow}
 
 
 @pytest.mark.parametrize(
@@ -241,11 +241,11 @@ def test_no_number_is_cut_at_any_width(width, measured):
      (0.00001234, "0.00123 %", 0.0123, "0.0123"), (0.005, "0.5 %", 99.96, "100"),
      (0.1234, "12.3 %", 57344.0, "57344"), (0.9996, "100 %", 3e38, "3e+38")],
 )  # fmt: skip
-def test_numbers_are_read_at_a_glance(share, share_text, amax, amax_text):
-    made = found(1)
-    k = replace(made.layers[0].k, saturated=share, amax=(0.0, amax))
-    made = replace(made, layers={0: replace(made.layers[0], k=k)})
-    cells = columns(shown(KVScales.uniform(1, k=0.5), made))
+def test_values_are_short_and_readable(share, share_text, amax, amax_text):
+    result = make_report(1)
+    k = replace(result.layers[0].k, saturated=share, amax=(0.0, amax))
+    result = replace(result, layers={0: replace(result.layers[0], k=k)})
+    cells = columns(render(KVScales.uniform(1, k=0.5), result))
     assert (cells["saturated"][0], cells["amax"][0]) == (share_text, amax_text)
 
 
@@ -254,7 +254,7 @@ def per_layer(k: list[float], v: list[float] | None = None) -> KVScales:
     return KVScales({i: LayerScales(torch.tensor(a), torch.tensor(b)) for i, (a, b) in pairs})
 
 
-SOME = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
+TENSOR = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
 HEADS = LayerScales(torch.tensor([[1.0], [11.0]]), torch.tensor(0.5))
 
 
@@ -272,79 +272,79 @@ HEADS = LayerScales(torch.tensor([[1.0], [11.0]]), torch.tensor(0.5))
         (per_layer([1.0, 2.0, 2.0, 20.0, 3.0]), None),
         (per_layer([0.5] * 6, [1.0, 11.0, 1.0, 12.0, 1.0, 1.0]), "V of layers 1, 3:"),
         (KVScales({**per_layer([1.0] * 3).layers, 1: HEADS}), "K of layer 1:"),
-        (KVScales(dict.fromkeys((1, 2, 5), SOME)), "no scales for layers 0, 3, 4, of 0 to 5"),
-        (KVScales(dict.fromkeys((0, 1), SOME)), None),
+        (KVScales(dict.fromkeys((1, 2, 5), TENSOR)), "no scales for layers 0, 3, 4, of 0 to 5"),
+        (KVScales(dict.fromkeys((0, 1), TENSOR)), None),
     ],
 )
-def test_a_remark_on_odd_scales_stands_below_the_table(scales, remark):
+def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
     assert [x[: len(remark or "")] for x in list_remarks(scales)] == ([remark] if remark else [])
-    text = shown(scales, None)
+    text = render(scales, None)
     assert text.find(f"! {remark}") > text.index("└") if remark else "! " not in text
 
 
-# -- as a picture ----------------------------------------------------------------------------------
+# -- as a plot -------------------------------------------------------------------------------------
 
 
-def panels(scales: KVScales, made: report.CalibrationReport | None) -> dict[str, Any]:
-    """The panels by their titles. A color bar has no title."""
-    axes = scales_figure(scales, made).axes
-    return {one.get_title(loc="left"): one for one in axes if one.get_title(loc="left")}
+def panels(scales: KVScales, result: report.CalibrationReport | None) -> dict[str, Any]:
+    """Return the panels by their titles. A color bar has no title."""
+    axes = scales_figure(scales, result).axes
+    return {panel.get_title(loc="left"): panel for panel in axes if panel.get_title(loc="left")}
 
 
-def drawn(axes: Any) -> dict[str, list[list[float]]]:
+def points(axes: Any) -> dict[str, list[list[float]]]:
     return {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
 
 
-def test_a_picture_has_the_magnitudes_and_errors_of_each_layer_and_head():
-    shown_panels = panels(scales_of(found(5, 3)), found(5, 3))
-    magnitudes = drawn(shown_panels["largest magnitude of K and V, by layer"])
+def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():
+    panels_by_title = panels(scales_of(make_report(5, 3)), make_report(5, 3))
+    magnitudes = points(panels_by_title["largest magnitude of K and V, by layer"])
     for name, amax, error in (("K", 10.0, 0.02), ("V", 1.0, 0.01)):
         table = amax + np.arange(5)[:, None] + np.arange(3) / 8
-        (image,) = shown_panels[f"largest magnitude of {name}, by layer and head"].get_images()
+        (image,) = panels_by_title[f"largest magnitude of {name}, by layer and head"].get_images()
         assert image.get_array().tolist() == table.T.tolist()
         largest = [[layer, heads[2]] for layer, heads in enumerate(table)]
         assert magnitudes[f"{name}, largest head"] == largest
-        axes = shown_panels[f"error of {name} in 8 bits, by layer"]
+        axes = panels_by_title[f"error of {name} in 8 bits, by layer"]
         styles = {line.get_label(): line.get_linestyle() for line in axes.get_lines()}
         assert styles == {key: ":" if key.startswith(DYNAMIC) else "-" for key in ERRORS}
-        for place, key in enumerate(ERRORS):
-            expected = 100 * (error + np.arange(5) / 1000) * (1 + place / 10)
-            np.testing.assert_allclose([y for _, y in drawn(axes)[key]], expected, rtol=1e-12)
+        for index, key in enumerate(ERRORS):
+            expected = 100 * (error + np.arange(5) / 1000) * (1 + index / 10)
+            np.testing.assert_allclose([y for _, y in points(axes)[key]], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("scales", "expected"),
     [
         (per_layer([0.5, 0.75]), [[224.0, 336.0]]),
-        (KVScales({0: SOME, 1: HEADS}), [[224.0, 448.0], [224.0, 4928.0]]),
-        (KVScales({0: LayerScales(torch.ones(2, 3).cumsum(1), SOME.v)}), [[1344.0], [1344.0]]),
+        (KVScales({0: TENSOR, 1: HEADS}), [[224.0, 448.0], [224.0, 4928.0]]),
+        (KVScales({0: LayerScales(torch.ones(2, 3).cumsum(1), TENSOR.v)}), [[1344.0], [1344.0]]),
     ],
     ids=["tensor", "tensor and head", "largest channel"],
 )
-def test_without_a_report_the_picture_is_of_the_scales(scales, expected):
+def test_a_plot_without_a_report_shows_the_scales(scales, expected):
     (image,) = panels(scales, None)["448 × scale of K, by layer and head"].get_images()
     assert image.get_array().tolist() == expected
-    (words,) = panels(scales, None)["error of V in 8 bits, by layer"].texts
-    assert "inspect SCALES --model MODEL --texts FILE" in words.get_text()
+    (text,) = panels(scales, None)["error of V in 8 bits, by layer"].texts
+    assert "inspect SCALES --model MODEL --texts FILE" in text.get_text()
 
 
-def test_missing_layers_and_zeros_are_left_out():
-    made = found(6, 2)
-    k = replace(made.layers[4].k, amax=(0.0, 3.0), error={"fp8_e4m3": 0.0})
-    part = replace(made, layers={1: made.layers[1], 4: replace(made.layers[4], k=k)})
-    magnitudes = drawn(panels(scales_of(made), part)["largest magnitude of K and V, by layer"])
+def test_a_plot_omits_missing_layers_and_zeros():
+    result = make_report(6, 2)
+    k = replace(result.layers[4].k, amax=(0.0, 3.0), error={"fp8_e4m3": 0.0})
+    part = replace(result, layers={1: result.layers[1], 4: replace(result.layers[4], k=k)})
+    magnitudes = points(panels(scales_of(result), part)["largest magnitude of K and V, by layer"])
     assert magnitudes["K, largest head"] == [[1, 11.125], [4, 3.0]]
-    nothing = report.SideStatistics((0.0, 0.0), 0.0, 0.0, {})
-    layers = {i: replace(layer, k=nothing, v=nothing) for i, layer in made.layers.items()}
-    empty = panels(scales_of(made), replace(made, layers=layers))
+    zeros = report.SideStatistics((0.0, 0.0), 0.0, 0.0, {})
+    layers = {i: replace(layer, k=zeros, v=zeros) for i, layer in result.layers.items()}
+    empty = panels(scales_of(result), replace(result, layers=layers))
     assert empty["error of K in 8 bits, by layer"].texts
 
 
-# Grid: labels collide first with many layers and heads, with measurements and without.
+# Grid: labels collide first with many layers and heads, with and without measurements.
 @pytest.mark.parametrize(("layers", "heads", "measured"), [(80, 8, True), (80, 128, False)])
-def test_no_label_lies_on_another(layers, heads, measured):
-    made = found(layers, heads, model="org/" + "a-long-name-" * 20)
-    figure = scales_figure(scales_of(made), made if measured else None)
+def test_no_labels_overlap(layers, heads, measured):
+    result = make_report(layers, heads, model="org/" + "a-long-name-" * 20)
+    figure = scales_figure(scales_of(result), result if measured else None)
     figure.draw_without_rendering()
     texts = [figure._suptitle]
     for axes in figure.axes:
@@ -357,24 +357,24 @@ def test_no_label_lies_on_another(layers, heads, measured):
     assert len(boxes) > 20
     width, height = figure.canvas.get_width_height()
     assert all(b.x0 >= 0 and b.x1 <= width and b.y0 >= 0 and b.y1 <= height for b in boxes)
-    for box, other in itertools.combinations(boxes, 2):
-        beside = box.x1 <= other.x0 or other.x1 <= box.x0
-        assert beside or box.y1 <= other.y0 or other.y1 <= box.y0, (box, other)
+    for box, second in itertools.combinations(boxes, 2):
+        apart = box.x1 <= second.x0 or second.x1 <= box.x0
+        assert apart or box.y1 <= second.y0 or second.y1 <= box.y0, (box, second)
 
 
 def test_a_png_is_written_1600_pixels_wide(tmp_path):
-    made = found(model="C:\\models\\$x_{1$ and\nmore")  # signs of formulas are drawn as they are
-    title = scales_figure(scales_of(made), made).get_suptitle()
+    result = make_report(model="C:\\models\\$x_{1$ and\nmore")  # formulas are not rendered
+    title = scales_figure(scales_of(result), result).get_suptitle()
     assert title.splitlines()[0] == r"C:\models\$x_{1$ and more"
     plotted = "matplotlib.pyplot" in sys.modules
-    plot_scales(scales_of(made), made, path := tmp_path / "scales.png")
+    plot_scales(scales_of(result), result, path := tmp_path / "scales.png")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(path.read_bytes()[16:20], "big") == 1600
     assert list(tmp_path.iterdir()) == [path]
     assert ("matplotlib.pyplot" in sys.modules) == plotted
 
 
-def test_a_full_disk_leaves_the_old_picture(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_plot(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

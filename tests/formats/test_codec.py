@@ -1,7 +1,7 @@
 """Every format against its definition: all codes, all 16-bit inputs, ties and edges of float32.
 
-The references here share nothing with the library: they are written from the papers, in exact
-rational or float64 arithmetic, and the table of formats is typed in again.
+The references share no code with the library. They follow the papers in exact rational or float64
+arithmetic, and the table of formats is written a second time.
 """
 
 import functools
@@ -26,14 +26,14 @@ INF, NAN = float("inf"), float("nan")
 
 @dataclass(frozen=True)
 class Spec:
-    """A format as its paper defines it; `nan` and `inf` are sets of codes."""
+    """A format as its paper defines it. `nan` and `inf` are sets of codes."""
 
     mantissa_bits: int
     bias: int
     largest: float
     nan: frozenset[int]
     inf: frozenset[int] = frozenset()
-    # What a NaN of either sign is stored as.
+    # Codes of a NaN of either sign.
     positive_nan: int = 0x7F
     negative_nan: int = 0xFF
     has_negative_zero: bool = True
@@ -47,7 +47,7 @@ SPECS = {
     "fp8_e5m2": Spec(2, 15, 57344.0, E5M2_NAN, frozenset({0x7C, 0xFC})),
     "fp8_e3m4": Spec(4, 3, 31.0, **ONLY_0X80, has_negative_zero=False),
     "fp8_e2m5": Spec(5, 1, 7.875, **ONLY_0X80, has_negative_zero=False),
-    # Without exponent bits: steps of one.
+    # Without exponent bits, all steps are one.
     "int8": Spec(7, -6, 127.0, **ONLY_0X80, has_negative_zero=False),
 }
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
@@ -55,11 +55,11 @@ ALL_CODES = torch.arange(256, dtype=torch.uint8)
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
-# The references.
+# -- references ------------------------------------------------------------------------------------
 
 
 def exact_value(code: int, spec: Spec) -> Fraction:
-    """What a finite code stands for."""
+    """Return the value of a finite code."""
     sign = -1 if code & 0x80 else 1
     exponent, fraction = divmod(code & 0x7F, 1 << spec.mantissa_bits)
     if exponent == 0:
@@ -69,61 +69,61 @@ def exact_value(code: int, spec: Spec) -> Fraction:
 
 
 def finite_codes(spec: Spec) -> list[int]:
-    """The codes that stand for a number, in the order of the codes."""
+    """Return the codes with finite values, in the order of the codes."""
     return [c for c in range(256) if c not in spec.nan | spec.inf]
 
 
 def grid(spec: Spec) -> Floats:
-    """The numbers that the codes 0, 1, 2 ... stand for, up to the largest."""
+    """Return the values of the codes 0, 1, 2, ... up to the largest value."""
     values = [float(exact_value(c, spec)) for c in finite_codes(spec) if c < 0x80]
     assert values == sorted(values)
     assert values[-1] == spec.largest
     return np.array(values)
 
 
-def expected_codes(numbers: Floats, spec: Spec, negative: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """Nearest code, ties to even, saturating: by search among all values and midpoints.
+def expected_codes(values: Floats, spec: Spec, negative: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """Return the nearest code, ties to even, saturating. The search covers values and midpoints.
 
-    Midpoints of neighbours and all inputs (float32 or narrower) are exact in float64.
+    Midpoints of neighbors and all inputs (float32 or narrower) are exact in float64.
     """
-    values = grid(spec)
-    magnitude = np.minimum(np.abs(numbers), spec.largest)
+    levels = grid(spec)
+    magnitude = np.minimum(np.abs(values), spec.largest)
     with np.errstate(invalid="ignore"):
-        below = np.clip(np.searchsorted(values, magnitude, side="right") - 1, 0, len(values) - 2)
-        middle = (values[below] + values[below + 1]) / 2
+        below = np.clip(np.searchsorted(levels, magnitude, side="right") - 1, 0, len(levels) - 2)
+        middle = (levels[below] + levels[below + 1]) / 2
         up = (magnitude > middle) | ((magnitude == middle) & (below % 2 == 1))
     code = below + up
     code = np.where(negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
-    of_nan = np.where(negative, spec.negative_nan, spec.positive_nan)
-    return torch.from_numpy(np.where(np.isnan(numbers), of_nan, code).astype(np.uint8))
+    nan_code = np.where(negative, spec.negative_nan, spec.positive_nan)
+    return torch.from_numpy(np.where(np.isnan(values), nan_code, code).astype(np.uint8))
 
 
-def assert_codes(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, spec: Spec) -> None:
-    """Equal, or the first input that differs. A NaN may be of either sign.
+def assert_codes(x: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, spec: Spec) -> None:
+    """Check that codes are equal, and report the first difference. A NaN may have either sign.
 
-    CUDA's conversion drops the sign of a NaN, a CPU's keeps it.
+    CUDA's conversion drops the sign of a NaN, and a CPU's conversion keeps it.
     """
-    assert got.dtype == torch.uint8
-    assert got.shape == x.shape
+    assert actual.dtype == torch.uint8
+    assert actual.shape == x.shape
     nan = torch.tensor(sorted(spec.nan), dtype=torch.uint8)
-    both_nan = torch.isin(got.cpu(), nan) & torch.isin(expected, nan)
-    wrong = ((got.cpu() != expected) & ~both_nan).nonzero().flatten()
-    if len(wrong):
-        i = int(wrong[0])
+    both_nan = torch.isin(actual.cpu(), nan) & torch.isin(expected, nan)
+    different = ((actual.cpu() != expected) & ~both_nan).nonzero().flatten()
+    if len(different):
+        i = int(different[0])
         raise AssertionError(
-            f"{len(wrong)} of {len(x)} codes are wrong; the first: {x[i].item()!r} became "
-            f"{got[i].item():#04x}, expected {expected[i].item():#04x}"
+            f"{len(different)} of {len(x)} codes are wrong. The first: {x[i].item()!r} became "
+            f"{actual[i].item():#04x}, expected {expected[i].item():#04x}"
         )
 
 
 def from_bits(bits: npt.NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of a dtype with these bit patterns."""
-    of = {torch.float32: (np.uint32, np.int32)}.get(dtype, (np.uint16, np.int16))
-    return torch.from_numpy(bits.astype(of[0]).view(of[1])).view(dtype)
+    """Return the values of a dtype with these bit patterns."""
+    types = {torch.float32: (np.uint32, np.int32)}.get(dtype, (np.uint16, np.int16))
+    return torch.from_numpy(bits.astype(types[0]).view(types[1])).view(dtype)
 
 
 def as_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """The numbers, and which have the sign bit set; read by numpy from the bits."""
+    """Return the values, and whether their sign bits are set. numpy reads them from the bits."""
     if x.dtype == torch.bfloat16:
         bits = x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
         narrow: npt.NDArray[np.floating] = bits.view(np.float32)
@@ -133,36 +133,36 @@ def as_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
         return narrow.astype(np.float64), np.signbit(narrow)
 
 
-# Inputs.
+# -- inputs ----------------------------------------------------------------------------------------
 
 
 @functools.cache
 def float32_grid() -> torch.Tensor:
-    """All signs and exponents times mantissas on, beside and between the bits that formats keep.
+    """Return all signs and exponents, with mantissas on, next to and between the bits of formats.
 
-    Infinities, and NaN with many payloads, are those of the last exponent.
+    The last exponent gives infinities, and NaN with many payloads.
     """
-    kept = np.arange(32) << 18
-    rest = np.array([0, 1, 2, 0x1FFFF, 0x20000, 0x20001, 0x3FFFE, 0x3FFFF])
+    high = np.arange(32) << 18
+    low = np.array([0, 1, 2, 0x1FFFF, 0x20000, 0x20001, 0x3FFFE, 0x3FFFF])
     single = 1 << np.arange(23)
-    mantissas = np.unique(np.concatenate([(kept[:, None] | rest).ravel(), single, single - 1]))
+    mantissas = np.unique(np.concatenate([(high[:, None] | low).ravel(), single, single - 1]))
     exponents = np.arange(256) << 23
     positive = (exponents[:, None] | mantissas).ravel()
     return from_bits(np.concatenate([positive, positive | 1 << 31]), torch.float32)
 
 
 def float32_ties(spec: Spec) -> torch.Tensor:
-    """Every value, every midpoint of neighbours and the saturation edge, and one ulp to each side.
+    """Return each value, each midpoint of neighbors and the saturation edge, and their neighbors.
 
-    One step past the largest value, the midpoint to what would be the next number counts too.
+    One step past the largest value, the midpoint to the next value is also included.
     """
     values = grid(spec)
     step = values[-1] - values[-2]
     edge = [spec.largest + step * f for f in (0.25, 0.5, 0.75, 1.0, 2.0)]
     exact = np.concatenate([values, (values[1:] + values[:-1]) / 2, edge]).astype(np.float32)
-    beside = [np.nextafter(exact, np.float32(to), dtype=np.float32) for to in (-np.inf, np.inf)]
-    every = np.concatenate([exact, *beside])
-    return torch.from_numpy(np.concatenate([every, -every]))
+    neighbors = [np.nextafter(exact, np.float32(to), dtype=np.float32) for to in (-np.inf, np.inf)]
+    all_values = np.concatenate([exact, *neighbors])
+    return torch.from_numpy(np.concatenate([all_values, -all_values]))
 
 
 EVERY_16_BIT_PATTERN = np.arange(1 << 16)
@@ -170,7 +170,7 @@ EVERY_16_BIT_PATTERN = np.arange(1 << 16)
 
 @functools.cache
 def inputs(kind: str, spec: Spec) -> torch.Tensor:
-    """The numbers that a case of the codec's tests goes through."""
+    """Return the inputs of a test case."""
     if kind == "every-bfloat16":
         return from_bits(EVERY_16_BIT_PATTERN, torch.bfloat16)
     if kind == "every-float16":
@@ -184,15 +184,15 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @functools.cache
 def expected(kind: str, spec: Spec) -> torch.Tensor:
-    """What these numbers become."""
-    numbers, negative = as_float64(inputs(kind, spec))
-    return expected_codes(numbers, spec, negative)
+    """Return the expected codes of these inputs."""
+    values, negative = as_float64(inputs(kind, spec))
+    return expected_codes(values, spec, negative)
 
 
-# What a code means.
+# -- decoding --------------------------------------------------------------------------------------
 
 
-def test_the_formats_are_those_of_this_file():
+def test_the_formats_match_this_file():
     assert list(FORMATS) == list(SPECS)
 
 
@@ -212,28 +212,28 @@ def test_the_constants_of_a_format_follow_from_its_definition(fmt):
 @formats
 def test_every_code_decodes_to_its_definition(fmt, device):
     spec = SPECS[fmt.name]
-    got = decode(ALL_CODES.to(device), fmt)
-    assert got.dtype == torch.float32
-    for code, number in enumerate(got.tolist()):
+    actual = decode(ALL_CODES.to(device), fmt)
+    assert actual.dtype == torch.float32
+    for code, value in enumerate(actual.tolist()):
         if code in spec.nan:
-            assert math.isnan(number), f"{code:#04x}"
+            assert math.isnan(value), f"{code:#04x}"
         elif code in spec.inf:
-            assert number == (-INF if code & 0x80 else INF), f"{code:#04x}"
+            assert value == (-INF if code & 0x80 else INF), f"{code:#04x}"
         else:
-            assert Fraction(number) == exact_value(code, spec), f"{code:#04x}"
-            # The sign of zero too.
-            assert math.copysign(1, number) == (-1 if code & 0x80 else 1), f"{code:#04x}"
+            assert Fraction(value) == exact_value(code, spec), f"{code:#04x}"
+            # The sign of zero must also match.
+            assert math.copysign(1, value) == (-1 if code & 0x80 else 1), f"{code:#04x}"
     if fmt.torch_dtype:
-        theirs = ALL_CODES.view(fmt.torch_dtype).float()
-        torch.testing.assert_close(got.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+        torch_values = ALL_CODES.view(fmt.torch_dtype).float()
+        torch.testing.assert_close(actual.cpu(), torch_values, rtol=0, atol=0, equal_nan=True)
 
 
-# What a number becomes.
+# -- encoding --------------------------------------------------------------------------------------
 
 
 @kinds
 @formats
-def test_a_number_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
+def test_a_value_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     spec = SPECS[fmt.name]
     x = inputs(kind, spec)
     assert_codes(x, encode(x.to(device), fmt), expected(kind, spec), spec)
@@ -243,7 +243,7 @@ def test_shapes_and_strides_do_not_matter():
     fmt, x = FORMATS["fp8_e4m3"], torch.randn(6, 10) * 1000
     before = x.clone()
     codes = encode(x, fmt)
-    assert torch.equal(x, before), "the input is left alone"
+    assert torch.equal(x, before), "the input must not change"
     assert torch.equal(encode(x.T, fmt), codes.T)
     assert torch.equal(encode(x[::2, 1::3], fmt), codes[::2, 1::3])
     assert torch.equal(encode(x[2, 3], fmt), codes[2, 3])
@@ -252,12 +252,12 @@ def test_shapes_and_strides_do_not_matter():
     assert encode(x[:0], fmt).shape == decode(codes[:0], fmt).shape == (0, 10)
 
 
-# Dynamic scales.
+# -- dynamic scales --------------------------------------------------------------------------------
 
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_vector_of_next_to_nothing_gets_the_smallest_scale(fmt, dtype):
+def test_a_vector_of_zeros_or_tiny_values_gets_the_smallest_scale(fmt, dtype):
     x = torch.tensor([[0.0, 0.0], [-0.0, 0.0], [1e-45, -1e-40]], dtype=dtype)
     scale = dynamic_scale(x, fmt)
     assert scale.tolist() == [MIN_SCALE] * 3
@@ -267,7 +267,7 @@ def test_a_vector_of_next_to_nothing_gets_the_smallest_scale(fmt, dtype):
 @formats
 @pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF], ids=["nan", "-nan", "inf", "-inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_reads_back_as_nan(fmt, bad, dtype):
+def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt, bad, dtype):
     x = torch.tensor([[1.0, bad, 0.0], [1.0, 2.0, 3.0]], dtype=dtype)
     scale = dynamic_scale(x, fmt)
     assert scale[0].isnan()
@@ -279,8 +279,8 @@ def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_reads_back_as_nan(
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scales_are_per_vector_and_of_every_16_bit_number(fmt, dtype, device):
-    # One vector for each positive finite pattern: half of the number, and its negative.
+def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, device):
+    # One vector for each positive finite pattern: half of the value, and its negative.
     if dtype == torch.float32:
         x = float32_grid()
     else:
@@ -289,24 +289,24 @@ def test_scales_are_per_vector_and_of_every_16_bit_number(fmt, dtype, device):
     x = largest[:, None] * torch.tensor([0.5, -1.0], dtype=dtype)
     scale = dynamic_scale(x.to(device), fmt).cpu()
     assert scale.shape == x.shape[:-1]
-    # numpy divides and rounds as IEEE says; upwards, then, is adding one to the upper half.
+    # numpy rounds as IEEE specifies. Rounding up to bfloat16 adds one to the upper half.
     quotient = largest.float().numpy() / np.float32(fmt.max)
     bits = np.maximum(quotient, np.float32(MIN_SCALE)).view(np.uint32)
     expected = (bits >> 16) + (bits & 0xFFFF > 0)
     assert np.array_equal(scale.view(torch.int16).numpy().view(np.uint16), expected)
-    # A number never saturates: the quotient, the reciprocal and the product round by 2^-24 each.
+    # No value saturates. The quotient, the reciprocal and the product round by 2^-24 each.
     scaled = x[:, 1].float() * scale.float().reciprocal()
     assert scaled.abs().max() <= fmt.max * (1 + 2.0**-22)
-    # A scale rounded up costs less than 2^-7: less than half of the last step, one of int8's.
-    lost = 1 if fmt.name == "int8" else 0
+    # Rounding up costs less than 2^-7: less than half of the last step, or one step of int8.
+    tolerance = 1 if fmt.name == "int8" else 0
     codes = encode(scaled[torch.from_numpy(quotient >= MIN_SCALE)], fmt) & 0x7F
-    assert codes.min() >= fmt.max_code - lost
+    assert codes.min() >= fmt.max_code - tolerance
 
 
-# What was written before.
+# -- compatibility ---------------------------------------------------------------------------------
 
 
-# Of 2026-11-22: caches and scales in files would mean something else if one of these changed.
+# As of 2026-11-22. A change of one of these would change the meaning of saved caches and scales.
 GOLDEN = {
     "fp8_e4m3": "53f788649983ea3c",
     "fp8_e4m3fnuz": "e575762e9ff01098",
@@ -318,22 +318,22 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_codes_numbers_and_scales_are_those_of_earlier_versions(name):
+def test_codes_values_and_scales_match_earlier_versions(name):
     fmt = FORMATS[name]
-    # Of no generator, which may give other numbers with another torch.
+    # No generator is used, because different versions of torch may give different values.
     spread = (torch.arange(80 * 64) * 2654435761 % 2**32 - 2**31).float() * 2.0**-31
     vectors = spread.view(80, 64) ** 3 * 2.0 ** torch.arange(-40, 40)[:, None]
-    found = [
+    results = [
         encode(torch.cat([float32_grid(), float32_ties(SPECS[name])]), fmt),
         decode(ALL_CODES, fmt).nan_to_num(nan=-12345.0),
         dynamic_scale(vectors, fmt),
         search_scale(vectors, fmt),
     ]
-    digest = hashlib.sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in found))
+    digest = hashlib.sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in results))
     assert digest.hexdigest()[:16] == GOLDEN[name]
 
 
-# Scales from one format to another.
+# -- scales for a different format -----------------------------------------------------------------
 
 
 FACTORS = {
@@ -343,25 +343,25 @@ FACTORS = {
 
 
 @formats
-def test_a_scale_made_for_e4m3_still_reaches_448(fmt):
+def test_a_scale_for_e4m3_still_covers_448(fmt):
     assert fmt.scale_from_e4m3 == FACTORS[fmt.name]
     largest = torch.tensor([448.0]) / fmt.scale_from_e4m3
     assert largest.item() <= fmt.max
-    back = decode(encode(largest, fmt), fmt) * fmt.scale_from_e4m3
-    assert back.item() == pytest.approx(448.0, rel=2.0**-23)
+    decoded = decode(encode(largest, fmt), fmt) * fmt.scale_from_e4m3
+    assert decoded.item() == pytest.approx(448.0, rel=2.0**-23)
 
 
-# Circumstances.
+# -- settings of torch -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def flushed_subnormals() -> Iterator[None]:
-    """Subnormal numbers are flushed to zero; on one thread, since the setting is per thread."""
+    """Flush subnormal values to zero. Use one thread, because the setting is per thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if not torch.set_flush_denormal(True):
         torch.set_num_threads(threads)
-        pytest.skip("this processor cannot flush subnormal numbers")
+        pytest.skip("this CPU cannot flush subnormal values")
     code_table.cache_clear()
     try:
         assert (torch.tensor([2.0**-149]) * 1.0).item() == 0.0
@@ -379,14 +379,14 @@ def test_flushing_subnormals_changes_nothing(fmt, flushed_subnormals):
     values, scales = decode(ALL_CODES, fmt), dynamic_scale(x, fmt)
     torch.set_flush_denormal(False)
     code_table.cache_clear()
-    for kind, got in zip(KINDS, codes, strict=True):
+    for kind, actual in zip(KINDS, codes, strict=True):
         spec = SPECS[fmt.name]
-        assert_codes(inputs(kind, spec), got, expected(kind, spec), spec)
+        assert_codes(inputs(kind, spec), actual, expected(kind, spec), spec)
     assert torch.equal(values.view(torch.int32), decode(ALL_CODES, fmt).view(torch.int32))
     assert torch.equal(scales.view(torch.int16), dynamic_scale(x, fmt).view(torch.int16))
 
 
-def test_a_table_first_made_in_inference_mode_is_an_ordinary_tensor():
+def test_a_table_created_in_inference_mode_is_an_ordinary_tensor():
     fmt = FORMATS["fp8_e4m3"]
     code_table.cache_clear()
     with torch.inference_mode():
@@ -397,7 +397,7 @@ def test_a_table_first_made_in_inference_mode_is_an_ordinary_tensor():
     assert weight.grad is not None
 
 
-def test_the_default_dtype_does_not_matter():
+def test_the_default_dtype_has_no_effect():
     fmt = FORMATS["fp8_e3m4"]
     x = torch.randn(64)
     codes, values = encode(x, fmt), decode(ALL_CODES, fmt)
@@ -410,7 +410,7 @@ def test_the_default_dtype_does_not_matter():
     code_table.cache_clear()
 
 
-# Names.
+# -- names -----------------------------------------------------------------------------------------
 
 
 NAMES = {
@@ -432,10 +432,10 @@ def test_names_of_storage_dtypes(name, canonical):
     ["", "FP8", "fp8_e4m4", "bfloat16", None, 8, torch.uint8, torch.bfloat16, ["fp8"]],
     ids=str,
 )
-def test_other_names_are_refused_with_the_known_ones(name):
+def test_an_error_for_an_unknown_name_lists_the_known_names(name):
     with pytest.raises(
         ConfigError, match=r"key_dtype: expected one of 'model', 'fp8'.*got"
     ) as info:
         parse_dtype(name, "key_dtype")
     assert repr(name) in str(info.value)
-    assert all(repr(known) in str(info.value) for known in FORMATS)
+    assert all(repr(fmt_name) in str(info.value) for fmt_name in FORMATS)

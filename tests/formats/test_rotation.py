@@ -1,4 +1,4 @@
-"""The rotation: Hadamard's matrix by blocks, and its own inverse."""
+"""The rotation multiplies blocks by Hadamard's matrix and is its own inverse."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hf_fp8kv.formats.rotation import rotate, rotation_block
 
 
 def hadamard(size: int) -> torch.Tensor:
-    """Sylvester's construction, in float64."""
+    """Return the matrix by Sylvester's construction, in float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -17,16 +17,16 @@ def hadamard(size: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dim", "block"), [(1, 1), (2, 2), (24, 8), (64, 64), (80, 16), (96, 32), (192, 64), (256, 256)]
 )
-def test_it_is_the_product_with_hadamards_matrix_by_blocks(dim, block):
+def test_rotation_is_the_product_with_hadamards_matrix_by_blocks(dim, block):
     assert rotation_block(dim) == block
     x = torch.randn(3, 5, dim)
     expected = x.double().unflatten(-1, (-1, block)) @ hadamard(block)
-    # Each of log2(block) sums is rounded once, relative to the size of the vector.
+    # Each of the log2(block) sums is rounded once, relative to the norm of the vector.
     bound = 2.0**-23 * x.double().norm(dim=-1).max()
     assert (rotate(x).double() - expected.flatten(-2)).abs().max() <= bound
     assert (rotate(rotate(x)).double() - x).abs().max() <= 2 * bound
 
 
-def test_sixteen_bits_are_widened_first():
+def test_sixteen_bit_values_are_widened_first():
     x = torch.randn(2, 64).bfloat16()
     assert torch.equal(rotate(x), rotate(x.float()))

@@ -1,4 +1,4 @@
-"""The scale that K is stored with: the same bits in every backend, and what it gains."""
+"""The scale of K: identical bits in every backend, and its gain in accuracy."""
 
 import math
 
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 
 def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pages:
-    """Pages of one sequence, in which every byte is NaN or 0xFF."""
+    """Return pages of one sequence, in which every byte is NaN or 0xFF."""
     columns = -(-tokens // SLOTS)
     scales = torch.full((columns, HEADS, SLOTS, 2), math.nan, dtype=torch.bfloat16)
     k, v = (
@@ -40,10 +40,10 @@ def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pag
     )  # fmt: skip
 
 
-def written(
+def write_and_read(
     key: Tensor, name: str, backend: str, center: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The codes of K, its scales, and V's where V is K, after a write of `key` `[1, H, T, D]`."""
+    """Write `key`, `[1, H, T, D]`, as K and V. Return K's codes, and the scales of K and V."""
     tokens = key.shape[2]
     stored = pages(name, tokens, key.shape[3], center)
     ops.write(stored, key, key, torch.tensor([tokens], dtype=torch.int32), backend)
@@ -58,7 +58,7 @@ def written(
 
 
 def ordinary(dim: int, rows: int = 30) -> Tensor:
-    """Vectors of very different size and shape: `[3 * rows, dim]`."""
+    """Return vectors of very different size and shape, `[3 * rows, dim]`."""
     size = torch.exp2(torch.randint(-60, 60, (3 * rows, 1)))
     outlier = torch.randn(rows, dim)
     outlier[:, 0] *= 30
@@ -66,56 +66,56 @@ def ordinary(dim: int, rows: int = 30) -> Tensor:
 
 
 def special(dim: int) -> Tensor:
-    """Vectors that hold numbers at the edges of float32, alone or beside ordinary ones."""
-    numbers = [0.0, -0.0, 1e-45, -1e-40, 1e-35, -1e-35, 1e-30, 1e38, -3.4e38]
-    numbers += [math.inf, -math.inf, math.nan]
-    found = [torch.zeros(len(numbers), dim), torch.randn(len(numbers), dim)]
-    for x in found:
-        x[:, dim // 3] = torch.tensor(numbers)
-    found += [torch.full((1, dim), x) for x in numbers]
-    found += [torch.randn(1, dim) * size for size in (1e-40, 1e-35, 1e-28, 1e37)]
-    return torch.cat(found)
+    """Return vectors with values at the edges of float32, alone or next to ordinary values."""
+    edges = [0.0, -0.0, 1e-45, -1e-40, 1e-35, -1e-35, 1e-30, 1e38, -3.4e38]
+    edges += [math.inf, -math.inf, math.nan]
+    vectors = [torch.zeros(len(edges), dim), torch.randn(len(edges), dim)]
+    for x in vectors:
+        x[:, dim // 3] = torch.tensor(edges)
+    vectors += [torch.full((1, dim), x) for x in edges]
+    vectors += [torch.randn(1, dim) * size for size in (1e-40, 1e-35, 1e-28, 1e37)]
+    return torch.cat(vectors)
 
 
 def ties(dim: int) -> Tensor:
-    """Short numbers, of which many are half-way between two codes for some of the scales."""
-    found = torch.randint(-511, 512, (30, dim)) / 2.0 ** torch.randint(0, 9, (30, 1))
-    found[:10] = found[:10].abs().clamp(min=257)
-    return found
+    """Return short values, many of which lie between two codes for some of the scales."""
+    vectors = torch.randint(-511, 512, (30, dim)) / 2.0 ** torch.randint(0, 9, (30, 1))
+    vectors[:10] = vectors[:10].abs().clamp(min=257)
+    return vectors
 
 
-def same(found: Tensor, expected: Tensor, name: str) -> None:
-    """Asserts that codes are equal; a NaN may have either sign."""
+def assert_same_codes(actual: Tensor, expected: Tensor, name: str) -> None:
+    """Check that codes are equal. A NaN may have either sign."""
     fmt = FORMATS[name]
     nan = decode(expected, fmt).isnan()
-    assert torch.equal(decode(found, fmt).isnan(), nan)
-    assert torch.equal(found[~nan], expected[~nan])
+    assert torch.equal(decode(actual, fmt).isnan(), nan)
+    assert torch.equal(actual[~nan], expected[~nan])
 
 
-def same_scales(found: Tensor, expected: Tensor) -> None:
-    """Asserts that scales are equal; which NaN one is says nothing."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+def assert_same_scales(actual: Tensor, expected: Tensor) -> None:
+    """Check that scales are equal. Any NaN equals any other NaN."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def check(key: Tensor, name: str, backend: str, center: Tensor | None = None) -> None:
-    """Asserts that what is written is what `search_scale` and `encode` say."""
-    codes, scales, of_v = written(key, name, backend, center)
+    """Check that written codes and scales match `search_scale` and `encode`."""
+    codes, scales, v_scales = write_and_read(key, name, backend, center)
     fmt, x = FORMATS[name], key[0].float()
     centered = x if center is None else x - center[0, :, None]
     expected = search_scale(centered, fmt)
-    same_scales(scales, expected)
-    same_scales(of_v, dynamic_scale(x, fmt))
-    same(codes, encode(centered * expected.float().reciprocal()[..., None], fmt), name)
+    assert_same_scales(scales, expected)
+    assert_same_scales(v_scales, dynamic_scale(x, fmt))
+    assert_same_codes(codes, encode(centered * expected.float().reciprocal()[..., None], fmt), name)
 
 
-def shaped(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`[1, H, T, D]`, of as many vectors as come in whole tokens."""
+def as_keys(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Reshape vectors to `[1, H, T, D]`. Vectors of an incomplete token are dropped."""
     tokens = len(vectors) // HEADS
     return vectors[: tokens * HEADS].view(1, HEADS, tokens, -1).to(dtype)
 
 
-# Grid: backends vectorize over a vector's numbers, so that a format meets each size and dtype, on
-# each backend, with a center and without.
+# Grid: backends vectorize over the values of a vector. Each format meets each size and dtype, on
+# each backend, with and without a center.
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 GRID = pairwise(
     NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], ["reference", "torch", "cpu"]
@@ -126,7 +126,7 @@ GRID = pairwise(
 def test_every_backend_writes_the_same_bytes(name, dim, dtype, centered, backend):
     if reason := ops.available_backends().get(backend):
         pytest.skip(reason)
-    key = shaped(torch.cat([ordinary(dim), ties(dim), special(dim)]), dtype)
+    key = as_keys(torch.cat([ordinary(dim), ties(dim), special(dim)]), dtype)
     if not centered:
         check(key, name, backend)
         return
@@ -145,74 +145,74 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     fmt = FORMATS[name]
     top = 2.0 ** math.floor(math.log2(fmt.max))
     step = max(top * 2.0**-fmt.mantissa_bits, fmt.min_subnormal)
-    # The first scale is 1, and every number but one is close to half-way between two codes.
+    # The first scale is 1, and all values except one are nearly half-way between two codes.
     share = torch.randint(500, 513, (4, dim)) / 1024
     worst = (top + step * (torch.randint(0, 4, (4, dim)) + share)) * torch.randn(4, dim).sign()
     worst[:, 3] = fmt.max
     error = (decode(encode(worst, fmt), fmt) - worst).abs() * fmt.error_unit
     assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
-    check(shaped(torch.cat([worst, worst * 1.001, torch.randn(8, dim)])), name, backend)
+    check(as_keys(torch.cat([worst, worst * 1.001, torch.randn(8, dim)])), name, backend)
 
 
-def test_a_scale_does_not_depend_on_its_neighbours():
+def test_a_scale_does_not_depend_on_other_vectors():
     x = torch.cat([ordinary(48), special(48)])
     fmt = FORMATS["fp8_e3m4"]
     expected = search_scale(x, fmt)
-    same_scales(torch.stack([search_scale(row, fmt) for row in x]), expected)
+    assert_same_scales(torch.stack([search_scale(row, fmt) for row in x]), expected)
     assert search_scale(x.view(2, -1, 1, 48), fmt).shape == (2, len(x) // 2, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_choice_at_every_size(name):
-    """Down to sizes whose squares, as float32, are zero."""
-    fmt, x = FORMATS[name], torch.randn(200, 64) * fmt_size(name)
+def test_the_choice_does_not_depend_on_the_magnitude(name):
+    """At the smallest magnitude, the squares are zero in float32."""
+    fmt, x = FORMATS[name], torch.randn(200, 64) * unit_size(name)
     expected = search_scale(x, fmt).double()
     assert len((expected / dynamic_scale(x, fmt).double()).unique()) > 8
     for power in (-95, -60, -1, 30, 80):
-        found = search_scale(x * 2.0**power, fmt).double()
-        assert torch.equal(found, expected * 2.0**power)
+        scaled = search_scale(x * 2.0**power, fmt).double()
+        assert torch.equal(scaled, expected * 2.0**power)
 
 
-def fmt_size(name: str) -> float:
-    """What makes scales of about one."""
+def unit_size(name: str) -> float:
+    """Return a size of vectors for which scales are about one."""
     return FORMATS[name].max / 3
 
 
-# What it gains.
+# -- gain in accuracy ------------------------------------------------------------------------------
 
 
 def squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
-    """Of each vector, after encoding and decoding with `scale`; in float64."""
+    """Return the error of each vector after encoding and decoding with `scale`, in float64."""
     fmt = FORMATS[name]
     codes = encode(x * scale.float().reciprocal()[..., None], fmt)
-    back = decode(codes, fmt).double() * scale.double()[..., None]
-    return (back - x.double()).square().sum(-1)
+    decoded = decode(codes, fmt).double() * scale.double()[..., None]
+    return (decoded - x.double()).square().sum(-1)
 
 
 def candidates(x: Tensor, name: str) -> list[Tensor]:
     first = dynamic_scale(x, FORMATS[name]).double()
-    found = []
+    scales = []
     for step in range(codec.SEARCH_STEPS):
         mantissa, exponent = torch.frexp((first * 2.0 ** (step / codec.SEARCH_STEPS)).float())
         up = torch.ldexp((mantissa.double() * 256).ceil() / 256, exponent)
-        found.append(up.to(torch.bfloat16))
-    return found
+        scales.append(up.to(torch.bfloat16))
+    return scales
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", NAMES)
-def test_it_chooses_the_best_of_an_octave(name, dim):
+def test_the_best_scale_of_an_octave_is_chosen(name, dim):
     x = torch.cat([torch.randn(300, dim), torch.randn(2, 300, dim).prod(0)])
-    chosen, tried = search_scale(x, FORMATS[name]), torch.stack(candidates(x, name))
-    assert (tried == chosen).any(0).all()
-    best = torch.stack([squared_error(x, scale, name) for scale in tried]).amin(0)
-    # It ranks errors that are rounded, and the first scale is among those tried.
+    chosen, scales = search_scale(x, FORMATS[name]), torch.stack(candidates(x, name))
+    assert (scales == chosen).any(0).all()
+    best = torch.stack([squared_error(x, scale, name) for scale in scales]).amin(0)
+    # The search ranks rounded errors, and the first scale is among the candidates.
     assert (squared_error(x, chosen, name) <= 1.02 * best).all()
     plain = squared_error(x, dynamic_scale(x, FORMATS[name]), name)
     assert (best <= plain).all()
     if name in ("fp8_e4m3", "fp8_e3m4"):
         normal = squared_error(x, chosen, name)[:300].sum() / plain[:300].sum()
-        assert normal.sqrt() <= 0.92, "what docs/architecture.md promises of Gaussian vectors"
+        assert normal.sqrt() <= 0.92, "docs/architecture.md promises this for Gaussian vectors"
 
 
 @given(
@@ -220,29 +220,29 @@ def test_it_chooses_the_best_of_an_octave(name, dim):
     name=st.sampled_from(NAMES),
     others=st.lists(st.floats(min_value=-1, max_value=1, width=32), max_size=20),
 )
-def test_the_largest_number_never_saturates(largest, name, others):
+def test_the_largest_value_never_saturates(largest, name, others):
     fmt = FORMATS[name]
     x = torch.tensor([largest, *(other * largest for other in others)])
     scale = search_scale(x, fmt)
     scaled = x * scale.float().reciprocal()
-    # The reciprocal is rounded, so that the quotient may be the next number after the largest.
+    # The reciprocal is rounded, so the quotient may be the next value after the largest.
     assert scaled[0] <= fmt.max * (1 + 2.0**-22)
-    back = decode(encode(scaled, fmt), fmt)[0].double() * scale.double()
+    decoded = decode(encode(scaled, fmt), fmt)[0].double() * scale.double()
     step = max(largest * 2.0**-fmt.mantissa_bits, fmt.min_subnormal * scale.item())
-    assert abs(back - largest) <= step / 2 * (1 + 2.0**-20)
+    assert abs(decoded - largest) <= step / 2 * (1 + 2.0**-20)
 
 
 @pytest.mark.parametrize("dim", [1, 64, 80])
-def test_errors_of_several_formats_at_once_are_those_of_the_reference(dim: int) -> None:
-    """As V is stored, in each format, for numbers of every size and for zeros."""
+def test_dynamic_errors_of_several_formats_match_the_reference(dim: int) -> None:
+    """The values have all sizes or are zero, and are stored as V in each format."""
     x = torch.randn(len(NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim))
     x *= torch.logspace(-35, 30, 200)[:, None]
     x[..., ::7, 1:] = 0.0
-    found = dynamic_errors(x, tuple(FORMATS[name] for name in NAMES))
-    for name, of_format, errors in zip(NAMES, x, found, strict=True):
+    errors_by_format = dynamic_errors(x, tuple(FORMATS[name] for name in NAMES))
+    for name, values, errors in zip(NAMES, x, errors_by_format, strict=True):
         stored = StoredSide(None, None, name, dim)
-        codes, scales = reference.quantize(of_format, stored, search=False)
-        expected = decode(codes, FORMATS[name]) * scales.float()[..., None] - of_format
+        codes, scales = reference.quantize(values, stored, search=False)
+        expected = decode(codes, FORMATS[name]) * scales.float()[..., None] - values
         # A quotient and a product with a reciprocal may differ in their last bit.
-        size = of_format.abs().amax(-1, keepdim=True)
+        size = values.abs().amax(-1, keepdim=True)
         torch.testing.assert_close(errors / size, expected / size, rtol=0, atol=1e-6)

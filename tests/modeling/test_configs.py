@@ -1,4 +1,4 @@
-"""Facts of configs that no model of transformers has."""
+"""Properties of configs that no model of transformers has."""
 
 import sys
 from pathlib import Path
@@ -14,12 +14,12 @@ from hf_fp8kv.modeling.tensor_parallel import kv_heads
 from tests.helpers.tiny_models import causal_config
 
 
-def test_a_single_layer_to_skip() -> None:
+def test_skip_layers_accepts_a_single_index() -> None:
     cache = FP8PagedCache(causal_config("llama", num_hidden_layers=3), skip_layers=1)
     assert [layer.index for layer in cache.paged_layers] == [0, 2]
 
 
-def test_a_folder_without_a_config(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected a config\.json that transformers can read"):
         read_config(tmp_path)
 
@@ -30,17 +30,17 @@ def test_each_layer_of_a_heterogeneous_config_has_its_heads() -> None:
     assert [kv_heads(config, index) for index in range(2)] == [2, 4]
 
 
-def test_latents_of_code_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention without source code counts as MLA, in a class that transformers does not list."""
-    known: dict[str, type] = {}
-    exec(f"class Attention:\n    {EXPAND} = forward = lambda self: None\n", known)
+def test_latents_of_code_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention without source code counts as MLA if transformers does not list its class."""
+    namespace: dict[str, type] = {}
+    exec(f"class Attention:\n    {EXPAND} = forward = lambda self: None\n", namespace)
     module = ModuleType("code_of_a_user.modeling_new")
-    module.Attention = known["Attention"]  # type: ignore[attr-defined]
+    module.Attention = namespace["Attention"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    kind = type(
+    config_class = type(
         "NewConfig", (PreTrainedConfig,), {"__module__": "code_of_a_user.configuration_new"}
     )
-    config = kind()
+    config = config_class()
     assert not caches_latents(config)
     config.kv_lora_rank = 16
     assert caches_latents(config)

@@ -23,7 +23,7 @@ from tests.helpers.serving_tools import batched, prompts
 
 pytest.importorskip("compressed_tensors")
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
-rounded = pytest.mark.skipif(
+needs_rounding = pytest.mark.skipif(
     CACHE == "cache", reason="compressed-tensors 0.20 rounds nothing with transformers 5.24"
 )
 
@@ -51,7 +51,7 @@ def pair(dense_folders):
 
 @torch.no_grad()
 def run(model: Any, cache: Any, ids: torch.Tensor = IDS, prompt: int = 63) -> list[torch.Tensor]:
-    """Logits of a prompt, and of the tokens after it one by one."""
+    """Return the logits of a prompt, and of each token after it."""
     parts = (ids[:, :prompt], *ids[:, prompt:].split(1, 1))
     return [model(part, past_key_values=cache).logits for part in parts]
 
@@ -61,17 +61,17 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def take_condition_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def remove_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = module._wrapper_class().forward
     original = getattr(forward, "__wrapped__", forward)
     monkeypatch.setattr(module._wrapper_class(), "forward", original)
 
 
-def far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+def are_far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all((a - b).abs().max() > 0.3 for a, b in zip(left, right, strict=True))
 
 
-@rounded
+@needs_rounding
 # Grid: each attention, and quantized weights under one of them.
 @pytest.mark.parametrize(
     ("weights", "attention"),
@@ -82,8 +82,8 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     original, declared = (load(folder, attention) for folder in folders)
     assert rounding_note(declared) == NOTE
     assert not rounding_note(original)
-    rounded = run(declared, DynamicCache(config=declared.config))
-    assert far_apart(rounded, run(original, DynamicCache(config=original.config)))
+    rounded_logits = run(declared, DynamicCache(config=declared.config))
+    assert are_far_apart(rounded_logits, run(original, DynamicCache(config=original.config)))
     for options in (
         {"page_size": 16},
         {"page_size": 16, "prefill": "stored"},
@@ -97,11 +97,11 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     # The prefill is exact: the logits of the original weights without a quantized cache.
     exact = run(original, DynamicCache(config=original.config))[0]
     assert torch.equal(run(declared, FP8PagedCache(declared.config))[0], exact)
-    # A cache of transformers still gets rounded K and V, even right after one of this package.
-    assert_same(run(declared, DynamicCache(config=declared.config)), rounded)
+    # A cache of transformers still gets rounded K and V, also after a cache of this package.
+    assert_same(run(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 
-def test_other_caches_and_no_cache_are_as_without_this_package(pair, monkeypatch):
+def test_other_caches_and_calls_without_a_cache_are_unchanged(pair, monkeypatch):
     declared = pair[1]
 
     def run_others() -> list[torch.Tensor]:
@@ -110,28 +110,28 @@ def test_other_caches_and_no_cache_are_as_without_this_package(pair, monkeypatch
             StaticCache(config=declared.config, max_cache_len=80),
         )
         with torch.no_grad():
-            alone = declared(IDS, use_cache=False).logits
-        return [alone, *(part for cache in caches for part in run(declared, cache))]
+            without_cache = declared(IDS, use_cache=False).logits
+        return [without_cache, *(part for cache in caches for part in run(declared, cache))]
 
     run(declared, FP8PagedCache(declared.config))
     with_condition = run_others()
-    take_condition_away(monkeypatch)
+    remove_condition(monkeypatch)
     assert_same(run_others(), with_condition)
 
 
-def test_a_cache_that_was_made_before_the_package_was_loaded(pair, monkeypatch):
+def test_a_cache_created_before_compressed_tensors_is_loaded(pair, monkeypatch):
     original, declared = pair
     expected = run(original, FP8PagedCache(original.config, dtype="fp8"))
-    take_condition_away(monkeypatch)
-    with monkeypatch.context() as absent:
-        absent.delitem(module.sys.modules, "compressed_tensors.modeling.kvcache")
+    remove_condition(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.delitem(module.sys.modules, "compressed_tensors.modeling.kvcache")
         caches = [FP8PagedCache(config, dtype="fp8") for config in (None, declared.config)]
     for cache in caches:
-        take_condition_away(monkeypatch)
+        remove_condition(monkeypatch)
         assert_same(run(declared, cache), expected)
 
 
-@rounded
+@needs_rounding
 def test_no_cache_is_kept_alive(pair):
     cache = FP8PagedCache(pair[1].config)
     run(pair[1], cache)
@@ -144,7 +144,7 @@ def test_no_cache_is_kept_alive(pair):
 def test_forks_beams_and_padding(pair):
     inputs = {"attention_mask": torch.ones_like(IDS)}
     inputs["attention_mask"][0, :5] = 0
-    found = []
+    results = []
     for model in pair:
         cache = FP8PagedCache(model.config, page_size=16)
         text = model.generate(
@@ -152,11 +152,11 @@ def test_forks_beams_and_padding(pair):
         )
         fork = cache.fork()
         with torch.no_grad():
-            found.append((text, model(IDS[:1, :1].expand(6, 1), past_key_values=fork).logits))
-    assert_same(*found)
+            results.append((text, model(IDS[:1, :1].expand(6, 1), past_key_values=fork).logits))
+    assert_same(*results)
 
 
-@rounded
+@needs_rounding
 def test_enable_and_disable(pair):
     original, declared = pair
     options = {
@@ -164,24 +164,24 @@ def test_enable_and_disable(pair):
         "return_dict_in_generate": True,
     }  # fmt: skip
 
-    def logits(model: Any, **more: Any) -> list[torch.Tensor]:
-        return list(model.generate(IDS, **options, **more).logits)
+    def logits(model: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return list(model.generate(IDS, **options, **kwargs).logits)
 
     before = logits(declared)
     for model in pair:
         hf_fp8kv.enable(model)
-    ours = logits(declared)
-    assert_same(ours, logits(original))
-    assert (ours[0] - before[0]).abs().max() > 0.3
-    other = logits(declared, past_key_values=DynamicCache(config=declared.config))
-    torch.testing.assert_close(other[0], before[0])
+    paged = logits(declared)
+    assert_same(paged, logits(original))
+    assert (paged[0] - before[0]).abs().max() > 0.3
+    dense = logits(declared, past_key_values=DynamicCache(config=declared.config))
+    torch.testing.assert_close(dense[0], before[0])
     for model in pair:
         hf_fp8kv.disable(model)
     assert_same(logits(declared), before)
 
 
-@rounded
-def test_one_warning_and_the_report_say_so(pair, caplog, monkeypatch):
+@needs_rounding
+def test_a_warning_and_the_report_note_the_rounding(pair, caplog, monkeypatch):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
     original, declared = pair
     run(original, FP8PagedCache(original.config))
@@ -198,8 +198,8 @@ def test_one_warning_and_the_report_say_so(pair, caplog, monkeypatch):
     assert NOTE not in str(original)
 
 
-@rounded
-def test_a_warning_says_that_outputs_of_projections_stay_rounded(
+@needs_rounding
+def test_a_warning_notes_rounded_outputs_of_projections(
     dense_folders, tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
@@ -209,37 +209,37 @@ def test_a_warning_says_that_outputs_of_projections_stay_rounded(
     assert "k_proj and v_proj" in note
     assert check_model(model).note == note
     texts = [row.tolist() for row in IDS[:, :40]]
-    for use in (
+    for call in (
         lambda: hf_fp8kv.enable(model),
         lambda: serving.enable(model, probe=False),
         lambda: measure(model, TOO_SMALL, texts, progress=False),
     ):
         monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
         caplog.clear()
-        use()
+        call()
         assert Counter(caplog.messages)[note] == 1
     exact = run(original, FP8PagedCache(original.config))
-    assert far_apart(run(model, FP8PagedCache(model.config)), exact)
+    assert are_far_apart(run(model, FP8PagedCache(model.config)), exact)
     # The remedy in the message works.
     scales = KVScales.from_pretrained(folder)
     options = {"format": "compressed-tensors", "checkpoint": folder, "overwrite": True}
     scales.save_pretrained(tmp_path / "copy", **options)
-    kept = load(tmp_path / "copy")
-    assert rounding_note(kept) == NOTE
-    assert_same(run(kept, FP8PagedCache(kept.config)), exact)
+    copied = load(tmp_path / "copy")
+    assert rounding_note(copied) == NOTE
+    assert_same(run(copied, FP8PagedCache(copied.config)), exact)
 
 
 def test_calibrate_and_measure(pair):
     texts = [row.tolist() for row in torch.randint(3, 99, (6, 40), generator=torch.Generator())]
     quiet = {"max_length": 40, "held_out": 60, "progress": False}
-    expected, found = (calibrate(model, texts, **quiet) for model in pair)
-    assert found.layers.keys() == expected.layers.keys()
+    expected, actual = (calibrate(model, texts, **quiet) for model in pair)
+    assert actual.layers.keys() == expected.layers.keys()
     for index, layer in expected.layers.items():
-        assert torch.equal(found.layers[index].k, layer.k)
-        assert torch.equal(found.layers[index].v, layer.v)
+        assert torch.equal(actual.layers[index].k, layer.k)
+        assert torch.equal(actual.layers[index].v, layer.v)
         assert (layer.k > 2 * TOO_SMALL.layers[index].k).all()
-    assert found.report.quality == expected.report.quality
-    assert found.report.layers == expected.report.layers
+    assert actual.report.quality == expected.report.quality
+    assert actual.report.layers == expected.report.layers
     # The error of scales that are too small is measured: K is not clipped to them beforehand.
     reports = [measure(model, TOO_SMALL, texts, progress=False) for model in pair]
     assert reports[0].quality == reports[1].quality
@@ -247,7 +247,7 @@ def test_calibrate_and_measure(pair):
     assert static > 5 * dynamic
 
 
-@rounded
+@needs_rounding
 def test_serving(pair):
     texts = prompts()[:4]
     answers = []
@@ -257,30 +257,30 @@ def test_serving(pair):
         model.destroy_cached_continuous_batching_manager()
         serving.disable(model)
     assert answers[0] == answers[1]
-    rounded = pair[1].generate(torch.tensor(texts[1:2]), max_new_tokens=24, pad_token_id=0)
-    assert rounded[0, len(texts[1]) :].tolist() != answers[1][1]
+    rounded_tokens = pair[1].generate(torch.tensor(texts[1:2]), max_new_tokens=24, pad_token_id=0)
+    assert rounded_tokens[0, len(texts[1]) :].tolist() != answers[1][1]
 
 
-@rounded
-def test_a_thread_that_keeps_states_exact_changes_no_other(pair):
+@needs_rounding
+def test_exact_states_do_not_affect_other_threads(pair):
     declared = pair[1]
-    rounded = run(declared, DynamicCache(config=declared.config))
-    found: list[list[torch.Tensor]] = []
+    rounded_logits = run(declared, DynamicCache(config=declared.config))
+    results: list[list[torch.Tensor]] = []
 
     def work() -> None:
-        found.append(run(declared, DynamicCache(config=declared.config)))
+        results.append(run(declared, DynamicCache(config=declared.config)))
 
     with exact_states():
         with exact_states():
             pass
-        assert far_apart(run(declared, DynamicCache(config=declared.config)), rounded)
+        assert are_far_apart(run(declared, DynamicCache(config=declared.config)), rounded_logits)
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert_same(found[0], rounded)
+    assert_same(results[0], rounded_logits)
     with pytest.raises(KeyError), exact_states():
         raise KeyError
-    assert_same(run(declared, DynamicCache(config=declared.config)), rounded)
+    assert_same(run(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 
 def test_compiled(pair):
@@ -293,8 +293,8 @@ def test_compiled(pair):
     with torch.no_grad():
         declared(IDS[:, :63], past_key_values=caches[1])
         # Before 0.20 the package's own hooks cannot be compiled without graph breaks.
-        whole = "__getattr__" in vars(module._wrapper_class())
-        step = torch.compile(declared, fullgraph=whole, backend="aot_eager")
+        fullgraph = "__getattr__" in vars(module._wrapper_class())
+        step = torch.compile(declared, fullgraph=fullgraph, backend="aot_eager")
         for position in (63, 64):
             logits = step(IDS[:, position : position + 1], past_key_values=caches[1]).logits
             torch.testing.assert_close(logits, expected[position - 62])

@@ -1,4 +1,4 @@
-"""A checkpoint that scales are added to."""
+"""A checkpoint that tests add scales to."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """A tiny Llama in one file, with what else lies beside weights."""
+    """Return a tiny Llama in one file, with the files that usually lie next to weights."""
     folder = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=3,

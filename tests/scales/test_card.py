@@ -1,4 +1,4 @@
-"""Model cards: what they say of scales, and what stays of a card that is there."""
+"""Model cards: their description of scales, and the preserved parts of an existing card."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from hf_fp8kv.scales import KVScales, LayerScales
-from tests.cli.test_scales_table import found
+from tests.cli.test_scales_table import make_report
 from tests.helpers import server_rules
 from tests.scales.test_export import random_scales
 
@@ -27,8 +27,8 @@ Text with Grüße.
 """
 
 
-def written(model: Path, target: Path, old: str | None, scales: KVScales, **options) -> str:
-    """The card of a copy of the model, which has `old` as its card."""
+def write_card(model: Path, target: Path, old: str | None, scales: KVScales, **options) -> str:
+    """Save a copy of the model, which has `old` as its card, and return the new card."""
     source = Path(shutil.copytree(model, target.parent / f"{target.name}-source"))
     if old is not None:
         (source / "README.md").write_bytes(old.encode("utf-8", "surrogateescape"))
@@ -36,9 +36,9 @@ def written(model: Path, target: Path, old: str | None, scales: KVScales, **opti
     return (target / "README.md").read_bytes().decode("utf-8", "surrogateescape")
 
 
-def test_a_card_is_made(model, tmp_path):
+def test_a_card_describes_the_scales(model, tmp_path):
     card = ModelCard(
-        written(
+        write_card(
             model, tmp_path / "copy", None, random_scales("tensor"),
             format="compressed-tensors", base_model="org/base",
         )
@@ -51,18 +51,18 @@ def test_a_card_is_made(model, tmp_path):
     assert "sglang.launch_server --model-path copy " in card.text
 
 
-def test_a_server_that_cannot_take_the_scales_is_left_out(model, tmp_path):
+def test_servers_that_cannot_load_the_scales_are_omitted(model, tmp_path):
     heads = random_scales("head")
-    card = written(model, tmp_path / "copy", None, heads, format="compressed-tensors")
+    card = write_card(model, tmp_path / "copy", None, heads, format="compressed-tensors")
     assert "vllm serve" in card
     assert "sglang" not in card
     with pytest.raises(server_rules.Refused, match="only 8-bit floats per tensor"):
         server_rules.sglang(tmp_path / "copy")
 
 
-def test_a_card_is_extended_and_its_section_replaced(model, tmp_path):
-    first = written(model, tmp_path / "1", OLD, random_scales("tensor"), format="autofp8")
-    second = written(model, tmp_path / "2", first + "\nMore.\n", random_scales("head"))
+def test_an_existing_card_is_extended_and_its_section_is_replaced(model, tmp_path):
+    first = write_card(model, tmp_path / "1", OLD, random_scales("tensor"), format="autofp8")
+    second = write_card(model, tmp_path / "2", first + "\nMore.\n", random_scales("head"))
     for text in (first, second):
         card = ModelCard(text)
         assert card.data.license == "mit"
@@ -73,8 +73,8 @@ def test_a_card_is_extended_and_its_section_replaced(model, tmp_path):
     assert "per head" in second
     assert "per tensor" not in second
     assert second.endswith("\n\nMore.\n")
-    again = written(model, tmp_path / "3", second, random_scales("head"))
-    assert again.replace('"3"', '"2"').replace("serve 3 ", "serve 2 ") == second
+    third = write_card(model, tmp_path / "3", second, random_scales("head"))
+    assert third.replace('"3"', '"2"').replace("serve 3 ", "serve 2 ") == second
 
 
 @pytest.mark.parametrize(
@@ -88,32 +88,32 @@ def test_a_card_is_extended_and_its_section_replaced(model, tmp_path):
         "text <!-- hf_fp8kv: KV cache --> without its end\n",
     ],
 )
-def test_whatever_a_card_holds_stays(model, tmp_path, old):
-    card = written(model, tmp_path / "copy", old, random_scales("tensor"))
+def test_a_damaged_card_is_preserved(model, tmp_path, old):
+    card = write_card(model, tmp_path / "copy", old, random_scales("tensor"))
     assert old.rstrip() in card
     assert "## FP8 KV cache" in card
 
 
 @pytest.mark.parametrize("text", ["license: mit", "license: mit\nbase_model: org/mine"])
-def test_a_card_of_metadata_alone_keeps_it(model, tmp_path, text):
+def test_a_card_with_only_metadata_keeps_it(model, tmp_path, text):
     old = f"---\n{text}\n---"
-    card = written(
+    card = write_card(
         model, tmp_path / "copy", old, random_scales("tensor"), base_model="org/other"
     )  # fmt: skip
     assert card.count("license: mit") == card.count("base_model:") == 1
     assert ModelCard(card).data.base_model == ("org/mine" if "mine" in text else "org/other")
 
 
-def test_what_was_measured_is_in_the_card_of_these_scales_alone(model, tmp_path):
+def test_measurements_are_shown_only_for_the_measured_scales(model, tmp_path):
     layers = {i: LayerScales(torch.full((2, 1), 0.5), torch.tensor(0.25)) for i in range(3)}
     layers[1] = LayerScales(torch.tensor([[0.5], [0.75]]), torch.tensor(0.25))
     scales = KVScales(layers, model_type="llama")
-    scales = replace(scales, report=found(scales_digest=scales.digest))
-    exact = written(model, tmp_path / "exact", None, scales)
+    scales = replace(scales, report=make_report(scales_digest=scales.digest))
+    exact = write_card(model, tmp_path / "exact", None, scales)
     assert "calibrated on 5000 tokens of 2 texts" in exact
     assert "static fp8_e4m3: 3.00e-03 nats, same top token 96.2%" in exact
     assert "unquantized:" not in exact
-    reduced = written(model, tmp_path / "reduced", None, scales, format="autofp8")
+    reduced = write_card(model, tmp_path / "reduced", None, scales, format="autofp8")
     assert "calibrated on 5000 tokens" in reduced
     assert "nats" not in reduced
     assert "the largest scale of each layer is written" in reduced

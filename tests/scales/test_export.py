@@ -1,4 +1,4 @@
-"""Writing scales: every format is written and read back, alone and in a copy of a checkpoint."""
+"""Saving scales: every format is saved and loaded, alone and in a copy of a checkpoint."""
 
 import itertools
 import json
@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
-from tests.cli.test_scales_table import found
+from tests.cli.test_scales_table import make_report
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
 from tests.scales.test_scales import assert_same
-from tests.scales.test_sources import numbers, refused, sides, spoiled_config
+from tests.scales.test_sources import scale_error, sides, spoil_config, values_of
 
 ROW_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark")
 SERVED = {
@@ -39,7 +39,7 @@ LAYERS, HEADS, DIM = 3, 2, 4
 
 
 def random_scales(kind: str, seed: int = 0, layers: int = LAYERS, heads: int = HEADS) -> KVScales:
-    """Scales of one kind, in which no two numbers are the same."""
+    """Return scales of one kind, in which all values are different."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -48,93 +48,93 @@ def random_scales(kind: str, seed: int = 0, layers: int = LAYERS, heads: int = H
     shape = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "row": (1, DIM)}
     k_shape = shape[kind.removeprefix("centered-")]
     center = kind.startswith("centered")
-    made = {
+    layer_scales = {
         i: LayerScales(
             draw(*k_shape), draw(*k_shape), (draw(heads, DIM) - 0.06) * 400 if center else None
         )
         for i in range(layers)
     }
-    return KVScales(made, model_type="llama")
+    return KVScales(layer_scales, model_type="llama")
 
 
 KINDS = ["tensor", "head", "channel", "row", "centered-tensor", "centered-head", "centered-channel"]
 
 
-def kept(scales: KVScales, format: str) -> KVScales:
-    """Return the scales that a format keeps: the documented reduction."""
+def reduce_scales(scales: KVScales, format: str) -> KVScales:
+    """Return the scales that a format stores, by the documented reduction."""
     if format == "hf_fp8kv":
         return scales
-    return KVScales({index: reduced(layer, format) for index, layer in scales.layers.items()})
+    return KVScales({index: reduce_layer(layer, format) for index, layer in scales.layers.items()})
 
 
-def reduced(layer: LayerScales, format: str) -> LayerScales:
-    k, v = roomy_k(layer), layer.v
+def reduce_layer(layer: LayerScales, format: str) -> LayerScales:
+    k, v = enlarge_k(layer), layer.v
     if format == "compressed-tensors" and any(t.ndim and t.shape[0] > 1 for t in (k, v)):
         return LayerScales(*(t.amax(1, keepdim=True).expand(HEADS, 1) for t in (k, v)))
     k, v = k.max(), v.max()
     return LayerScales(*(torch.maximum(k, v),) * 2 if format == "vllm-json" else (k, v))
 
 
-def roomy_k(layer: LayerScales) -> torch.Tensor:
-    """K's scale that also has room for the center."""
+def enlarge_k(layer: LayerScales) -> torch.Tensor:
+    """Return K's scale, enlarged by the center."""
     if layer.k_center is None:
         return layer.k
-    room = layer.k_center.abs() / 448
-    return layer.k + (room if layer.k.ndim else room.max())
+    margin = layer.k_center.abs() / 448
+    return layer.k + (margin if layer.k.ndim else margin.max())
 
 
 def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
-    """The folder holds the scales that the format keeps, and its servers read the same."""
-    read, wanted = KVScales.from_pretrained(folder), kept(scales, format)
-    assert read.format == format
-    assert_same(read, wanted)
-    if format in SERVED and {layer.granularity for layer in wanted.layers.values()} == {"tensor"}:
+    """Check that the folder holds the stored scales, and that servers read the same."""
+    loaded, expected = KVScales.from_pretrained(folder), reduce_scales(scales, format)
+    assert loaded.format == format
+    assert_same(loaded, expected)
+    if format in SERVED and {layer.granularity for layer in expected.layers.values()} == {"tensor"}:
         served = SERVED[format](folder).values()
-        assert [[t.item() for t in side] for side in zip(*served, strict=True)] == sides(wanted)
+        assert [[t.item() for t in side] for side in zip(*served, strict=True)] == sides(expected)
 
 
 @pytest.fixture
 def folder(model, tmp_path) -> Path:
-    """A copy of the checkpoint."""
+    """Return a copy of the checkpoint."""
     return Path(shutil.copytree(model, tmp_path / "folder"))
 
 
-# The scales alone.
+# -- scales without weights ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_what_is_written_is_read_back(tmp_path, caplog, format, kind):
+def test_saved_scales_are_loaded(tmp_path, caplog, format, kind):
     scales = random_scales(kind)
     paths = scales.save_pretrained(tmp_path, format=format)
     assert sorted(paths) == sorted(tmp_path.iterdir())
-    lost = kept(scales, format).digest != scales.digest
+    is_lossy = reduce_scales(scales, format).digest != scales.digest
     assert_holds(tmp_path, scales, format)
     assert KVScales.from_pretrained(tmp_path).model_type == "llama"
-    said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len(said) == lost, "one warning when something is lost, and none otherwise"
-    assert all("written as" in message for message in said)
+    warnings = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == is_lossy, "expected one warning if scales are reduced"
+    assert all("written as" in message for message in warnings)
 
 
 @given(
     values=st.lists(st.tuples(*[st.floats(2**-60, 2**60, width=32)] * 2), min_size=1, max_size=4),
     format=st.sampled_from([f for f in SCALE_FORMATS if f != "vllm-json"]),
 )
-def test_any_pair_survives_to_the_bit(tmp_path_factory, values, format):
+def test_any_pair_survives_bitwise(tmp_path_factory, values, format):
     folder = tmp_path_factory.mktemp("pair")
-    # Layers without attention stay out.
+    # Layers without attention have no scales.
     layers = {
         1 + 3 * i: LayerScales(torch.tensor(k), torch.tensor(v)) for i, (k, v) in enumerate(values)
     }
     KVScales(layers).save_pretrained(folder, format=format)
-    read = KVScales.from_pretrained(folder)
-    assert list(read.layers) == list(layers)
-    assert list(zip(*sides(read), strict=True)) == values
+    loaded = KVScales.from_pretrained(folder)
+    assert list(loaded.layers) == list(layers)
+    assert list(zip(*sides(loaded), strict=True)) == values
 
 
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS),
        format=st.sampled_from(tuple(SCALE_FORMATS)))  # fmt: skip
-def test_a_reduction_makes_nothing_saturate(tmp_path_factory, seed, kind, format):
+def test_reduced_scales_cause_no_saturation(tmp_path_factory, seed, kind, format):
     scales = random_scales(kind, seed, layers=1)
     folder = tmp_path_factory.mktemp("reduced")
     scales.save_pretrained(folder, format=format)
@@ -149,12 +149,12 @@ def test_a_reduction_makes_nothing_saturate(tmp_path_factory, seed, kind, format
     assert bool((before.v <= after.v).all())
 
 
-def test_a_warning_about_what_is_written_names_its_place(tmp_path, caplog):
+def test_warnings_name_the_folder(tmp_path, caplog):
     KVScales.uniform(2, 1.0, 1.0).save_pretrained(tmp_path / "a", format="autofp8")
     [message] = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     assert message.startswith(f"{tmp_path / 'a'}: every KV scale is exactly 1.0")
     caplog.clear()
-    replace(random_scales("head"), report=found()).save_pretrained(tmp_path / "b")
+    replace(random_scales("head"), report=make_report()).save_pretrained(tmp_path / "b")
     [message] = [r.message for r in caplog.records]
     assert message == (
         f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about different scales, so it will "
@@ -162,7 +162,7 @@ def test_a_warning_about_what_is_written_names_its_place(tmp_path, caplog):
     )
 
 
-def test_the_warnings_say_what_is_lost(tmp_path, caplog):
+def test_warnings_describe_the_loss(tmp_path, caplog):
     random_scales("centered-channel").save_pretrained(tmp_path / "a", format="vllm-json")
     assert [r.message for r in caplog.records] == [
         f"{tmp_path / 'a'}: written as vllm-json: K's scales are enlarged by the centers, which "
@@ -180,32 +180,32 @@ def test_each_rank_of_the_json_has_the_largest_scale_of_the_layer(tmp_path, mode
     checkpoint = model if is_copy else None
     scales.save_pretrained(folder, format="vllm-json", tp_size=3, checkpoint=checkpoint)
     for rank in range(3):
-        read = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=3)
-        assert_same(read, kept(scales, "vllm-json"))
-    assert_same(KVScales.from_pretrained(folder), kept(scales, "vllm-json"))
+        loaded = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=3)
+        assert_same(loaded, reduce_scales(scales, "vllm-json"))
+    assert_same(KVScales.from_pretrained(folder), reduce_scales(scales, "vllm-json"))
 
 
-def test_layers_per_tensor_join_those_per_head_that_every_layer_has(tmp_path, caplog):
+def test_scales_per_tensor_are_expanded_if_all_heads_match(tmp_path, caplog):
     def heads(count: int) -> LayerScales:
         return LayerScales(*(torch.arange(1.0, 1 + count).view(-1, 1) for _ in "kv"))
 
-    def written(*layers: LayerScales) -> list[list[float]]:
+    def save_and_load(*layers: LayerScales) -> list[list[float]]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         scales = KVScales(dict(enumerate(layers)))
         scales.save_pretrained(folder, format="compressed-tensors")
         return [s.k.flatten().tolist() for s in KVScales.from_pretrained(folder).layers.values()]
 
-    one = LayerScales(torch.tensor(7.0), torch.tensor(7.0))
-    assert written(one, heads(2)) == [[7.0, 7.0], [1.0, 2.0]]
-    assert written(heads(2), heads(3)) == [[1.0, 2.0], [1.0, 2.0, 3.0]]
+    per_tensor = LayerScales(torch.tensor(7.0), torch.tensor(7.0))
+    assert save_and_load(per_tensor, heads(2)) == [[7.0, 7.0], [1.0, 2.0]]
+    assert save_and_load(heads(2), heads(3)) == [[1.0, 2.0], [1.0, 2.0, 3.0]]
     assert "the largest scale of each layer" not in caplog.text
-    assert written(heads(2), heads(3), one) == [[2.0], [3.0], [7.0]]
+    assert save_and_load(heads(2), heads(3), per_tensor) == [[2.0], [3.0], [7.0]]
     assert "the largest scale of each layer is written (layers 0, 1)" in caplog.text
 
 
-REFUSED = {
+REJECTED = {
     "gaps-in-the-json": ({"format": "vllm-json"}, "expected the layers 0 to 0, got 1"),
-    "ranks-of-another-format": ({"format": "tgi", "tp_size": 2}, "tp_size: expected 1"),
+    "ranks-of-a-different-format": ({"format": "tgi", "tp_size": 2}, "tp_size: expected 1"),
     "no-ranks": ({"format": "vllm-json", "tp_size": 0}, "got 0"),
     **{
         str(name): ({"format": name}, "format: expected one of vllm-json, tgi, ")
@@ -218,20 +218,20 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_written_writes_nothing(tmp_path, options, message):
+@pytest.mark.parametrize(("options", "message"), REJECTED.values(), ids=REJECTED)
+def test_invalid_options_write_no_files(tmp_path, options, message):
     scales = KVScales({1: random_scales("tensor").layers[0]})
-    with refused(message):
+    with scale_error(message):
         scales.save_pretrained(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_nothing_is_replaced_without_being_asked(tmp_path, format):
+def test_existing_files_are_replaced_only_with_overwrite(tmp_path, format):
     first, second = random_scales("tensor", 1), random_scales("tensor", 2)
     first.save_pretrained(tmp_path, format=format)
     before = content(tmp_path)
-    with refused("pass overwrite=True"):
+    with scale_error("pass overwrite=True"):
         second.save_pretrained(tmp_path, format=format)
     assert content(tmp_path) == before
     second.save_pretrained(tmp_path, format=format, overwrite=True)
@@ -242,44 +242,44 @@ def test_nothing_is_replaced_without_being_asked(tmp_path, format):
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_the_files_of_a_checkpoint_are_never_replaced(folder, format):
     before = content(folder)
-    with refused(r"without weights|without config\.json"):
+    with scale_error(r"without weights|without config\.json"):
         random_scales("tensor").save_pretrained(folder, format=format)
     assert content(folder) == before
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, format, at):
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_full_disk_changes_no_files(tmp_path, monkeypatch, format, index):
     random_scales("tensor", 1).save_pretrained(tmp_path, format=format)
     before = content(tmp_path)
-    fail_at(monkeypatch, min(at, len(before) - 1), OSError(28, "No space left on device"))
+    fail_at(monkeypatch, min(index, len(before) - 1), OSError(28, "No space left on device"))
     with pytest.raises(ScaleError, match="No space left"):
         random_scales("tensor", 2).save_pretrained(tmp_path, format=format, overwrite=True)
     assert content(tmp_path) == before
 
 
-def fail_at(monkeypatch, at: int, failure: BaseException) -> None:
-    """Let the write of the file with this number fail."""
+def fail_at(monkeypatch, index: int, failure: BaseException) -> None:
+    """Let the write of the file with this index and all later writes fail."""
     calls = itertools.count()
 
     def sync(fd: int) -> None:
-        if next(calls) >= at:
+        if next(calls) >= index:
             raise failure
 
     monkeypatch.setattr("os.fsync", sync)
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
+    """Return the content of all files of a folder, by path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-# A copy of a checkpoint.
+# -- copies of checkpoints -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def shards(model, tmp_path_factory) -> Path:
-    """The same in several files with an index."""
+    """Return the same checkpoint in several files with an index."""
     folder = tmp_path_factory.mktemp("shards")
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(folder, max_shard_size="1KB")
     assert (folder / "model.safetensors.index.json").exists()
@@ -287,7 +287,7 @@ def shards(model, tmp_path_factory) -> Path:
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
-    """Every tensor that is not a scale, as servers read it."""
+    """Return the bytes of all tensors that are not scales, as servers read them."""
     _, tensors = server_rules.checkpoint(folder)
     return {
         name: tensor.view(torch.uint8).numpy().tobytes()
@@ -296,20 +296,20 @@ def weights_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def patched(source: Path, target: Path, format: str, kind: str = "tensor", **options) -> Path:
-    """A copy with random scales."""
+def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **options) -> Path:
+    """Copy a checkpoint, and add random scales."""
     random_scales(kind).save_pretrained(target, format=format, checkpoint=source, **options)
     return target
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 @pytest.mark.parametrize("source", ["model", "shards"])
-def test_a_copy_has_the_same_weights_and_reads_back(tmp_path, request, source, format):
-    """transformers, vLLM, SGLang and TGI load it: as one file, or by an index that is whole."""
+def test_a_copy_has_the_same_weights_and_can_be_loaded(tmp_path, request, source, format):
+    """transformers, vLLM, SGLang and TGI can load the copy: one file, or a complete index."""
     source = request.getfixturevalue(source)
     before = content(source)
     kind = "tensor" if format in SERVED else "centered-head"
-    copy = patched(source, tmp_path / "copy", format, kind)
+    copy = add_scales(source, tmp_path / "copy", format, kind)
     assert content(source) == before
     assert weights_of(copy) == weights_of(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
@@ -317,34 +317,34 @@ def test_a_copy_has_the_same_weights_and_reads_back(tmp_path, request, source, f
     if source.name.startswith("llama"):
         assert {"tokenizer.json", "original/params.json"} <= set(content(copy))
     assert not (copy / ".cache").exists()
-    # Servers read the files of the index, or all files if there is no index.
+    # Servers read the files of the index, or all files without an index.
     _, tensors = server_rules.checkpoint(copy)
-    beside = format in ("compressed-tensors", "autofp8", "modelopt", "quark")
-    assert any(not name.endswith("weight") for name in tensors) == beside
-    if beside:
+    has_scale_file = format in ("compressed-tensors", "autofp8", "modelopt", "quark")
+    assert any(not name.endswith("weight") for name in tensors) == has_scale_file
+    if has_scale_file:
         index = json.loads((copy / "model.safetensors.index.json").read_text())
         assert index["weight_map"].keys() == tensors.keys()
-        assert index["metadata"] == {}  # no count of other tensors
-    if format != "quark":  # whose package transformers asks for
+        assert index["metadata"] == {}  # the size of the old tensors is removed
+    if format != "quark":  # transformers requires its package
         assert_loads_the_same(source, copy)
 
 
 def assert_loads_the_same(source: Path, copy: Path) -> None:
-    """transformers makes the same model of both, and misses nothing."""
+    """Check that transformers loads the same model from both folders, without missing keys."""
     plain = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     loaded, info = AutoModelForCausalLM.from_pretrained(
         copy, dtype="auto", output_loading_info=True
     )
     assert not info["missing_keys"]
     assert all(name.endswith("_scale") for name in info["unexpected_keys"])
-    state, same = loaded.state_dict(), plain.state_dict()
-    assert {n for n in state if not n.endswith("_scale")} == set(same)
-    assert all(torch.equal(state[name], tensor) for name, tensor in same.items())
+    state, expected = loaded.state_dict(), plain.state_dict()
+    assert {n for n in state if not n.endswith("_scale")} == set(expected)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("format", ["modelopt", "hf_fp8kv"])
 def test_a_cache_of_the_copy_stores_the_same_bytes(tmp_path, model, format):
-    copy = patched(model, tmp_path / "copy", format)
+    copy = add_scales(model, tmp_path / "copy", format)
     loaded = AutoModelForCausalLM.from_pretrained(copy, attn_implementation="fp8_paged")
     tokens = torch.arange(12).view(1, -1)
     caches = [
@@ -363,39 +363,37 @@ def test_a_cache_of_the_copy_stores_the_same_bytes(tmp_path, model, format):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "head"])
-def test_compressed_tensors_reads_its_own_config(tmp_path, model, kind):
+def test_compressed_tensors_reads_the_written_config(tmp_path, model, kind):
     config = pytest.importorskip("compressed_tensors.quantization")
-    copy = patched(model, tmp_path / "copy", "compressed-tensors", kind)
+    copy = add_scales(model, tmp_path / "copy", "compressed-tensors", kind)
     block = json.loads((copy / "config.json").read_text())["quantization_config"]
-    read = config.QuantizationConfig.model_validate(block)
-    scheme = read.kv_cache_scheme
+    loaded = config.QuantizationConfig.model_validate(block)
+    scheme = loaded.kv_cache_scheme
     assert (scheme.num_bits, scheme.type, scheme.symmetric) == (8, "float", True)
     assert scheme.strategy == {"tensor": "tensor", "head": "attn_head"}[kind]
     assert not scheme.dynamic
 
 
-def test_quarks_config_has_the_entries_that_its_package_asks_for(tmp_path, model):
-    copy = patched(model, tmp_path / "copy", "quark")
-    ours = json.loads((copy / "config.json").read_text())["quantization_config"]
+def test_the_config_for_quark_has_the_entries_that_its_package_requires(tmp_path, model):
+    copy = add_scales(model, tmp_path / "copy", "quark")
+    written = json.loads((copy / "config.json").read_text())["quantization_config"]
     tools = Path(__file__).parents[1] / "data" / "tools"
-    own = json.loads((tools / "quark-0.13" / "llama-fp8-kv-postrope" / "config.json").read_text())
-    own = own["quantization_config"]
-    assert ours["layer_type_quant_config"] == {}
-    assert (
-        ours["kv_cache_post_rope"] is True
-    )  # so a server or a reader takes them for what they are
-    for place in ("layer_quant_config", "kv_cache_quant_config"):
+    quark = json.loads((tools / "quark-0.13" / "llama-fp8-kv-postrope" / "config.json").read_text())
+    quark = quark["quantization_config"]
+    assert written["layer_type_quant_config"] == {}
+    assert written["kv_cache_post_rope"] is True  # so readers do not use them as scales before RoPE
+    for entry in ("layer_quant_config", "kv_cache_quant_config"):
         for projection in ("*k_proj", "*v_proj"):
-            assert set(ours[place][projection]) == set(own[place][projection])
+            assert set(written[entry][projection]) == set(quark[entry][projection])
 
 
 @pytest.mark.parametrize("format", ["autofp8", "vllm-json"])
 def test_linked_weights_are_the_same_file(tmp_path, model, format):
-    copy = patched(model, tmp_path / "copy", format, weights="link")
+    copy = add_scales(model, tmp_path / "copy", format, weights="link")
     name = next(p.name for p in copy.glob("model*.safetensors") if "scales" not in p.name)
     assert (copy / name).samefile(model / "model.safetensors")
     assert not (copy / "tokenizer.json").samefile(model / "tokenizer.json")
-    assert numbers(KVScales.from_pretrained(copy), "v")
+    assert values_of(KVScales.from_pretrained(copy), "v")
 
 
 BAD_SOURCES = {
@@ -409,7 +407,7 @@ BAD_SOURCES = {
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         "expected weights in safetensors",
     ),
-    "scales-already-there": (
+    "existing-scales": (
         lambda f: save_file(
             load_file(f / "model.safetensors")
             | {"model.layers.0.self_attn.k_scale": torch.ones(1)},
@@ -417,26 +415,26 @@ BAD_SOURCES = {
         ),
         "expected a checkpoint without KV scales",
     ),
-    "another-model": (spoiled_config(model_type="qwen2"), "expected a 'llama' model"),
-    "more-layers": (spoiled_config(num_hidden_layers=9), "without layers 3, 4"),
-    "other-layers": (
+    "a-different-model": (spoil_config(model_type="qwen2"), "expected a 'llama' model"),
+    "more-layers": (spoil_config(num_hidden_layers=9), "without layers 3, 4"),
+    "no-attention": (
         lambda f: save_file({"model.norm.weight": torch.ones(1)}, f / "model.safetensors"),
         "expected one attention module in layer 0, got none",
     ),
-    "another-cache-declared": (spoiled_config(kv_cache_dtype="int8"), "'int8'"),
+    "int8-cache-declared": (spoil_config(kv_cache_dtype="int8"), "'int8'"),
     "fnuz-declared": (
-        spoiled_config(kv_cache_dtype="fp8_e4m3fnuz"),
+        spoil_config(kv_cache_dtype="fp8_e4m3fnuz"),
         "expected to read the written scales",
     ),
-    "a-cache-of-latents": (spoiled_config(kv_lora_rank=512), "Its servers cache latents"),
-    "weights-of-another-tool": (
-        spoiled_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+    "a-cache-of-latents": (spoil_config(kv_lora_rank=512), "Its servers cache latents"),
+    "weights-of-a-different-tool": (
+        spoil_config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "the quant_method 'fp8', got 'gptq'",
     ),
 }
 
 
-# Into the folder of a model.
+# -- folders of models -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -448,7 +446,7 @@ def test_scales_are_added_to_a_model(tmp_path, request, source, format):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"mine": {"nested": [1]}}))
     entries = json.loads(config.read_text())
     before = content(folder)
-    for seed in (0, 1):  # the second time there are scales to replace
+    for seed in (0, 1):  # the second time replaces scales
         scales = random_scales("tensor", seed)
         scales.save_pretrained(folder, format=format, overwrite=True)
         assert sides(KVScales.from_pretrained(folder)) == sides(scales)
@@ -457,28 +455,28 @@ def test_scales_are_added_to_a_model(tmp_path, request, source, format):
     assert weights_of(folder) == weights_of(source)
     after = content(folder)
     weights = {name for name in before if name.endswith((".safetensors", ".index.json"))}
-    others = {*before} - weights - {"config.json"}
-    assert {name: after[name] for name in others} == {name: before[name] for name in others}
+    unchanged = {*before} - weights - {"config.json"}
+    assert {name: after[name] for name in unchanged} == {name: before[name] for name in unchanged}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
-    if format != "quark":  # whose package transformers asks for
+    if format != "quark":  # transformers requires its package
         assert_loads_the_same(source, folder)
         loaded = AutoModelForCausalLM.from_pretrained(folder).config.to_dict()
         assert loaded["mine"] == entries["mine"]
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3, pytest.param(4, marks=pytest.mark.full), 5])
-def test_a_model_loads_whenever_adding_scales_ends(tmp_path, model, folder, monkeypatch, at):
+@pytest.mark.parametrize("index", [0, 1, 2, 3, pytest.param(4, marks=pytest.mark.full), 5])
+def test_an_interrupted_save_leaves_a_loadable_model(tmp_path, model, folder, monkeypatch, index):
     before = content(folder)
     replace, calls = Path.replace, []
 
-    def end(self: Path, target: Path) -> None:
+    def interrupt(self: Path, target: Path) -> None:
         if target.parent == folder:
             calls.append(target.name)
-            if len(calls) > at:
+            if len(calls) > index:
                 raise KeyboardInterrupt
         replace(self, target)
 
-    monkeypatch.setattr(Path, "replace", end)
+    monkeypatch.setattr(Path, "replace", interrupt)
     scales = random_scales("tensor")
     with pytest.raises(KeyboardInterrupt):
         scales.save_pretrained(folder, format="modelopt", overwrite=True)
@@ -518,47 +516,47 @@ QUANTIZED = {
         "exclude": ["lm_head"],
     },
 }
-OTHERS = [
+OTHER_TOOLS = [
     {"quant_method": "gptq", "bits": 4},
     {"quant_method": "bitsandbytes", "load_in_4bit": True},
 ]
 
 
 @pytest.mark.parametrize(
-    "weights", [*QUANTIZED.values(), *OTHERS], ids=lambda weights: weights["quant_method"]
+    "weights", [*QUANTIZED.values(), *OTHER_TOOLS], ids=lambda weights: weights["quant_method"]
 )
-def test_scales_for_tgi_are_read_beside_quantized_weights(tmp_path, folder, weights):
-    spoiled_config(quantization_config=weights)(folder)
-    copy = patched(folder, tmp_path / "copy", "tgi")
-    other, scales = random_scales("tensor", 1), random_scales("tensor")
-    for written in (other, scales):  # the second time there are scales to replace
-        written.save_pretrained(folder, format="tgi", overwrite=True)
-    for place in (copy, folder):
-        assert sides(KVScales.from_pretrained(place)) == sides(scales) != sides(other)
-        config = json.loads((place / "config.json").read_text())["quantization_config"]
-        # An entry without a value declares nothing: it may be left out.
+def test_scales_for_tgi_are_read_next_to_quantized_weights(tmp_path, folder, weights):
+    spoil_config(quantization_config=weights)(folder)
+    copy = add_scales(folder, tmp_path / "copy", "tgi")
+    old, scales = random_scales("tensor", 1), random_scales("tensor")
+    for saved in (old, scales):  # the second time replaces scales
+        saved.save_pretrained(folder, format="tgi", overwrite=True)
+    for path in (copy, folder):
+        assert sides(KVScales.from_pretrained(path)) == sides(scales) != sides(old)
+        config = json.loads((path / "config.json").read_text())["quantization_config"]
+        # An entry without a value declares nothing and may be omitted.
         assert {**dict.fromkeys(weights), **config} == weights
 
 
-def test_other_files_in_the_folder_of_a_model_stay(tmp_path, model, folder):
-    other = {
+def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model, folder):
+    other_files = {
         ".hidden.safetensors": b"mine", "pytorch_model.bin": b"weights", "sub/more.pth": b"more",
         "folder.safetensors/part": b"part",
     }  # fmt: skip
-    for name, text in other.items():
+    for name, text in other_files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text)
-    two = Path(shutil.copytree(folder, tmp_path / "two"))
+    ambiguous = Path(shutil.copytree(folder, tmp_path / "two"))
     random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
     after = content(folder)
-    assert {name: after[name] for name in other} == other
+    assert {name: after[name] for name in other_files} == other_files
     assert_loads_the_same(model, folder)
-    # Of two files of weights one would be replaced.
-    save_file({"a": torch.ones(1)}, two / "model-00001-of-00001.safetensors")
-    before = content(two)
-    with refused("got two files"):
-        random_scales("tensor").save_pretrained(two, format="autofp8", overwrite=True)
-    assert content(two) == before
+    # With two files of weights, one file would be replaced.
+    save_file({"a": torch.ones(1)}, ambiguous / "model-00001-of-00001.safetensors")
+    before = content(ambiguous)
+    with scale_error("got two files"):
+        random_scales("tensor").save_pretrained(ambiguous, format="autofp8", overwrite=True)
+    assert content(ambiguous) == before
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -573,7 +571,7 @@ def test_a_config_without_weights_keeps_its_entries(tmp_path, model, format):
     assert {name: written[name] for name in entries} == entries
 
 
-def test_our_own_file_is_apart_from_weights(model, folder):
+def test_our_own_file_is_separate_from_weights(model, folder):
     before = content(folder)
     first, second = random_scales("centered-head", 1), random_scales("channel", 2)
     paths = first.save_pretrained(folder)
@@ -594,18 +592,18 @@ def test_our_own_file_is_apart_from_weights(model, folder):
     assert_loads_the_same(model, folder)
 
 
-def test_old_scale_files_do_not_come_along(tmp_path, folder):
+def test_old_scale_files_are_not_copied(tmp_path, folder):
     KVScales.uniform(LAYERS, k=8.0).save_pretrained(folder, format="vllm-json")
     KVScales.uniform(LAYERS, k=8.0).save_pretrained(folder)
     (folder / "kv_calibration.json").write_text("{}")
     (folder / "kv_scales" / "notes.txt").write_text("mine")
-    copy = patched(folder, tmp_path / "copy", "autofp8")
+    copy = add_scales(folder, tmp_path / "copy", "autofp8")
     assert KVScales.from_pretrained(copy).format == "autofp8"
     assert not (copy / "kv_calibration.json").exists()
     assert [path.name for path in (copy / "kv_scales").iterdir()] == ["notes.txt"]
 
 
-def test_scales_alone_that_weights_joined_move_apart(tmp_path, model, caplog):
+def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model, caplog):
     folder = Path(shutil.copytree(model, tmp_path / "folder"))
     for path in random_scales("head", 1).save_pretrained(tmp_path / "alone"):
         shutil.copy(path, folder)
@@ -619,7 +617,7 @@ def test_scales_alone_that_weights_joined_move_apart(tmp_path, model, caplog):
     assert KVScales.from_pretrained(folder).digest == scales.digest
 
 
-# Grid: each format that is replaced once, and each way to declare a cache.
+# Grid: each replaced format once, and each way to declare a cache.
 @pytest.mark.parametrize(
     ("before", "after", "has_entries"),
     [
@@ -629,11 +627,11 @@ def test_scales_alone_that_weights_joined_move_apart(tmp_path, model, caplog):
         ("tgi", "modelopt", True),
     ],
 )
-def test_scales_without_weights_change_their_format(tmp_path, model, before, after, has_entries):
+def test_scales_without_weights_can_change_format(tmp_path, model, before, after, has_entries):
     folder = tmp_path / "folder"
     if has_entries:  # the config of a model without its weights
         folder.mkdir()
-        shutil.copy(patched(model, tmp_path / "copy", before) / "config.json", folder)
+        shutil.copy(add_scales(model, tmp_path / "copy", before) / "config.json", folder)
     else:
         random_scales("tensor", 1).save_pretrained(folder, format=before)
     scales = random_scales("tensor", 2)
@@ -641,7 +639,7 @@ def test_scales_without_weights_change_their_format(tmp_path, model, before, aft
     assert sides(KVScales.from_pretrained(folder)) == sides(scales)
 
 
-def test_weights_in_a_file_named_as_that_of_scales_are_kept(tmp_path, shards):
+def test_weights_in_a_file_with_the_name_of_scales_are_kept(tmp_path, shards):
     folder = Path(shutil.copytree(shards, tmp_path / "folder"))
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -650,30 +648,30 @@ def test_weights_in_a_file_named_as_that_of_scales_are_kept(tmp_path, shards):
     save_file({"extra.weight": torch.ones(1)}, folder / "model-kv-scales.safetensors")
     before = content(folder)
     for target, options in ((folder, {}), (tmp_path / "copy", {"checkpoint": folder})):
-        with refused("expected a file of scales to replace, got .*extra.weight"):
+        with scale_error("expected a file of scales to replace, got .*extra.weight"):
             random_scales("tensor").save_pretrained(target, format="tgi", overwrite=True, **options)
     assert content(folder) == before
 
 
 def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model):
-    """As in the cache of the Hub. Links to nowhere or in a circle, and pipes, stay behind."""
+    """The folder looks like the Hub's cache. Broken and circular links and pipes are skipped."""
     folder, blobs = Path(shutil.copytree(model, tmp_path / "folder")), tmp_path / "blobs"
     blobs.mkdir()
-    for number, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
-        blob = path.rename(blobs / str(number))
+    for index, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
+        blob = path.rename(blobs / str(index))
         path.symlink_to(blob)
         blob.chmod(0o444)
-    wanted = content(patched(folder, tmp_path / "plain", "tgi"))
+    expected = content(add_scales(folder, tmp_path / "plain", "tgi"))
     (folder / "circle").symlink_to(folder)
     (folder / "gone").symlink_to("nowhere")
     os.mkfifo(folder / "pipe")
-    for place in (folder / "original", folder):
-        place.chmod(0o555)
+    for path in (folder / "original", folder):
+        path.chmod(0o555)
     for weights in ("copy", "link"):
-        copy = patched(folder, tmp_path / weights, "tgi", weights=weights)
-        card, written = wanted["README.md"].decode(), content(copy)
-        assert written == wanted | {"README.md": card.replace("plain", weights).encode()}
-        assert all(place.stat().st_mode & 0o200 for place in (copy, copy / "original"))
+        copy = add_scales(folder, tmp_path / weights, "tgi", weights=weights)
+        card, written = expected["README.md"].decode(), content(copy)
+        assert written == expected | {"README.md": card.replace("plain", weights).encode()}
+        assert all(path.stat().st_mode & 0o200 for path in (copy, copy / "original"))
         first = copy / "model-00001-of-00001.safetensors"
         assert first.samefile(folder / "model.safetensors") == (weights == "link")
     folder.chmod(0o755)
@@ -682,7 +680,7 @@ def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model):
     assert content(blobs) == before
 
 
-def test_a_card_whose_metadata_has_a_number_as_its_name_stays(folder):
+def test_a_card_with_a_number_as_a_metadata_key_is_kept(folder):
     text = "---\n1: a\n---\n# Mine\n"
     (folder / "README.md").write_text(text)
     random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
@@ -691,12 +689,12 @@ def test_a_card_whose_metadata_has_a_number_as_its_name_stays(folder):
 
 @pytest.mark.parametrize("nested", [False, True], ids=["top", "text-config"])
 @pytest.mark.parametrize("format", QUANTIZED)
-def test_the_config_of_quantised_weights_is_kept(tmp_path, folder, format, nested):
+def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, nested):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = QUANTIZED[format]
     config = {"model_type": "llava", "text_config": config} if nested else config
     (folder / "config.json").write_text(json.dumps(config))
-    copy = patched(folder, tmp_path / "copy", format)
+    copy = add_scales(folder, tmp_path / "copy", format)
     new = json.loads((copy / "config.json").read_text())
     block = (new["text_config"] if nested else new)["quantization_config"]
     for entry in ("quant_method", "quant_algo", "ignore", "ignored_layers", "config_groups",
@@ -708,21 +706,21 @@ def test_the_config_of_quantised_weights_is_kept(tmp_path, folder, format, neste
     assert KVScales.from_pretrained(copy).format == format
 
 
-def test_weights_that_only_the_second_config_declares(tmp_path, folder):
+def test_weights_declared_only_in_the_second_config(tmp_path, folder):
     second = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(second))
     with pytest.raises(ScaleError, match="expected unquantized weights"):
-        patched(folder, tmp_path / "copy", "autofp8")
-    copy = patched(folder, tmp_path / "copy", "modelopt")
-    read = json.loads((copy / "hf_quant_config.json").read_text())
-    assert read["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+        add_scales(folder, tmp_path / "copy", "autofp8")
+    copy = add_scales(folder, tmp_path / "copy", "modelopt")
+    saved = json.loads((copy / "hf_quant_config.json").read_text())
+    assert saved["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     assert (copy / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize(
     "prefix", ["model.language_model.layers", "transformer.h", "backbone.layers"]
 )
-def test_scales_lie_beside_the_attention_that_they_are_of(tmp_path, prefix):
+def test_scales_have_the_path_of_their_attention(tmp_path, prefix):
     module = {"transformer.h": "attn", "backbone.layers": "mixer"}.get(prefix, "self_attn")
     source = tmp_path / "source"
     source.mkdir()
@@ -730,7 +728,7 @@ def test_scales_lie_beside_the_attention_that_they_are_of(tmp_path, prefix):
     tower = [f"vision_tower.layers.{i}.self_attn.o_proj.weight" for i in range(9)]
     save_file({n: torch.ones(1) for n in names + tower}, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"num_hidden_layers": LAYERS}))
-    copy = patched(source, tmp_path / "copy", "modelopt")
+    copy = add_scales(source, tmp_path / "copy", "modelopt")
     scales = load_file(copy / "model-kv-scales.safetensors")
     assert set(scales) == {
         f"{prefix}.{i}.{module}.{s}_proj.{s}_scale" for i in range(LAYERS) for s in "kv"
@@ -738,16 +736,16 @@ def test_scales_lie_beside_the_attention_that_they_are_of(tmp_path, prefix):
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES)
-def test_a_checkpoint_that_cannot_have_the_scales_is_refused(tmp_path, folder, spoil, message):
-    """Neither a copy is made, nor is anything added to the folder itself."""
+def test_an_unsuitable_checkpoint_is_rejected(tmp_path, folder, spoil, message):
+    """No copy is written, and nothing is added to the folder itself."""
     spoil(folder)
     before = content(folder)
     scales, options = random_scales("tensor"), {"format": "autofp8"}
     writes = [lambda: scales.save_pretrained(tmp_path / "copy", checkpoint=folder, **options)]
-    if "without KV scales" not in message:  # which overwrite=True replaces
+    if "without KV scales" not in message:  # overwrite=True replaces them
         writes.append(lambda: scales.save_pretrained(folder, overwrite=True, **options))
     for write in writes:
-        with refused(message) as error:
+        with scale_error(message) as error:
             write()
         assert ".part" not in str(error.value)
         assert ".new" not in str(error.value)
@@ -759,7 +757,7 @@ SHARD = "model-00002-of"
 BAD_SHARDS = {
     "missing": (lambda shard: shard.unlink(), "expected a safetensors file"),
     "cut-off": (lambda shard: shard.write_bytes(shard.read_bytes()[:-1]), "a safetensors file"),
-    "another": (
+    "different-tensors": (
         lambda shard: save_file({"a": torch.ones(1)}, shard),
         "expected the tensors of the index, found none named model",
     ),
@@ -767,11 +765,11 @@ BAD_SHARDS = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SHARDS.values(), ids=BAD_SHARDS)
-def test_a_checkpoint_that_is_not_whole_is_not_copied(tmp_path, shards, spoil, message):
+def test_an_incomplete_checkpoint_is_not_copied(tmp_path, shards, spoil, message):
     source = Path(shutil.copytree(shards, tmp_path / "source"))
     spoil(next(path for path in source.iterdir() if path.name.startswith(SHARD)))
-    with refused(message, SHARD):
-        patched(source, tmp_path / "copy", "tgi")
+    with scale_error(message, SHARD):
+        add_scales(source, tmp_path / "copy", "tgi")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -780,20 +778,20 @@ def test_a_copy_never_replaces_anything(tmp_path, model):
     (tmp_path / "mine" / "file").write_text("mine")
     for target in (tmp_path / "mine", tmp_path / "mine" / "file", model):
         with pytest.raises(ScaleError, match=r"new or empty|expected a folder, got a file"):
-            patched(model, target, "tgi", overwrite=True)
+            add_scales(model, target, "tgi", overwrite=True)
     assert content(tmp_path) == {"mine/file": b"mine"}
     (tmp_path / "empty").mkdir()
-    assert patched(model, tmp_path / "empty", "tgi")
+    assert add_scales(model, tmp_path / "empty", "tgi")
 
 
 @pytest.mark.parametrize("target", [".", "new/.."])
 def test_a_copy_does_not_replace_the_working_folder(tmp_path, model, monkeypatch, target):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with refused("or the working folder", target):
-        patched(model, target, "tgi")
+    with scale_error("or the working folder", target):
+        add_scales(model, target, "tgi")
     assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
-    assert patched(model, Path("../here/copy"), "tgi").is_dir()
+    assert add_scales(model, Path("../here/copy"), "tgi").is_dir()
 
 
 OPTIONS = {
@@ -803,27 +801,27 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS)
-def test_options_of_a_copy_that_cannot_be(tmp_path, model, options, message):
-    with refused(message):
+def test_invalid_options_of_a_copy_are_rejected(tmp_path, model, options, message):
+    with scale_error(message):
         random_scales("tensor").save_pretrained(
             tmp_path / "copy", **{"checkpoint": model} | options
         )
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("index", [0, 1, 3])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), MemoryError(), OSError("stopped")])
-def test_an_interrupted_copy_leaves_nothing(tmp_path, model, monkeypatch, at, failure):
+def test_an_interrupted_copy_leaves_no_files(tmp_path, model, monkeypatch, index, failure):
     before = content(model)
-    fail_at(monkeypatch, at, failure)
+    fail_at(monkeypatch, index, failure)
     with pytest.raises((type(failure), ScaleError)):
-        patched(model, tmp_path / "copy", "autofp8")
+        add_scales(model, tmp_path / "copy", "autofp8")
     assert not list(tmp_path.iterdir())
     assert content(model) == before
 
 
-def test_no_half_folder_is_there_at_any_write(tmp_path, model, monkeypatch):
-    """A killed process cleans nothing up, so each write must find the old state."""
+def test_no_partial_folder_exists_at_any_write(tmp_path, model, monkeypatch):
+    """A killed process cannot clean up, so each write must find the old state."""
     copy, alone = tmp_path / "copy", tmp_path / "alone"
     random_scales("tensor").save_pretrained(alone, format="autofp8")
     before, writes = content(alone), []
@@ -838,19 +836,19 @@ def test_no_half_folder_is_there_at_any_write(tmp_path, model, monkeypatch):
     for files in writes:
         assert {n: c for n, c in files.items() if not n.endswith(".part")} == before
     assert len(writes) == len(before)
-    patched(model, copy, "autofp8")
+    add_scales(model, copy, "autofp8")
     assert len(writes) >= len(before) + len(content(copy))
 
 
-# The Hub, without a network.
+# -- the Hub, without a network --------------------------------------------------------------------
 
 
 class FakeApi:
     """The requests of an upload, answered from a list of files and recorded."""
 
-    def __init__(self, *there: str, failing: str = "") -> None:
-        self.there, self.failing = list(there), failing
-        self.asked: list[str] = []
+    def __init__(self, *files: str, failing: str = "") -> None:
+        self.files, self.failing = list(files), failing
+        self.requests: list[str] = []
         self.uploaded: dict[str, bytes] = {}
         self.token: object = None
 
@@ -859,7 +857,7 @@ class FakeApi:
         return self
 
     def answer(self, name: str) -> None:
-        self.asked.append(name)
+        self.requests.append(name)
         if name == self.failing:
             raise OSError("no route to the host")
 
@@ -873,7 +871,7 @@ class FakeApi:
 
     def list_repo_files(self, repo_id: str, *, revision: str | None) -> list[str]:
         self.answer("list")
-        return self.there
+        return self.files
 
     def hf_hub_download(self, repo_id: str, name: str, *, revision: str | None) -> str:
         self.answer("card")
@@ -891,10 +889,10 @@ class FakeApi:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path_factory):
-    """Installs a Hub with these files."""
+    """Return a function that replaces the Hub by one with these files."""
 
-    def install(*there: str, **options: str) -> FakeApi:
-        fake = FakeApi(*there, **options)
+    def install(*files: str, **options: str) -> FakeApi:
+        fake = FakeApi(*files, **options)
         fake.folder = tmp_path_factory.mktemp("hub")
         monkeypatch.setattr(kv_scales, "HfApi", fake)
         return fake
@@ -903,12 +901,12 @@ def hub(monkeypatch, tmp_path_factory):
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_what_is_uploaded_is_what_is_saved(tmp_path, hub, format):
+def test_uploaded_files_match_saved_files(tmp_path, hub, format):
     fake = hub("README.md")
     scales = random_scales("tensor")
     address = scales.push_to_hub("org/new", format=format, private=True, token="t")
     assert address == "https://hf.co/org/new/Add scales of the KV cache"
-    assert (fake.asked, fake.token) == (["repo org/new True", "list", "card", "commit"], "t")
+    assert (fake.requests, fake.token) == (["repo org/new True", "list", "card", "commit"], "t")
     scales.save_pretrained(tmp_path, format=format)
     card = fake.uploaded.pop("README.md").decode()
     assert fake.uploaded == content(tmp_path)
@@ -917,12 +915,12 @@ def test_what_is_uploaded_is_what_is_saved(tmp_path, hub, format):
     assert 'scales="org/new"' in card
     fake = hub()
     random_scales("tensor").push_to_hub("org/new", revision="fp8")
-    assert fake.asked == ["repo org/new None", "branch fp8", "list", "commit"]
+    assert fake.requests == ["repo org/new None", "branch fp8", "list", "commit"]
 
 
-def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
+def test_files_of_a_repository_are_replaced_only_with_overwrite(hub):
     fake = hub("kv_scales.safetensors", "model.safetensors", "config.json")
-    with refused("pass overwrite=True"):
+    with scale_error("pass overwrite=True"):
         random_scales("tensor").push_to_hub("org/model")
     assert not fake.uploaded
     random_scales("tensor").push_to_hub("org/model", overwrite=True)
@@ -930,39 +928,39 @@ def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
     assert fake.deleted == ["kv_scales.safetensors"]
 
 
-# Grid: every format once, each kind of weights and none with two of them.
+# Grid: every format once, each kind of weights and none with two formats.
 @pytest.mark.parametrize(
     ("format", "weights"),
     [*zip(ROW_FORMATS, 2 * (("model.safetensors",), ("pytorch_model.bin",), ()), strict=False)],
 )
 def test_the_config_of_a_repository_is_never_replaced(hub, format, weights):
     fake = hub("config.json", *weights)
-    with refused("expected a repository without weights"):
+    with scale_error("expected a repository without weights"):
         random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert not fake.uploaded
 
 
-@pytest.mark.parametrize("place", ["", "kv_scales/"])
-def test_nothing_is_uploaded_beside_what_is_read_before_it(hub, place):
-    fake = hub(f"{place}kv_scales.safetensors", "README.md")
+@pytest.mark.parametrize("prefix", ["", "kv_scales/"])
+def test_scales_are_not_uploaded_next_to_scales_that_are_read_first(hub, prefix):
+    fake = hub(f"{prefix}kv_scales.safetensors", "README.md")
     for format in ("vllm-json", "tgi"):
-        with refused("read before all others"):
+        with scale_error("read before all others"):
             random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert not fake.uploaded
 
 
 @pytest.mark.parametrize("failing", ["repo org/model None", "list", "commit"])
-def test_a_hub_out_of_reach_is_our_error(hub, failing):
+def test_an_unreachable_hub_is_a_scale_error(hub, failing):
     hub(failing=failing)
-    with refused(r"org/model: .*no route"):
+    with scale_error(r"org/model: .*no route"):
         random_scales("tensor").push_to_hub("org/model")
 
 
-# What the servers accept.
+# -- rules of servers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("checkpoint", "size"), [(False, 1), (True, 2)], ids=["alone", "copy"])
-def test_the_servers_take_the_json(tmp_path, model, size, checkpoint):
+def test_servers_accept_the_json(tmp_path, model, size, checkpoint):
     scales = random_scales("tensor")
     scales.save_pretrained(
         tmp_path / "out", format="vllm-json", tp_size=size, checkpoint=model if checkpoint else None

@@ -1,4 +1,4 @@
-"""Scales that carry a plan: what they may be, their files, and who may not have them."""
+"""Scales with a plan: valid combinations, their files, and formats that cannot store them."""
 
 from pathlib import Path
 
@@ -19,17 +19,17 @@ PLAIN = LayerPlan.parse("int8", "int8")
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_plan_is_kept_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> None:
+def test_a_plan_is_saved_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
-    for read in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / OWN_FILE)):
-        assert_same(read, scales)
-        assert read.plan == scales.plan == dict(enumerate(PLANS))
-        assert read.is_dynamic is is_dynamic
-        assert read.weights_digest == scales.weights_digest
-        assert read.digest == scales.digest
-    kinds = {layer.granularity for layer in scales.layers.values()}
-    assert kinds == ({"token"} if is_dynamic else {"head"})
+    for loaded in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / OWN_FILE)):
+        assert_same(loaded, scales)
+        assert loaded.plan == scales.plan == dict(enumerate(PLANS))
+        assert loaded.is_dynamic is is_dynamic
+        assert loaded.weights_digest == scales.weights_digest
+        assert loaded.digest == scales.digest
+    granularities = {layer.granularity for layer in scales.layers.values()}
+    assert granularities == ({"token"} if is_dynamic else {"head"})
     plan = read_header(tmp_path / OWN_FILE)["plan"]
     assert plan["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
     assert "1 x K int8 rotated, V fp8_e3m4" in repr(scales)
@@ -48,7 +48,7 @@ def test_a_plan_is_kept_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> Non
     ],
     ids=str,
 )
-def test_damaged_plans_are_refused(tmp_path: Path, change: dict, message: str) -> None:
+def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) -> None:
     planned_scales().save_pretrained(tmp_path)
     path = tmp_path / OWN_FILE
     rewrite(path, lambda header: header | change)
@@ -56,7 +56,7 @@ def test_damaged_plans_are_refused(tmp_path: Path, change: dict, message: str) -
         KVScales.from_file(path)
 
 
-def test_dynamic_files_with_a_missing_center_are_refused(tmp_path: Path) -> None:
+def test_dynamic_files_with_a_missing_center_are_rejected(tmp_path: Path) -> None:
     planned_scales(is_dynamic=True).save_pretrained(tmp_path)
     path = tmp_path / OWN_FILE
     rewrite(path, dict, {})
@@ -77,9 +77,9 @@ def test_dynamic_files_with_a_missing_center_are_refused(tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_scales_and_plans_that_do_not_belong_together(arguments: tuple, message: str) -> None:
-    kind = ConfigError if message == "expected a LayerPlan" else ScaleError
-    with pytest.raises(kind, match=message):
+def test_mismatched_scales_and_plans_are_rejected(arguments: tuple, message: str) -> None:
+    error_type = ConfigError if message == "expected a LayerPlan" else ScaleError
+    with pytest.raises(error_type, match=message):
         LayerScales(*arguments)
 
 
@@ -91,13 +91,13 @@ def test_scales_and_plans_that_do_not_belong_together(arguments: tuple, message:
     ],
     ids=["plan", "scales"],
 )
-def test_all_layers_have_a_plan_and_static_scales_or_none(layers: list[LayerScales]) -> None:
+def test_all_layers_or_none_have_a_plan_and_static_scales(layers: list[LayerScales]) -> None:
     with pytest.raises(ScaleError, match="in all layers or in none, got none in layers"):
         KVScales(dict(enumerate(layers)))
 
 
 @pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
-def test_servers_get_no_scales_of_rotated_numbers(tmp_path: Path, format: str) -> None:
+def test_scales_of_rotated_values_are_not_saved_for_servers(tmp_path: Path, format: str) -> None:
     with pytest.raises(ScaleError, match=r"rotated values in layers 0, 1, 2.*Save as 'hf_fp8kv'"):
         planned_scales().save_pretrained(tmp_path, format=format)
     dynamic = KVScales({0: LayerScales(None, None, plan=PLAIN)})
@@ -106,18 +106,18 @@ def test_servers_get_no_scales_of_rotated_numbers(tmp_path: Path, format: str) -
     assert not list(tmp_path.iterdir())
 
 
-def test_servers_get_what_is_not_rotated(tmp_path: Path, caplog) -> None:
+def test_scales_of_unrotated_values_are_saved_for_servers(tmp_path: Path, caplog) -> None:
     scales = KVScales({0: LayerScales(2 * ONE, 3 * ONE, plan=PLAIN)}, model_type="llama")
     scales.save_pretrained(tmp_path, format="tgi")
     assert "the formats of the plan are left out" in caplog.text
-    read = KVScales.from_pretrained(tmp_path)
-    assert (read.layers[0].k, read.layers[0].v, read.plan) == (2, 3, None)
+    loaded = KVScales.from_pretrained(tmp_path)
+    assert (loaded.layers[0].k, loaded.layers[0].v, loaded.plan) == (2, 3, None)
 
 
-def test_a_plan_changes_the_digest_and_spreads_with_the_scales() -> None:
+def test_a_plan_changes_the_digest_and_is_split_with_the_scales() -> None:
     plain = KVScales({0: LayerScales(ONE, ONE, plan=PLAIN)})
-    other = KVScales({0: LayerScales(ONE, ONE, plan=LayerPlan.parse("int8 rotated", "int8"))})
-    assert plain.digest != other.digest != KVScales({0: LayerScales(ONE, ONE)}).digest
+    rotated = KVScales({0: LayerScales(ONE, ONE, plan=LayerPlan.parse("int8 rotated", "int8"))})
+    assert plain.digest != rotated.digest != KVScales({0: LayerScales(ONE, ONE)}).digest
     part = planned_scales(heads=4).for_layer(
         0, num_kv_heads=2, k_head_dim=16, v_head_dim=16, tp_rank=1, tp_size=2
     )

@@ -1,4 +1,4 @@
-"""Copies of checkpoints that have KV scales, with others in their place (`overwrite=True`)."""
+"""Copies of checkpoints with KV scales, in which other scales replace them (`overwrite=True`)."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from hf_fp8kv.scales import SCALE_FORMATS
 from tests.helpers.declared import LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
 from tests.scales.test_export import content, random_scales
 from tests.scales.test_scales import assert_same
-from tests.scales.test_sources import refused
+from tests.scales.test_sources import scale_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -31,17 +31,17 @@ def plain(tmp_path_factory):
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every file, as a reader finds them that does not ask the index."""
+    """Return the tensors of all files, as a reader without the index finds them."""
     tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         if path.name != "kv_scales.safetensors":
-            found = load_file(path)
-            assert not found.keys() & tensors.keys()
-            tensors |= found
+            new = load_file(path)
+            assert not new.keys() & tensors.keys()
+            tensors |= new
     return tensors
 
 
-# Grid: every format by itself, and each way from one place of scales to a different one.
+# Grid: every format by itself, and each way from one location of scales to a different one.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -50,35 +50,35 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
         ("tgi", "vllm-json"),
     ],
 )
-def test_other_scales_take_the_place_of_those_that_are_there(tmp_path, plain, source, target):
+def test_existing_scales_are_replaced(tmp_path, plain, source, target):
     TOO_SMALL.save_pretrained(tmp_path / "old", format=source, checkpoint=plain)
     before = content(tmp_path / "old")
     arguments = {"format": target, "checkpoint": tmp_path / "old"}
     if source not in ("hf_fp8kv", "vllm-json"):
-        with refused("expected a checkpoint without KV scales", "--overwrite"):
+        with scale_error("expected a checkpoint without KV scales", "--overwrite"):
             NEW.save_pretrained(tmp_path / "new", **arguments)
         assert not (tmp_path / "new").exists()
     paths = NEW.save_pretrained(tmp_path / "new", **arguments, overwrite=True)
     assert content(tmp_path / "old") == before
     assert all(path.is_file() for path in paths)
-    # It is what a copy of the original weights is, but for names of files and the index.
+    # The copy matches a copy of the original weights, except the names of files and the index.
     NEW.save_pretrained(tmp_path / "direct", format=target, checkpoint=plain)
-    found, wanted = (all_tensors(tmp_path / name) for name in ("new", "direct"))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    actual, expected = (all_tensors(tmp_path / name) for name in ("new", "direct"))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
     configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("new", "direct")]
     assert configs[0] == configs[1]
     assert_same(*(KVScales.from_pretrained(tmp_path / name) for name in ("new", "direct")))
     if source == target and source not in ("hf_fp8kv", "vllm-json"):
         index = "model.safetensors.index.json"
-        found, wanted = ((tmp_path / name / index) for name in ("new", "direct"))
-        if wanted.exists():
-            assert json.loads(found.read_text()) == json.loads(wanted.read_text())
+        actual, expected = ((tmp_path / name / index) for name in ("new", "direct"))
+        if expected.exists():
+            assert json.loads(actual.read_text()) == json.loads(expected.read_text())
 
 
 @pytest.mark.parametrize("weights", ["copy", "link"])
-def test_scales_among_the_weights(tmp_path, plain, weights):
-    """As LLM Compressor writes them: in the files of the weights, with the config of before."""
+def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain, weights):
+    """LLM Compressor writes scales into the files of the weights, with the old config."""
     old = tmp_path / "old"
     declare(plain, old)
     tensors = all_tensors(old)
@@ -97,15 +97,15 @@ def test_scales_among_the_weights(tmp_path, plain, weights):
         new = tmp_path / target
         NEW.save_pretrained(new, format=target, checkpoint=old, weights=weights, overwrite=True)
         assert_same(KVScales.from_pretrained(new), NEW)
-        left, wanted = all_tensors(new), load_file(plain / "model.safetensors")
-        assert all(torch.equal(left.pop(name), tensor) for name, tensor in wanted.items())
-        assert len(left) == (2 * LAYERS if target == "compressed-tensors" else 0)
+        remaining, expected = all_tensors(new), load_file(plain / "model.safetensors")
+        assert all(torch.equal(remaining.pop(name), tensor) for name, tensor in expected.items())
+        assert len(remaining) == (2 * LAYERS if target == "compressed-tensors" else 0)
         written = json.loads((new / "model.safetensors.index.json").read_text())
         assert written["weight_map"].keys() == all_tensors(new).keys()
-        assert written["metadata"] == {"mine": 2}  # no count of other tensors
+        assert written["metadata"] == {"mine": 2}  # the size of the old tensors is removed
         with safe_open(new / first, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-    # In its own folder the shards are written again, each as a whole.
+    # In the same folder, the shards are rewritten, each as a whole.
     NEW.save_pretrained(old, format="compressed-tensors", overwrite=True)
     assert_same(KVScales.from_pretrained(old), NEW)
     assert all_tensors(old).keys() == all_tensors(tmp_path / "compressed-tensors").keys()
@@ -130,21 +130,21 @@ def save_in_files(folder: Path, plain: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_folder_is_whole_whenever_its_scales_are_replaced(tmp_path, plain, monkeypatch, count):
-    """Every file that an index names is there, all weights too, and the call can be repeated."""
-    wanted = load_file(plain / "model.safetensors")
+def test_an_interrupted_replacement_leaves_a_complete_folder(tmp_path, plain, monkeypatch, count):
+    """All files of an index exist, all weights are complete, and the call can be repeated."""
+    expected = load_file(plain / "model.safetensors")
     replace, unlink = Path.replace, Path.unlink
 
     def stop(self: Path, *arguments: Any, **options: Any) -> Any:
         act = replace if arguments else unlink
         if arguments or not self.name.endswith(".part"):
-            left[0] -= 1
-            if left[0] < 0:
+            remaining[0] -= 1
+            if remaining[0] < 0:
                 raise KeyboardInterrupt
         return act(self, *arguments, **options)
 
-    for at in itertools.count():
-        folder, left = tmp_path / str(at), [at]
+    for num_steps in itertools.count():
+        folder, remaining = tmp_path / str(num_steps), [num_steps]
         save_in_files(folder, plain, count)
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(Path, "replace", stop)
@@ -153,19 +153,19 @@ def test_a_folder_is_whole_whenever_its_scales_are_replaced(tmp_path, plain, mon
         index = folder / "model.safetensors.index.json"
         if not (folder / "model.safetensors").exists():
             weight_map = json.loads(index.read_text())["weight_map"]
-            found = {name: load_file(folder / weight_map[name])[name] for name in wanted}
+            actual = {name: load_file(folder / weight_map[name])[name] for name in expected}
             assert all((folder / file).exists() for file in weight_map.values())
         else:
-            found = load_file(folder / "model.safetensors")
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+            actual = load_file(folder / "model.safetensors")
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
         NEW.save_pretrained(folder, format="compressed-tensors", overwrite=True)
         assert_same(KVScales.from_pretrained(folder), NEW)
-        if left[0] >= 0:
+        if remaining[0] >= 0:
             break
-    assert at > 4
+    assert num_steps > 4
 
 
-def test_a_disk_that_is_full_while_weights_are_written_again(tmp_path, plain):
+def test_a_full_disk_while_weights_are_rewritten(tmp_path, plain):
     resource = pytest.importorskip("resource")
     save_in_files(tmp_path / "old", plain, 1)
     before, limits = content(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_while_weights_are_written_again(tmp_path, plain):
     try:
         for target in ("old", "new"):
             source = tmp_path / "old" if target == "new" else None
-            with refused("expected a folder that can be written, got .*too large"):
+            with scale_error("expected a folder that can be written, got .*too large"):
                 NEW.save_pretrained(
                     tmp_path / target, format="tgi", checkpoint=source, overwrite=True
                 )
@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_while_weights_are_written_again(tmp_path, plain):
     assert content(tmp_path) == before
 
 
-def test_outputs_of_projections_that_were_the_cache_once(tmp_path, plain):
+def test_output_scales_of_projections_are_removed(tmp_path, plain):
     old = tmp_path / "old"
     old.mkdir()
     outputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
@@ -208,16 +208,16 @@ def test_outputs_of_projections_that_were_the_cache_once(tmp_path, plain):
         NEW.save_pretrained(new, format=target, checkpoint=old, overwrite=True)
         assert_same(KVScales.from_pretrained(new), NEW)
         assert not [name for name in all_tensors(new) if "output_scale" in name]
-        kept = json.loads((new / "config.json").read_text())["quantization_config"]
+        config_entry = json.loads((new / "config.json").read_text())["quantization_config"]
         without = {"targets": ["re:.*v_proj"], "weights": weights}
-        assert kept["config_groups"] == {"group_0": groups["group_0"], "group_2": without}
-        assert ("kv_cache_scheme" in kept) == (target == "compressed-tensors")
+        assert config_entry["config_groups"] == {"group_0": groups["group_0"], "group_2": without}
+        assert ("kv_cache_scheme" in config_entry) == (target == "compressed-tensors")
 
 
-def test_a_declaration_that_would_stay_is_refused(tmp_path, plain):
+def test_a_declaration_that_cannot_be_removed_is_rejected(tmp_path, plain):
     TOO_SMALL.save_pretrained(tmp_path / "old", format="modelopt", checkpoint=plain)
     before = content(tmp_path)
-    with refused(r"hf_quant_config\.json", "Choose modelopt"):
+    with scale_error(r"hf_quant_config\.json", "Choose modelopt"):
         NEW.save_pretrained(
             tmp_path / "new", format="tgi", checkpoint=tmp_path / "old", overwrite=True
         )
@@ -234,11 +234,11 @@ def test_a_model_with_replaced_scales_loads_and_uses_them(tmp_path, caplog, save
     caplog.set_level(logging.WARNING)
     model = load(tmp_path / "new")
     assert "newly initialized" not in caplog.text
-    if CACHE == "past_key_values":  # compressed-tensors 0.20 has none with transformers 5.24
+    if CACHE == "past_key_values":  # compressed-tensors 0.20 has no scale with transformers 5.24
         scale = model.model.layers[1].self_attn.k_scale
         assert torch.equal(scale.flatten(), NEW.layers[1].k.flatten().to(scale.dtype))
     cache = FP8PagedCache.from_pretrained(tmp_path / "new")
     with torch.no_grad():
         logits = model(torch.arange(3, 20)[None], past_key_values=cache).logits
-        wanted = load(tmp_path / "plain")(torch.arange(3, 20)[None]).logits
-    assert torch.equal(logits, wanted)
+        expected = load(tmp_path / "plain")(torch.arange(3, 20)[None]).logits
+    assert torch.equal(logits, expected)

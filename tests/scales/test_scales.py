@@ -1,4 +1,4 @@
-"""The data model of static scales: what it accepts, how it is spread, converted and kept."""
+"""The data model of static scales: validation, expansion for a layer, copies and files."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ ONE = torch.tensor(1.0)
 
 
 def two_layers(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
-    """Layer 0 per tensor; layer 1 per channel with centers; no two numbers are the same."""
+    """Return layer 0 per tensor and layer 1 per channel with centers. All values are different."""
     channel = LayerScales(
         torch.arange(1.0, 1 + heads * k_dim).view(heads, k_dim),
         torch.arange(100.0, 100 + heads * v_dim).view(heads, v_dim),
@@ -31,7 +31,7 @@ def two_layers(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
 
 
 def assert_same(left: KVScales, right: KVScales) -> None:
-    """The same layers, shapes and bits."""
+    """Check that both have the same layers, shapes and bits."""
     assert list(left.layers) == list(right.layers)
     for index, layer in left.layers.items():
         other = right.layers[index]
@@ -43,13 +43,13 @@ def assert_same(left: KVScales, right: KVScales) -> None:
                 assert torch.equal(a, b)
 
 
-# One layer.
+# -- one layer -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("shape", "granularity"), [((4, 1), "head"), ((4, 8), "channel"), ((1, 8), "channel")]
 )
-def test_two_dimensions_are_kept_in_memory_of_the_layer(shape, granularity):
+def test_two_dimensions_are_copied_and_kept(shape, granularity):
     k = torch.full(shape, 3.0, requires_grad=True)
     layer = LayerScales(k, ONE)
     with torch.no_grad():
@@ -85,7 +85,7 @@ BAD_TENSORS = {
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bad", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_bad_scales_are_refused(bad, side):
+def test_bad_scales_are_rejected(bad, side):
     good = {"k": ONE, "v": ONE, "source": "file.safetensors: name"}
     with pytest.raises(ScaleError, match=rf"{side.upper()} scale \(file.safetensors: name\).*got"):
         LayerScales(**(good | {side: bad}))
@@ -96,7 +96,7 @@ def test_bad_scales_are_refused(bad, side):
     [torch.full((2, 4), NAN), torch.full((2, 4), INF), torch.ones(4), ONE, torch.ones(2, 4).int()],
     ids=["nan", "infinity", "one-dimension", "scalar", "int32"],
 )
-def test_bad_centers_are_refused(bad):
+def test_bad_centers_are_rejected(bad):
     with pytest.raises(ScaleError, match="center of K"):
         LayerScales(ONE, ONE, bad)
 
@@ -110,12 +110,12 @@ def test_bad_centers_are_refused(bad):
     ],
     ids=["per-head", "per-channel", "center"],
 )
-def test_sides_with_other_heads_are_refused(k, v, center):
+def test_sides_with_different_heads_are_rejected(k, v, center):
     with pytest.raises(ScaleError, match="the same number of heads"):
         LayerScales(k, v, center)
 
 
-# A model.
+# -- a model ---------------------------------------------------------------------------------------
 
 
 def test_layers_are_sorted_and_checked():
@@ -139,7 +139,7 @@ BAD_LAYERS = {
 
 
 @pytest.mark.parametrize("layers", BAD_LAYERS.values(), ids=BAD_LAYERS)
-def test_bad_layers_are_refused(layers):
+def test_bad_layers_are_rejected(layers):
     with pytest.raises(ScaleError, match="expected"):
         KVScales(layers)
 
@@ -155,7 +155,7 @@ def test_uniform_does_not_depend_on_the_default_dtype():
 @pytest.mark.parametrize(
     "value", [0, -1.0, NAN, INF, True, "1", None, 1e-40, pytest.param(10**400, id="huge-integer")]
 )
-def test_uniform_refuses_a_bad_constant_or_number_of_layers(value):
+def test_uniform_rejects_a_bad_constant_or_number_of_layers(value):
     with pytest.raises(ScaleError, match="expected a finite number above 0"):
         KVScales.uniform(1, v=value)
     with pytest.raises(ScaleError, match="num_layers"):
@@ -167,11 +167,11 @@ def test_copies_are_equal(clone):
     assert_same(clone(two_layers()), two_layers())
 
 
-# For an operation.
+# -- scales for an operation -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("k", "v", "spread_k", "spread_v"),
+    ("k", "v", "expanded_k", "expanded_v"),
     [
         (0.5, 0.25, [[0.5] * 2] * 2, [[0.25] * 3] * 2),
         ([[1], [2]], [[10], [20]], [[1, 1], [2, 2]], [[10] * 3, [20] * 3]),
@@ -180,28 +180,28 @@ def test_copies_are_equal(clone):
     ],
     ids=["tensor", "head", "channels-of-all-heads", "channel"],
 )
-def test_for_layer_spreads_a_scale(k, v, spread_k, spread_v):
+def test_for_layer_expands_scales(k, v, expanded_k, expanded_v):
     scales = KVScales({0: LayerScales(torch.tensor(k).float(), torch.tensor(v).float())})
     layer = scales.for_layer(0, num_kv_heads=2, k_head_dim=2, v_head_dim=3)
-    assert layer.k.tolist() == spread_k
-    assert layer.v.tolist() == spread_v
+    assert layer.k.tolist() == expanded_k
+    assert layer.v.tolist() == expanded_v
     assert layer.k_center is None
     assert layer.k.is_contiguous()
     assert layer.v.is_contiguous()
-    layer.k[0] = 9  # in memory of its own
+    layer.k[0] = 9  # in separate memory
     assert torch.equal(scales.layers[0].k, torch.tensor(k).float())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_for_layer_takes_the_heads_of_its_rank(rank):
+def test_for_layer_returns_the_heads_of_its_rank(rank):
     whole = two_layers().layers[1]
     layer = two_layers().for_layer(
         1, num_kv_heads=2, k_head_dim=3, v_head_dim=5, tp_rank=rank, tp_size=2
     )
-    mine = slice(2 * rank, 2 * rank + 2)
-    assert torch.equal(layer.k, whole.k[mine])
-    assert torch.equal(layer.v, whole.v[mine])
-    assert torch.equal(layer.k_center, whole.k_center[mine])
+    heads = slice(2 * rank, 2 * rank + 2)
+    assert torch.equal(layer.k, whole.k[heads])
+    assert torch.equal(layer.v, whole.v[heads])
+    assert torch.equal(layer.k_center, whole.k_center[heads])
 
 
 def test_for_layer_with_the_heads_of_one_rank_and_with_more_ranks_than_heads():
@@ -210,16 +210,16 @@ def test_for_layer_with_the_heads_of_one_rank_and_with_more_ranks_than_heads():
     )
     assert torch.equal(layer.k, two_layers().layers[1].k)
     scales = KVScales({0: LayerScales(torch.tensor([[1.0], [2.0]]), ONE)})
-    of_rank = {"num_kv_heads": 1, "k_head_dim": 1, "v_head_dim": 1, "tp_size": 4}
-    got = [scales.for_layer(0, tp_rank=rank, **of_rank).k.item() for rank in range(4)]
-    assert got == [1, 1, 2, 2]
+    sizes = {"num_kv_heads": 1, "k_head_dim": 1, "v_head_dim": 1, "tp_size": 4}
+    actual = [scales.for_layer(0, tp_rank=rank, **sizes).k.item() for rank in range(4)]
+    assert actual == [1, 1, 2, 2]
 
 
 BAD_CALLS = {
     "missing-layer": ({"index": 7}, "expected layer 7, got layers 0, 1"),
     "other-heads": ({"num_kv_heads": 3}, "expected 3 heads, got 4"),
     "uneven-heads": ({"num_kv_heads": 3, "tp_size": 2}, r"3 heads \(or 6 of all 2 ranks\), got 4"),
-    "more-heads-than-there-are": ({"num_kv_heads": 8}, "expected 8 heads, got 4"),
+    "too-many-heads": ({"num_kv_heads": 8}, "expected 8 heads, got 4"),
     "other-k-size": ({"k_head_dim": 4}, "K scale of layer 1.*head size of 4 or 1, got 3"),
     "other-v-size": ({"v_head_dim": 4}, "V scale of layer 1.*head size of 4 or 1, got 5"),
     "rank-too-high": ({"tp_rank": 2, "tp_size": 2}, "tp_rank=2 and tp_size=2"),
@@ -230,13 +230,13 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_for_layer_refuses_another_model(change, message):
+def test_for_layer_rejects_different_sizes(change, message):
     call = {"index": 1, "num_kv_heads": 4, "k_head_dim": 3, "v_head_dim": 5} | change
     with pytest.raises(ScaleError, match=message):
         two_layers().for_layer(call.pop("index"), **call)
 
 
-# Our own file.
+# -- our own file ----------------------------------------------------------------------------------
 
 SCALES = st.floats(2.0**-100, 2.0**100, width=32)
 CENTERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
@@ -244,12 +244,12 @@ CENTERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 
 @st.composite
 def layers(draw) -> LayerScales:
-    """One layer of any granularity."""
+    """Draw one layer of any granularity."""
     heads, k_dim, v_dim = (draw(st.integers(1, 3)) for _ in range(3))
 
-    def tensor(numbers, shape):
+    def tensor(elements, shape):
         count = int(np.prod(shape))
-        values = draw(st.lists(numbers, min_size=count, max_size=count))
+        values = draw(st.lists(elements, min_size=count, max_size=count))
         return torch.tensor(values, dtype=torch.float32).reshape(shape)
 
     k_shape = draw(st.sampled_from([(), (heads, 1), (1, k_dim), (heads, k_dim)]))
@@ -259,28 +259,28 @@ def layers(draw) -> LayerScales:
 
 
 @given(st.dictionaries(st.integers(0, 10**6), layers(), min_size=1, max_size=4))
-def test_what_is_saved_is_read_back_exactly(tmp_path_factory, by_index):
+def test_saved_scales_are_loaded_exactly(tmp_path_factory, by_index):
     folder = tmp_path_factory.mktemp("own")
     scales = KVScales(by_index, model_type="llama", origin="a test")
     scales.save_pretrained(folder)
-    read = KVScales.from_pretrained(folder)
-    assert_same(read, scales)
-    assert (read.format, read.model_type) == ("hf_fp8kv", "llama")
+    loaded = KVScales.from_pretrained(folder)
+    assert_same(loaded, scales)
+    assert (loaded.format, loaded.model_type) == ("hf_fp8kv", "llama")
 
 
-def test_save_writes_one_file_and_nothing_else(tmp_path):
+def test_save_writes_a_single_file(tmp_path):
     folder = tmp_path / "deep" / "folder"
     paths = two_layers().save_pretrained(folder)
     assert paths == [*folder.iterdir()] == [folder / "kv_scales.safetensors"]
 
 
-def test_saving_into_a_file_is_refused(tmp_path):
+def test_saving_into_a_file_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ScaleError, match="expected a folder, got a file"):
         two_layers().save_pretrained(tmp_path / "file")
 
 
-# The argument of a cache.
+# -- the argument of a cache -----------------------------------------------------------------------
 
 
 def test_resolve(tmp_path):
@@ -311,19 +311,19 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize(("value", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_resolve_refuses(value, message):
+def test_resolve_rejects_invalid_arguments(value, message):
     with pytest.raises(ScaleError, match=message) as error:
         resolve(value)
     assert isinstance(error.value, FP8KVError)
     assert isinstance(error.value, ValueError)
 
 
-# What a config declares.
+# -- declarations in a config ----------------------------------------------------------------------
 
 
 COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
 
-# The dialects of test_sources_formats are announced there. These are other spellings.
+# test_sources_formats has the dialects of tools. These are other spellings.
 DECLARING = {
     "compressed-tensors-per-head": {
         "quantization_config": COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
@@ -364,32 +364,32 @@ SILENT = {
 
 
 def as_objects(config: dict) -> SimpleNamespace:
-    """The config as transformers holds it: attributes, and blocks with to_dict."""
+    """Return the config as transformers stores it: attributes, and blocks with to_dict."""
     blocks = ("quantization_config", "compression_config")
 
-    def turn(name, value):
+    def convert(name, value):
         if name == "text_config":
             return as_objects(value)
         if name in blocks and isinstance(value, dict):
             return SimpleNamespace(to_dict=lambda: value)
         return value
 
-    return SimpleNamespace(**{name: turn(name, value) for name, value in config.items()})
+    return SimpleNamespace(**{name: convert(name, value) for name, value in config.items()})
 
 
 def as_config(config: dict) -> LlamaConfig:
     return LlamaConfig(**config)
 
 
-@pytest.mark.parametrize("turn", [dict, as_objects, as_config])
+@pytest.mark.parametrize("convert", [dict, as_objects, as_config])
 @pytest.mark.parametrize("config", DECLARING.values(), ids=DECLARING)
-def test_declared_scales_are_seen(config, turn):
-    what = declared_kv_scales(turn(config))
-    assert what is not None
-    assert "kv_cache" in what
+def test_declared_scales_are_described(config, convert):
+    description = declared_kv_scales(convert(config))
+    assert description is not None
+    assert "kv_cache" in description
 
 
-@pytest.mark.parametrize("turn", [dict, as_objects, as_config])
+@pytest.mark.parametrize("convert", [dict, as_objects, as_config])
 @pytest.mark.parametrize("config", SILENT.values(), ids=SILENT)
-def test_other_configs_declare_no_static_scales(config, turn):
-    assert declared_kv_scales(turn(config)) is None
+def test_other_configs_declare_no_static_scales(config, convert):
+    assert declared_kv_scales(convert(config)) is None

@@ -1,4 +1,4 @@
-"""The readers of static scales: golden files of every dialect, their rules, and bad input."""
+"""Readers of static scales: golden files of every dialect, their rules, and invalid input."""
 
 import json
 import logging
@@ -34,24 +34,24 @@ LARGER = (V[0], V[1], K[2])
 ATTENTION = "model.layers.{}.self_attn."
 
 
-def numbers(scales: KVScales, side: str) -> list[float]:
-    """One side's scales, layer by layer."""
+def values_of(scales: KVScales, side: str) -> list[float]:
+    """Return the scales of one side, layer by layer."""
     return [getattr(layer, side).item() for layer in scales.layers.values()]
 
 
 def sides(scales: KVScales) -> list[list[float]]:
     """Return the scales of K and the scales of V, layer by layer."""
-    return [numbers(scales, side) for side in "kv"]
+    return [values_of(scales, side) for side in "kv"]
 
 
 def rounded(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> list[float]:
-    """What is left of the numbers in a file of this dtype."""
+    """Round values as a file of this dtype does."""
     return torch.tensor(values, dtype=dtype).float().tolist()
 
 
 @contextmanager
-def refused(message: str, path: Path | str = "") -> Iterator[pytest.ExceptionInfo[ScaleError]]:
-    """Expect a ScaleError that names the path and a remedy, next to the expected and the found."""
+def scale_error(message: str, path: Path | str = "") -> Iterator[pytest.ExceptionInfo[ScaleError]]:
+    """Expect a ScaleError that names the path, the expected and the actual value, and a remedy."""
     with pytest.raises(ScaleError, match=message) as error:
         yield error
     text = str(error.value)
@@ -61,13 +61,13 @@ def refused(message: str, path: Path | str = "") -> Iterator[pytest.ExceptionInf
     assert re.search(r"[;.] [A-Z`a-z]", text.split("expected", 1)[1])
 
 
-def copied(name: str, tmp_path: Path) -> Path:
-    """A golden folder to spoil."""
+def copy_golden(name: str, tmp_path: Path) -> Path:
+    """Return a copy of a golden folder."""
     return Path(shutil.copytree(DATA / name, tmp_path / name))
 
 
 def edit_json(path: Path, **changes: object) -> None:
-    """Sets top-level entries; None deletes."""
+    """Set top-level entries. None deletes an entry."""
     data = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
 
@@ -79,13 +79,13 @@ def set_scales(folder: Path, layers: Iterable[int], scale: float | None) -> None
 
 
 def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Sets tensors of model.safetensors; None deletes."""
+    """Set tensors of model.safetensors. None deletes a tensor."""
     path = folder / "model.safetensors"
     tensors = load_file(path) | changes
     save_file({k: v for k, v in tensors.items() if v is not None}, path)
 
 
-# Golden files.
+# -- golden files ----------------------------------------------------------------------------------
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 HALVED = tuple(s / 2 for s in LARGER)
@@ -133,7 +133,7 @@ def test_every_golden_folder_is_tested():
     assert folders - {"__pycache__"} == {*GOLDEN, "compressed-tensors-heads"}
 
 
-def test_golden_files_one_by_one():
+def test_golden_files_can_be_loaded_one_by_one():
     assert KVScales.from_file(DATA / "vllm" / "kv_cache_scales.json").format == "vllm-json"
     assert KVScales.from_file(DATA / "autofp8" / "model.safetensors").format == "autofp8"
     index = DATA / "compressed-tensors-heads" / "model.safetensors.index.json"
@@ -145,20 +145,20 @@ def test_golden_files_one_by_one():
     )
 
 
-# The table.
+# -- tensor names ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("known", TENSOR_NAMES, ids=lambda known: known.name)
-def test_a_tensor_name_is_read_as_it_is_written(known):
-    for side in ("k", "v") if "{side}" in known.name else ("kv",):
-        name = f"model.layers.17.self_attn.{known.name.format(side=side)}"
-        match = known.pattern.fullmatch(name)
+@pytest.mark.parametrize("entry", TENSOR_NAMES, ids=lambda entry: entry.name)
+def test_a_written_tensor_name_is_recognized(entry):
+    for side in ("k", "v") if "{side}" in entry.name else ("kv",):
+        name = f"model.layers.17.self_attn.{entry.name.format(side=side)}"
+        match = entry.pattern.fullmatch(name)
         assert match is not None
         assert (match["layer"], match.groupdict().get("side", "kv")) == ("17", side)
-        assert LIKELY.search(name), "else a checkpoint's error would not name it"
+        assert LIKELY.search(name), "the error of a checkpoint would not name it"
 
 
-# Names that no dialect of `test_sources_formats` has.
+# `test_sources_formats` has no dialect with these names.
 OURS = [
     "model.layers.0.self_attn.attn.k_scale",
     "model.layers.0.self_attn.mla_attn.mla_attn.k_scale",
@@ -186,7 +186,7 @@ FOREIGN = [
     # The scales of the attention come before the scales of the projections.
     "model.layers.0.self_attn.k_proj.k_scale",
     "model.layers.0.self_attn.v_proj.v_scale",
-    # The config has three layers: a draft head follows them.
+    # The config has three layers. These belong to a draft head.
     "model.layers.3.self_attn.k_scale",
     "model.layers.3.self_attn.v_scale",
     "model.layers.x.self_attn.k_scale",
@@ -195,18 +195,18 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_names_of_the_language_model_are_taken(tmp_path, name):
-    other = name.replace(".k_", ".v_").replace("k_scale", "v_scale")
+def test_names_of_the_language_model_are_used(tmp_path, name):
+    v_name = name.replace(".k_", ".v_").replace("k_scale", "v_scale")
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"num_hidden_layers": 1}')
-    save_file({name: torch.tensor(0.5), other: torch.tensor(0.25)}, folder / "model.safetensors")
+    save_file({name: torch.tensor(0.5), v_name: torch.tensor(0.25)}, folder / "model.safetensors")
     scales = KVScales.from_pretrained(folder)
     assert sides(scales) == [[0.5], [0.25]]
 
 
-def test_other_names_with_a_layer_do_not_leak_in(tmp_path):
-    folder = copied("autofp8", tmp_path)
+def test_names_of_other_modules_are_ignored(tmp_path):
+    folder = copy_golden("autofp8", tmp_path)
     edit_tensors(folder, {name: torch.tensor(9.0) for name in FOREIGN})
     scales = KVScales.from_pretrained(folder)
     assert scales.format == "autofp8"
@@ -214,15 +214,15 @@ def test_other_names_with_a_layer_do_not_leak_in(tmp_path):
     assert sides(scales) == [rounded(K), rounded(V)]
 
 
-# Rules of a checkpoint.
+# -- rules of a checkpoint -------------------------------------------------------------------------
 
 
-# Grid: every dtype and every shape once, since neither depends on the other.
+# Grid: every dtype and every shape once, because they are independent.
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.float64, ()), (F32, (1,)), (F16, (1, 1)), (BF16, (1, 1, 1))]
 )
-def test_every_dtype_and_shape_of_one_number(tmp_path, dtype, shape):
-    folder = copied("autofp8", tmp_path)
+def test_every_dtype_and_shape_of_a_scalar(tmp_path, dtype, shape):
+    folder = copy_golden("autofp8", tmp_path)
     edit_tensors(folder, {ATTENTION.format(1) + "k_scale": torch.full(shape, 0.3, dtype=dtype)})
     scales = KVScales.from_pretrained(folder)
     assert scales.layers[1].k.shape == ()
@@ -231,7 +231,7 @@ def test_every_dtype_and_shape_of_one_number(tmp_path, dtype, shape):
 
 @pytest.mark.parametrize(("kv", "warned"), [(None, True), (LARGER, False)])
 def test_a_pair_wins_over_kv_scale(tmp_path, caplog, kv, warned):
-    folder = copied("autofp8", tmp_path)
+    folder = copy_golden("autofp8", tmp_path)
     shared = kv or (9.0, 9.0, 9.0)
     edit_tensors(folder, {ATTENTION.format(i) + "kv_scale": torch.tensor(shared[i])
                           for i in range(3)})  # fmt: skip
@@ -241,44 +241,44 @@ def test_a_pair_wins_over_kv_scale(tmp_path, caplog, kv, warned):
     assert len(caplog.records) == warned
 
 
-def test_half_a_pair_loses_to_kv_scale(tmp_path):
-    folder = copied("autofp8-kv", tmp_path)
+def test_an_incomplete_pair_loses_to_kv_scale(tmp_path):
+    folder = copy_golden("autofp8-kv", tmp_path)
     edit_tensors(folder, {ATTENTION.format(0) + "k_scale": torch.tensor(9.0)})
     scales = KVScales.from_pretrained(folder)
-    assert numbers(scales, "k") == numbers(scales, "v") == rounded(LARGER)
+    assert values_of(scales, "k") == values_of(scales, "v") == rounded(LARGER)
 
 
-@pytest.mark.parametrize(("kept", "expected"), [("k", K), ("v", V)])
-def test_one_side_is_used_for_both_with_one_warning(tmp_path, caplog, kept, expected):
-    folder = copied("autofp8", tmp_path)
-    lost = "v" if kept == "k" else "k"
-    edit_tensors(folder, {ATTENTION.format(i) + f"{lost}_scale": None for i in range(3)})
+@pytest.mark.parametrize(("present", "expected"), [("k", K), ("v", V)])
+def test_a_single_side_is_used_for_both_with_one_warning(tmp_path, caplog, present, expected):
+    folder = copy_golden("autofp8", tmp_path)
+    missing = "v" if present == "k" else "k"
+    edit_tensors(folder, {ATTENTION.format(i) + f"{missing}_scale": None for i in range(3)})
     scales = KVScales.from_pretrained(folder)
-    assert numbers(scales, "k") == numbers(scales, "v") == rounded(expected)
+    assert values_of(scales, "k") == values_of(scales, "v") == rounded(expected)
     assert [r.message for r in caplog.records] == [
-        f"{folder}: only {kept.upper()} has a scale, which is used for K and V (layers 0, 1, 2)"
+        f"{folder}: only {present.upper()} has a scale, which is used for K and V (layers 0, 1, 2)"
     ]
 
 
-def test_what_changes_nothing_is_accepted(tmp_path):
-    """Zero points of zero, and the same scale under two names."""
-    folder = copied("compressed-tensors", tmp_path)
+def test_redundant_tensors_are_accepted(tmp_path):
+    """Zero points of zero, and the same scale under two names, are redundant."""
+    folder = copy_golden("compressed-tensors", tmp_path)
     zero = torch.zeros(1).to(torch.float8_e4m3fn)
     edit_tensors(folder, {ATTENTION.format(0) + "k_zero_point": zero})
-    assert numbers(KVScales.from_pretrained(folder), "k") == rounded(K, BF16)
-    folder = copied("autofp8", tmp_path)
+    assert values_of(KVScales.from_pretrained(folder), "k") == rounded(K, BF16)
+    folder = copy_golden("autofp8", tmp_path)
     edit_tensors(folder, {ATTENTION.format(0) + "attn.k_scale": torch.tensor(K[0])})
-    assert numbers(KVScales.from_pretrained(folder), "k") == rounded(K)
+    assert values_of(KVScales.from_pretrained(folder), "k") == rounded(K)
 
 
-def test_consolidated_files_are_skipped_beside_ordinary_ones(tmp_path):
-    folder = copied("autofp8", tmp_path)
+def test_consolidated_files_are_ignored_next_to_ordinary_files(tmp_path):
+    folder = copy_golden("autofp8", tmp_path)
     spoiled = {name: tensor * 8 for name, tensor in load_file(folder / "model.safetensors").items()}
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     save_file(spoiled, folder / "consolidated.safetensors")
-    assert numbers(KVScales.from_pretrained(folder), "k") == rounded(K)
+    assert values_of(KVScales.from_pretrained(folder), "k") == rounded(K)
     (folder / "weights.safetensors").unlink()
-    assert numbers(KVScales.from_pretrained(folder), "k") == [s * 8 for s in rounded(K)]
+    assert values_of(KVScales.from_pretrained(folder), "k") == [s * 8 for s in rounded(K)]
 
 
 NO_CACHE = {
@@ -291,8 +291,8 @@ NO_CACHE = {
 
 
 @pytest.mark.parametrize(("layer", "config"), NO_CACHE.values(), ids=NO_CACHE)
-def test_layers_without_a_cache_of_their_own_need_no_scales(tmp_path, layer, config):
-    folder = copied("autofp8", tmp_path)
+def test_layers_without_a_separate_cache_need_no_scales(tmp_path, layer, config):
+    folder = copy_golden("autofp8", tmp_path)
     set_scales(folder, [layer], None)
     edit_json(folder / "config.json", **config)
     assert list(KVScales.from_pretrained(folder).layers) == sorted({0, 1, 2} - {layer})
@@ -308,18 +308,18 @@ def test_an_undeclared_checkpoint_is_read_with_a_warning(caplog):
     ]
 
 
-def test_what_looks_wrong_is_read_with_a_warning(tmp_path, caplog):
-    folder = copied("autofp8", tmp_path)
+def test_suspicious_scales_are_read_with_a_warning(tmp_path, caplog):
+    folder = copy_golden("autofp8", tmp_path)
     set_scales(folder, range(3), 1.0)
     name = ATTENTION.format(0) + "k_quantizer.scale"
     edit_tensors(folder, {name: torch.ones(())})
-    assert numbers(KVScales.from_pretrained(folder), "k") == [1, 1, 1]
+    assert values_of(KVScales.from_pretrained(folder), "k") == [1, 1, 1]
     assert "every KV scale is exactly 1.0" in caplog.text
     assert f"not used, though they look like scales: {name}" in caplog.text
 
 
-def test_what_is_missing_is_a_warning_when_not_strict(tmp_path, caplog):
-    folder = copied("autofp8", tmp_path)
+def test_missing_scales_are_a_warning_if_not_strict(tmp_path, caplog):
+    folder = copy_golden("autofp8", tmp_path)
     set_scales(folder, [1], None)
     scales = KVScales.from_pretrained(folder, strict=False)
     assert list(scales.layers) == [0, 2]
@@ -327,34 +327,34 @@ def test_what_is_missing_is_a_warning_when_not_strict(tmp_path, caplog):
     with pytest.raises(ScaleError, match="expected layer 1, got layers 0, 2"):
         scales.for_layer(1, num_kv_heads=2, k_head_dim=4, v_head_dim=4)
     (folder / "config.json").unlink()
-    assert len(numbers(KVScales.from_pretrained(folder, strict=False), "v")) == 2
+    assert len(values_of(KVScales.from_pretrained(folder, strict=False), "v")) == 2
     assert "no config.json" in caplog.text
 
 
-# Which file.
+# -- choice of the file ----------------------------------------------------------------------------
 
 
-def test_which_file_is_read(tmp_path, caplog):
-    """Our own file before tensors, and tensors before the JSON."""
-    folder = copied("autofp8", tmp_path)
+def test_order_in_which_files_are_tried(tmp_path, caplog):
+    """Our own file is read before tensors, and tensors before the JSON."""
+    folder = copy_golden("autofp8", tmp_path)
     shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
     assert KVScales.from_pretrained(tmp_path, subfolder="autofp8").format == "autofp8"
     set_scales(folder, range(3), None)
     edit_tensors(folder, {"vision_tower.layers.0.self_attn.k_scale": torch.ones(())})
     with caplog.at_level(logging.INFO):
         scales = KVScales.from_pretrained(folder)
-    assert (scales.format, numbers(scales, "k")) == ("vllm-json", rounded(V))
+    assert (scales.format, values_of(scales, "k")) == ("vllm-json", rounded(V))
     assert "reading kv_cache_scales.json" in caplog.text
     own(pair())(folder)
     scales = KVScales.from_pretrained(folder)
-    assert (scales.format, numbers(scales, "k")) == ("hf_fp8kv", [0.5])
+    assert (scales.format, values_of(scales, "k")) == ("hf_fp8kv", [0.5])
 
 
-# kv_cache_scales.json.
+# -- kv_cache_scales.json --------------------------------------------------------------------------
 
 
 def write_scales(path: Path, ranks: object, **changes: object) -> Path:
-    """A kv_cache_scales.json; changes are entries of kv_cache, or model_type."""
+    """Write a kv_cache_scales.json. `changes` are entries of kv_cache, or model_type."""
     data: dict[str, object] = {"model_type": changes.pop("model_type", "llama")}
     data["kv_cache"] = {"dtype": "float8_e4m3fn", "scaling_factor": ranks} | changes
     path.write_text(json.dumps(data))
@@ -364,34 +364,34 @@ def write_scales(path: Path, ranks: object, **changes: object) -> Path:
 TWO_RANKS = {"0": {"0": 0.5, "1": 0.25}, "1": {"0": 0.125, "1": 1.0}}
 
 
-def test_a_json_may_be_written_differently(tmp_path):
-    """Numbers as text, layers in any order, a byte order mark, more entries, no model type."""
+def test_variants_of_a_json_are_accepted(tmp_path):
+    """Values as text, layers in any order, a byte order mark, more entries, and no model type."""
     ranks = {"0": {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))}}
     ranks["0"] |= {"0": "0.5", "2": " 1e-2 "}
     path = write_scales(tmp_path / "s.json", ranks, more=[1, 2], model_type=None)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"also": {"a": 1}}))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    torch.set_default_dtype(BF16)  # which numbers do not depend on
+    torch.set_default_dtype(BF16)  # must not change the values
     scales = KVScales.from_file(path)
-    assert numbers(scales, "v") == rounded((0.5, 2, 0.01, *range(4, 12)))
+    assert values_of(scales, "v") == rounded((0.5, 2, 0.01, *range(4, 12)))
     assert scales.model_type is None
 
 
-def test_the_ranks_of_a_json(tmp_path, caplog):
-    """Each reads its own. One process takes the largest, with a warning if they differ."""
+def test_ranks_of_a_json_are_selected_or_merged(tmp_path, caplog):
+    """Each rank reads its scales. One process reads the largest, and warns if ranks differ."""
     path = write_scales(tmp_path / "s.json", TWO_RANKS)
-    for rank, wanted in ((0, [0.5, 0.25]), (1, [0.125, 1.0])):
-        assert numbers(KVScales.from_file(path, tp_rank=rank, tp_size=2), "k") == wanted
-    alike = write_scales(tmp_path / "t.json", {"rank1": {"0": 0.5}, "rank0": {"0": 0.5}})
-    assert numbers(KVScales.from_file(alike), "k") == [0.5]
+    for rank, expected in ((0, [0.5, 0.25]), (1, [0.125, 1.0])):
+        assert values_of(KVScales.from_file(path, tp_rank=rank, tp_size=2), "k") == expected
+    equal = write_scales(tmp_path / "t.json", {"rank1": {"0": 0.5}, "rank0": {"0": 0.5}})
+    assert values_of(KVScales.from_file(equal), "k") == [0.5]
     assert not caplog.records
-    assert numbers(KVScales.from_file(path), "k") == [0.5, 1.0]
+    assert values_of(KVScales.from_file(path), "k") == [0.5, 1.0]
     assert "the scales of its 2 ranks differ" in caplog.text
     scales = KVScales.from_file(path, tp_rank=3, tp_size=4, strict=False)
-    assert numbers(scales, "k") == [0.5, 1.0]
+    assert values_of(scales, "k") == [0.5, 1.0]
 
 
-def test_what_strict_refuses_is_a_warning_without_it(tmp_path, caplog):
+def test_strict_errors_are_warnings_if_not_strict(tmp_path, caplog):
     ranks = {"0": {"0": 0.5, "2": 0.25, "7": 1.0}}
     write_scales(tmp_path / "kv_cache_scales.json", ranks)
     for config in ({"model_type": "qwen2"}, {"num_hidden_layers": 4}):
@@ -404,21 +404,21 @@ def test_what_strict_refuses_is_a_warning_without_it(tmp_path, caplog):
     assert "layers without scales: 1, 3" in caplog.text
 
 
-# Bad input: name -> (what is done to a good folder, or to a path; what the message says). Each ends
-# in our error with the path, and never in scales or in the traceback of a library.
+# Invalid input. Each entry has a function that damages a valid folder or path, and the message.
+# The result is a ScaleError with the path. It is never scales or a traceback of a library.
 
 Spoil = Callable[[Path], object]
 
 
-def assert_refused(folder: Path, spoil: Spoil, message: str, path: Path | str = "") -> None:
-    """Spoil a checkpoint, and expect that it is refused."""
+def assert_rejected(folder: Path, spoil: Spoil, message: str, path: Path | str = "") -> None:
+    """Damage a checkpoint, and expect that it is rejected."""
     spoil(folder)
-    with refused(message, path):
+    with scale_error(message, path):
         KVScales.from_pretrained(folder)
 
 
-def spoiled_json(old: str, new: str) -> Spoil:
-    """Replaces text of the golden kv_cache_scales.json."""
+def spoil_json(old: str, new: str) -> Spoil:
+    """Replace text of the golden kv_cache_scales.json."""
 
     def spoil(folder: Path) -> None:
         path = folder / "kv_cache_scales.json"
@@ -429,8 +429,8 @@ def spoiled_json(old: str, new: str) -> Spoil:
     return spoil
 
 
-def spoiled_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
-    """Replaces the bytes of a file."""
+def spoil_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
+    """Replace the bytes of a file."""
 
     def spoil(folder: Path) -> None:
         (folder / file).write_bytes(change((folder / file).read_bytes()))
@@ -438,84 +438,84 @@ def spoiled_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
     return spoil
 
 
-def without(name: str) -> Spoil:
-    """Deletes a file."""
+def delete(name: str) -> Spoil:
+    """Delete a file."""
     return lambda folder: (folder / name).unlink()
 
 
-def spoiled_config(**entries: object) -> Spoil:
-    """Sets entries of config.json."""
+def spoil_config(**entries: object) -> Spoil:
+    """Set entries of config.json."""
     return lambda folder: edit_json(folder / "config.json", **entries)
 
 
-def spoiled_tensor(tail: str, tensor: torch.Tensor | None, layer: int = 1) -> Spoil:
-    """Sets a tensor of a layer's attention."""
+def spoil_tensor(tail: str, tensor: torch.Tensor | None, layer: int = 1) -> Spoil:
+    """Set a tensor of a layer's attention."""
     return lambda folder: edit_tensors(folder, {ATTENTION.format(layer) + tail: tensor})
 
 
 KEY = '"0": 0.0152239128947258'
 BAD_JSON: dict[str, tuple[Spoil, str]] = {
-    "zero": (spoiled_json(KEY, '"0": 0'), "rank 0, layer 0: expected a finite number above 0"),
-    "nan": (spoiled_json(KEY, '"0": NaN'), "got nan"),
-    "text-of-words": (spoiled_json(KEY, '"0": "half"'), "expected a number.*half"),
-    "bool": (spoiled_json(KEY, '"0": true'), "got True"),
-    "underflows": (spoiled_json(KEY, '"0": 1e-45'), "got 1e-45"),
-    "huge-integer": (spoiled_json(KEY, '"0": 1' + "0" * 400), "expected a finite number"),
-    "endless-integer": (spoiled_json(KEY, '"0": 1' + "0" * 5000), "expected a JSON file"),
-    "missing-layer": (spoiled_json(KEY + ",", ""), "without layers 0"),
-    "layer-past-the-end": (spoiled_json('"2"', '"3"'), "without layers 2"),
-    "layer-not-a-number": (spoiled_json(KEY, '"zero": 0.5'), "expected every layer .*'zero'"),
-    "layer-twice": (spoiled_json(KEY, '"0": 1, "0": 2'), "'0' twice"),
+    "zero": (spoil_json(KEY, '"0": 0'), "rank 0, layer 0: expected a finite number above 0"),
+    "nan": (spoil_json(KEY, '"0": NaN'), "got nan"),
+    "words": (spoil_json(KEY, '"0": "half"'), "expected a number.*half"),
+    "bool": (spoil_json(KEY, '"0": true'), "got True"),
+    "underflows": (spoil_json(KEY, '"0": 1e-45'), "got 1e-45"),
+    "huge-integer": (spoil_json(KEY, '"0": 1' + "0" * 400), "expected a finite number"),
+    "endless-integer": (spoil_json(KEY, '"0": 1' + "0" * 5000), "expected a JSON file"),
+    "missing-layer": (spoil_json(KEY + ",", ""), "without layers 0"),
+    "layer-beyond-the-model": (spoil_json('"2"', '"3"'), "without layers 2"),
+    "layer-not-a-number": (spoil_json(KEY, '"zero": 0.5'), "expected every layer .*'zero'"),
+    "layer-twice": (spoil_json(KEY, '"0": 1, "0": 2'), "'0' twice"),
     "layer-twice-in-two-spellings": (
-        spoiled_json(KEY, '"0": 1, "00": 2'),
+        spoil_json(KEY, '"0": 1, "00": 2'),
         "every layer once, .*'00'",
     ),
-    "no-layers": (spoiled_json('"scaling_factor"', '"scaling_factor": {"0": {}}, "x"'), "object"),
-    "rank-not-a-number": (spoiled_json('"0": {', '"first": {'), "expected every rank .*'first'"),
-    "rank-missing": (spoiled_json('"0": {', '"1": {'), "expected the ranks 0 to 0, got 1"),
+    "no-layers": (spoil_json('"scaling_factor"', '"scaling_factor": {"0": {}}, "x"'), "object"),
+    "rank-not-a-number": (spoil_json('"0": {', '"first": {'), "expected every rank .*'first'"),
+    "rank-missing": (spoil_json('"0": {', '"1": {'), "expected the ranks 0 to 0, got 1"),
     "rank-twice": (
-        spoiled_json('"0": {', '"rank0": {"0": 1, "1": 1, "2": 1}, "0": {'),
+        spoil_json('"0": {', '"rank0": {"0": 1, "1": 1, "2": 1}, "0": {'),
         "every rank once, .*'0'",
     ),
     "ranks-with-other-layers": (
-        spoiled_json('"0": {', '"1": {"0": 1}, "0": {'),
+        spoil_json('"0": {', '"1": {"0": 1}, "0": {'),
         "expected the same layers for every rank, got 3 layers for rank 0 and 1 for rank 1",
     ),
-    "rank-not-an-object": (spoiled_json('"0": {', '"1": 0.5, "0": {'), "object of layers, got 0.5"),
+    "rank-not-an-object": (spoil_json('"0": {', '"1": 0.5, "0": {'), "object of layers, got 0.5"),
     "ranks-not-an-object": (
-        spoiled_json('"scaling_factor"', '"scaling_factor": [1], "x"'),
+        spoil_json('"scaling_factor"', '"scaling_factor": [1], "x"'),
         r"object of ranks, got \[1\]",
     ),
-    "dtype-e5m2": (spoiled_json("e4m3fn", "e5m2"), "expected 'float8_e4m3fn', got 'float8_e5m2'"),
-    "cache-missing": (spoiled_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
-    "model-type-missing": (spoiled_json('"model_type"', '"type"'), "model_type"),
-    "model-type-a-number": (spoiled_json('"llama"', "1"), "model_type: expected a string"),
-    "cut-off": (spoiled_bytes("kv_cache_scales.json", lambda b: b[:90]), "expected a JSON file"),
-    "binary": (spoiled_bytes("kv_cache_scales.json", lambda b: b"\xff\xfe\x00"), "UnicodeDecode"),
-    "an-array": (spoiled_bytes("kv_cache_scales.json", lambda b: b"[1]"), "JSON object, got list"),
+    "dtype-e5m2": (spoil_json("e4m3fn", "e5m2"), "expected 'float8_e4m3fn', got 'float8_e5m2'"),
+    "cache-missing": (spoil_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
+    "model-type-missing": (spoil_json('"model_type"', '"type"'), "model_type"),
+    "model-type-a-number": (spoil_json('"llama"', "1"), "model_type: expected a string"),
+    "cut-off": (spoil_bytes("kv_cache_scales.json", lambda b: b[:90]), "expected a JSON file"),
+    "binary": (spoil_bytes("kv_cache_scales.json", lambda b: b"\xff\xfe\x00"), "UnicodeDecode"),
+    "an-array": (spoil_bytes("kv_cache_scales.json", lambda b: b"[1]"), "JSON object, got list"),
     "very-deep": (
-        spoiled_bytes("kv_cache_scales.json", lambda b: b'{"a":' * 10**5),
+        spoil_bytes("kv_cache_scales.json", lambda b: b'{"a":' * 10**5),
         "expected a JSON file",
     ),
 }
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_JSON.values(), ids=BAD_JSON)
-def test_a_bad_json_is_refused(tmp_path, spoil, message):
-    folder = copied("vllm", tmp_path)
+def test_a_bad_json_is_rejected(tmp_path, spoil, message):
+    folder = copy_golden("vllm", tmp_path)
     spoil(folder)
     path = folder / "kv_cache_scales.json"
-    for read in (lambda: KVScales.from_file(path), lambda: KVScales.from_pretrained(folder)):
-        with refused(message, path):
-            read()
+    for load in (lambda: KVScales.from_file(path), lambda: KVScales.from_pretrained(folder)):
+        with scale_error(message, path):
+            load()
 
 
-def test_a_large_json_is_refused_unread(tmp_path):
+def test_a_large_json_is_rejected_unread(tmp_path):
     path = tmp_path / "kv_cache_scales.json"
     path.touch()
     os.truncate(path, (256 << 20) + 1)
     tracemalloc.start()
-    with refused("expected a JSON file of at most", path):
+    with scale_error("expected a JSON file of at most", path):
         KVScales.from_file(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -528,7 +528,7 @@ def test_a_duplicate_is_found_in_linear_time(tmp_path):
         keys = [*range(count), count - 1]
         path.write_text('{"x":{' + ",".join(f'"{key}":1' for key in keys) + "}}")
         start = time.process_time()
-        with refused(f"'{count - 1}' twice", path):
+        with scale_error(f"'{count - 1}' twice", path):
             KVScales.from_file(path)
         times.append(time.process_time() - start)
     assert times[1] < 64 * times[0]
@@ -538,22 +538,22 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": Tru
 
 
 def scheme(**changes: object) -> Spoil:
-    """A config of compressed-tensors with another scheme for the cache."""
+    """Return a change to a config of compressed-tensors with a different scheme for the cache."""
     block = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME | changes}
-    return spoiled_config(quantization_config=block)
+    return spoil_config(quantization_config=block)
 
 
 BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
-    "zero": (spoiled_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
-    "nan": (spoiled_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
-    "int64": (spoiled_tensor("k_scale", torch.ones((), dtype=torch.int64)), r"got torch\.int64"),
+    "zero": (spoil_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
+    "nan": (spoil_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
+    "int64": (spoil_tensor("k_scale", torch.ones((), dtype=torch.int64)), r"got torch\.int64"),
     "float8": (
-        spoiled_tensor("k_scale", torch.ones(1).to(torch.float8_e4m3fn)),
+        spoil_tensor("k_scale", torch.ones(1).to(torch.float8_e4m3fn)),
         r"got torch\.float8_e4m3fn",
     ),
-    "empty-tensor": (spoiled_tensor("k_scale", torch.ones(0)), r"got \[0\]"),
-    "one-dimension": (spoiled_tensor("k_scale", torch.ones(3)), r"got \[3\]"),
-    "per-channel": (spoiled_tensor("k_scale", torch.ones(2, 4)), r"got \[2, 4\]"),
+    "empty-tensor": (spoil_tensor("k_scale", torch.ones(0)), r"got \[0\]"),
+    "one-dimension": (spoil_tensor("k_scale", torch.ones(3)), r"got \[3\]"),
+    "per-channel": (spoil_tensor("k_scale", torch.ones(2, 4)), r"got \[2, 4\]"),
     "sides-with-other-heads": (
         lambda folder: edit_tensors(
             folder,
@@ -568,26 +568,26 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
         lambda folder: set_scales(folder, [1], None),
         "expected scales for 3 layers, got 2 without layers 1",
     ),
-    "more-layers-in-the-model": (spoiled_config(num_hidden_layers=5), "got 3 without layers 3, 4"),
+    "more-layers-in-the-model": (spoil_config(num_hidden_layers=5), "got 3 without layers 3, 4"),
     "two-names-that-differ": (
-        spoiled_tensor("attn.k_scale", torch.tensor(9.0)),
+        spoil_tensor("attn.k_scale", torch.tensor(9.0)),
         "expected one scale for K of layer 1, got .*which differ",
     ),
     "zero-point": (
-        spoiled_tensor("k_zero_point", torch.ones(1).to(torch.float8_e4m3fn)),
+        spoil_tensor("k_zero_point", torch.ones(1).to(torch.float8_e4m3fn)),
         "k_zero_point: expected a zero point of 0",
     ),
-    "zero-point-of-int8": (spoiled_tensor("v_zero_point", torch.ones(1).char()), "v_zero_point"),
+    "zero-point-of-int8": (spoil_tensor("v_zero_point", torch.ones(1).char()), "v_zero_point"),
     "bias-of-a-layer": (
-        spoiled_tensor("k_proj.k_bias", torch.ones(2)),
+        spoil_tensor("k_proj.k_bias", torch.ones(2)),
         r"k_bias: expected floats of the shape \[1, heads, 1, D\] .*, got torch.float32 \[2\]",
     ),
     "bias-of-other-heads": (
-        spoiled_tensor("v_proj.v_bias", torch.ones(2, 2, 1, 4)),
+        spoil_tensor("v_proj.v_bias", torch.ones(2, 2, 1, 4)),
         r"v_bias: expected floats of the shape",
     ),
     "bias-of-three-heads": (
-        spoiled_tensor("k_proj.k_bias", torch.ones(1, 3, 1, 4)),
+        spoil_tensor("k_proj.k_bias", torch.ones(1, 3, 1, 4)),
         r"k_bias: expected floats of the shape \[1, heads, 1, D\] with heads in",
     ),
     "bias-of-more-heads-than-its-scale": (
@@ -601,27 +601,27 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
         r"v_bias: expected floats of the shape \[1, heads, 1, D\] with heads in \[1, 2\]",
     ),
     "bias-nan": (
-        spoiled_tensor("k_proj.k_bias", torch.full((1, 2, 1, 4), float("nan"))),
+        spoil_tensor("k_proj.k_bias", torch.full((1, 2, 1, 4), float("nan"))),
         "center of K.*got nan",
     ),
     "bias-without-a-scale": (
         lambda f: edit_tensors(f, {ATTENTION.format(9) + "k_proj.k_bias": torch.ones(())}),
         "expected a scale with model.layers.9.self_attn.k_proj.k_bias, got none",
     ),
-    "ascend-int8": (spoiled_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
+    "ascend-int8": (spoil_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
     "asymmetric-scheme": (scheme(symmetric=False), "asymmetric"),
     "channel-scheme": (scheme(strategy="channel"), "strategy channel"),
     "dynamic-local-scheme": (scheme(dynamic="local"), "dynamic, which needs none"),
-    "unknown-word": (spoiled_config(kv_cache_dtype="turbo3"), "'turbo3'"),
-    "config-missing": (without("config.json"), "expected a config.json"),
-    "config-cut-off": (spoiled_bytes("config.json", lambda b: b[:40]), "config.json.*JSON file"),
-    "cut-off": (spoiled_bytes("model.safetensors", lambda b: b[:-4]), "a safetensors file"),
+    "unknown-word": (spoil_config(kv_cache_dtype="turbo3"), "'turbo3'"),
+    "config-missing": (delete("config.json"), "expected a config.json"),
+    "config-cut-off": (spoil_bytes("config.json", lambda b: b[:40]), "config.json.*JSON file"),
+    "cut-off": (spoil_bytes("model.safetensors", lambda b: b[:-4]), "a safetensors file"),
     "no-scales": (
         lambda folder: save_file({"model.norm": torch.ones(2)}, folder / "model.safetensors"),
         "expected kv_scales.safetensors, kv_cache_scales.json, or scale tensors such as "
         r"self_attn.{k,v}_scale.*got none",
     ),
-    "no-weights": (without("model.safetensors"), "expected kv_scales.safetensors"),
+    "no-weights": (delete("model.safetensors"), "expected kv_scales.safetensors"),
     "pickled-weights-only": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "pickles are never loaded: pytorch_model.bin",
@@ -636,23 +636,23 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
 }
 
 
-# What is wrong even if it is not strict.
-NEVER = ("zero", "int64", "zero-point", "channel-scheme", "cut-off")
+# Checkpoints that are also rejected if not strict.
+ALWAYS_INVALID = ("zero", "int64", "zero-point", "channel-scheme", "cut-off")
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
-def test_a_bad_checkpoint_is_refused(tmp_path, spoil, message):
-    folder = copied("autofp8", tmp_path)
-    assert_refused(folder, spoil, message, folder)
+def test_a_bad_checkpoint_is_rejected(tmp_path, spoil, message):
+    folder = copy_golden("autofp8", tmp_path)
+    assert_rejected(folder, spoil, message, folder)
     with pytest.raises(ScaleError):
         resolve(str(folder))
-    if spoil in (BAD_CHECKPOINTS[name][0] for name in NEVER):
+    if spoil in (BAD_CHECKPOINTS[name][0] for name in ALWAYS_INVALID):
         with pytest.raises(ScaleError):
             KVScales.from_pretrained(folder, strict=False)
 
 
 def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
-    """Replaces the weight map of the index."""
+    """Replace the weight map of the index."""
 
     def spoil(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
@@ -664,8 +664,8 @@ def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
 
 SHARD = "model-00002-of-00002.safetensors"
 BAD_INDICES: dict[str, tuple[Spoil, str]] = {
-    "shard-missing": (without(SHARD), f"expected the file {SHARD}"),
-    "shard-cut-off": (spoiled_bytes(SHARD, lambda b: b[:-1]), "a safetensors file"),
+    "shard-missing": (delete(SHARD), f"expected the file {SHARD}"),
+    "shard-cut-off": (spoil_bytes(SHARD, lambda b: b[:-1]), "a safetensors file"),
     "tensor-missing": (
         edit_index(lambda m: m | dict.fromkeys(list(m)[-1:], "model-00001-of-00002.safetensors")),
         "which the index lists here",
@@ -676,30 +676,30 @@ BAD_INDICES: dict[str, tuple[Spoil, str]] = {
     "empty-map": (edit_index(lambda m: {}), "expected file names of tensors in weight_map"),
     "list-map": (edit_index(list), "expected file names of tensors in weight_map"),
     "cut-off": (
-        spoiled_bytes("model.safetensors.index.json", lambda b: b[:50]),
+        spoil_bytes("model.safetensors.index.json", lambda b: b[:50]),
         "expected a JSON file",
     ),
 }
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
-def test_a_bad_index_is_refused(tmp_path, spoil, message):
-    assert_refused(copied("compressed-tensors-heads", tmp_path), spoil, message)
+def test_a_bad_index_is_rejected(tmp_path, spoil, message):
+    assert_rejected(copy_golden("compressed-tensors-heads", tmp_path), spoil, message)
 
 
 OWN = "kv_scales.safetensors"
 
 
-def own(tensors: dict[str, torch.Tensor], **about: object) -> Spoil:
-    """Our own file with these tensors and this header."""
-    header = {"version": 1, "dtype": "float8_e4m3fn", "model_type": None} | about
+def own(tensors: dict[str, torch.Tensor], **entries: object) -> Spoil:
+    """Write our own file with these tensors and header entries."""
+    header = {"version": 1, "dtype": "float8_e4m3fn", "model_type": None} | entries
     return lambda folder: save_file(
         tensors, folder / OWN, metadata={"hf_fp8kv": json.dumps(header)}
     )
 
 
 def pair(k: float = 0.5, v: float = 0.25) -> dict[str, torch.Tensor]:
-    """Layer 0 of our own file."""
+    """Return the tensors of layer 0 of our own file."""
     return {"layers.0.k_scale": torch.tensor(k), "layers.0.v_scale": torch.tensor(v)}
 
 
@@ -707,7 +707,7 @@ CENTER = "layers.0.k_center"
 BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "zero": (own(pair(k=0.0)), "K scale.*layers.0.*got 0.0"),
     "center-nan": (own(pair() | {CENTER: torch.full((2, 2), float("nan"))}), "center of K.*nan"),
-    "one-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "V scale.*got NoneType"),
+    "single-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "V scale.*got NoneType"),
     "other-tensor": (own(pair() | {"model.norm": torch.ones(())}), "as save_pretrained writes it"),
     "other-part": (own(pair() | {"layers.0.q_scale": torch.ones(())}), "argument 'q_scale'"),
     "other-unit": (own(pair(), dtype="float8_e5m2"), "'float8_e5m2'"),
@@ -723,9 +723,9 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_OWN.values(), ids=BAD_OWN)
-def test_a_bad_file_of_ours_is_refused_and_nothing_else_is_tried(tmp_path, spoil, message):
-    folder = copied("autofp8", tmp_path)
-    assert_refused(folder, spoil, message, folder / OWN)
+def test_a_bad_file_of_ours_is_rejected_without_a_fallback(tmp_path, spoil, message):
+    folder = copy_golden("autofp8", tmp_path)
+    assert_rejected(folder, spoil, message, folder / OWN)
 
 
 BAD_FILES = {
@@ -740,11 +740,11 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("name", "message"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_file_of_another_kind_is_refused(tmp_path, name, message):
+def test_unsupported_files_are_rejected(tmp_path, name, message):
     path = tmp_path / name
     if name not in (".", "scales.json"):
         torch.save({"a": torch.ones(1)}, path)
-    with refused(message, path):
+    with scale_error(message, path):
         KVScales.from_file(path)
 
 
@@ -758,16 +758,16 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-def test_a_bad_request_is_refused(options, message):
-    with refused(message):
+def test_a_bad_rank_is_rejected(options, message):
+    with scale_error(message):
         KVScales.from_file(DATA / "vllm-two-ranks" / "kv_cache_scales.json", **options)
 
 
-# The Hub, without a network: its own client reads its cache, and requests are recorded.
+# -- the Hub, without a network: its client reads its cache, and requests are recorded -------------
 
 
-def cached(tmp_path: Path, name: str) -> Path:
-    """A Hub cache that holds a golden folder as the repository "org/model"."""
+def make_hub_cache(tmp_path: Path, name: str) -> Path:
+    """Return a Hub cache with a golden folder as the repository "org/model"."""
     repo = tmp_path / "hub" / "models--org--model"
     (repo / "refs").mkdir(parents=True)
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -778,14 +778,14 @@ def cached(tmp_path: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", ["autofp8", "compressed-tensors-heads", "vllm"])
 def test_a_cached_repository_is_read_without_a_network(tmp_path, name):
-    cache_dir = cached(tmp_path, name)
+    cache_dir = make_hub_cache(tmp_path, name)
     scales = KVScales.from_pretrained("org/model", cache_dir=cache_dir, local_files_only=True)
     local = KVScales.from_pretrained(DATA / name)
     assert (scales.format, scales.digest) == (local.format, local.digest)
     assert resolve("org/model", cache_dir=cache_dir).digest == local.digest
 
 
-def test_a_repository_that_is_not_cached_is_an_error(tmp_path):
+def test_a_repository_outside_the_cache_is_an_error(tmp_path):
     with pytest.raises(ScaleError, match=r"org/model \(offline: cached files only\)"):
         KVScales.from_pretrained("org/model", cache_dir=tmp_path, local_files_only=True)
 
@@ -819,7 +819,7 @@ class FakeHub:
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     def serve(name: str) -> FakeHub:
-        fake = FakeHub(copied(name, tmp_path))
+        fake = FakeHub(copy_golden(name, tmp_path))
         monkeypatch.setattr(hub_module, "hf_hub_download", fake.hf_hub_download)
         monkeypatch.setattr(hub_module, "HfApi", lambda: fake)
         monkeypatch.setattr(hub_module, "try_to_load_from_cache", lambda *_: None)
@@ -837,7 +837,7 @@ def test_the_usual_options_reach_the_hub(hub, tmp_path):
     assert sorted(fake.fetched) == ["config.json", "model.safetensors"]  # each once
 
 
-def test_only_what_holds_scales_is_fetched(hub):
+def test_only_files_with_scales_are_fetched(hub):
     fake = hub("compressed-tensors-heads")
     edit_index(lambda m: m | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
     save_file({"model.norm.weight": torch.ones(2)}, fake.folder / "model-9.safetensors")
@@ -850,22 +850,22 @@ def test_only_what_holds_scales_is_fetched(hub):
     }
 
 
-def test_the_files_of_ranks_are_found_in_a_repository_of_tensorrt(hub):
+def test_rank_files_are_found_in_a_repository_of_tensorrt(hub):
     fake = hub("trtllm")
     shutil.copy(fake.folder / "model.safetensors", fake.folder / "rank1.safetensors")
     (fake.folder / "model.safetensors").rename(fake.folder / "rank0.safetensors")
-    assert numbers(KVScales.from_pretrained("org/model"), "k") == rounded(LARGER)
+    assert values_of(KVScales.from_pretrained("org/model"), "k") == rounded(LARGER)
     assert sorted(fake.fetched) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
 
 
-def test_a_cached_repository_is_read_when_the_hub_is_out_of_reach(hub, monkeypatch):
+def test_a_cached_repository_is_read_if_the_hub_is_unreachable(hub, monkeypatch):
     fake = hub("autofp8")
     monkeypatch.setattr(fake, "absent", lambda name: LocalEntryNotFoundError(f"no route: {name}"))
     monkeypatch.setattr(
         hub_module, "try_to_load_from_cache", lambda repo, name, *_: str(fake.folder / name)
     )
     scales = KVScales.from_pretrained("org/model", force_download=False)
-    assert numbers(scales, "k") == rounded(K)
+    assert values_of(scales, "k") == rounded(K)
     assert scales.origin == "org/model (Hub out of reach)"
     assert fake.options["local_files_only"] is True
 
@@ -878,20 +878,20 @@ def test_weights_without_scales_are_not_fetched(hub):
     assert set(fake.fetched) == {"config.json"}
 
 
-def test_a_missing_repository_is_our_error(hub, monkeypatch):
+def test_a_missing_repository_is_a_scale_error(hub, monkeypatch):
     hub("autofp8")
 
-    def refuse(*_: object, **__: object) -> str:
+    def reject(*_: object, **__: object) -> str:
         response = SimpleNamespace(headers={}, request=None)
         raise RepositoryNotFoundError("401 Client Error", response=response)
 
-    monkeypatch.setattr(hub_module, "hf_hub_download", refuse)
+    monkeypatch.setattr(hub_module, "hf_hub_download", reject)
     with pytest.raises(ScaleError, match=r"org/model: expected a repository.*401 Client Error"):
         KVScales.from_pretrained("org/model")
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "/org/model", "./model", "org model", "", "org//model"])
-def test_what_cannot_be_a_repository_is_not_asked_for(hub, name):
+def test_an_invalid_repository_id_causes_no_request(hub, name):
     fake = hub("autofp8")
     with pytest.raises(ScaleError, match="expected a folder, a file or a repository id"):
         KVScales.from_pretrained(name)

@@ -1,7 +1,7 @@
-"""Every dialect as its tool writes it, one folder each, and what must not be read as one of them.
+"""Every dialect as its tool writes it, one folder each, and similar folders that are invalid.
 
-The golden files of `test_sources` and those of the tools in `test_tools` are on disk. The folders
-here are made on the spot, since a name or an entry of a config sets them apart from those.
+The golden files of `test_sources` and the files of tools in `test_tools` are on disk. The folders
+here are created by the tests, because they differ from those only in a name or a config entry.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales, declared_kv_scales
-from tests.scales.test_sources import DATA, GOLDEN, SCHEME, numbers, refused, sides
+from tests.scales.test_sources import DATA, GOLDEN, SCHEME, scale_error, sides, values_of
 
 K, V = (0.5, 0.75, 0.25), (0.0625, 0.125, 0.3125)
 BOTH = tuple(max(pair) for pair in zip(K, V, strict=True))
@@ -37,10 +37,10 @@ TENSORRT = {
 Tensors = dict[str, torch.Tensor]
 
 
-def of(
-    name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers", **more: float
+def fill(
+    name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers", **kwargs: float
 ) -> Tensors:
-    """A tensor a layer: `{side}` in the name is K or V; without it, both share the larger one."""
+    """Return a tensor per layer. With `{side}` in `name` there are K and V, else they share one."""
     sides = {"k": K, "v": V} if "{side}" in name else {"kv": BOTH}
     return {
         f"{prefix}.{layer}.{name.format(side=side)}": torch.full(shape, scale)
@@ -50,13 +50,13 @@ def of(
 
 
 def outputs_of(*targets: str, **changes: object) -> dict[str, object]:
-    """The group of compressed-tensors for the outputs of K's and V's projections."""
+    """Return the group of compressed-tensors for the outputs of K's and V's projections."""
     group = {"targets": list(targets), "weights": None, "output_activations": SCHEME | changes}
     return {"config_groups": GROUPS | {"group_1": group}}
 
 
 def quark(*layers: str, **changes: object) -> dict[str, object]:
-    """Quark's own config, with these entries for K's and V's projections."""
+    """Return Quark's own config, with these entries for K's and V's projections."""
     entry = {"weight": None, "output_tensors": OUTPUT | changes}
     return {
         "quant_method": "quark",
@@ -72,7 +72,7 @@ def folder_of(
     tensors: Tensors | dict[str, Tensors],
     second: dict[str, object] | None = None,
 ) -> Path:
-    """A checkpoint: its config, its one file or its named files, and ModelOpt's second config."""
+    """Write a checkpoint: its config, its file or named files, and ModelOpt's second config."""
     folder.mkdir(exist_ok=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -85,7 +85,7 @@ def folder_of(
 
 
 def quantized(**block: object) -> dict[str, object]:
-    """A config of Llama with this block."""
+    """Return a config of Llama with this quantization config."""
     return LLAMA | {"quantization_config": block}
 
 
@@ -93,32 +93,32 @@ ATTENTION = "self_attn.{side}_scale"
 PROJECTION = "self_attn.{side}_proj.{side}_scale"
 OUTPUTS = "self_attn.{side}_proj.output_scale"
 TOWERS = {
-    **of("self_attn.{side}_scale", prefix="vision_tower.layers"),
-    **of("self_attn.{side}_scale", prefix="model.vision_tower.encoder.layers"),
-    **of("attn.{side}_proj.{side}_scale", prefix="model.visual.blocks"),
-    **of("self_attn.{side}_proj.output_scale", prefix="audio_tower.layers"),
+    **fill("self_attn.{side}_scale", prefix="vision_tower.layers"),
+    **fill("self_attn.{side}_scale", prefix="model.vision_tower.encoder.layers"),
+    **fill("attn.{side}_proj.{side}_scale", prefix="model.visual.blocks"),
+    **fill("self_attn.{side}_proj.output_scale", prefix="audio_tower.layers"),
 }
 TOWERS = {name: tensor * 64 for name, tensor in TOWERS.items()}
 GOOD = {
     "compressed-tensors-with-null-strategy": (
         "compressed-tensors",
         quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
-        of(ATTENTION, (1,)),
+        fill(ATTENTION, (1,)),
     ),
     "compression-config": (
         "compressed-tensors",
         LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
-        of(ATTENTION, (1,)),
+        fill(ATTENTION, (1,)),
     ),
     "compression-config-with-output-scales": (
         "compressed-tensors",
         LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
-        of(OUTPUTS, (1,)),
+        fill(OUTPUTS, (1,)),
     ),
     "output-activations": (
         "compressed-tensors",
         quantized(**COMPRESSED | outputs_of("re:.*k_proj", "re:.*v_proj")),
-        of(OUTPUTS, (1,)),
+        fill(OUTPUTS, (1,)),
     ),
     "text-config": (
         "compressed-tensors",
@@ -127,7 +127,7 @@ GOOD = {
             "text_config": quantized(**COMPRESSED, kv_cache_scheme=SCHEME),
             "vision_config": {"num_hidden_layers": 24, "num_attention_heads": 16},
         },
-        {**of(ATTENTION, (1,), "model.language_model.layers"), **TOWERS},
+        {**fill(ATTENTION, (1,), "model.language_model.layers"), **TOWERS},
     ),
     "thinker-config": (
         "autofp8",
@@ -137,8 +137,8 @@ GOOD = {
             "talker_config": {"num_hidden_layers": 24},
         },
         {
-            **of(ATTENTION, (), "thinker.model.layers"),
-            **of(ATTENTION, (), "talker.model.layers"),
+            **fill(ATTENTION, (), "thinker.model.layers"),
+            **fill(ATTENTION, (), "talker.model.layers"),
             **TOWERS,
         },
     ),
@@ -146,41 +146,41 @@ GOOD = {
         "autofp8",
         quantized(**STATIC),
         {
-            **of("self_attn.{side}_cache.scale", (1,)),
+            **fill("self_attn.{side}_cache.scale", (1,)),
             **{f"model.layers.{i}.self_attn.q.scale": torch.ones(1) for i in range(3)},
         },
     ),
     "hifp8": (
         "autofp8",
         quantized(quant_method="hifp8", kv_cache_dtype="fp8_e4m3fn", kv_cache_scheme="static"),
-        of(ATTENTION),
+        fill(ATTENTION),
     ),
     "modelopt": (
         "modelopt",
         quantized(**MODELOPT, kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
-        of(PROJECTION),
+        fill(PROJECTION),
     ),
-    "modelopt-word": ("modelopt", quantized(**MODELOPT, kv_cache_scheme="FP8"), of(PROJECTION)),
+    "modelopt-word": ("modelopt", quantized(**MODELOPT, kv_cache_scheme="FP8"), fill(PROJECTION)),
     "modelopt-of-angelslim": (
         "modelopt",
         quantized(**MODELOPT, kv_cache_scheme="static"),
-        of(PROJECTION),
+        fill(PROJECTION),
     ),
-    "modelopt-two-configs": ("modelopt", quantized(**MODELOPT), of(PROJECTION), ALGO),
-    "modelopt-megatron": ("modelopt", LLAMA, of(ATTENTION), ALGO),
-    "modelopt-stacked-qkv": ("modelopt", LLAMA, of("self_attn.qkv_proj.{side}_scale"), ALGO),
-    "modelopt-stacked-twice": ("modelopt", LLAMA, of("self_attn.qkqkv_proj.{side}_scale"), ALGO),
+    "modelopt-two-configs": ("modelopt", quantized(**MODELOPT), fill(PROJECTION), ALGO),
+    "modelopt-megatron": ("modelopt", LLAMA, fill(ATTENTION), ALGO),
+    "modelopt-stacked-qkv": ("modelopt", LLAMA, fill("self_attn.qkv_proj.{side}_scale"), ALGO),
+    "modelopt-stacked-twice": ("modelopt", LLAMA, fill("self_attn.qkqkv_proj.{side}_scale"), ALGO),
     "modelopt-nemotron": (
         "modelopt",
         LLAMA | {"model_type": "nemotron_h", "hybrid_override_pattern": "***M"},
-        of("mixer.{side}_proj.{side}_scale", (), "backbone.layers"),
+        fill("mixer.{side}_proj.{side}_scale", (), "backbone.layers"),
         ALGO,
     ),
     **{
         f"quark-fused-{module}": (
             "quark",
             quantized(**quark(f"*{module}") | {"export": {"kv_cache_group": [f"*{module}"]}}),
-            of(f"{attention}.{module}.output_scale", (), prefix),
+            fill(f"{attention}.{module}.output_scale", (), prefix),
         )
         for prefix, attention, module in (
             ("model.layers", "self_attn", "qkv_proj"),
@@ -189,26 +189,26 @@ GOOD = {
             ("transformer.h", "attn", "c_attn"),
         )
     },
-    "quark": ("quark", quantized(**quark()), of(OUTPUTS)),
+    "quark": ("quark", quantized(**quark()), fill(OUTPUTS)),
     "quark-entries-by-layer": (
         "quark",
         quantized(
             **quark(*(f"model.layers.{i}.self_attn.{s}_proj" for i in range(3) for s in "kv"))
         ),
         {
-            **of(OUTPUTS),
+            **fill(OUTPUTS),
             "model.layers.0.self_attn.q_proj.output_scale": torch.ones(()),
             "model.layers.0.self_attn.prob_output_scale": torch.ones(()),
         },
     ),
-    "tgi": ("tgi", LLAMA | {"kv_cache_torch_dtype": "float8_e4m3fn"}, of("self_attn.kv_scale")),
+    "tgi": ("tgi", LLAMA | {"kv_cache_torch_dtype": "float8_e4m3fn"}, fill("self_attn.kv_scale")),
     "trtllm-pair": (
         "trtllm",
         TENSORRT,
         {
             "rank0": {
-                **of("attention.{side}_cache_scaling_factor", (1,), "transformer.layers"),
-                **of("attention.kv_cache_scaling_factor", (1,), "transformer.layers"),
+                **fill("attention.{side}_cache_scaling_factor", (1,), "transformer.layers"),
+                **fill("attention.kv_cache_scaling_factor", (1,), "transformer.layers"),
             }
         },
     ),
@@ -226,25 +226,25 @@ def test_every_dialect_is_read(tmp_path, caplog, name):
     assert sides(scales) == [list(BOTH if shared else side) for side in (K, V)]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert scales.model_type == config.get("model_type")
-    # What is made for FNUZ is halved.
+    # Scales for FNUZ are halved.
     folder_of(tmp_path, config | {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, tensors, *second)
     halved = KVScales.from_pretrained(folder)
     assert sides(halved) == [[s / 2 for s in side] for side in sides(scales)]
-    if not second and format != "trtllm":  # those declare it elsewhere
+    if not second and format != "trtllm":  # these declare it elsewhere
         assert "kv_" in (declared_kv_scales(config) or "")
 
 
-@pytest.mark.parametrize("said", [{"kv_cache_post_rope": False}, {}], ids=["said", "older"])
-def test_scales_from_before_rope_are_a_warning(tmp_path, caplog, said):
-    block = {n: v for n, v in quark().items() if n != "kv_cache_post_rope"} | said
-    scales = KVScales.from_pretrained(folder_of(tmp_path, quantized(**block), of(OUTPUTS)))
-    assert numbers(scales, "k") == list(K)
+@pytest.mark.parametrize("entry", [{"kv_cache_post_rope": False}, {}], ids=["false", "missing"])
+def test_scales_from_before_rope_cause_a_warning(tmp_path, caplog, entry):
+    block = {n: v for n, v in quark().items() if n != "kv_cache_post_rope"} | entry
+    scales = KVScales.from_pretrained(folder_of(tmp_path, quantized(**block), fill(OUTPUTS)))
+    assert values_of(scales, "k") == list(K)
     [record] = caplog.records
     assert "Quark measured the scales of K before RoPE" in record.message
 
 
-def test_a_vector_of_as_many_numbers_as_heads_is_per_head(tmp_path):
-    tensors = {n: torch.stack([t, t / 2]) for n, t in of(ATTENTION).items()}
+def test_a_vector_with_one_scale_per_head_is_per_head(tmp_path):
+    tensors = {n: torch.stack([t, t / 2]) for n, t in fill(ATTENTION).items()}
     scales = KVScales.from_pretrained(folder_of(tmp_path, PER_HEAD, tensors))
     assert [s.k.tolist() for s in scales.layers.values()] == [[[k], [k / 2]] for k in K]
     assert [s.v.tolist() for s in scales.layers.values()] == [[[v], [v / 2]] for v in V]
@@ -259,62 +259,62 @@ def test_scales_of_activations_are_not_mentioned(tmp_path, caplog, name):
     assert not caplog.records
 
 
-# The ranks of TensorRT-LLM.
+# -- ranks of TensorRT-LLM -------------------------------------------------------------------------
 
 FACTOR = "attention.kv_cache_scaling_factor"
 
 
 def ranks(*factors: float) -> dict[str, Tensors]:
-    """One file for each rank, its scales times a factor."""
-    one = of(FACTOR, (1,), "transformer.layers")
-    return {f"rank{r}": {n: t * f for n, t in one.items()} for r, f in enumerate(factors)}
+    """Return one file per rank. Its scales are multiplied by a factor."""
+    tensors = fill(FACTOR, (1,), "transformer.layers")
+    return {f"rank{r}": {n: t * f for n, t in tensors.items()} for r, f in enumerate(factors)}
 
 
-def test_the_ranks_of_tensorrt(tmp_path, caplog):
-    """Each takes its own file. One process takes the largest of all."""
+def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
+    """Each rank reads its own file. One process reads the largest scales of all ranks."""
     folder = folder_of(tmp_path / "two", TENSORRT, ranks(1.0, 4.0))
     for rank, factor in enumerate((1, 4)):
         scales = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=2)
-        assert numbers(scales, "v") == [factor * s for s in BOTH]
+        assert values_of(scales, "v") == [factor * s for s in BOTH]
         assert f"rank{rank}.safetensors" in scales.layers[0].source
     assert not caplog.records
     folder = folder_of(tmp_path / "three", TENSORRT, ranks(1.0, 4.0, 2.0))
-    assert numbers(KVScales.from_pretrained(folder), "k") == [4 * s for s in BOTH]
+    assert values_of(KVScales.from_pretrained(folder), "k") == [4 * s for s in BOTH]
     assert "the scales of its 3 ranks differ" in caplog.text
 
 
 def test_an_ordinary_checkpoint_wins_over_rank_files(tmp_path):
     folder_of(tmp_path, TENSORRT, ranks(8.0, 8.0))
-    folder = folder_of(tmp_path, quantized(**STATIC), of(ATTENTION))
+    folder = folder_of(tmp_path, quantized(**STATIC), fill(ATTENTION))
     assert KVScales.from_pretrained(folder).format == "autofp8"
 
 
-# Folders that must not be read. Each is a good one and what is changed in it: the config, the
-# tensors, or the file beside them.
+# Invalid folders. Each is a valid folder with a change: to the config, the tensors, or the file
+# next to them.
 
 LAYER_1 = "model.layers.1.self_attn."
 
 
 def without(tensors: Tensors, *names: str) -> Tensors:
-    """The tensors but these."""
+    """Return the tensors except these."""
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 HEADS = (2, 1, 1)
 PER_HEAD = quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
-PAIR = of(ATTENTION, (1,))
+PAIR = fill(ATTENTION, (1,))
 WEIGHT = {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)}
 COMPRESSED_OK = quantized(**COMPRESSED, kv_cache_scheme=SCHEME)
-TRT = of(FACTOR, (1,), "transformer.layers")
+TRT = fill(FACTOR, (1,), "transformer.layers")
 BAD: dict[str, tuple[Any, ...]] = {
-    "heads-of-another-model": (
-        PER_HEAD, of(ATTENTION, (3, 1, 1)), r"heads in config.json .*got \[3, 1, 1\]"
+    "heads-of-a-different-model": (
+        PER_HEAD, fill(ATTENTION, (3, 1, 1)), r"heads in config.json .*got \[3, 1, 1\]"
     ),
-    "heads-in-the-last-dimension": (PER_HEAD, of(ATTENTION, (1, 1, 2)), r"got \[1, 1, 2\]"),
-    "a-vector-of-more-than-heads": (PER_HEAD, of(ATTENTION, (8,)), r"got \[8\]"),
+    "heads-in-the-last-dimension": (PER_HEAD, fill(ATTENTION, (1, 1, 2)), r"got \[1, 1, 2\]"),
+    "a-vector-of-more-than-heads": (PER_HEAD, fill(ATTENTION, (8,)), r"got \[8\]"),
     "heads-with-a-zero": (
         PER_HEAD,
-        of(ATTENTION, HEADS) | {LAYER_1 + "v_scale": torch.tensor([0.5, 0.0]).view(HEADS)},
+        fill(ATTENTION, HEADS) | {LAYER_1 + "v_scale": torch.tensor([0.5, 0.0]).view(HEADS)},
         "V scale.*got 0.0",
     ),
     **{
@@ -347,13 +347,13 @@ BAD: dict[str, tuple[Any, ...]] = {
         PAIR,
         "thinker_config.text_config.*'INT8'",
     ),
-    "int8-beside-fp8": (
+    "int8-next-to-fp8": (
         COMPRESSED_OK | {"text_config": {"kv_cache_dtype": "int8"}}, PAIR, "'int8'"
     ),
     "int8-tensors": (COMPRESSED_OK, {n: (t * 8).char() for n, t in PAIR.items()}, "got torch.int8"),
     "zero-point-of-the-projection": (
         quantized(**quark()),
-        of(OUTPUTS) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
+        fill(OUTPUTS) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
         "output_zero_point: expected a zero point of 0",
     ),
     "zero-point-nan": (
@@ -370,34 +370,34 @@ BAD: dict[str, tuple[Any, ...]] = {
         {f"model.layers.{i}.self_attn.k_proj.kv_cache_scale": torch.ones(4) for i in range(3)},
         "which no format has",
     ),
-    "output-scales-undeclared": (LLAMA, of(OUTPUTS), "which no format has"),
+    "output-scales-undeclared": (LLAMA, fill(OUTPUTS), "which no format has"),
     "output-scales-of-weights-only": (
-        quantized(**COMPRESSED), of(OUTPUTS, (1,)), "which no format has"
+        quantized(**COMPRESSED), fill(OUTPUTS, (1,)), "which no format has"
     ),
     "output-scales-of-all-layers": (
-        quantized(**COMPRESSED | outputs_of("Linear")), of(OUTPUTS), "which no format has"
+        quantized(**COMPRESSED | outputs_of("Linear")), fill(OUTPUTS), "which no format has"
     ),
     "output-activations-int8": (
         quantized(**COMPRESSED | outputs_of("re:.*k_proj", "re:.*v_proj", type="int")),
-        of(OUTPUTS, (1,)),
+        fill(OUTPUTS, (1,)),
         r"group_1.output_activations \(kv_cache\): 8-bit int",
     ),
     "output-activations-dynamic": (
         quantized(**COMPRESSED | outputs_of("re:.*k_proj", dynamic=True)),
-        of(OUTPUTS, (1,)),
+        fill(OUTPUTS, (1,)),
         "dynamic, which needs none",
     ),
-    "output-scales-per-channel": (quantized(**quark()), of(OUTPUTS, (8,)), r"got \[8\]"),
-    "quark-int8": (quantized(**quark(dtype="int8")), of(OUTPUTS), "dtype 'int8'"),
+    "output-scales-per-channel": (quantized(**quark()), fill(OUTPUTS, (8,)), r"got \[8\]"),
+    "quark-int8": (quantized(**quark(dtype="int8")), fill(OUTPUTS), "dtype 'int8'"),
     "quark-per-channel": (
-        quantized(**quark(qscheme="per_channel")), of(OUTPUTS), "qscheme 'per_channel'"
+        quantized(**quark(qscheme="per_channel")), fill(OUTPUTS), "qscheme 'per_channel'"
     ),
-    "quark-asymmetric": (quantized(**quark(symmetric=False)), of(OUTPUTS), "asymmetric"),
+    "quark-asymmetric": (quantized(**quark(symmetric=False)), fill(OUTPUTS), "asymmetric"),
     "quark-dynamic": (
-        quantized(**quark(is_dynamic=True)), of(OUTPUTS), "which needs none"
+        quantized(**quark(is_dynamic=True)), fill(OUTPUTS), "which needs none"
     ),
     "quark-without-its-layers": (
-        quantized(**quark("*q_proj")), of(OUTPUTS), r"\*k_proj with dtype None"
+        quantized(**quark("*q_proj")), fill(OUTPUTS), r"\*k_proj with dtype None"
     ),
     "quark-one-layer-of-int8": (
         quantized(
@@ -407,37 +407,37 @@ BAD: dict[str, tuple[Any, ...]] = {
                 "*v_proj": {"output_tensors": OUTPUT},
             }}
         ),
-        of(OUTPUTS),
+        fill(OUTPUTS),
         "dtype 'int8'",
     ),
     "quark-without-a-cache": (
-        quantized(**quark() | {"export": {"kv_cache_group": []}}), of(OUTPUTS), "no format has"
+        quantized(**quark() | {"export": {"kv_cache_group": []}}), fill(OUTPUTS), "no format has"
     ),
-    "modelopt-int8": (LLAMA, of(PROJECTION), "hf_quant_config.json.*'INT8'",
+    "modelopt-int8": (LLAMA, fill(PROJECTION), "hf_quant_config.json.*'INT8'",
                       {"quantization": {"kv_cache_quant_algo": "INT8"}}),
     "modelopt-two-configs-that-differ": (
-        quantized(**MODELOPT, kv_cache_scheme="NVFP4"), of(PROJECTION), "'NVFP4'", ALGO
+        quantized(**MODELOPT, kv_cache_scheme="NVFP4"), fill(PROJECTION), "'NVFP4'", ALGO
     ),
     "modelopt-k-under-v": (
         LLAMA,
-        {n.replace("k_proj.k_", "v_proj.k_"): t for n, t in of(PROJECTION).items()
+        {n.replace("k_proj.k_", "v_proj.k_"): t for n, t in fill(PROJECTION).items()
          if "k_proj" in n},
         "which no format has",
         ALGO,
     ),
-    "stacked-and-apart-that-differ": (
+    "stacked-and-separate-that-differ": (
         LLAMA,
-        of(PROJECTION) | {LAYER_1 + "qkv_proj.k_scale": torch.tensor(9.0)},
+        fill(PROJECTION) | {LAYER_1 + "qkv_proj.k_scale": torch.tensor(9.0)},
         "expected one scale for K of layer 1",
         ALGO,
     ),
     "autofp8-with-a-dynamic-cache": (
-        quantized(**STATIC | {"kv_cache_scheme": "dynamic"}), of(ATTENTION), "dynamic"
+        quantized(**STATIC | {"kv_cache_scheme": "dynamic"}), fill(ATTENTION), "dynamic"
     ),
-    "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, of(ATTENTION), "e5m2"),
-    "fp4": (LLAMA | {"kv_cache_dtype": "fp8_e4m3_x2"}, of(ATTENTION), "e4m3_x2"),
+    "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, fill(ATTENTION), "e5m2"),
+    "fp4": (LLAMA | {"kv_cache_dtype": "fp8_e4m3_x2"}, fill(ATTENTION), "e4m3_x2"),
     "kv-scale-per-head": (
-        quantized(**STATIC), of("self_attn.kv_scale", (4, 1, 1)), "heads in config.json"
+        quantized(**STATIC), fill("self_attn.kv_scale", (4, 1, 1)), "heads in config.json"
     ),
     "only-towers": (COMPRESSED_OK, TOWERS, "which no format has"),
     "only-layers-past-the-last": (
@@ -451,7 +451,7 @@ BAD: dict[str, tuple[Any, ...]] = {
          for s in "kv"},
         "which no format has",
     ),
-    "layers-beyond-all-numbers": (
+    "layers-with-a-huge-index": (
         COMPRESSED_OK,
         {f"model.layers.{'9' * 4000}.self_attn.k_scale": torch.ones(1)},
         "which no format has",
@@ -468,7 +468,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "trtllm-rank-missing": (
         TENSORRT, {"rank0": TRT, "rank2": TRT}, "expected the ranks 0 to 1, got 0, 2"
     ),
-    "trtllm-fewer-ranks-than-it-says": (
+    "trtllm-fewer-ranks-than-declared": (
         TENSORRT | {"mapping": {"tp_size": 4}}, ranks(1.0, 1.0), "got tp_size = 4"
     ),
     "trtllm-world-size": (
@@ -501,14 +501,14 @@ BAD: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_only_looks_like_a_dialect_is_refused(tmp_path, name):
+def test_invalid_dialects_are_rejected(tmp_path, name):
     config, tensors, message, *second = BAD[name]
     folder = folder_of(tmp_path, config, tensors, *second)
-    with refused(message, folder):
+    with scale_error(message, folder):
         KVScales.from_pretrained(folder)
 
 
-# Chance: whatever is changed in a good folder, the end is our error or real scales.
+# -- random damage: the result is a ScaleError or real scales --------------------------------------
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "fp8", "static", "x"]),
@@ -518,16 +518,16 @@ JUNK = st.recursive(
 
 
 def spoiled(value: Any, junk: object, data: st.DataObject) -> Any:
-    """The JSON value with junk in the place of an entry, at any depth."""
+    """Return the JSON value with junk in place of an entry, at any depth."""
     new = value.copy()
     key = data.draw(st.sampled_from(list(value) if isinstance(value, dict) else range(len(value))))
-    deeper = isinstance(new[key], dict | list) and new[key] and data.draw(st.booleans())
-    new[key] = spoiled(new[key], junk, data) if deeper else junk
+    recurse = isinstance(new[key], dict | list) and new[key] and data.draw(st.booleans())
+    new[key] = spoiled(new[key], junk, data) if recurse else junk
     return new
 
 
-def read_or_refuse(folder: Path) -> KVScales | None:
-    """The scales, or None for our error; any other error passes through."""
+def read_or_reject(folder: Path) -> KVScales | None:
+    """Return the scales, or None for a ScaleError. Other errors are raised."""
     try:
         return KVScales.from_pretrained(folder)
     except ScaleError:
@@ -535,12 +535,12 @@ def read_or_refuse(folder: Path) -> KVScales | None:
 
 
 @given(name=st.sampled_from(sorted(GOOD)), data=st.data(), junk=JUNK)
-def test_any_entry_of_a_config_may_be_junk(tmp_path_factory, name, data, junk):
+def test_a_config_with_junk_is_rejected_or_gives_real_scales(tmp_path_factory, name, data, junk):
     _, config, tensors, *second = GOOD[name]
     folder = folder_of(
         tmp_path_factory.mktemp("junk"), spoiled(config, junk, data), tensors, *second
     )
-    scales = read_or_refuse(folder)
+    scales = read_or_reject(folder)
     if scales is not None:
         folder = folder_of(tmp_path_factory.mktemp("good"), config, tensors, *second)
         good = KVScales.from_pretrained(folder)
@@ -550,7 +550,7 @@ def test_any_entry_of_a_config_may_be_junk(tmp_path_factory, name, data, junk):
 
 
 @given(name=st.sampled_from(sorted(GOLDEN)), data=st.data())
-def test_any_byte_of_a_file_may_be_another(tmp_path_factory, name, data):
+def test_a_file_with_changed_bytes_is_rejected_or_gives_real_scales(tmp_path_factory, name, data):
     folder = tmp_path_factory.mktemp("bytes")
     for path in (DATA / name).iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
@@ -559,8 +559,8 @@ def test_any_byte_of_a_file_may_be_another(tmp_path_factory, name, data):
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     target.write_bytes(bytes(content[: data.draw(st.sampled_from([len(content), 100]))]))
-    scales = read_or_refuse(folder)
+    scales = read_or_reject(folder)
     if scales is not None:
-        values = torch.tensor([numbers(scales, side) for side in "kv"])
+        values = torch.tensor([values_of(scales, side) for side in "kv"])
         assert bool((values.isfinite() & (values > 0)).all())
         assert not bool((values == 1).all())

@@ -1,7 +1,7 @@
-"""What quantization tools wrote themselves: config and scale tensors of tiny models, on disk.
+"""Files of quantization tools: config and scale tensors of tiny models, on disk.
 
-`tests/data/tools/TOOL-VERSION/LAYOUT` holds them; `make tools` writes them again. The numbers to
-read are those of the tool's tensors, under the names that the table here gives.
+The files are in `tests/data/tools/TOOL-VERSION/LAYOUT`. `make tools` writes them again. The values
+to read are in the tool's tensors, under the names in the table of this module.
 """
 
 import re
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_fp8kv.scales import KVScales
-from tests.scales.test_sources import refused
+from tests.scales.test_sources import scale_error
 
 DATA = Path(__file__).parents[1] / "data" / "tools"
 ATTENTION = "self_attn.{}_scale"
@@ -21,7 +21,7 @@ OUTPUT = "self_attn.{}_proj.output_scale"
 BEFORE_ROPE = "Quark measured the scales of K before RoPE"
 ONES = "every KV scale is exactly 1.0"
 
-# The format that each is read as, the name of its tensors in a layer, and the warning.
+# The format of each folder, the name of its tensors in a layer, and the warning.
 AUTO_ROUND = {
     "llama-attn-llmc": ("compressed-tensors", ATTENTION, None),
     "llama-fp8-ar": ("autofp8", ATTENTION, None),
@@ -70,7 +70,7 @@ READ = {
     )
     for name, row in rows.items()
 }  # fmt: skip
-REFUSED = {
+REJECTED = {
     "auto-round-0.15.1/llama-w4-ar-zeros": "K scale .*got 0.0",
     "llm-compressor-0.14.0.1/llama-kv-dynamic": "dynamic, which needs none",
     "llm-compressor-0.14.0.1/llama-kv-int4": r"4-bit int \(INT4\)",
@@ -85,69 +85,69 @@ REFUSED = {
 }
 
 
-def tools_numbers(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
-    """The largest scale (or bias) of each layer that any file has under the name."""
+def tool_scales(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
+    """Return the largest scale (or bias) of each layer that any file has under the name."""
     pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(tail.format(side))}")
-    numbers: dict[int, torch.Tensor] = {}
+    values: dict[int, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
             match = pattern.fullmatch(name)
             if match is not None:
                 index = int(match[1])
                 value = tensor.float().squeeze()
-                numbers[index] = torch.maximum(numbers.get(index, value), value)
-    return numbers
+                values[index] = torch.maximum(values.get(index, value), value)
+    return values
 
 
 @pytest.mark.parametrize("name", READ)
-def test_the_numbers_of_the_tool_are_read(caplog, name):
+def test_the_values_of_the_tool_are_read(caplog, name):
     format, tail, warning = READ[name]
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
-    assert (scales.plan is not None) == name.endswith("-r3")  # whose scales are for rotated K
+    assert (scales.plan is not None) == name.endswith("-r3")  # its scales are for rotated K
     for side in "kv":
-        wanted = tools_numbers(DATA / name, tail, side)
-        biases = tools_numbers(DATA / name, "self_attn.{0}_proj.{0}_bias", side)
-        assert len(wanted) >= 3
+        expected = tool_scales(DATA / name, tail, side)
+        biases = tool_scales(DATA / name, "self_attn.{0}_proj.{0}_bias", side)
+        assert len(expected) >= 3
         for index, layer in scales.layers.items():
-            if side == "v" and biases:  # V is stored as it is
-                wanted[index] = wanted[index] + biases[index].abs() / 448
+            if side == "v" and biases:  # V is stored unchanged
+                expected[index] = expected[index] + biases[index].abs() / 448
             elif biases:
                 assert torch.equal(layer.k_center, biases[index])
         assert {
             i: getattr(layer, side).squeeze().tolist() for i, layer in scales.layers.items()
-        } == {i: value.tolist() for i, value in sorted(wanted.items())}
+        } == {i: value.tolist() for i, value in sorted(expected.items())}
     warnings = {record.getMessage().split(": ", 1)[1] for record in caplog.records}
     assert (warning is None) == (not warnings)
     assert all(text.startswith((BEFORE_ROPE, ONES)) for text in warnings)
     assert warning is None or any(text.startswith(warning) for text in warnings)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_holds_no_scales_is_refused_by_name(name):
-    with refused(REFUSED[name]):
+@pytest.mark.parametrize("name", REJECTED)
+def test_folders_without_usable_scales_are_rejected(name):
+    with scale_error(REJECTED[name]):
         KVScales.from_pretrained(DATA / name)
 
 
 def make_table() -> str:
-    """The table of docs/scales.md."""
+    """Return the table of docs/scales.md."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for name in (*READ, *REFUSED):
+    for name in (*READ, *REJECTED):
         tool, layout = name.split("/")
         rows.setdefault((tool, f"`{READ[name][0]}`" if name in READ else "refused"), []).append(
             layout
         )
     lines = [
-        f"| {tool} | {', '.join(sorted(n))} | {how} |" for (tool, how), n in sorted(rows.items())
+        f"| {tool} | {', '.join(sorted(n))} | {kind} |" for (tool, kind), n in sorted(rows.items())
     ]
     return "\n".join(["| tool | layouts | read as |", "|---|---|---|", *lines, ""])
 
 
-def test_the_docs_have_the_table():
+def test_the_docs_contain_the_table():
     assert make_table() in (DATA.parents[2] / "docs" / "scales.md").read_text(), make_table()
 
 
 def test_every_folder_is_in_a_table():
     folders = {str(path.parent.relative_to(DATA)) for path in DATA.glob("*/*/config.json")}
-    assert folders == {*READ, *REFUSED}
+    assert folders == {*READ, *REJECTED}
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 300_000

@@ -1,4 +1,4 @@
-"""The digest of the weights that scales and plans were made for, and who warns of a stale one."""
+"""The digest of the weights of scales and plans, and warnings about outdated scales."""
 
 import json
 import logging
@@ -21,8 +21,8 @@ TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4))
 
 
 @pytest.fixture(scope="module")
-def made() -> KVScales:
-    """Scales of the model that `llama()` returns."""
+def calibrated() -> KVScales:
+    """Return scales of the model that `llama()` returns."""
     model, _ = tiny("gqa")
     return calibrate(model, TEXTS, center=False, held_out=0, progress=False)
 
@@ -32,7 +32,7 @@ def llama() -> Any:
 
 
 def take_step(model: Any, rate: float = 1e-6) -> None:
-    """One step of an optimizer, with a learning rate as small as trainers use."""
+    """Take one step of an optimizer, with a learning rate as small as trainers use."""
     ids = torch.tensor(TEXTS)
     model(ids, labels=ids).loss.backward()
     torch.optim.AdamW(model.parameters(), lr=rate).step()
@@ -45,43 +45,43 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [r.message for r in caplog.records if "made for different weights" in r.message]
 
 
-def test_calibration_says_which_weights_it_saw(made: KVScales) -> None:
-    assert made.weights_digest == digest_decoder(llama())
-    assert made.made_for(llama()) is True
-    assert made.made_for(tiny("gqa", seed=1)[0]) is False
+def test_calibration_stores_the_digest_of_the_weights(calibrated: KVScales) -> None:
+    assert calibrated.weights_digest == digest_decoder(llama())
+    assert calibrated.made_for(llama()) is True
+    assert calibrated.made_for(tiny("gqa", seed=1)[0]) is False
 
 
-def test_a_step_of_an_optimizer_shows(made: KVScales) -> None:
+def test_a_step_of_an_optimizer_changes_the_digest(calibrated: KVScales) -> None:
     model = llama()
     take_step(model)
-    assert made.made_for(model) is False
+    assert calibrated.made_for(model) is False
 
 
 @pytest.mark.parametrize(
     "name", ["embed_tokens", "layers.0.mlp.up_proj", "layers.1.self_attn.v_proj"]
 )
-def test_one_value_anywhere_shows(made: KVScales, name: str) -> None:
-    """In place, and in the digest of all bytes also below the precision of bfloat16."""
+def test_any_changed_value_changes_the_digest(calibrated: KVScales, name: str) -> None:
+    """`digest_weights` also detects changes below the precision of bfloat16."""
     model = llama()
     exact = digest_weights(model)
     for factor, expected in ((1 + 2**-20, True), (1 + 2**-6, False)):
         with torch.no_grad():
             model.model.get_submodule(name).weight[-1, -1] *= factor
-        assert made.made_for(model) is expected
+        assert calibrated.made_for(model) is expected
         assert digest_weights(model) != exact
 
 
-def test_predictions_do_not_count(made: KVScales) -> None:
+def test_the_output_head_does_not_count(calibrated: KVScales) -> None:
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
-    assert made.made_for(model) is True
+    assert calibrated.made_for(model) is True
 
 
-def test_it_survives_saving_wrapping_and_another_dtype(made: KVScales, tmp_path: Path) -> None:
+def test_the_digest_survives_saving_and_wrapping(calibrated: KVScales, tmp_path: Path) -> None:
     model = llama().bfloat16()
     expected = digest_decoder(model)
-    assert expected == made.weights_digest  # the same numbers, rounded to bfloat16
+    assert expected == calibrated.weights_digest  # the same values, rounded to bfloat16
     model.save_pretrained(tmp_path)
     for dtype in (torch.bfloat16, torch.float32):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
@@ -90,8 +90,8 @@ def test_it_survives_saving_wrapping_and_another_dtype(made: KVScales, tmp_path:
     assert digest_decoder(torch.nn.Sequential(loaded)) == expected
 
 
-def test_an_adapter_counts_once_it_does_something(made: KVScales) -> None:
-    """The names of PEFT's layers, which keep the projection inside."""
+def test_an_adapter_counts_if_it_has_an_effect(calibrated: KVScales) -> None:
+    """The modules have the names of PEFT's layers, which contain the projection."""
     model = llama()
     attention = model.model.layers[0].self_attn
     wrapped = torch.nn.Module()
@@ -102,51 +102,51 @@ def test_an_adapter_counts_once_it_does_something(made: KVScales) -> None:
     attention.k_proj = wrapped
     with torch.no_grad():
         wrapped.lora_B["default"].weight.zero_()
-        assert made.made_for(model) is True
+        assert calibrated.made_for(model) is True
         wrapped.lora_B["default"].weight[0, 0] = 1e-3
-        assert made.made_for(model) is False
+        assert calibrated.made_for(model) is False
 
 
-def test_nothing_is_said_of_weights_that_are_not_here(made: KVScales) -> None:
+def test_weights_on_the_meta_device_give_no_answer(calibrated: KVScales) -> None:
     model = llama()
     model.model.layers[1].to("meta")
-    assert made.made_for(model) is None
-    assert made.made_for(torch.nn.Linear(2, 2)) is None
+    assert calibrated.made_for(model) is None
+    assert calibrated.made_for(torch.nn.Linear(2, 2)) is None
 
 
-def test_files_keep_it(made: KVScales, tmp_path: Path) -> None:
-    made.save_pretrained(tmp_path)
-    read = KVScales.from_pretrained(tmp_path)
-    assert read.weights_digest == made.weights_digest
-    made.save_pretrained(tmp_path / "vllm", format="vllm-json")
+def test_files_contain_the_digest(calibrated: KVScales, tmp_path: Path) -> None:
+    calibrated.save_pretrained(tmp_path)
+    loaded = KVScales.from_pretrained(tmp_path)
+    assert loaded.weights_digest == calibrated.weights_digest
+    calibrated.save_pretrained(tmp_path / "vllm", format="vllm-json")
     assert KVScales.from_pretrained(tmp_path / "vllm").made_for(llama()) is None
 
 
-def test_people_see_it(made: KVScales) -> None:
-    shown = [str(part) for part in inspect_table(made, None, 200)]
-    assert f"for weights with the digest {made.weights_digest}" in shown
-    assert describe_scales(made)["weights_digest"] == made.weights_digest
+def test_the_digest_is_displayed(calibrated: KVScales) -> None:
+    lines = [str(part) for part in inspect_table(calibrated, None, 200)]
+    assert f"for weights with the digest {calibrated.weights_digest}" in lines
+    assert describe_scales(calibrated)["weights_digest"] == calibrated.weights_digest
     assert not any(
-        "weights" in str(part) for part in inspect_table(KVScales(made.layers), None, 200)
+        "weights" in str(part) for part in inspect_table(KVScales(calibrated.layers), None, 200)
     )
 
 
-@pytest.mark.parametrize("written", [["a"], {"0": "a"}, 1, "abc", "ax"])
-def test_a_damaged_digest_is_refused(made: KVScales, tmp_path: Path, written: Any) -> None:
-    path = made.save_pretrained(tmp_path)[-1]
-    rewrite(path, lambda about: about | {"weights_digest": written})
+@pytest.mark.parametrize("digest", [["a"], {"0": "a"}, 1, "abc", "ax"])
+def test_a_damaged_digest_is_rejected(calibrated: KVScales, tmp_path: Path, digest: Any) -> None:
+    path = calibrated.save_pretrained(tmp_path)[-1]
+    rewrite(path, lambda header: header | {"weights_digest": digest})
     with pytest.raises(ScaleError, match="expected a file of scales as save_pretrained writes it"):
         KVScales.from_file(path)
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The metadata of a file of scales."""
+    """Return the metadata of a file of scales."""
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()["hf_fp8kv"])
 
 
 def rewrite(path: Path, change: Callable[[dict], dict], tensors: dict | None = None) -> None:
-    """Change the metadata of a file of scales, and its tensors if they are given."""
+    """Change the metadata of a file of scales, and replace its tensors if `tensors` is set."""
     tensors = load_file(path) if tensors is None else tensors
     save_file(tensors, path, {"hf_fp8kv": json.dumps(change(read_header(path)))})
 
@@ -160,10 +160,10 @@ CHECKS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_stale_scales_warn_once_and_fresh_ones_do_not(
-    check: str, made: KVScales, tmp_path: Path, warnings: Callable[[], list[str]]
+def test_outdated_scales_warn_once_and_current_scales_do_not(
+    check: str, calibrated: KVScales, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
-    made.save_pretrained(tmp_path)
+    calibrated.save_pretrained(tmp_path)
     model = llama()
     CHECKS[check](model, tmp_path)
     assert not warnings()
@@ -177,12 +177,12 @@ def test_stale_scales_warn_once_and_fresh_ones_do_not(
 
 
 def test_scales_without_a_digest_do_not_warn(
-    made: KVScales, tmp_path: Path, warnings: Callable[[], list[str]]
+    calibrated: KVScales, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
-    """Files of other tools, constants, scales of one's own."""
-    path = made.save_pretrained(tmp_path)[-1]
+    """Files of other tools, constants, and scales without metadata have no digest."""
+    path = calibrated.save_pretrained(tmp_path)[-1]
     earlier = {"weights_digest": None, "fingerprint": {"0": "ab"}}  # an entry of earlier versions
-    rewrite(path, lambda about: about | earlier)
+    rewrite(path, lambda header: header | earlier)
     old = KVScales.from_file(path)
     assert old.weights_digest is None
     assert old.made_for(llama()) is None

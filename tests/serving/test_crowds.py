@@ -1,6 +1,6 @@
-"""Many requests at once get the answers of each alone, next to clients that leave.
+"""Concurrent requests get the answers of single requests, while other clients disconnect.
 
-With pages of the model's dtype, float32, these are the answers of transformers' `generate()` with
+With float32 pages, the model's dtype, these are the answers of transformers' `generate()` with
 its own cache.
 """
 
@@ -23,19 +23,19 @@ pytest.importorskip("llguidance", reason="needs the extra serve")
 from hf_fp8kv.serving.engines.sampling import gumbel_noise, noise_key  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
-REQUESTS, NEW = 50, 16
-PAGES = 48  # for about a third of the requests at a time
+REQUESTS, NEW_TOKENS = 50, 16
+PAGES = 48  # for about a third of the requests
 TEMPERATURE = 1.3
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.6, "frequency_penalty": -0.4}
-FORMS = (
+STRUCTURES = (
     {"regex": "[a-f]{2,5}=[0-9]+;?"},
     {"choice": ["one", "other", "oth"]},
     {"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
 )
 
 
-class Sampled(LogitsProcessor):
-    """Make the token that a seed chooses the most likely token."""
+class SeededSampling(LogitsProcessor):
+    """Make the token that is sampled with a seed the most likely token."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -45,25 +45,25 @@ class Sampled(LogitsProcessor):
         return scores / TEMPERATURE + gumbel_noise(key.to(torch.int32), scores.shape[1])
 
 
-def some_prompts() -> list[str]:
-    """Return texts of 2 to 130 characters. Most texts share their beginning with another text."""
-    # The first seed from 0 for which all margins between tokens are wide, see `wide_margins`.
-    chance = random.Random(0)
+def make_prompts() -> list[str]:
+    """Return prompts of 2 to 130 characters. Most share their beginning with a different prompt."""
+    # The first seed for which all margins between tokens are wide, see `wide_margins`.
+    generator = random.Random(0)
 
-    def some(most: int) -> str:
-        return "".join(chance.choices("abcdefghij klmnop", k=chance.randrange(2, most)))
+    def random_text(max_length: int) -> str:
+        return "".join(generator.choices("abcdefghij klmnop", k=generator.randrange(2, max_length)))
 
-    shared = ["", *(some(90) for _ in range(5))]
-    return [chance.choice(shared) + some(40) for _ in range(REQUESTS)]
+    shared = ["", *(random_text(90) for _ in range(5))]
+    return [generator.choice(shared) + random_text(40) for _ in range(REQUESTS)]
 
 
-PROMPTS = some_prompts()
-# The fields of each request, by its number.
-ASKED = {
+PROMPTS = make_prompts()
+# The fields of each request, by its index.
+FIELDS = {
     "greedy": lambda _: {},
     "penalties": lambda _: PENALTIES,
     "seeds": lambda n: {"temperature": TEMPERATURE, "seed": n // 2, "top_k": -1, "top_p": 1},
-    "structured": lambda n: {"structured_outputs": FORMS[n % 3]},
+    "structured": lambda n: {"structured_outputs": STRUCTURES[n % 3]},
 }
 
 
@@ -79,24 +79,24 @@ def server(folder):
         yield server
 
 
-def complete(server: Endpoint, number: int, kind: str) -> str:
-    sent = {"prompt": PROMPTS[number], "max_tokens": NEW, **ASKED[kind](number)}
-    return text_in(server.answer(COMPLETIONS, **sent))
+def complete(server: Endpoint, index: int, kind: str) -> str:
+    request_body = {"prompt": PROMPTS[index], "max_tokens": NEW_TOKENS, **FIELDS[kind](index)}
+    return text_in(server.answer(COMPLETIONS, **request_body))
 
 
-def leave(server: Endpoint, number: int) -> None:
-    """Request a long answer to the beginning of a prompt, and do not wait for the answer."""
-    sent = {"prompt": PROMPTS[number][:60], "max_tokens": 200, "stream": number % 2 == 0}
-    with server.leaving(COMPLETIONS, **sent | ASKED["seeds"](number)):
-        time.sleep(number % 8 * 0.05)
+def disconnect(server: Endpoint, index: int) -> None:
+    """Request a long answer to the beginning of a prompt, and disconnect before it is complete."""
+    request_body = {"prompt": PROMPTS[index][:60], "max_tokens": 200, "stream": index % 2 == 0}
+    with server.leaving(COMPLETIONS, **request_body | FIELDS["seeds"](index)):
+        time.sleep(index % 8 * 0.05)
 
 
-def generated(folder: str, kind: str, count: int) -> list[str]:
+def generate_answers(folder: str, kind: str, count: int) -> list[str]:
     """Return the answers of `generate()` with transformers' own cache."""
     model = LlamaForCausalLM.from_pretrained(folder)
     texts = []
-    for number, prompt in enumerate(PROMPTS[:count]):
-        changes = {
+    for index, prompt in enumerate(PROMPTS[:count]):
+        processors = {
             "greedy": [],
             "penalties": [
                 RepetitionPenaltyLogitsProcessor(PENALTIES["repetition_penalty"]),
@@ -104,31 +104,31 @@ def generated(folder: str, kind: str, count: int) -> list[str]:
                     len(prompt), PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
                 ),
             ],
-            "seeds": [Sampled(number // 2)],
+            "seeds": [SeededSampling(index // 2)],
         }[kind]  # fmt: skip
-        text = generate(model, prompt, NEW, *changes, *wide_margins(1e-4))
-        texts.append(text.replace("?", ""))  # the tokenizer's special token
+        text = generate(model, prompt, NEW_TOKENS, *processors, *wide_margins(1e-4))
+        texts.append(text.replace("?", ""))  # "?" is the tokenizer's special token
     return texts
 
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("seeds", 20), *(pytest.param(kind, REQUESTS, marks=pytest.mark.full) for kind in ASKED)],
+    [("seeds", 20), *(pytest.param(kind, REQUESTS, marks=pytest.mark.full) for kind in FIELDS)],
 )
-def test_a_crowd_gets_the_answers_of_each_alone(server, folder, kind, count):
-    alone = [complete(server, number, kind) for number in range(count)]
-    assert len(set(alone)) > (10 if kind == "structured" else 0.6 * count)
-    gone = 'requests_total{status="499"}'
-    before = server.wait_until(requests_active=0).get(gone, 0)
-    left = 4 * count // 5
-    with ThreadPoolExecutor(count + left) as pool:
-        leaving = [pool.submit(leave, server, number) for number in range(left)]
+def test_concurrent_requests_match_single_requests(server, folder, kind, count):
+    single = [complete(server, index, kind) for index in range(count)]
+    assert len(set(single)) > (10 if kind == "structured" else 0.6 * count)
+    disconnects = 'requests_total{status="499"}'
+    before = server.wait_until(requests_active=0).get(disconnects, 0)
+    num_disconnects = 4 * count // 5
+    with ThreadPoolExecutor(count + num_disconnects) as pool:
+        disconnected = [pool.submit(disconnect, server, index) for index in range(num_disconnects)]
         order = random.Random(1).sample(range(count), count)
-        asked = {number: pool.submit(complete, server, number, kind) for number in order}
-        together = [asked[number].result() for number in range(count)]
-        for one in leaving:
-            one.result()
-    assert server.wait_until(requests_active=0)[gone] > before
-    assert together == alone
+        answers = {index: pool.submit(complete, server, index, kind) for index in order}
+        concurrent = [answers[index].result() for index in range(count)]
+        for future in disconnected:
+            future.result()
+    assert server.wait_until(requests_active=0)[disconnects] > before
+    assert concurrent == single
     if kind != "structured":
-        assert together == generated(folder, kind, count)
+        assert concurrent == generate_answers(folder, kind, count)

@@ -40,8 +40,8 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def make(folder):
-    """Return a function that makes an application. Check at the end that its engine has ended."""
+def make_application(folder):
+    """Return a function that creates an application. Check at the end that its engine has ended."""
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     model, tokenizer = (
         LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder),
@@ -51,20 +51,20 @@ def make(folder):
     yield lambda **options: application(
         model, tokenizer, **{"batching": ContinuousBatchingConfig(**BATCHING), **options}
     )
-    left = {thread for thread in threading.enumerate() if not thread.daemon} - before
-    assert not [thread for thread in left if "generation_loop" in thread.name]
+    new_threads = {thread for thread in threading.enumerate() if not thread.daemon} - before
+    assert not [thread for thread in new_threads if "generation_loop" in thread.name]
     assert model.config._attn_implementation == attention
 
 
-def mounted(llm, path: str = "/llm", **options: object) -> TestClient:
+def mount(llm, path: str = "/llm", **options: object) -> TestClient:
     return TestClient(Starlette(routes=[Mount(path, llm)], **options))
 
 
 # At /v1 each path contains /v1 twice. Only the second /v1 belongs to the application.
 @pytest.mark.parametrize("path", ["/llm", "/v1", ""])
-def test_a_mounted_application_answers_what_generate_does(make, folder, path):
-    llm = make()
-    with mounted(llm, path, lifespan=llm.lifespan) as client:
+def test_a_mounted_application_answers_like_generate(make_application, folder, path):
+    llm = make_application()
+    with mount(llm, path, lifespan=llm.lifespan) as client:
         assert llm.failure is None
         answer = client.post(f"{path}{CHAT}", json=BODY)
         assert answer.status_code == 200, answer.text
@@ -80,72 +80,72 @@ def test_a_mounted_application_answers_what_generate_does(make, folder, path):
     assert llm.failure == "the engine was not started"
 
 
-def test_nobody_starts_a_mounted_application_by_itself(make):
-    llm = make()
-    with mounted(llm) as client:
+def test_a_mounted_application_does_not_start_without_its_lifespan(make_application):
+    llm = make_application()
+    with mount(llm) as client:
         answer = client.post(f"/llm{CHAT}", json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_started")
         assert "lifespan=application.lifespan" in answer.json()["error"]["message"]
 
 
-def test_a_server_starts_an_application_and_stops_it_again_and_again(make):
-    llm = make(served_name="mine", api_key="sesame")
+def test_a_server_can_start_an_application_twice(make_application):
+    llm = make_application(served_name="mine", api_key="sesame")
     for _ in range(2):
         with TestClient(llm, headers={"authorization": "Bearer sesame"}) as client:
             answer = client.post(CHAT, json={**BODY, "model": "mine"})
             assert (answer.status_code, answer.json()["model"]) == (200, "mine")
-            refused = client.post(CHAT, json=BODY, headers={"authorization": "Bearer simsim"})
-            assert refused.status_code == 401
+            unauthorized = client.post(CHAT, json=BODY, headers={"authorization": "Bearer simsim"})
+            assert unauthorized.status_code == 401
         assert llm.failure == "the engine was not started"
 
 
 @pytest.mark.parametrize("cors", [False, True])
-def test_pages_of_other_origins_read_answers_only_if_that_is_asked_for(make, cors):
+def test_cors_allows_other_origins_only_if_enabled(make_application, cors):
     page = {"origin": "https://page.example"}
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
-    with TestClient(make(cors=cors, api_key="sesame")) as client:
-        refused = client.get("/v1/models", headers=page)
-        before = client.options(CHAT, headers=page | asks)
-    assert (refused.status_code, before.status_code) == (401, 200 if cors else 401)
-    for answer in (refused, before):
+    request = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
+    with TestClient(make_application(cors=cors, api_key="sesame")) as client:
+        unauthorized = client.get("/v1/models", headers=page)
+        preflight = client.options(CHAT, headers=page | request)
+    assert (unauthorized.status_code, preflight.status_code) == (401, 200 if cors else 401)
+    for answer in (unauthorized, preflight):
         assert ("access-control-allow-origin" in answer.headers) is cors
 
 
-def test_what_the_engine_cannot_do_ends_the_start(make):
-    llm = make(batching=ContinuousBatchingConfig(max_memory_percent=1e-9))
-    sent: list[dict] = []
+def test_an_impossible_engine_fails_the_startup(make_application):
+    llm = make_application(batching=ContinuousBatchingConfig(max_memory_percent=1e-9))
+    messages: list[dict] = []
 
     async def receive() -> dict:
         return {"type": "lifespan.startup"}
 
     async def send(message: dict) -> None:
-        sent.append(message)
+        messages.append(message)
 
     asyncio.run(llm({"type": "lifespan"}, receive, send))
-    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
-    assert "expected an engine" in sent[0]["message"]
-    assert "Traceback" not in sent[0]["message"]
-    client = mounted(llm, lifespan=llm.lifespan)
+    assert [message["type"] for message in messages] == ["lifespan.startup.failed"]
+    assert "expected an engine" in messages[0]["message"]
+    assert "Traceback" not in messages[0]["message"]
+    client = mount(llm, lifespan=llm.lifespan)
     with pytest.raises(ConfigError, match="expected an engine"), client:
         pass
 
 
-def test_an_engine_that_ended_is_seen(make, monkeypatch):
-    llm = make()
+def test_a_failed_engine_is_reported(make_application, monkeypatch):
+    llm = make_application()
     with TestClient(llm) as client:
         processor = llm.engine._manager.batch_processor
         monkeypatch.setattr(processor, "update_batch", lambda: 1 / 0)
         assert client.post(CHAT, json=BODY).status_code in (500, 503)
-        until = time.monotonic() + 60
-        while llm.failure is None and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while llm.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert llm.failure == "division by zero"
         assert client.get("/health").status_code == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_goes_wrong_with_an_answers_text_ends_that_answer(make, monkeypatch, stream):
-    with TestClient(make()) as client:
+def test_a_failure_in_decoding_text_only_fails_its_answer(make_application, monkeypatch, stream):
+    with TestClient(make_application()) as client:
         monkeypatch.setattr(AnswerText, "end", lambda _: 1 / 0)
         answer = client.post(CHAT, json={**BODY, "stop": "\n", "stream": stream})
         assert answer.status_code == (200 if stream else 500)
@@ -153,8 +153,8 @@ def test_what_goes_wrong_with_an_answers_text_ends_that_answer(make, monkeypatch
         assert client.get("/metrics").text.count("hf_fp8kv_requests_active 0.0") == 1
 
 
-def test_outputs_that_nobody_takes_are_not_kept(make):
-    llm = make()
+def test_outputs_of_unknown_requests_are_discarded(make_application):
+    llm = make_application()
     with TestClient(llm):
         router = llm.engine._manager.output_router
         router.deliver(GenerationOutput("gone"))
@@ -162,12 +162,12 @@ def test_outputs_that_nobody_takes_are_not_kept(make):
         assert router.output_queue.empty()
 
 
-def test_what_is_no_model_to_serve_is_refused(folder):
+def test_an_application_rejects_unsuitable_models_and_options(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"enable\(\) was called on, got another Llama"):
         application(model, tokenizer)
     serving.enable(model)
-    for wrong in ({"max_waiting": 0}, {"max_body": 0}, {"api_key": " "}):
-        with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", ".")):
-            application(model, tokenizer, **wrong)
+    for options in ({"max_waiting": 0}, {"max_body": 0}, {"api_key": " "}):
+        with pytest.raises(ConfigError, match=next(iter(options)).replace("_", ".")):
+            application(model, tokenizer, **options)

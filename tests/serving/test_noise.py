@@ -1,4 +1,4 @@
-"""`do_sample=True` of a deterministic model: tokens depend on the seed and the request alone."""
+"""`do_sample=True` of a deterministic model: tokens depend only on the seed and the request."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,46 +20,46 @@ def model() -> Any:
     return serving.enable(tiny("llama")[0], deterministic=True)
 
 
-def sampled(
-    model: Any, texts: list[list[int]], *, seed: int = 3, answers: int = 1, **more: Any
+def sample(
+    model: Any, texts: list[list[int]], *, seed: int = 3, answers: int = 1, **kwargs: Any
 ) -> list[list[int]]:
     torch.manual_seed(seed)
-    how = {"do_sample": True, "temperature": 1.1, "top_k": 40, "top_p": 0.95}
-    return batched(model, texts, generation=greedy(num_return_sequences=answers, **how), **more)
+    noise = {"do_sample": True, "temperature": 1.1, "top_k": 40, "top_p": 0.95}
+    return batched(model, texts, generation=greedy(num_return_sequences=answers, **noise), **kwargs)
 
 
-def test_other_requests_change_no_token(model: Any) -> None:
-    """They are of other lengths, share steps, split prompts, and make the engine evict pages."""
+def test_other_requests_do_not_change_tokens(model: Any) -> None:
+    """They have other lengths, share steps, split prompts, and make the engine evict pages."""
     texts, others = prompts(), prompts(seed=7)
-    found = sampled(model, texts)
-    assert len(set(map(tuple, found))) == len(texts)
-    assert sampled(model, texts, max_batch_tokens=16) == found
-    assert sampled(model, texts, pages=14) == found
-    assert sampled(model, texts[:1]) == found[:1]
-    for place in (0, 6):
-        mixed = [*others[:place], texts[place], *others[place + 1 :]]
-        assert sampled(model, mixed)[place] == found[place]
+    tokens = sample(model, texts)
+    assert len(set(map(tuple, tokens))) == len(texts)
+    assert sample(model, texts, max_batch_tokens=16) == tokens
+    assert sample(model, texts, pages=14) == tokens
+    assert sample(model, texts[:1]) == tokens[:1]
+    for index in (0, 6):
+        mixed = [*others[:index], texts[index], *others[index + 1 :]]
+        assert sample(model, mixed)[index] == tokens[index]
 
 
-def test_seeds_and_equal_prompts_have_different_tokens(model: Any) -> None:
+def test_seeds_and_equal_prompts_get_different_tokens(model: Any) -> None:
     texts = [prompts()[1]] * 4
-    found = sampled(model, texts)
-    assert len(set(map(tuple, found))) == 4
-    assert sampled(model, texts) == found
-    assert not set(map(tuple, sampled(model, texts, seed=4))) & set(map(tuple, found))
+    tokens = sample(model, texts)
+    assert len(set(map(tuple, tokens))) == 4
+    assert sample(model, texts) == tokens
+    assert not set(map(tuple, sample(model, texts, seed=4))) & set(map(tuple, tokens))
     config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE)
-    one, other = (sampled(model, texts, seed=seed, config=config) for seed in (1, 2))
-    assert one == other != found
+    first, second = (sample(model, texts, seed=seed, config=config) for seed in (1, 2))
+    assert first == second != tokens
 
 
-def test_several_answers_to_a_prompt(model: Any) -> None:
+def test_several_answers_to_a_prompt_differ(model: Any) -> None:
     texts = prompts()[:3]
-    found = sampled(model, texts, answers=3)
-    assert len(set(map(tuple, found))) == 9
-    assert sampled(model, texts[:1], answers=3) == found[:3]
+    tokens = sample(model, texts, answers=3)
+    assert len(set(map(tuple, tokens))) == 9
+    assert sample(model, texts[:1], answers=3) == tokens[:3]
 
 
-def test_log_probabilities_have_no_noise() -> None:
+def test_logprobs_contain_no_noise() -> None:
     engine = SimpleNamespace(logits_processor=[], tensors_required=0, do_processing=False)
     warper, runner = NoiseLogitsWarper(engine), SimpleNamespace(_sample=None)
     warper.install(runner)
@@ -73,7 +73,7 @@ def test_log_probabilities_have_no_noise() -> None:
     runner._sample(scores, out)
     tokens = out[0, :50].long()
     assert not torch.equal(tokens, scores[0].argmax(-1))
-    wanted = scores[0].softmax(-1).gather(1, tokens[:, None])[:, 0].log()
-    assert torch.equal(out[1, :50].view(torch.float32), wanted)
+    expected = scores[0].softmax(-1).gather(1, tokens[:, None])[:, 0].log()
+    assert torch.equal(out[1, :50].view(torch.float32), expected)
     with pytest.raises(RuntimeError, match="finite logits"):
         runner._sample(scores * torch.nan, out)

@@ -1,4 +1,4 @@
-"""How the server chooses tokens: distributions, seeds, and rows of logits that are NaN."""
+"""How the server samples tokens: distributions, seeds, and logits that are NaN."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,37 +25,37 @@ from hf_fp8kv.server.text import AnswerText  # noqa: E402
 COMPLETIONS = "/v1/completions"
 
 
-def keys_of(count: int, *, seed: int | None = None) -> torch.Tensor:
-    """Keys of one seed at many positions, or of many seeds at one position."""
+def noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
+    """Return keys of one seed at `count` positions, or of `count` seeds at one position."""
     pairs = [(n, 5) if seed is None else (seed, n) for n in range(count)]
     return torch.tensor([sampling.noise_key(*pair) for pair in pairs]).to(torch.int32)
 
 
-def is_expected(counts: torch.Tensor, expected: torch.Tensor) -> bool:
+def matches(counts: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether chi-square is at most five standard deviations above its mean."""
-    freedom = counts.numel() - 1
+    degrees_of_freedom = counts.numel() - 1
     statistic = ((counts - expected).square() / expected).sum().item()
-    return statistic < freedom + 5 * (2 * freedom) ** 0.5
+    return statistic < degrees_of_freedom + 5 * (2 * degrees_of_freedom) ** 0.5
 
 
 @pytest.mark.parametrize("seed", [None, 0, -3, 2**63 - 1])
-def test_tokens_have_the_probabilities_of_the_model(seed):
+def test_tokens_have_the_probabilities_of_the_logits(seed):
     probabilities = torch.randn(30, generator=torch.Generator().manual_seed(1)).softmax(0)
-    noise = sampling.gumbel_noise(keys_of(50_000, seed=seed), 30)
+    noise = sampling.gumbel_noise(noise_keys(50_000, seed=seed), 30)
     counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
-    assert is_expected(counts, probabilities * len(noise))
+    assert matches(counts, probabilities * len(noise))
 
 
 @pytest.mark.parametrize("seed", [None, 11])
-def test_neighbors_are_independent(seed):
-    """Positions of one seed, and seeds at one position."""
-    token = sampling.gumbel_noise(keys_of(50_000, seed=seed), 16).argmax(-1)
+def test_noise_of_neighbors_is_independent(seed):
+    """Adjacent positions of one seed, and adjacent seeds at one position, are independent."""
+    token = sampling.gumbel_noise(noise_keys(50_000, seed=seed), 16).argmax(-1)
     pairs = (16 * token[:-1] + token[1:]).bincount(minlength=256)
-    assert is_expected(pairs, torch.full((256,), (len(token) - 1) / 256))
+    assert matches(pairs, torch.full((256,), (len(token) - 1) / 256))
 
 
-def test_noise_is_that_of_key_and_token_alone():
-    keys = keys_of(7, seed=3)
+def test_noise_depends_only_on_key_and_token():
+    keys = noise_keys(7, seed=3)
     whole = sampling.gumbel_noise(keys, 100)
     assert whole.isfinite().all()
     for row in range(7):
@@ -63,8 +63,8 @@ def test_noise_is_that_of_key_and_token_alone():
 
 
 @pytest.mark.parametrize(("position", "token"), [(296, 44251), (661, 30565), (1811, 419)])
-def test_the_largest_noise_is_a_number(position, token):
-    """The mixed bits that make a uniform number are all ones here."""
+def test_the_largest_noise_is_finite(position, token):
+    """The hash bits that become a uniform value are all ones at these positions."""
     key = torch.tensor([sampling.noise_key(7, position)]).to(torch.int32)
     noise = sampling.gumbel_noise(key, 49152)[0]
     assert noise.isfinite().all()
@@ -73,34 +73,34 @@ def test_the_largest_noise_is_a_number(position, token):
     assert 15 < noise[token] < 17
 
 
-def chosen(scores: torch.Tensor, *sequences: sampling.Sequence, place: int = 5) -> torch.Tensor:
-    """Return the scores of a step, each row of which is the token of one sequence."""
+def sample(scores: torch.Tensor, *sequences: sampling.Sequence, position: int = 5) -> torch.Tensor:
+    """Return the sampler's scores of one step. Row i belongs to sequence i."""
     sampler = sampling.Sampler([], scores.shape[1])
     arguments = torch.zeros(5, len(scores), dtype=torch.int32)
     sampler.fill_defaults(arguments[:, -1:])
-    sampler.prepare_tensor_args(step_of(sequences, place), arguments)
+    sampler.prepare_tensor_args(step_of(sequences, position), arguments)
     return sampler(torch.zeros(len(scores)), scores.clone(), arguments)
 
 
 def test_rows_without_temperature_have_no_noise():
     scores = torch.randn(3, 40)
-    found = chosen(
+    noisy = sample(
         scores, sampling.Sequence([1], 9, seed=9),
         sampling.Sequence([1], 9, temperature=0.7, seed=9), sampling.Sequence([1], 9),
     )  # fmt: skip
-    assert torch.equal(found[[0, 2]], scores[[0, 2]])
+    assert torch.equal(noisy[[0, 2]], scores[[0, 2]])
     key = torch.tensor([sampling.noise_key(9, 5)]).to(torch.int32)
-    assert torch.equal(found[1], scores[1] / torch.tensor(0.7) + sampling.gumbel_noise(key, 40)[0])
+    assert torch.equal(noisy[1], scores[1] / torch.tensor(0.7) + sampling.gumbel_noise(key, 40)[0])
 
 
-def test_rows_are_cut_as_their_requests_say():
-    """There is no noise, because temperatures are 0. These do not change top-k, top-p and min-p."""
+def test_rows_are_filtered_by_their_own_limits():
+    """At temperature 0, no noise is added. Temperatures do not affect top-k, top-p and min-p."""
     probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
     scores = probabilities.log().repeat(7, 1) + torch.arange(7.0)[:, None]
     limits = ({"min_p": 0.3}, {}, {"min_p": 0.25}, {"min_p": 1.0}, {"top_k": 2}, {"top_p": 0.7})
-    kept = chosen(scores, *(sampling.Sequence([1], 9, **limit) for limit in limits)).isfinite()
-    assert kept.sum(-1).tolist() == [2, 4, 3, 1, 2, 2, 4]
-    assert all(row.tolist() == sorted(row.tolist(), reverse=True) for row in kept)
+    is_kept = sample(scores, *(sampling.Sequence([1], 9, **limit) for limit in limits)).isfinite()
+    assert is_kept.sum(-1).tolist() == [2, 4, 3, 1, 2, 2, 4]
+    assert all(row.tolist() == sorted(row.tolist(), reverse=True) for row in is_kept)
 
 
 @pytest.mark.parametrize("stops", [("lo wo",), ("nothing", "d!"), ("h",), ("never",), ()])
@@ -109,18 +109,18 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
     text = "hello world!"
     tokens = tokenizer(text)["input_ids"]
     answer = AnswerText(tokenizer.backend_tokenizer, stops=stops)
-    said = ""
+    decoded = ""
     for token in tokens:
-        said += "".join(part.text for part in answer.put([token]))
+        decoded += "".join(part.text for part in answer.put([token]))
         if answer.stopped:
             break
-    said += "".join(part.text for part in answer.end())
+    decoded += "".join(part.text for part in answer.end())
     ends = [text.index(stop) for stop in stops if stop in text]
     assert answer.stopped is bool(ends)
-    assert said == (text[: ends[0]] if ends else text)
+    assert decoded == (text[: ends[0]] if ends else text)
     assert answer.tokens == (ends[0] + len(stops[-1]) if ends else len(text))
     at_once = AnswerText(tokenizer.backend_tokenizer, stops=stops)
-    assert "".join(part.text for part in [*at_once.put(tokens), *at_once.end()]) == said
+    assert "".join(part.text for part in [*at_once.put(tokens), *at_once.end()]) == decoded
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +132,11 @@ def server(tmp_path_factory):
 
 
 def complete(server: Endpoint, prompt: str, **fields: object) -> str:
-    sent = {"prompt": prompt, "max_tokens": 12} | fields
-    return text_in(server.answer(COMPLETIONS, **sent))
+    request_body = {"prompt": prompt, "max_tokens": 12} | fields
+    return text_in(server.answer(COMPLETIONS, **request_body))
 
 
-def test_requests_without_a_seed_do_not_take_that_of_others(server):
+def test_requests_without_a_seed_do_not_reuse_other_seeds(server):
     texts = set()
     for _ in range(4):
         complete(server, "seeded", temperature=1.5, seed=1)
@@ -145,52 +145,52 @@ def test_requests_without_a_seed_do_not_take_that_of_others(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_latencies_of_each_request_and_token_are_counted(server, stream):
+def test_latency_metrics_count_each_request_and_token(server, stream):
     def counts() -> list[float]:
         label = f'{{model_name="{server.model.rsplit("/", 1)[-1]}"}}'
         names = ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
-        found = server.wait_until(requests_active=0)
-        return [found[f"{name}_seconds_count{label}"] for name in names]
+        values = server.wait_until(requests_active=0)
+        return [values[f"{name}_seconds_count{label}"] for name in names]
 
     text, before = complete(server, "count"), counts()
     with ThreadPoolExecutor(6) as pool:
-        sent = {"prompt": "count", "max_tokens": 9, "stream": stream}
-        list(pool.map(lambda _: server.ask(COMPLETIONS, sent), range(6)))
+        request_body = {"prompt": "count", "max_tokens": 9, "stream": stream}
+        list(pool.map(lambda _: server.ask(COMPLETIONS, request_body), range(6)))
     assert [b - a for a, b in zip(before, counts(), strict=True)] == [6, 6, 6 * 8, 6]
-    assert "finish_reason" in server.ask(COMPLETIONS, {**sent, "stop": text[3]})[1]
+    assert "finish_reason" in server.ask(COMPLETIONS, {**request_body, "stop": text[3]})[1]
     assert counts()[-1] == before[-1] + 7
 
 
-def test_latencies_are_those_of_their_names(monkeypatch):
-    found = metrics.Metrics("m")
+def test_latency_metrics_match_their_names(monkeypatch):
+    stats = metrics.Metrics("m")
     clock = iter([100.0, 101.0, 104.0, 110.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
     request = sampling.Sequence([1], 9, submitted_at=90.0)
     for _ in range(3):
-        found.note_token(request, 93.0)
-    found.note_end(request)
+        stats.note_token(request, 93.0)
+    stats.note_end(request)
     sums = {
-        name: found._registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
+        name: stats._registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
         for name in ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
     }
     assert list(sums.values()) == [3.0, 10.0, 4.0, 20.0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logits_that_are_no_numbers_end_their_own_request(server, stream):
+def test_nonfinite_logits_only_fail_their_request(server, stream):
     expected = complete(server, "steady", max_tokens=60)
     with ThreadPoolExecutor(8) as pool:
         steady = [pool.submit(complete, server, "steady", max_tokens=60) for _ in range(4)]
         broken = [
             pool.submit(
                 server.ask, COMPLETIONS,
-                {"prompt": f"{'a' * n}{OVERFLOWS}", "max_tokens": 5, "stream": stream, **more},
+                {"prompt": f"{'a' * n}{OVERFLOWS}", "max_tokens": 5, "stream": stream, **options},
             )
-            for n, more in ((0, {}), (40, {"temperature": 1.0}), (99, {}), (3, {"top_p": 0.5}))
+            for n, options in ((0, {}), (40, {"temperature": 1.0}), (99, {}), (3, {"top_p": 0.5}))
         ]  # fmt: skip
-        assert [one.result() for one in steady] == [expected] * 4
-        for one in broken:
-            status, text, _ = one.result()
+        assert [future.result() for future in steady] == [expected] * 4
+        for future in broken:
+            status, text, _ = future.result()
             assert status == (200 if stream else 500)
             assert "expected finite logits" in text
     assert complete(server, "steady", max_tokens=60) == expected

@@ -1,4 +1,4 @@
-"""Steps that are shared between prompts."""
+"""How prompts share the tokens of a step."""
 
 import time
 from types import SimpleNamespace
@@ -41,19 +41,19 @@ LONG, SHORT, MIDDLE, LATER = (
         ([decoding("a"), LONG], 256, "a long", {}),
         ([LONG, SHORT], 256, "short long", {"short": 20}),
         ([LONG, LATER], 256, "later long", {"later": 128}),
-        # The shortest prompt comes first. A prompt that exceeds a half gets the rest of it.
+        # The shortest prompt comes first. A prompt that exceeds half of the step gets its rest.
         ([decoding("a"), decoding("b"), LONG, LATER, MIDDLE, SHORT], 258,
          "a b short middle long later", {"short": 20, "middle": 108}),
-        # The oldest request is the one that came first, at any place of the list.
+        # The oldest request came first. Its place in the list does not matter.
         ([SHORT, LATER, LONG], 64, "short later long", {"short": 20, "later": 12}),
-        # No room for two.
+        # The step has no room for two prompts.
         ([decoding("a"), decoding("b"), LONG, SHORT], 3, "a b long short", {}),
     ],
 )  # fmt: skip
-def test_shares(candidates, tokens, order, limits):
-    ordered, found = share_tokens(candidates, tokens)
+def test_share_tokens_prefers_short_prompts(candidates, tokens, order, limits):
+    ordered, result = share_tokens(candidates, tokens)
     assert [state.request_id for state in ordered] == order.split()
-    assert found == limits
+    assert result == limits
 
 
 def test_scored_prompts_share_the_logits_of_a_step():
@@ -72,8 +72,8 @@ def test_scored_prompts_share_the_logits_of_a_step():
     assert limits == {"a": 400, "b": PROMPT_STEP_TOKENS - 400}
 
 
-def begin(texts: dict[str, list[int]], pages: int, *, shared: bool = True) -> tuple[Any, Any]:
-    """Return a model and a manager that has requests for two tokens, and has run no step."""
+def start(texts: dict[str, list[int]], pages: int, *, shared: bool = True) -> tuple[Any, Any]:
+    """Return a model and a manager with requests for two tokens each, before the first step."""
     model = tiny("llama", max_position_embeddings=512)[0]
     serving.enable(model)
     model.set_attn_implementation("fp8_paged")  # as `start` does
@@ -81,19 +81,19 @@ def begin(texts: dict[str, list[int]], pages: int, *, shared: bool = True) -> tu
     manager.warmup()
     if shared:
         share_steps(manager.batch_processor.scheduler)
-    for name, text in texts.items():
-        manager.add_request(text, request_id=name, max_new_tokens=2, eos_token_id=-1)
+    for name, tokens in texts.items():
+        manager.add_request(tokens, request_id=name, max_new_tokens=2, eos_token_id=-1)
     return model, manager
 
 
-def words(tokens: int, first: int) -> list[int]:
-    return [3 + (7 * at + first) % 50 for at in range(tokens)]
+def token_ids(count: int, first: int) -> list[int]:
+    return [3 + (7 * n + first) % 50 for n in range(count)]
 
 
-def test_too_few_pages_for_two_prompts_cost_the_newer_one_its_own():
-    model, manager = begin({"old": words(200, 203), "new": words(180, 183)}, 16)
+def test_a_shortage_of_pages_restarts_the_newer_request():
+    model, manager = start({"old": token_ids(200, 203), "new": token_ids(180, 183)}, 16)
     processor = manager.batch_processor
-    again, states = set(), {}
+    restarted, states = set(), {}
     for _ in range(60):
         if not processor.prepare_next_batch():
             break
@@ -101,18 +101,18 @@ def test_too_few_pages_for_two_prompts_cost_the_newer_one_its_own():
         processor.update_batch()
         for name, state in processor.scheduler.active_requests.items():
             if states.setdefault(name, state) is not state:
-                again.add(name)
-    assert again == {"new"}
+                restarted.add(name)
+    assert restarted == {"new"}
     assert not processor.scheduler.has_pending_requests()
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_newcomer_beside_a_long_prompt(shared):
-    """The number of steps of 32 tokens until each prompt has its first token."""
-    texts = {"long": words(400, 4), "short": words(10, 5), "middle": words(50, 6)}
-    model, manager = begin(texts, 96, shared=shared)
+def test_a_short_prompt_does_not_wait_for_a_long_prompt(shared):
+    """`first_tokens` is the step of 32 tokens in which a prompt gets its first token."""
+    texts = {"long": token_ids(400, 4), "short": token_ids(10, 5), "middle": token_ids(50, 6)}
+    model, manager = start(texts, 96, shared=shared)
     processor = manager.batch_processor
-    done: dict[str, int] = {}
+    first_tokens: dict[str, int] = {}
     answers = {}
     step = 0
     while len(answers) < len(texts):
@@ -122,22 +122,22 @@ def test_a_newcomer_beside_a_long_prompt(shared):
         processor.update_batch()
         for state in processor.scheduler.active_requests.values():
             if state.generated_tokens:
-                done.setdefault(state.request_id, step)
+                first_tokens.setdefault(state.request_id, step)
         for name in texts:
             if (answer := manager.get_result(name, timeout=0.001)) is not None:
                 answers[name] = answer.generated_tokens
         assert step < 100
     if shared:
-        assert done == {"short": 1, "middle": 4, "long": 15}
+        assert first_tokens == {"short": 1, "middle": 4, "long": 15}
     else:
-        assert min(done.values()) == done["long"] == 13
+        assert min(first_tokens.values()) == first_tokens["long"] == 13
     for name, text in texts.items():
         (out,) = model.generate_batch([text], greedy(max_new_tokens=2), batching(pages=96)).values()
         assert answers[name] == out.generated_tokens
 
 
-def test_newcomers_are_let_in_when_all_that_ran_are_cancelled() -> None:
-    """An engine that took pages from a request admits no request until one finishes."""
+def test_new_requests_are_admitted_after_all_running_requests_are_canceled() -> None:
+    """An engine that evicts a request admits no request until one finishes."""
     model, _ = tiny("gqa", max_position_embeddings=512)
     serving.enable(model)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
@@ -145,11 +145,11 @@ def test_newcomers_are_let_in_when_all_that_ran_are_cancelled() -> None:
     with managing(model, pages=9) as manager:
         for text in texts:
             manager.add_request(text, max_new_tokens=6 * PAGE)
-        until = time.monotonic() + 30
+        deadline = time.monotonic() + 30
         while manager.batch_processor is None or not (
             manager.batch_processor.scheduler.block_new_requests
         ):
-            assert time.monotonic() < until, "no pages were taken from a request"
+            assert time.monotonic() < deadline, "no request was evicted"
             time.sleep(0.001)
         scheduler = manager.batch_processor.scheduler
         (running,), (waiting,) = scheduler.active_requests, scheduler.waiting_requests
@@ -159,6 +159,6 @@ def test_newcomers_are_let_in_when_all_that_ran_are_cancelled() -> None:
         while {waiting, newcomer} - lengths.keys() and (out := manager.get_result(timeout=20)):
             lengths[out.request_id] = len(out.generated_tokens)
         for request in (waiting, newcomer):
-            manager.cancel_request(request)  # otherwise the end waits for them
+            manager.cancel_request(request)  # otherwise the manager waits for them at its end
         assert lengths.keys() >= {waiting, newcomer}
         assert (lengths[waiting], lengths[newcomer]) == (6 * PAGE, 2)

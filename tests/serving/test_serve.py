@@ -1,4 +1,4 @@
-"""`hf-fp8kv serve`, over HTTP: its answers, its refusals, and its end."""
+"""`hf-fp8kv serve` over HTTP: its answers, its errors, and its shutdown."""
 
 import contextlib
 import importlib
@@ -38,18 +38,18 @@ from tests.helpers.serve_process import (
 pytestmark = pytest.mark.text
 
 
-def needed(name: str) -> types.ModuleType:
-    """Import a module of the extra `serve`. CI installs it, so that no skip hides these tests."""
+def import_required(name: str) -> types.ModuleType:
+    """Import a module of the extra `serve`. In CI, a missing module fails instead of skipping."""
     if os.environ.get("CI"):
         return importlib.import_module(name)
     return pytest.importorskip(name, reason="needs the extra serve")
 
 
-openai, uvicorn, _ = map(needed, ("openai", "uvicorn", "fastapi"))
-listen = needed("hf_fp8kv.server.config").listen
-limit_connections = needed("hf_fp8kv.server.connections").limit_connections
-ServedModel = needed("hf_fp8kv.server.model").ServedModel
-shows_tools = needed("hf_fp8kv.server.model").shows_tools
+openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
+listen = import_required("hf_fp8kv.server.config").listen
+limit_connections = import_required("hf_fp8kv.server.connections").limit_connections
+ServedModel = import_required("hf_fp8kv.server.model").ServedModel
+shows_tools = import_required("hf_fp8kv.server.model").shows_tools
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -85,44 +85,44 @@ def text_of(server, question: str, **options: object) -> str:
     return text_in(answer)
 
 
-# -- what it answers -------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
-def test_a_chosen_plan_and_a_saved_one_are_the_same(model, tmp_path, monkeypatch):
-    plan, used = choose_plan(LlamaForCausalLM.from_pretrained(model)), []
+def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(model, tmp_path, monkeypatch):
+    plan, plans = choose_plan(LlamaForCausalLM.from_pretrained(model)), []
     plan.save_pretrained(tmp_path)
     resolve = hf_fp8kv.serving.resolve_plan
     monkeypatch.setattr(
-        hf_fp8kv.serving, "resolve_plan", lambda *given: used.append(resolve(*given)) or used[-1]
+        hf_fp8kv.serving, "resolve_plan", lambda *args: plans.append(resolve(*args)) or plans[-1]
     )
     expected = generate_answer(model, "which plan", 12, plan=plan)
     for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
         with hosting(model, *options) as server:
             assert text_of(server, "which plan", max_tokens=12) == expected
-        assert used.pop()[1].digest == plan.digest
-        assert not used
+        assert plans.pop()[1].digest == plan.digest
+        assert not plans
 
 
-def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(server, model):
+def test_sixteen_concurrent_requests_match_generate(server, model):
     questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
-    # These tokens need more pages than there are.
+    # All requests together need more pages than there are.
     assert sum(len(q) + 40 for q in questions) > 2 * PAGES * PAGE
     with ThreadPoolExecutor(16) as pool:
-        ask = [
+        futures = [
             pool.submit(text_of, server, question, stream=n < 8, max_tokens=40)
             for n, question in enumerate(questions)
         ]
-        answers = [one.result() for one in ask]
+        answers = [future.result() for future in futures]
     assert answers[:8] == answers[8:]
     assert answers[:8] == [generate_answer(model, question, 40) for question in questions[:8]]
     assert len(set(answers)) == 8
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 
 
-def test_a_request_is_sampled_as_it_asks_whatever_came_before(server):
+def test_sampling_depends_only_on_the_fields_of_its_request(server):
     def texts(**fields: object) -> set[str]:
-        asked = body(messages=STORY, max_tokens=12, **fields)
-        return {text_in(server.answer(CHAT, **asked)) for _ in range(3)}
+        request = body(messages=STORY, max_tokens=12, **fields)
+        return {text_in(server.answer(CHAT, **request)) for _ in range(3)}
 
     hot = {"temperature": 2.0}
     (greedy,) = texts(temperature=0)
@@ -134,22 +134,22 @@ def test_a_request_is_sampled_as_it_asks_whatever_came_before(server):
         assert texts(**cold) == {greedy}
 
 
-def test_an_answer_ends_before_a_text_that_stops_it(server):
+def test_an_answer_ends_before_its_stop_string(server):
     whole = text_of(server, "stop here", max_tokens=60)
     stop = whole[20:23]
-    until = whole[: whole.index(stop)]
+    prefix = whole[: whole.index(stop)]
     for stops in (stop, ["no such text", stop]):
         for stream in (False, True):
-            assert text_of(server, "stop here", stream=stream, max_tokens=60, stop=stops) == until
+            assert text_of(server, "stop here", stream=stream, max_tokens=60, stop=stops) == prefix
     assert text_of(server, "stop here", stream=True, max_tokens=60, stop="no such text") == whole
     server.wait_until(requests_active=0, requests_waiting=0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_that_stops_an_answer_with_its_last_token_is_why_it_ended(server, stream):
+def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server, stream):
     def reason(tokens: int) -> str:
-        asked = body(messages=STORY, max_tokens=tokens, stop=stop, stream=stream)
-        answer = server.answer(CHAT, **asked)
+        request = body(messages=STORY, max_tokens=tokens, stop=stop, stream=stream)
+        answer = server.answer(CHAT, **request)
         return (answer[-1] if stream else answer)["choices"][0]["finish_reason"]
 
     whole = text_in(server.answer(CHAT, **body(messages=STORY, max_tokens=20)))
@@ -158,48 +158,48 @@ def test_a_text_that_stops_an_answer_with_its_last_token_is_why_it_ended(server,
     assert [reason(20), reason(19)] == ["stop", "length"]
 
 
-def test_streams_end_as_those_of_openai_do(server):
+def test_streams_name_the_requested_model(server):
     name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
-    sent = {"max_tokens": 2, "stream": True}
-    for path, asked in ((CHAT, body(**sent)), ("/v1/completions", {"prompt": "x", **sent})):
-        for given in ({}, {"model": name}, {"model": f"{server.model}"}):
-            chunks = server.answer(path, **asked, **given)
-            assert {chunk["model"] for chunk in chunks} == {given.get("model", name)}
+    limits = {"max_tokens": 2, "stream": True}
+    for path, request in ((CHAT, body(**limits)), ("/v1/completions", {"prompt": "x", **limits})):
+        for model_field in ({}, {"model": name}, {"model": f"{server.model}"}):
+            chunks = server.answer(path, **request, **model_field)
+            assert {chunk["model"] for chunk in chunks} == {model_field.get("model", name)}
 
 
-def test_a_response_that_was_cut_short_says_so(server, model):
-    asked = {"model": model, "input": "once", "max_output_tokens": 3}
+def test_a_truncated_response_is_incomplete(server, model):
+    request = {"model": model, "input": "once", "max_output_tokens": 3}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        response = client.responses.create(**asked)
-        *_, last = client.responses.create(stream=True, **asked)
+        response = client.responses.create(**request)
+        *_, last = client.responses.create(stream=True, **request)
     assert last.type == "response.incomplete"
-    for found in (response, last.response):
-        assert found.status == "incomplete"
-        assert found.incomplete_details.reason == "max_output_tokens"
-        assert found.model == model
-        assert found.usage.output_tokens == 3
+    for result in (response, last.response):
+        assert result.status == "incomplete"
+        assert result.incomplete_details.reason == "max_output_tokens"
+        assert result.model == model
+        assert result.usage.output_tokens == 3
     assert response.output_text == last.response.output_text
 
 
-def test_others_are_answered_while_a_prompt_is_made(server):
+def test_other_requests_are_answered_while_a_prompt_is_tokenized(server):
     slow = body(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.ask, CHAT, slow)
-        seen = 0
+        times_waiting = 0
         while not answer.done():
-            seen += json.loads(server.ask("/health")[1]).get("requests_waiting") == 1
+            times_waiting += json.loads(server.ask("/health")[1]).get("requests_waiting") == 1
             time.sleep(0.02)
     assert answer.result()[0] == 200
-    assert seen > 0
+    assert times_waiting > 0
 
 
-def test_without_a_limit_an_answer_ends_where_the_model_does(server):
+def test_without_a_limit_an_answer_fills_the_context(server):
     answer = server.answer(CHAT, messages=STORY)
     assert answer["usage"]["total_tokens"] == CONTEXT
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_beginning_of_a_prompt_is_not_computed_twice(server):
+def test_a_repeated_prompt_hits_the_prefix_cache(server):
     before = server.metrics()
     for _ in range(2):
         text_of(server, "the same beginning " * 4)
@@ -214,50 +214,50 @@ def test_the_beginning_of_a_prompt_is_not_computed_twice(server):
     assert after["tokens_held"] <= after["pages_used"] * PAGE
 
 
-def test_usage_says_what_was_not_computed(server):
+def test_usage_counts_cached_tokens(server):
     text = "what is cached " * 6
-    streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    for path, asked, more in (
-        (CHAT, body(messages=[{"role": "user", "content": text}]), streamed),
-        ("/v1/completions", {"prompt": text, "max_tokens": 3}, streamed),
+    stream_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    for path, request, streaming in (
+        (CHAT, body(messages=[{"role": "user", "content": text}]), stream_usage),
+        ("/v1/completions", {"prompt": text, "max_tokens": 3}, stream_usage),
         ("/v1/responses", {"input": text, "max_output_tokens": 3}, {"stream": True}),
     ):
-        server.answer(path, **asked)  # the next requests have the same prompt
-        for sent in (asked, asked | more):
-            found = [x for x in server.ask(path, sent)[1].splitlines() if '"usage"' in x][-1]
-            found = json.loads(found.removeprefix("data: "))
-            usage = found.get("response", found)["usage"]
+        server.answer(path, **request)  # the next requests have the same prompt
+        for variant in (request, request | streaming):
+            answer = [x for x in server.ask(path, variant)[1].splitlines() if '"usage"' in x][-1]
+            answer = json.loads(answer.removeprefix("data: "))
+            usage = answer.get("response", answer)["usage"]
             details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
             total = usage.get("prompt_tokens") or usage["input_tokens"]
             assert details["cached_tokens"] == (total - 1) // PAGE * PAGE
 
 
-# -- what it refuses -------------------------------------------------------------------------------
+# -- rejected requests -----------------------------------------------------------------------------
 
-REFUSED = {
+REJECTED = {
     "no body": (b"", 400),
     "no JSON": (b"{nope", 400),
     "not UTF-8": (b'{"messages":[{"role":"user","content":"\xff"}]}', 400),
-    "half a character": (b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400),
+    "a lone surrogate": (b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400),
     "deep": (b"[" * 30000 + b"]" * 30000, 400),
     "a list": ([], 400),
     "not a number": (b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}', 400),
     "nothing": ({"max_tokens": 4}, 400),
     "no messages": (body(messages=[]), 400),
-    "messages that are text": (body(messages="hello"), 400),
+    "messages as text": (body(messages="hello"), 400),
     "a number for a message": (body(messages=[1]), 400),
     "no role": (body(messages=[{"content": "x"}]), 400),
     "a picture": (body(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400),
-    "what the template refuses": (body(messages=[{"role": "wizard", "content": "x"}]), 400),
-    "calls of nothing": (body(messages=[{"role": "assistant", "tool_calls": [5]}]), 400),
+    "a role that the template rejects": (body(messages=[{"role": "wizard", "content": "x"}]), 400),
+    "invalid calls": (body(messages=[{"role": "assistant", "tool_calls": [5]}]), 400),
     "tools": (body(tools=[5]), 400),
     "no new tokens": (body(max_tokens=0), 400),
-    "fewer than none": (body(max_tokens=-1), 400),
+    "negative tokens": (body(max_tokens=-1), 400),
     "half a token": (body(max_tokens=1.5), 400),
     "true tokens": (body(max_tokens=True), 400),
     "too many tokens": (body(max_tokens=10**6), 400),
     "far too many tokens": (body(max_tokens=10**30), 400),
-    "more than the model holds": (body(max_tokens=CONTEXT - 3), 400),
+    "beyond the context": (body(max_tokens=CONTEXT - 3), 400),
     "a long prompt": (body(messages=[{"role": "user", "content": "x" * CONTEXT}]), 400),
     "cold": (body(temperature=-1), 400),
     "hot": (body(temperature="hot"), 400),
@@ -269,32 +269,32 @@ REFUSED = {
     "many stops": (body(stop=list("abcdefghijklmnopq")), 400),
     "a long stop": (body(stop="x" * 1025), 400),
     "many biases": (body(logit_bias={str(token): 1 for token in range(1025)}), 400),
-    "many ends": (body(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
-    "a multiple of too much": (
+    "many end tokens": (body(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
+    "a huge multiple": (
         body(structured_outputs={"json": {"type": "integer", "multipleOf": 10**400}}),
         400,
     ),
-    "another model": (body(model="no/such"), 404),
+    "a different model": (body(model="no/such"), 404),
     "an unknown field": (body(bogus=1), 400),
     "a third of a token": (body(top_k=0.3), 400),
     "effort": (body(reasoning_effort="high"), 400),
-    "a tool of others": (body(tools=[{"type": "web_search"}]), 400),
+    "a tool of a different provider": (body(tools=[{"type": "web_search"}]), 400),
     "a config": (body(generation_config="{"), 400),
     "beams": (body(generation_config='{"num_beams": 4}'), 400),
     "a penalty in a config": (body(generation_config='{"repetition_penalty": 1.1}'), 400),
     "typical_p": (body(generation_config='{"typical_p": 0.5}'), 400),
     "a stop in a config": (body(generation_config='{"stop_strings": ["a"]}'), 400),
     "a template": (body(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
-    "no stream": (body(stream="yes"), 400),
+    "not a stream": (body(stream="yes"), 400),
     "too large": (body(messages=[{"role": "user", "content": "x" * 140_000}]), 413),
 }
 
 
-@pytest.mark.parametrize(("sent", "status"), REFUSED.values(), ids=REFUSED)
-def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status):
-    raw = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
-    found, text, _ = server.ask(CHAT, raw=raw)
-    assert found == status, text
+@pytest.mark.parametrize(("payload", "status"), REJECTED.values(), ids=REJECTED)
+def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, status):
+    raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+    actual_status, text, _ = server.ask(CHAT, raw=raw)
+    assert actual_status == status, text
     error = json.loads(text)["error"]
     assert error["message"]
     assert error["type"] in ("invalid_request_error", "not_found_error")
@@ -302,7 +302,7 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "sent"),
+    ("path", "field", "payload"),
     [
         (CHAT, "bogus", 1),
         (CHAT, "prompt", "x"),
@@ -312,7 +312,7 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         ("/v1/responses", "reasoning", {"reasoning": {"effort": "high"}}),
         ("/v1/responses", "tools[0]", {"tools": [{"type": "web_search"}]}),
         ("/v1/responses", "prompt", {"prompt": {"id": "x"}}),
-        # The chat template shows no tools to the model.
+        # The chat template does not pass tools to the model.
         (CHAT, "tools", {"tools": [TOOL]}),
         (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
         (CHAT, "tools", {"tools": [[0] * 16_384], "tool_choice": "none"}),
@@ -368,15 +368,15 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         ("/v1/responses", "input[0].content", {"input": [{"type": "reasoning", "content": [1]}]}),
     ],
 )
-def test_what_is_refused_is_named(server, path, field, sent):
-    asked = {CHAT: body(), "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
-    sent = sent if isinstance(sent, dict) else {field: sent}
-    status, text, _ = server.ask(path, {**asked[path], **sent})
+def test_an_error_names_the_rejected_field(server, path, field, payload):
+    valid = {CHAT: body(), "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    payload = payload if isinstance(payload, dict) else {field: payload}
+    status, text, _ = server.ask(path, {**valid[path], **payload})
     assert (status, json.loads(text)["error"]["param"]) == (400, field)
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "payload",
     [
         {"tools": [TOOL], "tool_choice": "none"},
         {"tools": [], "parallel_tool_calls": False},
@@ -394,29 +394,29 @@ def test_what_is_refused_is_named(server, path, field, sent):
         },
     ],
 )
-def test_what_changes_no_answer_is_taken(server, sent):
-    found, plain = (server.answer(CHAT, **body(max_tokens=8, **more)) for more in (sent, {}))
-    assert found["choices"] == plain["choices"]
+def test_fields_without_effect_are_accepted(server, payload):
+    changed, plain = (server.answer(CHAT, **body(max_tokens=8, **extra)) for extra in (payload, {}))
+    assert changed["choices"] == plain["choices"]
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "asked"),
+    ("path", "kind", "valid"),
     [
         (CHAT, openai.types.chat.completion_create_params.CompletionCreateParamsBase, body()),
         ("/v1/completions", openai.types.CompletionCreateParams, {"prompt": "x"}),
         ("/v1/responses", openai.types.responses.ResponseCreateParams, {"input": "x"}),
     ],
 )
-def test_every_field_of_openai_is_checked(server, path, kind, asked):
+def test_every_field_of_openai_is_validated(server, path, kind, valid):
     kinds = typing.get_args(kind) or (kind,)
     fields = set().union(*map(typing.get_type_hints, kinds))
     assert {"model", "user"} < fields
-    taken = []
+    accepted = []
     for field in sorted(fields - {"instructions"}):
-        status, text, _ = server.ask(path, {**asked, field: [[""] * 99] * 99})
+        status, text, _ = server.ask(path, {**valid, field: [[""] * 99] * 99})
         assert status in (200, 400, 404), text
-        taken += [field] if status == 200 else []
-    assert not taken
+        accepted += [field] if status == 200 else []
+    assert not accepted
 
 
 @pytest.mark.parametrize(
@@ -428,26 +428,26 @@ def test_every_field_of_openai_is_checked(server, path, kind, asked):
         ("{{ raise_exception('no') }}", False),
     ],
 )
-def test_whether_a_template_shows_tools(model, template, shown):
+def test_shows_tools_detects_templates_that_render_tools(model, template, shown):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
     assert shows_tools(tokenizer) is shown
 
 
-def test_a_config_that_says_nothing_else_is_taken(server):
-    given = GenerationConfig(do_sample=False, max_new_tokens=3, num_beams=1, pad_token_id=0)
-    asked = body(generation_config=given.to_json_string())
-    del asked["max_tokens"]
-    assert server.answer(CHAT, **asked)["usage"]["completion_tokens"] == 3
+def test_a_generation_config_with_default_values_is_accepted(server):
+    config = GenerationConfig(do_sample=False, max_new_tokens=3, num_beams=1, pad_token_id=0)
+    request = body(generation_config=config.to_json_string())
+    del request["max_tokens"]
+    assert server.answer(CHAT, **request)["usage"]["completion_tokens"] == 3
 
 
-def test_a_client_whose_body_is_too_large_can_read_that(server):
+def test_a_client_with_a_too_large_body_can_read_the_error(server):
     # The body exceeds the buffers of a connection.
-    found, text, _ = server.ask(CHAT, raw=b" " * 16_000_000)
-    assert (found, json.loads(text)["error"]["code"]) == (413, "too_large")
+    status, text, _ = server.ask(CHAT, raw=b" " * 16_000_000)
+    assert (status, json.loads(text)["error"]["code"]) == (413, "too_large")
 
 
-def test_connections_without_a_request_are_closed_and_more_than_fit_are_refused():
+def test_idle_connections_are_closed_and_excess_connections_are_rejected():
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
@@ -463,27 +463,27 @@ def test_connections_without_a_request_are_closed_and_more_than_fit_are_refused(
         stack.callback(thread.join)
         stack.callback(setattr, server, "should_exit", True)
 
-        def connected(sent: bytes) -> socket.socket:
-            found = stack.enter_context(socket.create_connection(bound.getsockname(), timeout=20))
-            found.sendall(sent)
-            return found
+        def connect(data: bytes) -> socket.socket:
+            client = stack.enter_context(socket.create_connection(bound.getsockname(), timeout=20))
+            client.sendall(data)
+            return client
 
         whole = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-        silent, half = connected(b""), connected(b"GET / HTT")
-        again = connected(whole)
-        assert again.recv(1000).startswith(b"HTTP/1.1 200")
-        again.sendall(whole[:9])
-        head, _, content = connected(b"").recv(1000).partition(b"\r\n\r\n")
+        silent, incomplete = connect(b""), connect(b"GET / HTT")
+        reused = connect(whole)
+        assert reused.recv(1000).startswith(b"HTTP/1.1 200")
+        reused.sendall(whole[:9])
+        head, _, content = connect(b"").recv(1000).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
         assert b"content-length: %d" % len(content) in head
         assert json.loads(content)["error"]["code"] == "too_many_connections"
-        for one in (silent, half, again):
+        for client in (silent, incomplete, reused):
             with contextlib.suppress(ConnectionResetError):
-                assert not one.recv(1000).startswith(b"HTTP/1.1 503")
-        assert connected(whole).recv(1000).startswith(b"HTTP/1.1 200")
+                assert not client.recv(1000).startswith(b"HTTP/1.1 503")
+        assert connect(whole).recv(1000).startswith(b"HTTP/1.1 200")
 
 
-def test_a_prompt_that_only_just_fits_is_answered(server):
+def test_a_prompt_that_fills_the_context_is_answered(server):
     template = len("u:;a:")
     prompt = [{"role": "user", "content": "x" * (CONTEXT - template - 4)}]
     assert server.ask(CHAT, body(messages=prompt))[0] == 200
@@ -491,42 +491,42 @@ def test_a_prompt_that_only_just_fits_is_answered(server):
     assert server.ask(CHAT, body(messages=prompt))[0] == 400
 
 
-def test_text_that_cannot_fit_is_not_made_into_tokens(server):
-    most = 128 * CONTEXT
-    for content, says in (("x" * most, "characters"), ("x" * (most - 9), f"{most - 4} tokens")):
+def test_too_long_texts_are_rejected_before_tokenization(server):
+    limit = 128 * CONTEXT
+    for content, part in (("x" * limit, "characters"), ("x" * (limit - 9), f"{limit - 4} tokens")):
         status, text, _ = server.ask(CHAT, body(messages=[{"role": "user", "content": content}]))
         error = json.loads(text)["error"]
         assert (status, error["code"]) == (400, "context_length_exceeded")
-        assert says in error["message"]
+        assert part in error["message"]
 
 
-def test_long_prompts_take_turns_and_short_ones_do_not_wait(tmp_path, monkeypatch):
-    begun: list[str] = []
-    free = threading.Event()
+def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path, monkeypatch):
+    started: list[str] = []
+    released = threading.Event()
     make_prompts = ServedModel.make_prompts
 
-    def make(self, request):
-        begun.append(request.prompt[:6])
-        assert len(request.prompt) < 100_000 or free.wait(60)
+    def wait_and_make(self, request):
+        started.append(request.prompt[:6])
+        assert len(request.prompt) < 100_000 or released.wait(60)
         return make_prompts(self, request)
 
-    def ask(name: str) -> int:
-        return server.ask("/v1/completions", {"prompt": name, "max_tokens": 1})[0]
+    def complete(prompt: str) -> int:
+        return server.ask("/v1/completions", {"prompt": prompt, "max_tokens": 1})[0]
 
     long = [f"long {n}" + "x" * 100_000 for n in range(4)]
     folder = save_chat_model(tmp_path, context=100_100)
-    monkeypatch.setattr(ServedModel, "make_prompts", make)
+    monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make)
     options = ("--cb-num-blocks", "6300")
     with hosting(folder, *options) as server, ThreadPoolExecutor(4) as pool:
         server.ask("/v1/completions", {"prompt": "first", "max_tokens": 1})
-        waiting = [pool.submit(server.ask, "/tokenize", {"prompt": one}) for one in long]
-        until = time.monotonic() + 60
-        while len(begun) < 3 and time.monotonic() < until:
+        futures = [pool.submit(server.ask, "/tokenize", {"prompt": prompt}) for prompt in long]
+        deadline = time.monotonic() + 60
+        while len(started) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert ask("short") == 200
-        assert (begun[0], begun[-1], len(begun)) == ("first", "short", 4)  # two of the long ones
-        free.set()
-        assert [one.result()[0] for one in waiting] == [200] * 4
+        assert complete("short") == 200
+        assert (started[0], started[-1], len(started)) == ("first", "short", 4)  # two are long
+        released.set()
+        assert [future.result()[0] for future in futures] == [200] * 4
 
 
 @pytest.mark.parametrize(
@@ -538,23 +538,23 @@ def test_long_prompts_take_turns_and_short_ones_do_not_wait(tmp_path, monkeypatc
         *((name, 421) for name in ("notlocalhost", "127.0.0.1.evil.example", "10.0.0.1", "")),
     ],
 )
-def test_a_page_whose_name_was_rebound_gets_nothing(server, host, status):
-    for path, sent in ((CHAT, body()), ("/health", None), ("/v1/models", None), ("/docs", None)):
-        found, text, _ = server.ask(path, sent, headers={"host": host})
-        assert found == status, text
+def test_a_rebound_host_name_is_rejected(server, host, status):
+    for path, payload in ((CHAT, body()), ("/health", None), ("/v1/models", None), ("/docs", None)):
+        actual_status, text, _ = server.ask(path, payload, headers={"host": host})
+        assert actual_status == status, text
         if status == 421:
             assert json.loads(text)["error"]["code"] == "wrong_host"
 
 
-def test_no_answer_has_the_path_of_the_model(server, model):
-    asked = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/version", "/docs")]
-    asked += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, body(model="no"))]
-    asked += [(CHAT, body()), (CHAT, body(max_tokens=-1)), ("/load_model", {})]
-    asked += [("/v1/completions", {"prompt": "x", "max_tokens": 2})]
-    asked += [("/v1/responses", {"input": "x", "max_output_tokens": 2})]
-    asked += [("/tokenize", {"prompt": "x"}), ("/load_model", {"model": "no"})]
-    for path, sent in asked:
-        status, text, headers = server.ask(path, sent)
+def test_no_answer_contains_the_path_of_the_model(server, model):
+    requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/version", "/docs")]
+    requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, body(model="no"))]
+    requests += [(CHAT, body()), (CHAT, body(max_tokens=-1)), ("/load_model", {})]
+    requests += [("/v1/completions", {"prompt": "x", "max_tokens": 2})]
+    requests += [("/v1/responses", {"input": "x", "max_output_tokens": 2})]
+    requests += [("/tokenize", {"prompt": "x"}), ("/load_model", {"model": "no"})]
+    for path, payload in requests:
+        status, text, headers = server.ask(path, payload)
         assert status in (200, 400, 404)
         assert model not in text + str(headers), path
     loaded = server.ask("/load_model", {})[1].removeprefix("data:")
@@ -562,20 +562,20 @@ def test_no_answer_has_the_path_of_the_model(server, model):
     assert json.loads(loaded) == {"status": "ready", "model": name, "cached": True}
 
 
-def test_detokenize_takes_what_a_request_may_hold(server):
+def test_detokenize_accepts_as_many_tokens_as_the_context(server):
     for count, status in ((CONTEXT, 200), (CONTEXT + 1, 400)):
-        found, text, _ = server.ask("/detokenize", {"tokens": [1] * count})
-        assert found == status, text
+        actual_status, text, _ = server.ask("/detokenize", {"tokens": [1] * count})
+        assert actual_status == status, text
 
 
-# -- clients that hold what they do not use --------------------------------------------------------
+# -- clients that hold memory or connections -------------------------------------------------------
 
 
 @contextlib.contextmanager
-def body_without_end(server) -> Iterator[socket.socket]:
-    """Send all of a body but the last kilobyte."""
-    where = ("127.0.0.1", server.port)
-    with contextlib.closing(socket.create_connection(where, timeout=60)) as connection:
+def incomplete_body(server) -> Iterator[socket.socket]:
+    """Send a body except its last kilobyte."""
+    address = ("127.0.0.1", server.port)
+    with contextlib.closing(socket.create_connection(address, timeout=60)) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 128000\r\n"
             b"content-type: application/json\r\n\r\n" + b" " * 127_000
@@ -583,85 +583,85 @@ def body_without_end(server) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_held_bodies_are_limited_in_bytes_and_short_requests_go_through(server):
+def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
     with contextlib.ExitStack() as stack:
-        # 8 MB, and 2 MB may be held.
-        held = [stack.enter_context(body_without_end(server)) for _ in range(60)]
-        refused = [one for one in held if select.select([one], [], [], 0.01)[0]]
-        assert 0 < len(refused) < len(held)
-        for one in refused:
-            answer = one.recv(4000)
+        # The bodies have 8 MB together. 2 MB may be held.
+        held = [stack.enter_context(incomplete_body(server)) for _ in range(60)]
+        rejected = [client for client in held if select.select([client], [], [], 0.01)[0]]
+        assert 0 < len(rejected) < len(held)
+        for client in rejected:
+            answer = client.recv(4000)
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"retry-after" in answer
         assert server.ask(CHAT, body())[0] == 200
         status, text, _ = server.ask(CHAT, raw=b" " * 127_000)
         assert (status, json.loads(text)["error"]["code"]) == (429, "too_many_bytes")
     while server.ask(CHAT, raw=b" " * 127_000)[0] == 429:
-        time.sleep(0.02)  # the server has not seen yet that all have left
+        time.sleep(0.02)  # the server still counts bodies of closed connections
 
 
-def test_clients_that_neither_send_nor_read_are_cut_off_and_those_that_wait_are_not(model):
+def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(model):
     slow = body(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
     with (
         hosting(model, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
-        socket.socket() as deaf, body_without_end(server) as silent,
+        socket.socket() as deaf, incomplete_body(server) as silent,
     ):  # fmt: skip
         waiting = pool.submit(server.ask, CHAT, slow)
         assert silent.recv(4000).startswith(b"HTTP/1.1 408 ")
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         deaf.settimeout(60)
         deaf.connect(("127.0.0.1", server.port))
-        asked = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000
+        requests = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000
         with pytest.raises(ConnectionError):
-            deaf.sendall(asked)
+            deaf.sendall(requests)
         assert waiting.result()[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
-def test_what_is_not_for_this_model_is_not_there(server, path):
+def test_unsupported_paths_return_404(server, path):
     assert server.ask(path, {})[0] == 404
     assert server.ask(CHAT, body())[0] == 200
 
 
-def test_other_content_is_refused(server):
+def test_other_content_types_are_rejected(server):
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert server.ask(CHAT, raw=b"a=b", headers=form)[0] == 415
     assert server.ask("/load_model", {"model": "no/such"})[0] == 404
 
 
-def test_requests_of_one_name_are_not_mixed_up(server):
+def test_requests_with_the_same_id_are_not_mixed_up(server):
     with ThreadPoolExecutor(4) as pool:
         same = {"x-request-id": "same"}
         questions = [body(messages=[{"role": "user", "content": letter}]) for letter in "abcd"]
-        together = list(pool.map(lambda q: server.ask(CHAT, q, headers=same), questions))
-    for question, (status, text, headers) in zip(questions, together, strict=True):
+        answers = list(pool.map(lambda q: server.ask(CHAT, q, headers=same), questions))
+    for question, (status, text, headers) in zip(questions, answers, strict=True):
         assert (status, headers["x-request-id"]) == (200, "same")
-        alone = json.loads(server.ask(CHAT, question)[1])
-        assert json.loads(text)["choices"] == alone["choices"]
+        single = json.loads(server.ask(CHAT, question)[1])
+        assert json.loads(text)["choices"] == single["choices"]
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
-    gone = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
+def test_the_pages_of_a_disconnected_client_are_freed(server, stream):
+    before = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
     with server.leaving(CHAT, **body(messages=STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
-    left = server.cpu_ticks()
-    found = server.wait_until(**{'requests_total{status="499"}': gone + 1, "requests_active": 0})
-    short = server.cpu_ticks() - left
-    assert found["requests_waiting"] == 0
-    # All pages are free for a second request. CPU time shows that the first has ended.
-    began = server.cpu_ticks()
+    ticks_at_disconnect = server.cpu_ticks()
+    counts = server.wait_until(**{'requests_total{status="499"}': before + 1, "requests_active": 0})
+    canceled_ticks = server.cpu_ticks() - ticks_at_disconnect
+    assert counts["requests_waiting"] == 0
+    # All pages are free for a second request. CPU time shows that the first request has ended.
+    ticks_at_start = server.cpu_ticks()
     answer = server.answer(CHAT, **body(messages=STORY, max_tokens=250))
     assert answer["usage"]["completion_tokens"] == 250
-    assert short < (server.cpu_ticks() - began) / 2
+    assert canceled_ticks < (server.cpu_ticks() - ticks_at_start) / 2
 
 
-# -- access, and too many --------------------------------------------------------------------------
+# -- access and overload ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def slow_steps(monkeypatch):
-    """Steps of 10 ms, in which the engine leaves the CPU to the clients: requests have to wait."""
+    """Slow each step by 10 ms, in which the clients get the CPU. Requests then have to wait."""
     update = ContinuousBatchProcessor.update_batch
 
     def update_slowly(self: ContinuousBatchProcessor) -> None:
@@ -671,31 +671,31 @@ def slow_steps(monkeypatch):
     monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", update_slowly)
 
 
-def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model, slow_steps):
-    key = {"HF_FP8KV_API_KEY": "sesame"}
-    few = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
-    with hosting(model, "--host", "0.0.0.0", *few, environment=key) as server:
+def test_an_access_token_is_required_and_excess_requests_get_429(model, slow_steps):
+    environment = {"HF_FP8KV_API_KEY": "sesame"}
+    limits = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
+    with hosting(model, "--host", "0.0.0.0", *limits, environment=environment) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
-            for path, sent in ((CHAT, body()), ("/metrics", None), ("/v1/models", None)):
-                status, text, _ = server.ask(path, sent, headers=headers)
+            for path, payload in ((CHAT, body()), ("/metrics", None), ("/v1/models", None)):
+                status, text, _ = server.ask(path, payload, headers=headers)
                 assert status == 401
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
         assert server.ask("/health")[0] == 200
-        shown = {"authorization": "Bearer sesame"}
-        long, crowd = body(messages=STORY, max_tokens=100), []
+        auth = {"authorization": "Bearer sesame"}
+        request, answers = body(messages=STORY, max_tokens=100), []
         with ThreadPoolExecutor(24) as pool:
-            # Repeat until some requests wait: a slow machine may read them one by one.
-            while {status for status, _, _ in crowd} != {200, 429} and len(crowd) < 240:
-                crowd += pool.map(lambda _: server.ask(CHAT, long, headers=shown), range(24))
-        assert {status for status, _, _ in crowd} == {200, 429}
-        assert all(h["retry-after"] for status, _, h in crowd if status == 429)
+            # Repeat until some requests wait, because a slow machine may read them one by one.
+            while {status for status, _, _ in answers} != {200, 429} and len(answers) < 240:
+                answers += pool.map(lambda _: server.ask(CHAT, request, headers=auth), range(24))
+        assert {status for status, _, _ in answers} == {200, 429}
+        assert all(h["retry-after"] for status, _, h in answers if status == 429)
         assert server.ask("/health", headers={"host": "any.example"})[0] == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
             assert client.models.list().data[0].object == "model"
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "says"),
+    ("options", "code", "message"),
     [
         (["--no-such"], 2, "No such option: --no-such"),
         (["--kv-cache-dtype", "int4"], 2, "int4"),
@@ -715,20 +715,20 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model, slow_step
         (["--cb-num-blocks", "1", "--cb-block-size", "-4"], 2, "--cb-block-size"),
     ],
 )
-def test_a_command_line_that_cannot_be_is_explained(run, model, monkeypatch, options, code, says):
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("it serves"))
+def test_an_invalid_command_line_is_explained(run, model, monkeypatch, options, code, message):
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("the server started"))
     monkeypatch.delenv("HF_FP8KV_API_KEY", raising=False)
     before = set(threading.enumerate())
-    found, _, err = run("serve", model, "--port", "0", *options)
-    assert found == code, err
-    assert says in " ".join(err.split())
-    # Pools of threads of libraries end with the process.
+    exit_code, _, err = run("serve", model, "--port", "0", *options)
+    assert exit_code == code, err
+    assert message in " ".join(err.split())
+    # Threads of libraries' pools end with the process.
     new = [t for t in threading.enumerate() if t not in before and not t.daemon]
     assert not [t for t in new if not t.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
 
 
-def test_two_servers_on_one_port_are_noticed_before_a_model_is_loaded(run, model):
-    with contextlib.closing(listen("127.0.0.1", 0)) as first:  # bound, and not listening yet
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(run, model):
+    with contextlib.closing(listen("127.0.0.1", 0)) as first:  # bound, but not listening yet
         port = str(first.getsockname()[1])
         with pytest.raises(ConfigError, match="cannot listen"):
             listen("127.0.0.1", int(port))
@@ -738,57 +738,57 @@ def test_two_servers_on_one_port_are_noticed_before_a_model_is_loaded(run, model
         pass
 
 
-def test_files_that_cannot_be_served_are_explained(run, model, tmp_path):
+def test_unusable_files_are_explained(run, model, tmp_path):
     (tmp_path / "template").write_text("{{ messages[0].content.nothing.more }}")
-    for folder, options, says in (
+    for folder, options, message in (
         (model, ["--chat-template", str(tmp_path / "template")], "--chat-template: expected a tem"),
         (tmp_path, [], "cannot load"),
         (tmp_path / "none", [], "no such folder"),
     ):
         code, _, err = run("serve", str(folder), "--port", "0", "--device", "cpu", *options)
-        assert (code, says in " ".join(err.split())) == (1, True), err
+        assert (code, message in " ".join(err.split())) == (1, True), err
 
 
-def test_names_lengths_and_templates_of_ones_own(model, tmp_path):
+def test_custom_names_lengths_and_templates(model, tmp_path):
     (tmp_path / "template").write_text("<{% for m in messages %}{{ m.content }}{% endfor %}>")
-    given = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
-    with hosting(model, *given, "--max-model-len", "40") as server:
+    options = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
+    with hosting(model, *options, "--max-model-len", "40") as server:
         assert json.loads(server.ask("/v1/models")[1])["data"][0]["id"] == "mine"
-        found = json.loads(server.ask("/v1/models/mine")[1])
-        assert (found["id"], found["max_model_len"]) == ("mine", 40)
+        entry = json.loads(server.ask("/v1/models/mine")[1])
+        assert (entry["id"], entry["max_model_len"]) == ("mine", 40)
         assert server.ask("/v1/models/tiny")[0] == 404
         status, text, _ = server.ask(CHAT, body(model="mine", max_tokens=4))
         assert (status, json.loads(text)["model"]) == (200, "mine")
         assert server.ask(CHAT, body(model=model))[0] == 404
         assert server.ask(CHAT, body(messages=STORY, max_tokens=1))[0] == 400
-        made = json.loads(server.ask("/tokenize", {"messages": [MESSAGE]})[1])
-        assert (made["count"], made["max_model_len"]) == (3, 40)
-        assert json.loads(server.ask("/detokenize", {"tokens": made["tokens"]})[1]) == {
+        tokenized = json.loads(server.ask("/tokenize", {"messages": [MESSAGE]})[1])
+        assert (tokenized["count"], tokenized["max_model_len"]) == (3, 40)
+        assert json.loads(server.ask("/detokenize", {"tokens": tokenized["tokens"]})[1]) == {
             "prompt": "<x>"
         }
         assert json.loads(server.ask("/tokenize", {"prompt": "abc"})[1])["tokens"] == [65, 66, 67]
         assert json.loads(server.ask("/version")[1])["version"] == version("hf-fp8kv")
-        for path, sent in (
+        for path, payload in (
             ("/tokenize", {}), ("/tokenize", {"prompt": 5}), ("/tokenize", {"text": "x"}),
             ("/tokenize", {"prompt": "x", "messages": []}), ("/tokenize", {"messages": [5]}),
             ("/detokenize", {"tokens": [95]}), ("/detokenize", {"tokens": "x"}),
             ("/detokenize", {"tokens": [True]}),
         ):  # fmt: skip
-            status, text, _ = server.ask(path, sent)
-            assert (status, bool(json.loads(text)["error"]["message"])) == (400, True), sent
+            status, text, _ = server.ask(path, payload)
+            assert (status, bool(json.loads(text)["error"]["message"])) == (400, True), payload
 
 
-def test_processes_of_torchrun_are_refused(run, tmp_path, monkeypatch):
+def test_processes_of_torchrun_are_rejected(run, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run("serve", str(tmp_path), "--port", "0")
     assert (code, "expected a single process" in " ".join(err.split())) == (1, True), err
 
 
-# -- how it ends -----------------------------------------------------------------------------------
+# -- shutdown --------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_ends_ends_the_server(model, monkeypatch):
-    """A supervisor has to see it, because no later request could be answered."""
+def test_a_failed_engine_ends_the_server(model, monkeypatch):
+    """A supervisor must notice the failure, because no later request could be answered."""
     update, steps = ContinuousBatchProcessor.update_batch, []
 
     def fail(self: ContinuousBatchProcessor) -> None:
@@ -800,22 +800,22 @@ def test_an_engine_that_ends_ends_the_server(model, monkeypatch):
     with hosting(model, "--grace", "60") as server:
         monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", fail)
         with ThreadPoolExecutor(4) as pool:
-            sent = body(messages=STORY, max_tokens=90)
-            asked = [pool.submit(server.ask, CHAT, sent) for _ in range(4)]
-            answers = [one.result() for one in asked]
+            request = body(messages=STORY, max_tokens=90)
+            futures = [pool.submit(server.ask, CHAT, request) for _ in range(4)]
+            answers = [future.result() for future in futures]
         for status, text, _ in answers:
             assert status in (500, 503)  # before its thread has ended, or after
             assert "no memory for step 20" in text
         error = server.wait(30)
-    assert isinstance(error, EngineError)  # the command line exits with 1 then
+    assert isinstance(error, EngineError)  # the command line then exits with 1
     assert "the engine ended: no memory for step 20; start the server again" in str(error)
 
 
 @pytest.mark.parametrize(
     "hurry", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
 )
-def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry, tmp_path):
-    # uvicorn would take this parser, which has no limit for headers, if it is there.
+def test_a_signal_drains_requests_and_a_second_signal_ends_them(model, hurry, tmp_path):
+    # uvicorn prefers this parser, which has no limit for headers, if it is installed.
     (tmp_path / "httptools.py").write_text("HttpRequestParser = None")
     paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     options = ("--grace", "100", "--metrics-interval", "0.1")

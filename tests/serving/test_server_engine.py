@@ -1,4 +1,4 @@
-"""The names of transformers' engine that the server uses, and its own limits on them."""
+"""Names of transformers' engine that the server uses, and the limits of this use."""
 
 import ast
 import inspect
@@ -39,31 +39,31 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("names", [PRIVATE, PUBLIC], ids=["private", "public"])
-def test_names_of_the_engine_are_there(names):
+def test_the_engine_has_the_used_names(names):
     missing = {
-        f"{kind.__name__}.{name}"
-        for kind in names
-        for name in names[kind]
-        if not hasattr(kind, name)
+        f"{owner.__name__}.{name}"
+        for owner in names
+        for name in names[owner]
+        if not hasattr(owner, name)
     }
     assert not missing, f"transformers has no {missing}: change hf_fp8kv/server/engine.py"
 
 
-def test_no_other_private_name_is_used():
-    """These are attributes with an underscore that no class of the server has itself."""
+def test_no_other_private_names_are_used():
+    """A foreign private attribute begins with an underscore, and no class of the server has it."""
     text = "\n".join(path.read_text() for path in SERVER.glob("*.py"))
     own = set(re.findall(r"\bself\.(_\w+)", text)) | set(re.findall(r"\bdef (_\w+)", text))
-    found = {
+    used = {
         node.attr
         for path in SERVER.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
     }
-    assert found - own == set().union(*PRIVATE.values())
+    assert used - own == set().union(*PRIVATE.values())
 
 
 def test_the_sampler_has_the_methods_of_the_engines_list():
-    """It takes the place of that list, whose other methods the engine does not call."""
+    """The sampler replaces this list. The engine does not call other methods of the list."""
     stock = {
         name: inspect.signature(method)
         for name, method in inspect.getmembers(ContinuousBatchingLogitsProcessorList, callable)

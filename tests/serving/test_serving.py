@@ -1,4 +1,4 @@
-"""FP8 pages in transformers' continuous batching: the same tokens as generate() gives."""
+"""FP8 pages in transformers' continuous batching give the same tokens as generate()."""
 
 import copy
 import gc
@@ -47,31 +47,31 @@ pytestmark = pytest.mark.text
 
 FULL = pytest.mark.full
 
-# The window of 20 tokens is not a multiple of the page, and shorter than most prompts.
+# The window of 20 tokens is not a multiple of the page and is shorter than most prompts.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mha": {"num_key_value_heads": 4},
     "mistral": {"sliding_window": 20},
-    # Full and sliding layers, and a softcap. Sharp attention makes the answers depend on K.
+    # Full and sliding layers, and a softcap. Sharp attention makes the tokens depend on K.
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 1},
     "gpt_oss": {"sliding_window": 9},  # full and sliding layers, sinks
     "qwen3": {},
 }
 
 
-BYTES = LayerPlan.parse("int8 rotated", "int8")
+INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
 
 
-def make(name: str) -> Any:
+def make_model(name: str) -> Any:
     return tiny("llama" if name == "mha" else name, **MODELS[name])[0]
 
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> Any:
-    return make(request.param)
+    return make_model(request.param)
 
 
-# Grid: each kind of scales with one model, which adds something to the llama of other tests.
+# Pairwise cover: each kind of scales runs with one model that differs from llama.
 def every_model(*fast: str) -> pytest.MarkDecorator:
     """Return a parametrization of the fixture `model`, with some models in the fast tier."""
     return pytest.mark.parametrize(
@@ -83,28 +83,28 @@ def every_model(*fast: str) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def llama() -> Iterator[Any]:
-    found = make("llama")
-    yield found
-    serving.disable(found)
+    model = make_model("llama")
+    yield model
+    serving.disable(model)
 
 
-def check(model: Any, *, agree: bool | None = False, **keywords: Any) -> None:
+def check(model: Any, *, agree: bool | None = False, **options: Any) -> None:
     """Compare generate_batch, with whole prompts and chunks of 16 tokens, with generate()."""
     texts = prompts()
     model.set_attn_implementation("fp8_paged")
-    wanted = one_by_one(model, texts, **keywords)
+    expected = one_by_one(model, texts, **options)
     if agree is not None:  # otherwise the test would pass without FP8
-        assert are_exact(model, texts, wanted) == agree
-    serving.enable(model, **keywords)
+        assert are_exact(model, texts, expected) == agree
+    serving.enable(model, **options)
     try:
         for tokens in (256, 16):
-            assert batched(model, texts, max_batch_tokens=tokens) == wanted, tokens
+            assert batched(model, texts, max_batch_tokens=tokens) == expected, tokens
     finally:
         serving.disable(model)
 
 
 class TestSameTokens:
-    """The same tokens as generate() with FP8PagedCache and the same scales, for eight prompts."""
+    """Tokens match generate() with FP8PagedCache and the same scales, for eight prompts."""
 
     @every_model("gpt_oss")
     def test_static_scales_per_head(self, model: Any) -> None:
@@ -112,7 +112,7 @@ class TestSameTokens:
 
     @every_model("gemma2")
     def test_dynamic_scales(self, model: Any) -> None:
-        # Not every model's tokens show rounding this fine.
+        # Rounding this fine does not change the tokens of every model.
         check(model, agree=None, dtype="fp8_e5m2")
 
     @every_model("qwen3")
@@ -123,29 +123,29 @@ class TestSameTokens:
         "name", ["gemma2", *(pytest.param(x, marks=FULL) for x in ("llama", "gpt_oss", "mistral"))]
     )
     def test_centered_keys(self, name: str) -> None:
-        model = make(name)
+        model = make_model(name)
         check(model, scales=head_scales(model, center=True))
 
     @pytest.mark.parametrize(
         "sides", [pytest.param(("auto", "fp8_e5m2"), marks=FULL), ("fp8_e3m4", "auto")]
     )
     def test_one_side_in_8_bit(self, sides: tuple[str, str]) -> None:
-        model = make("mistral")
+        model = make_model("mistral")
         check(model, key_dtype=sides[0], value_dtype=sides[1], scales=head_scales(model))
 
     @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=FULL)])
-    def test_each_layer_in_a_plan_of_its_own(self, name: str) -> None:
+    def test_different_plans_per_layer(self, name: str) -> None:
         """The static scales are so coarse that a wrong plan of a layer changes the tokens."""
-        model = make(name)
+        model = make_model(name)
         check(model, scales=planned_for(model, coarse=True))
 
     def test_plans_with_dynamic_scales(self, tmp_path: Path) -> None:
-        model = make("gemma2")
+        model = make_model("gemma2")
         planned_for(model, is_dynamic=True).save_pretrained(tmp_path)
         check(model, agree=None, plan=tmp_path)
 
-    def test_a_plan_by_hand(self) -> None:
-        model = make("llama")
+    def test_an_explicit_plan(self) -> None:
+        model = make_model("llama")
         plan = {0: LayerPlan.parse("fp8_e5m2 rotated", "fp8_e5m2"),
                 1: LayerPlan.parse("fp8_e5m2", "fp8_e5m2 rotated")}  # fmt: skip
         check(model, agree=None, plan=plan)
@@ -168,17 +168,17 @@ class TestSameTokens:
     def test_every_backend(self, name: str, backend: str) -> None:
         if backend == "triton" and name == "gemma2" and not torch.cuda.is_available():
             pytest.skip("the interpreter takes minutes")
-        model = make(name)
+        model = make_model(name)
         texts = prompts()[:3] if backend == "triton" else prompts()
         scales = head_scales(model)
         model.set_attn_implementation("fp8_paged")
-        wanted = one_by_one(model, texts, scales=scales, backend="torch")
+        expected = one_by_one(model, texts, scales=scales, backend="torch")
         serving.enable(model, scales=scales, backend=backend)
-        assert batched(model, texts, max_batch_tokens=32) == wanted
+        assert batched(model, texts, max_batch_tokens=32) == expected
 
-    def test_bfloat16_unquantized_is_greedy_to_within_its_rounding(self) -> None:
-        """In 16 bits a batch may choose a different token only if two are nearly equal."""
-        model = make("llama").to(torch.bfloat16)
+    def test_unquantized_bfloat16_is_greedy_within_rounding(self) -> None:
+        """In 16 bits, a batch may choose a different token only if two logits are nearly equal."""
+        model = make_model("llama").to(torch.bfloat16)
         exact = copy.deepcopy(model).float()
         exact.set_attn_implementation("sdpa")
         serving.enable(model, dtype="auto")
@@ -190,41 +190,41 @@ class TestSameTokens:
             assert greedy_deficit(exact, text, answer) > 0.3
 
     @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=FULL)])
-    def test_steps_given_as_a_block_table(
+    def test_steps_as_a_block_table(
         self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The steps of CUDA graphs, without a graph: the host reads nothing of a step."""
+        """Steps run as in CUDA graphs, but without a graph: the host reads no tensors of a step."""
         scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
-        wanted = enable(llama, prompts(), scales=scales, dtype=dtype)
+        expected = enable(llama, prompts(), scales=scales, dtype=dtype)
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
-        seen: list[int] = []
-        made = common.decode_work
+        batch_sizes: list[int] = []
+        original = common.decode_work
 
-        def watch(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
-            seen.append(len(lengths))
-            return made(table, lengths, size)
+        def record(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
+            batch_sizes.append(len(lengths))
+            return original(table, lengths, size)
 
-        monkeypatch.setattr(common, "decode_work", watch)
+        monkeypatch.setattr(common, "decode_work", record)
         with running(manager):
-            assert answers_to(manager, prompts()) == wanted
-        assert len(seen) > NEW / 2  # once per step, not once per layer
-        assert len(seen) < 2 * NEW
-        assert max(seen) > 1
+            assert answers_to(manager, prompts()) == expected
+        assert len(batch_sizes) > NEW / 2  # once per step instead of once per layer
+        assert len(batch_sizes) < 2 * NEW
+        assert max(batch_sizes) > 1
 
     def test_paged_generate(self, llama: Any) -> None:
         text = prompts()[5]
-        (wanted,) = enable(llama, [text], scales=head_scales(llama))
-        found = llama.generate(
+        (expected,) = enable(llama, [text], scales=head_scales(llama))
+        output = llama.generate(
             torch.tensor([text]),
             cache_implementation="paged",
             generation_config=greedy(continuous_batching_config=batching()),
         )
-        assert found.reshape(-1).tolist()[-NEW:] == wanted
+        assert output.reshape(-1).tolist()[-NEW:] == expected
 
 
-def test_an_engine_stores_the_bytes_of_a_cache() -> None:
-    """Each layer follows its plan. A page is a row of a block, K and V and scales together."""
+def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
+    """Each layer follows its plan. A page is one row of a block and contains K, V and scales."""
     model, _ = tiny("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
     text = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
     plan = planned_scales(is_dynamic=True)
@@ -241,21 +241,21 @@ def test_an_engine_stores_the_bytes_of_a_cache() -> None:
 
 
 class TestSharing:
-    def test_prefixes_are_found_and_change_nothing(self, llama: Any) -> None:
+    def test_reused_prefixes_do_not_change_tokens(self, llama: Any) -> None:
         texts = prompts()
-        wanted = enable(llama, texts, scales=head_scales(llama))
+        expected = enable(llama, texts, scales=head_scales(llama))
         with managing(llama) as manager:
-            # One by one, so that each can reuse the pages of the previous texts.
-            found = [answer_to(manager, text) for text in texts]
-            used = serving.usage(manager)
-        assert found == wanted
-        assert used is not None
-        assert (used.prefix_hits, used.prefix_tokens) == (2, 96)
-        assert used.requests_active == 0
-        # Whole pages of finished requests are kept. Each request stores all tokens except the last,
+            # Requests run one at a time, so that each can reuse the pages of the previous prompts.
+            tokens = [answer_to(manager, text) for text in texts]
+            usage = serving.usage(manager)
+        assert tokens == expected
+        assert usage is not None
+        assert (usage.prefix_hits, usage.prefix_tokens) == (2, 96)
+        assert usage.requests_active == 0
+        # Whole pages of finished requests stay. Each request stores all tokens except the last,
         # and three requests share three pages.
         whole = sum((len(text) + NEW - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
-        assert used.tokens_held == whole * PAGE
+        assert usage.tokens_held == whole * PAGE
 
     @pytest.mark.parametrize(
         ("name", "keywords"),
@@ -266,28 +266,28 @@ class TestSharing:
         ],
     )
     def test_forks(self, name: str, keywords: dict[str, Any]) -> None:
-        model = make(name)
+        model = make_model(name)
         texts = prompts()[:4]
-        wanted = enable(model, texts, **keywords or {"scales": head_scales(model)})
-        found = forked(model, texts, 3)
-        assert found == [tokens for tokens in wanted for _ in range(3)]
+        expected = enable(model, texts, **keywords or {"scales": head_scales(model)})
+        tokens = forked(model, texts, 3)
+        assert tokens == [answer for answer in expected for _ in range(3)]
 
     @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
     def test_eviction(self, name: str) -> None:
-        """There are pages for about two requests at a time: other requests wait, or start again."""
-        model = make(name)
+        """The pages suffice for about two requests. Other requests wait or restart."""
+        model = make_model(name)
         texts = prompts()
-        wanted = enable(model, texts, scales=head_scales(model))
-        assert batched(model, texts, pages=9, max_batch_tokens=64) == wanted
+        expected = enable(model, texts, scales=head_scales(model))
+        assert batched(model, texts, pages=9, max_batch_tokens=64) == expected
 
 
 class TestManagers:
-    def test_every_way_to_a_manager(self, llama: Any) -> None:
+    def test_all_ways_to_create_a_manager(self, llama: Any) -> None:
         serving.enable(llama)
-        given = {"generation_config": greedy(), "continuous_batching_config": batching()}
+        configs = {"generation_config": greedy(), "continuous_batching_config": batching()}
         for manager in (
-            llama.init_continuous_batching(**given),
-            serving.manager(llama, **given),
+            llama.init_continuous_batching(**configs),
+            serving.manager(llama, **configs),
             serving.manager(llama, greedy(), batching()),
         ):
             assert type(manager) is FP8Manager
@@ -300,26 +300,26 @@ class TestManagers:
         for owner in (type(llama), ContinuousBatchingManager, ContinuousMixin):
             modules = {getattr(item, "__module__", "") or "" for item in vars(owner).values()}
             assert not any(name.startswith("hf_fp8kv") for name in modules), owner
-        before = set(vars(make("llama")))
+        before = set(vars(make_model("llama")))
         assert set(vars(serving.disable(llama))) == before
         assert not llama._forward_pre_hooks
 
     def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
-        """It must not store 16 bits silently. `disable` makes it work again."""
+        """The manager must not store 16 bits silently. It works after `disable`."""
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        for after, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
-            after(llama)
+        for switch, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
+            switch(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
             with running(manager):
                 manager.add_request([5, 6], max_new_tokens=2)
                 out = manager.get_result(timeout=60)
             assert (message in out.error) if message else (out.error is None)
 
-    def test_another_attention_while_a_manager_runs(self, llama: Any) -> None:
-        """The request fails, and no tokens come from the wrong keys."""
+    def test_a_changed_attention_fails_the_requests_of_a_running_manager(self, llama: Any) -> None:
+        """The request fails instead of returning tokens from wrong keys."""
         serving.enable(llama)
-        stock = make("llama")
+        stock = make_model("llama")
         stock.set_attn_implementation("sdpa")
         for model, attention, message in (
             (llama, "paged|eager", "do not change the attention"),
@@ -331,62 +331,62 @@ class TestManagers:
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in manager.get_result(timeout=60).error
 
-    def test_a_manager_of_a_model_that_is_not_enabled(self, llama: Any) -> None:
+    def test_serving_manager_rejects_a_model_without_enable(self, llama: Any) -> None:
         with pytest.raises(ConfigError, match=r"serving\.enable"):
             serving.manager(llama)
 
-    def test_another_model_in_another_thread_stays_stock(self, llama: Any) -> None:
-        other = make("llama")
+    def test_a_second_model_in_a_different_thread_stays_stock(self, llama: Any) -> None:
+        second = make_model("llama")
         serving.enable(llama, scales=head_scales(llama))
-        stock = make("llama")
-        wanted = batched(stock, prompts())
-        mine: list[Any] = []
-        kinds: list[tuple[str, str]] = []
-        turn = threading.Barrier(2)
+        stock = make_model("llama")
+        expected = batched(stock, prompts())
+        managers: list[Any] = []
+        types: list[tuple[str, str]] = []
+        barrier = threading.Barrier(2)
 
         def build(model: Any) -> None:
             for _ in range(3):
-                turn.wait(60)
+                barrier.wait(60)
                 manager = model.init_continuous_batching(greedy(), batching())
-                manager.warmup()  # makes the pages
-                kinds.append((type(manager).__name__, type(manager.batch_processor.cache).__name__))
-                mine.append(manager)
+                manager.warmup()  # allocates the pages
+                types.append((type(manager).__name__, type(manager.batch_processor.cache).__name__))
+                managers.append(manager)
 
-        threads = [threading.Thread(target=build, args=(model,)) for model in (llama, other)]
+        threads = [threading.Thread(target=build, args=(model,)) for model in (llama, second)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(120)
-        assert sorted(kinds) == sorted(
+        assert sorted(types) == sorted(
             [("ContinuousBatchingManager", "PagedAttentionCache")] * 3
             + [("FP8Manager", "Cache")] * 3
         )
-        for manager in mine:
+        for manager in managers:
             manager.batch_processor = None
-        assert batched(other, prompts()) == wanted
+        assert batched(second, prompts()) == expected
 
-    def test_generate_beside_a_running_manager(self, llama: Any) -> None:
-        """Another thread uses the same model with left padding, and its own masks."""
+    def test_generate_next_to_a_running_manager(self, llama: Any) -> None:
+        """A different thread uses the same model with left padding and its own masks."""
         llama.set_attn_implementation("fp8_paged")
         ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
         mask = (ids != 0).long()
         mask[0] = 1
 
-        def plain() -> Any:
+        def run_generate() -> Any:
             cache = FP8PagedCache(llama.config, scales=0.02)
             return llama.generate(
                 ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8,
                 do_sample=False, eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
 
-        wanted = plain()
+        expected = run_generate()
         serving.enable(llama)
         with managing(llama) as manager:
             manager.add_requests(prompts(), max_new_tokens=NEW)
             for _ in range(3):
-                assert torch.equal(plain(), wanted)
+                assert torch.equal(run_generate(), expected)
 
-    def test_prefixes_are_given_up_one_by_one(self, llama: Any) -> None:
+    def test_least_recently_used_prefixes_are_evicted(self, llama: Any) -> None:
         """The engine evicts the least recently used prefix from its end, and only as needed."""
         serving.enable(llama)
         texts = [[n + 3] * (6 * PAGE + 1) for n in range(6)]
@@ -401,14 +401,14 @@ class TestManagers:
                     after.prefix_tokens - before.prefix_tokens,
                 )
 
-            for text in texts[:4]:  # 6 pages each, of 32
+            for text in texts[:4]:  # 6 of the 32 pages each
                 assert hits(text) == (0, 0)
             assert hits(texts[0]) == (1, 6 * PAGE)  # the second is now the oldest
             assert hits(texts[4]) == (0, 0)
-            found = [hits(texts[n]) for n in (4, 0, 3, 2)]
-            assert found[:3] == [(1, 6 * PAGE)] * 3
-            kept = hits(texts[1])[1]
-            assert 0 < kept < 6 * PAGE  # its beginning
+            results = [hits(texts[n]) for n in (4, 0, 3, 2)]
+            assert results[:3] == [(1, 6 * PAGE)] * 3
+            num_cached = hits(texts[1])[1]
+            assert 0 < num_cached < 6 * PAGE  # only its beginning is kept
             assert serving.usage(manager).tokens_held >= 24 * PAGE
 
     def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:
@@ -418,9 +418,9 @@ class TestManagers:
             texts, greedy(), continuous_batching_config=batching(), persistent_manager=True
         )
         assert serving.usage(llama).prefix_hits == 0
-        again = llama.generate_batch(texts, greedy(), persistent_manager=True)
+        second = llama.generate_batch(texts, greedy(), persistent_manager=True)
         assert serving.usage(llama).prefix_hits == 1
-        tokens = [[out.generated_tokens for out in found.values()] for found in (first, again)]
+        tokens = [[out.generated_tokens for out in result.values()] for result in (first, second)]
         assert tokens[0] == tokens[1]
         serving.disable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
@@ -433,7 +433,7 @@ class TestManagers:
             manager.warmup()
             empty = serving.usage(llama)
             assert (empty.pages_total, empty.pages_used, empty.tokens_held) == (64, 0, 0)
-            # K and V, two heads of 16 and a scale of two bytes each, in two layers
+            # K and V, two heads of 16 values with a scale of two bytes each, in two layers
             assert empty.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
             assert empty.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
             answer_to(manager, prompts()[1])
@@ -441,51 +441,51 @@ class TestManagers:
 
 
 class TestStock:
-    def test_unchanged_without_enable(self) -> None:
+    def test_tokens_are_unchanged_without_enable(self) -> None:
         """This also holds after a second model was enabled and disabled."""
-        before = batched(make("llama"), prompts())
-        model = make("llama")
+        before = batched(make_model("llama"), prompts())
+        model = make_model("llama")
         serving.enable(model, scales=head_scales(model))
-        changed = batched(model, prompts())
+        quantized = batched(model, prompts())
         serving.disable(model)
-        assert changed != before
+        assert quantized != before
         assert batched(model, prompts()) == before
 
-    def test_disable_restores_a_kept_manager(self, llama: Any) -> None:
+    def test_disable_restores_a_persistent_manager(self, llama: Any) -> None:
         texts = prompts()[:2]
         llama.generate_batch(
             texts, greedy(), continuous_batching_config=batching(), persistent_manager=True
         )
-        kept = llama._cached_continuous_batching_manager
+        original = llama._cached_continuous_batching_manager
         serving.enable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
         batched(llama, texts)
         serving.disable(llama)
-        assert llama._cached_continuous_batching_manager is kept
+        assert llama._cached_continuous_batching_manager is original
         llama.destroy_cached_continuous_batching_manager()
 
     def test_models_can_be_copied_and_freed(self, llama: Any) -> None:
         serving.enable(llama)
-        other = copy.deepcopy(llama)
-        manager = other.init_continuous_batching(greedy(), batching())
+        copied = copy.deepcopy(llama)
+        manager = copied.init_continuous_batching(greedy(), batching())
         assert type(manager) is FP8Manager
-        serving.disable(other)
-        assert not other._forward_pre_hooks
-        assert type(other.init_continuous_batching(greedy(), batching())) is not FP8Manager
+        serving.disable(copied)
+        assert not copied._forward_pre_hooks
+        assert type(copied.init_continuous_batching(greedy(), batching())) is not FP8Manager
         assert type(llama.init_continuous_batching(greedy(), batching())) is FP8Manager
         loaded = pickle.loads(pickle.dumps(llama))
         assert type(loaded.init_continuous_batching(greedy(), batching())) is FP8Manager
         assert not serving.disable(loaded)._forward_pre_hooks
         import weakref
 
-        gone = weakref.ref(other)
-        del other, manager
+        reference = weakref.ref(copied)
+        del copied, manager
         gc.collect()
-        assert gone() is None
+        assert reference() is None
 
 
 class TestErrors:
-    def test_not_a_model(self) -> None:
+    def test_enable_rejects_a_module_that_is_not_a_model(self) -> None:
         with pytest.raises(ConfigError, match="generate_batch"):
             serving.enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
@@ -498,16 +498,16 @@ class TestErrors:
             (ScaleError, {"scales": 0.0}, "above 0"),
             (ScaleError, {"scales": KVScales.uniform(1)}, "layer"),
             (ScaleError, {"scales": "/nowhere/kv_cache_scales.json"}, "/nowhere"),
-            (ConfigError, {"plan": {0: BYTES, 1: LayerPlan.parse("auto", "int8")}},
+            (ConfigError, {"plan": {0: INT8_PLAN, 1: LayerPlan.parse("auto", "int8")}},
              "plan: expected 'model' for K, or V"),
-            (ConfigError, {"plan": {0: BYTES}}, "none for layer 1.*not in serving"),
-            (ConfigError, {"plan": dict.fromkeys(range(3), BYTES)},
+            (ConfigError, {"plan": {0: INT8_PLAN}}, "none for layer 1.*not in serving"),
+            (ConfigError, {"plan": dict.fromkeys(range(3), INT8_PLAN)},
              r"from 0 to 1, .*got \[2\], too"),
             (ConfigError, {"plan": LayerPlan.parse("int8 centered", "int8")},
              "carry the centers of K, got none"),
         ],
     )  # fmt: skip
-    def test_wrong_keywords_change_nothing(
+    def test_invalid_keywords_change_nothing(
         self, llama: Any, error: type[Exception], keywords: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(error, match=message):
@@ -518,17 +518,17 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            ("diffllama", "logits differ"),  # its attention never sees the engine's cache
-            ("bart", "logits differ|get_seq_length"),  # counts positions by what a cache holds
+            ("diffllama", "logits differ"),  # its attention does not receive the engine's cache
+            ("bart", "logits differ|get_seq_length"),  # derives positions from the cache length
             ("roberta", "logits differ|get_seq_length"),  # its positions do not begin at 0
-            ("deepseek_v3", "planned its pages"),  # keys are not of the size that engines plan for
+            ("deepseek_v3", "planned its pages"),  # its keys have a different size than planned
             ("bamba", "linear_attention"),
             ("dots3_note_text", "expected layers"),  # of several sizes, and indexed
             ("seq2seq/t5", "encoder"),
-            ("bloom", "attention"),  # without the interface of attention functions
+            ("bloom", "attention"),  # has no attention interface
         ],
     )
-    def test_models_that_would_answer_with_nonsense(self, name: str, why: str) -> None:
+    def test_unsupported_models_are_rejected(self, name: str, why: str) -> None:
         if name.rpartition("/")[2] not in CONFIG_MAPPING:
             pytest.skip("this version of transformers has no such model")
         model, _ = tiny(name)
@@ -547,7 +547,7 @@ class TestErrors:
         ids=str,
     )
     def test_models_that_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
-        """Rounding, a missing softcap and windows shorter than the probe do not refuse a model.
+        """Rounding, a missing softcap and windows shorter than the probe do not reject a model.
 
         gemma2 runs sdpa, which has no softcap, by default up to transformers 5.20.
         """
@@ -558,40 +558,40 @@ class TestErrors:
             assert model.config._attn_implementation == before
             assert model.training
 
-    def test_a_probe_can_be_left_out(self) -> None:
+    def test_the_probe_can_be_disabled(self) -> None:
         model, _ = tiny("bart")
         serving.enable(model, probe=False)
         assert type(model.init_continuous_batching(greedy(), batching())) is FP8Manager
 
-    def test_a_plan_and_what_says_the_same(self, llama: Any) -> None:
+    def test_a_plan_conflicts_with_planned_scales(self, llama: Any) -> None:
         scales = planned_for(llama)
-        for keywords in ({"dtype": "fp8"}, {"plan": BYTES}):
+        for keywords in ({"dtype": "fp8"}, {"plan": INT8_PLAN}):
             with pytest.raises(ConfigError, match="expected None, since the scales"):
                 serving.enable(llama, scales=scales, **keywords)
 
     @pytest.mark.parametrize("size", [24, 4, 2048])
-    def test_a_page_size_that_is_none(self, llama: Any, size: int) -> None:
+    def test_an_invalid_page_size_is_rejected(self, llama: Any, size: int) -> None:
         serving.enable(llama)
         manager = llama.init_continuous_batching(greedy(), batching(page_size=size))
         with pytest.raises(ConfigError, match="power of two"):
             manager.warmup()
 
-    def test_graphs_without_a_gpu(self, llama: Any) -> None:
+    def test_cuda_graphs_are_rejected_without_a_gpu(self, llama: Any) -> None:
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        for asked in (True, (False, True)):
+        for use_cuda_graph in (True, (False, True)):
             with pytest.raises(ConfigError, match="use_cuda_graph"):
-                llama.init_continuous_batching(greedy(), batching(use_cuda_graph=asked))
+                llama.init_continuous_batching(greedy(), batching(use_cuda_graph=use_cuda_graph))
         assert llama.config._attn_implementation == "sdpa"
         manager = llama.init_continuous_batching(greedy(), batching())
         with pytest.raises(ConfigError):
             llama.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
-        serving.disable(llama)  # also puts back what a manager that never ran changed
+        serving.disable(llama)  # also undoes the change by a manager that never ran
         assert llama.config._attn_implementation == "sdpa"
         assert not manager.is_running()
 
-    def test_the_attention_without_enable(self, llama: Any) -> None:
-        """transformers itself refuses the name, or our function refuses the cache."""
+    def test_the_attention_is_rejected_without_enable(self, llama: Any) -> None:
+        """transformers rejects the name, or our function rejects the cache."""
         llama.set_attn_implementation("fp8_paged")
         with pytest.raises(Exception, match=r"fp8_paged|FP8 pages"):
             batched(llama, prompts()[:1])
@@ -599,9 +599,9 @@ class TestErrors:
 
 class TestLimits:
     @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
-    def test_the_longest_request_fits_and_no_longer_one(self, name: str) -> None:
-        """With one token more the engine would stop, because it cannot free pages."""
-        model = make(name)
+    def test_max_request_tokens_is_the_longest_request_that_fits(self, name: str) -> None:
+        """With one more token the engine would stop, because it cannot free pages."""
+        model = make_model(name)
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(pages=6))
         manager.warmup()
@@ -621,12 +621,12 @@ class TestLimits:
 
 
 class TestRunning:
-    """Managers that start, stop and fail next to each other, and the parts of a step."""
+    """Test managers that start, stop and fail next to each other, and the parts of a step."""
 
-    def test_a_manager_that_stops_leaves_others_running(self, llama: Any) -> None:
+    def test_a_stopping_manager_leaves_other_managers_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
         texts, scales = prompts(), head_scales(llama)
-        wanted = one_by_one(llama, texts, scales=scales)
+        expected = one_by_one(llama, texts, scales=scales)
         llama.set_attn_implementation("sdpa")
         serving.enable(llama, scales=scales)
         first, second = (llama.init_continuous_batching(greedy(), batching()) for _ in range(2))
@@ -634,34 +634,34 @@ class TestRunning:
             with running(first):
                 answer_to(first, texts[0], 2)
             assert llama.config._attn_implementation == "fp8_paged"
-            assert answers_to(second, texts) == wanted
+            assert answers_to(second, texts) == expected
         assert llama.config._attn_implementation == "sdpa"
-        with running(second):  # once more, after the attention was put back
-            assert answer_to(second, texts[1]) == wanted[1]
+        with running(second):  # again, after the attention was restored
+            assert answer_to(second, texts[1]) == expected[1]
         assert llama.config._attn_implementation == "sdpa"
 
-    def test_an_empty_prompt_is_nobody_elses_error(self, llama: Any) -> None:
+    def test_an_empty_prompt_does_not_affect_other_requests(self, llama: Any) -> None:
         serving.enable(llama)
-        (wanted,) = batched(llama, [[5, 6]])
-        assert batched(llama, [[], [5, 6]])[1] == wanted
+        (expected,) = batched(llama, [[5, 6]])
+        assert batched(llama, [[], [5, 6]])[1] == expected
 
-    def test_an_engine_of_transformers_that_runs(self) -> None:
+    def test_enable_rejects_a_model_with_a_running_stock_manager(self) -> None:
         model = tiny("llama", attn_implementation="sdpa")[0]
         manager = model.init_continuous_batching(greedy(), batching())
         with running(manager), pytest.raises(ConfigError, match="running"):
             serving.enable(model)
         serving.enable(model)
 
-    def test_an_error_in_a_step(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*args: Any, **more: Any) -> None:
+    def test_step_errors_fail_requests(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: Any, **kwargs: Any) -> None:
             raise ValueError("boom")
 
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        with monkeypatch.context() as changed:
-            changed.setattr(common, "attend_layer", fail)
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "attend_layer", fail)
             out = llama.generate_batch([[5, 6]], greedy(), batching())
-        assert all(found.error == "boom" for found in out.values())
+        assert all(output.error == "boom" for output in out.values())
         assert llama.config._attn_implementation == "sdpa"
         with pytest.raises(ValueError, match="boom"), exact_states(engine=True):
             fail()
@@ -669,34 +669,34 @@ class TestRunning:
         assert batched(llama, [[5, 6]])
 
     def test_padding_has_no_result(self) -> None:
-        made = EngineStep([None], 8)
+        step = EngineStep([None], 8)
         for page, tokens in enumerate((10, 8, 1)):
-            made.add(0, tokens, [[2 * page, 2 * page + 1]])
-        work = made.work(0, torch.device("cpu"))
+            step.add(0, tokens, [[2 * page, 2 * page + 1]])
+        work = step.work(0, torch.device("cpu"))
         targets = [t for batch in work.batches for t in batch.targets.tolist()]
-        assert sorted(targets) == list(range(19))  # each once: CUDA keeps no order of writes
+        assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
-    def test_a_row_of_no_request_has_page_and_slot(self) -> None:
+    def test_an_unused_row_has_a_valid_page_and_slot(self) -> None:
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
         work = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert work.table.tolist() == [[4], [7]]
         assert work.ends.tolist() == [1, 1]
 
-    def test_plans_are_those_of_their_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = []
-        monkeypatch.setattr(step_module.ops, "plan_rows", lambda *these: asked.append(these) or 1)
+    def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = []
+        monkeypatch.setattr(step_module.ops, "plan_rows", lambda *args: calls.append(args) or 1)
         fill = lambda plan, lengths, *_: plan.fill_(int(lengths[0]))  # noqa: E731
         monkeypatch.setattr(step_module.ops, "make_plan", fill)
-        made = EngineStep([None], 8)
-        made.add(7, 1, [[0]])
-        made.add(0, 5, [[1]])
+        step = EngineStep([None], 8)
+        step.add(7, 1, [[0]])
+        step.add(0, 5, [[1]])
         plans = [
-            int(c.plan("torch", 2, 4)[0, 0]) for c in made.work(0, torch.device("cpu")).batches
+            int(c.plan("torch", 2, 4)[0, 0]) for c in step.work(0, torch.device("cpu")).batches
         ]
         assert sorted(plans) == [5, 8]
-        assert sorted((heads, rows) for _, _, _, heads, _, rows in asked) == [(2, 2), (2, 10)]
+        assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]
 
-    def test_tokens_held_while_requests_run(self) -> None:
+    def test_tokens_held_counts_running_requests(self) -> None:
         model = tiny("mistral", sliding_window=20)[0]
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching())

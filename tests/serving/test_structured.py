@@ -1,4 +1,4 @@
-"""Structured output of the server, with a model that writes gibberish by itself."""
+"""Structured output of the server, with a model that otherwise writes random text."""
 
 import json
 import re
@@ -23,8 +23,8 @@ from hf_fp8kv.server.errors import APIError  # noqa: E402
 from hf_fp8kv.server.sampling import Sampler, Sequence  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-CHATTING = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 250}
-RESPONDING = {"input": "hello", "max_output_tokens": 250}
+CHAT_FIELDS = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 250}
+RESPONSE_FIELDS = {"input": "hello", "max_output_tokens": 250}
 END = "~"  # ends an answer, if the model has an end token
 UNKNOWN = "?"  # the tokenizer's special token
 
@@ -50,17 +50,17 @@ NUMBERS = {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxIte
 
 
 def is_person(text: str) -> bool:
-    found = json.loads(text)
-    home, share = found["home"], found.get("share", 0)
+    person = json.loads(text)
+    home, share = person["home"], person.get("share", 0)
     return (
-        found.keys() - {"share"} == {"name", "age", "tags", "home"}
-        and len(found["name"]) <= 8
-        and type(found["age"]) is int
-        and 7 <= found["age"] <= 150
+        person.keys() - {"share"} == {"name", "age", "tags", "home"}
+        and len(person["name"]) <= 8
+        and type(person["age"]) is int
+        and 7 <= person["age"] <= 150
         and type(share) in (int, float)
         and -2 <= share <= 2
-        and 1 <= len(found["tags"]) <= 3
-        and set(found["tags"]) <= {"red", "blue"}
+        and 1 <= len(person["tags"]) <= 3
+        and set(person["tags"]) <= {"red", "blue"}
         and home.keys() == {"known", "kind"}
         and type(home["known"]) is bool
         and home["kind"] == "flat"
@@ -80,7 +80,7 @@ def server(folder):
 
 @pytest.fixture(scope="module")
 def ending(folder, tmp_path_factory):
-    """A server of the same model, with a token that ends answers."""
+    """Return a server of the same model with a token that ends answers."""
     path = tmp_path_factory.mktemp("ending")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = END
@@ -93,64 +93,64 @@ def ending(folder, tmp_path_factory):
 
 
 def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
-    """Return the text of a completion, and why it ended."""
-    found = server.answer(COMPLETIONS, **{"prompt": "once upon", "max_tokens": 250} | fields)
-    parts = found if fields.get("stream") else [found]
+    """Return the text of a completion and its finish reason."""
+    answer = server.answer(COMPLETIONS, **{"prompt": "once upon", "max_tokens": 250} | fields)
+    parts = answer if fields.get("stream") else [answer]
     assert len(parts) > 2 or not fields.get("stream")
     return text_in(parts), parts[-1]["choices"][0]["finish_reason"]
 
 
-def structured(**form: object) -> dict[str, object]:
-    return {"structured_outputs": form}
+def structured(**constraint: object) -> dict[str, object]:
+    return {"structured_outputs": constraint}
 
 
 # -- answers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "sampled",
+    "sampling",
     [
         pytest.param({}, marks=pytest.mark.full),
         {"temperature": 1.5, "top_p": 0.9, "top_k": 40, "seed": 5},
     ],
 )
-def test_an_answer_is_json_of_its_schema(server, sampled):
+def test_an_answer_matches_its_json_schema(server, sampling):
     for prompt, stream in (("a", False), ("tell me", True), ("name, age", False)):
         text, reason = complete(
-            server, prompt=prompt, **structured(json=PERSON), stream=stream, **sampled
+            server, prompt=prompt, **structured(json=PERSON), stream=stream, **sampling
         )
         assert is_person(text)
         assert reason == "stop"
 
 
 def test_every_endpoint_has_its_own_field(server):
-    form = {"type": "json_schema", "json_schema": NAMED}
-    for path, asked in (
-        (CHAT, CHATTING | {"response_format": form}),
-        (RESPONSES, RESPONDING | {"text": {"format": {"type": "json_schema", **NAMED}}}),
+    json_schema = {"type": "json_schema", "json_schema": NAMED}
+    for path, fields in (
+        (CHAT, CHAT_FIELDS | {"response_format": json_schema}),
+        (RESPONSES, RESPONSE_FIELDS | {"text": {"format": {"type": "json_schema", **NAMED}}}),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 250} | structured(json=json.dumps(PERSON))),
     ):
-        assert is_person(text_in(server.answer(path, **asked)))
+        assert is_person(text_in(server.answer(path, **fields)))
     # The grammar ends a text that could continue.
-    kind = {"type": "json_object"}
-    for path, asked in (
-        (CHAT, CHATTING | {"response_format": kind}),
-        (RESPONSES, RESPONDING | {"text": {"format": kind}}),
-        (CHAT, CHATTING | structured(json_object=True)),
+    json_object = {"type": "json_object"}
+    for path, fields in (
+        (CHAT, CHAT_FIELDS | {"response_format": json_object}),
+        (RESPONSES, RESPONSE_FIELDS | {"text": {"format": json_object}}),
+        (CHAT, CHAT_FIELDS | structured(json_object=True)),
     ):
-        assert text_in(server.answer(path, **asked)).startswith("{")
+        assert text_in(server.answer(path, **fields)).startswith("{")
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "given"),
+    ("path", "fields", "text_format"),
     [
-        (CHAT, CHATTING, {"response_format": {"type": "text"}}),
-        (RESPONSES, RESPONDING, {"text": {"format": {"type": "text"}, "verbosity": "medium"}}),
+        (CHAT, CHAT_FIELDS, {"response_format": {"type": "text"}}),
+        (RESPONSES, RESPONSE_FIELDS, {"text": {"format": {"type": "text"}, "verbosity": "medium"}}),
     ],
 )
-def test_a_request_for_text_is_one_without_a_grammar(server, path, asked, given):
-    plain, found = (text_in(server.answer(path, **asked, **more)) for more in ({}, given))
-    assert found == plain
+def test_a_text_format_does_not_change_the_answer(server, path, fields, text_format):
+    plain, typed = (text_in(server.answer(path, **fields, **extra)) for extra in ({}, text_format))
+    assert typed == plain
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_an_answer_matches_its_regular_expression(server, regex, temperature):
 
 def test_an_answer_is_one_of_the_choices(server):
     choices = ["red wine", 'say "no" \\ (.*) //', "white"]
-    found = {
+    answers = {
         complete(server, prompt=f"{n}", **structured(choice=choices), temperature=2.0, seed=n)[0]
         for n in range(20)
     }
-    assert found == set(choices)
+    assert answers == set(choices)
 
 
 def test_a_stop_string_ends_a_structured_answer(server):
@@ -183,7 +183,7 @@ def test_a_stop_string_ends_a_structured_answer(server):
         assert reason == "stop"
 
 
-def test_an_answer_that_is_cut_says_so(server):
+def test_a_truncated_answer_has_the_finish_reason_length(server):
     whole, _ = complete(server, **structured(json=PERSON))
     text, reason = complete(server, **structured(json=PERSON), max_tokens=len(whole) - 1)
     assert (text, reason) == (whole[:-1], "length")
@@ -191,41 +191,41 @@ def test_an_answer_that_is_cut_says_so(server):
 
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_model_with_an_end_ends_with_it(server, ending, stream):
-    """It must not come before the grammar allows it, and nothing else after that."""
+def test_a_structured_answer_ends_with_the_end_token(server, ending, stream):
+    """The end token must not come before the grammar allows it. No token may follow it."""
     for seed in range(2):
-        sampled = {"temperature": 2.0, "seed": seed, "stream": stream}
-        text, reason = complete(ending, **structured(json=PERSON), **sampled)
+        sampling = {"temperature": 2.0, "seed": seed, "stream": stream}
+        text, reason = complete(ending, **structured(json=PERSON), **sampling)
         assert is_person(text)
         assert reason == "stop"
         # This text may end anywhere. A model without an end token continues.
-        asked = structured(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
-        text, reason = complete(ending, **asked, stream=stream)
+        fields = structured(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
+        text, reason = complete(ending, **fields, stream=stream)
         assert re.fullmatch(r"[a-f]+", text)
         assert reason == "stop" if len(text) < 200 else reason == "length"
         if not seed:
-            assert complete(server, **asked)[1] == "length"
-    sent = {"prompt": "x", "max_tokens": 9} | structured(choice=["ready"])
-    for one, tokens in ((ending, len("ready") + 1), (server, len("ready"))):
-        assert one.answer(COMPLETIONS, **sent)["usage"]["completion_tokens"] == tokens
+            assert complete(server, **fields)[1] == "length"
+    fields = {"prompt": "x", "max_tokens": 9} | structured(choice=["ready"])
+    for endpoint, tokens in ((ending, len("ready") + 1), (server, len("ready"))):
+        assert endpoint.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"] == tokens
 
 
-# -- side by side ----------------------------------------------------------------------------------
+# -- concurrent requests ---------------------------------------------------------------------------
 
 
 def requests(count: int) -> list[dict[str, object]]:
-    """Grammars of four kinds, and none. Of ten requests five are greedy, and five are sampled."""
-    forms = [
+    """Return requests with four grammars or no grammar. Five of ten requests are sampled."""
+    constraints = [
         structured(json=PERSON),
         {"max_tokens": 60},
         structured(regex=r"([a-f]{3} ){12}\."),
         structured(json=NUMBERS),
         structured(choice=["first", "second", "third"]),
     ]
-    sampled = [{}, {"temperature": 1.5}]
+    sampling = [{}, {"temperature": 1.5}]
     return [
         {
-            "max_tokens": 160, **forms[n % 5], **sampled[n // 5 % 2],
+            "max_tokens": 160, **constraints[n % 5], **sampling[n // 5 % 2],
             "prompt": f"{n} " + "page " * (n % 4), "seed": n, "stream": n % 3 == 0,
         }
         for n in range(count)
@@ -233,44 +233,44 @@ def requests(count: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.full)])
-def test_requests_do_not_change_each_others_answers(server, count):
-    alone = [complete(server, **asked) for asked in requests(count)]
-    assert len(set(alone)) > 0.8 * count
+def test_concurrent_requests_do_not_change_each_others_answers(server, count):
+    single = [complete(server, **fields) for fields in requests(count)]
+    assert len(set(single)) > 0.8 * count
     with ThreadPoolExecutor(count) as pool:
-        together = list(pool.map(lambda asked: complete(server, **asked), requests(count)))
-    assert together == alone
-    for (text, reason), asked in zip(together, requests(count), strict=True):
-        if "json" in (form := asked.get("structured_outputs", {})):
-            assert is_person(text) if form["json"] is PERSON else len(json.loads(text)) <= 5
-        assert (reason == "stop") is bool(form)
+        concurrent = list(pool.map(lambda fields: complete(server, **fields), requests(count)))
+    assert concurrent == single
+    for (text, reason), fields in zip(concurrent, requests(count), strict=True):
+        if "json" in (constraint := fields.get("structured_outputs", {})):
+            assert is_person(text) if constraint["json"] is PERSON else len(json.loads(text)) <= 5
+        assert (reason == "stop") is bool(constraint)
 
 
-def test_a_preempted_request_goes_on_in_its_grammar(server, monkeypatch):
-    """Three requests of 13 pages each, and 24 pages."""
-    asked = [
+def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
+    """Three requests need 13 pages each. The engine has 24 pages."""
+    requests_fields = [
         structured(regex=r"([a-f]{3}-[0-9]{3} ){24}\.")
         | {"prompt": f"{n}", "temperature": 1.0, "seed": n, "max_tokens": 240}
         for n in range(3)
     ]
-    alone = [complete(server, **one) for one in asked]
+    single = [complete(server, **fields) for fields in requests_fields]
     preempted: list[str] = []
     create = RequestState.create_equivalent_initial_request
 
-    def note(state: RequestState) -> RequestState:
+    def record(state: RequestState) -> RequestState:
         if state.logit_processor_kwargs["sequence"].guide and state.generated_tokens:
             preempted.append(state.request_id)
         return create(state)
 
-    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", note)
+    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", record)
     with ThreadPoolExecutor(3) as pool:
-        together = list(pool.map(lambda one: complete(server, **one), asked))
+        concurrent = list(pool.map(lambda fields: complete(server, **fields), requests_fields))
     assert preempted
-    assert together == alone
-    assert all(re.fullmatch(r"([a-f]{3}-[0-9]{3} ){24}\.", text) for text, _ in together)
+    assert concurrent == single
+    assert all(re.fullmatch(r"([a-f]{3}-[0-9]{3} ){24}\.", text) for text, _ in concurrent)
 
 
 class Panic(BaseException):
-    """The exception of a bug in a library that is written in Rust."""
+    """An exception like the panic of a library that is written in Rust."""
 
 
 class FailingMatcher:
@@ -290,7 +290,7 @@ class FailingMatcher:
 
 @pytest.fixture
 def broken(server, monkeypatch):
-    """The server, whose grammars fail at the letter z and have 30 states at most."""
+    """Return the server with grammars that fail at the letter z and have at most 30 states."""
     init = grammars.Guide.__init__
     monkeypatch.setattr(
         grammars.Guide,
@@ -302,114 +302,114 @@ def broken(server, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_grammar_that_fails_ends_its_own_request(broken, stream):
+def test_a_failing_grammar_only_fails_its_request(broken, stream):
     good = [{"prompt": "steady", "max_tokens": 60}, structured(regex="[a-y]+") | {"max_tokens": 60}]
     bad = {"prompt": "x", "max_tokens": 60, "stream": stream}
-    alone = [complete(broken, **one) for one in good]
+    expected_texts = [complete(broken, **fields) for fields in good]
     with ThreadPoolExecutor(8) as pool:
-        steady = [pool.submit(complete, broken, **one) for one in good * 2]
+        steady = [pool.submit(complete, broken, **fields) for fields in good * 2]
         panics, limits = (
             [pool.submit(broken.ask, COMPLETIONS, bad | structured(regex=regex)) for _ in range(2)]
             for regex in ("[a-y]{9}z[a-y]{9}", "[a-y]{50}")
         )
-        assert [one.result() for one in steady] == alone * 2
-    for asked, expected, says in (
+        assert [future.result() for future in steady] == expected_texts * 2
+    for futures, expected, message in (
         (panics, 500, "the grammar failed: Panic: a bug of the library"),
         (limits, 400, "lexer error: too many states"),
     ):
-        for one in asked:
-            status, text, _ = one.result()
+        for future in futures:
+            status, text, _ = future.result()
             assert status == (200 if stream else expected)
-            assert f"structured_outputs.regex: {says}" in text
-    assert [complete(broken, **one) for one in good] == alone
-    found = broken.wait_until(requests_active=0)
-    assert found["requests_waiting"] == 0
+            assert f"structured_outputs.regex: {message}" in text
+    assert [complete(broken, **fields) for fields in good] == expected_texts
+    counts = broken.wait_until(requests_active=0)
+    assert counts["requests_waiting"] == 0
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejected grammars -----------------------------------------------------------------------------
 
 
-def form(schema: object, **more: object) -> dict[str, object]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **more}}}
+def as_schema(schema: object, **fields: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}}}
 
 
 LENIENT = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
 SCHEMA = "response_format.json_schema.schema"
 BAD = {
-    "no such kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
-    "a text": ({"response_format": "json"}, "response_format"),
+    "an unknown type": ({"response_format": {"type": "xml"}}, "response_format.type"),
+    "a string": ({"response_format": "json"}, "response_format"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    "a list": (form([]), SCHEMA),
-    "no type": (form({"type": "objekt"}), SCHEMA),
-    "not supported": (form({"type": "array", "uniqueItems": True}), SCHEMA),
-    "not strict": (form(LENIENT), SCHEMA),
-    "not strict, of a text": (structured(json=json.dumps(LENIENT)), "structured_outputs.json"),
-    "not satisfiable": (form({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA),
-    "no end": (form({"$ref": "#"}), SCHEMA),
-    "no such part": (form({"$ref": "#/$defs/x"}), SCHEMA),
-    "another file": (form({"$ref": "http://localhost/x.json"}), SCHEMA),
-    "huge": (form({"enum": ["x" * 70_000]}), SCHEMA),
-    "long numbers": (form({"type": "integer", "minimum": -(10**30)}), SCHEMA),
-    "not finite": (form({"type": "integer", "multipleOf": 1e999}), SCHEMA),
-    "many states": (form({"type": "integer", "multipleOf": 1_000_003}), SCHEMA),
-    "many states, in two": (
-        form({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}),
+    "a list": (as_schema([]), SCHEMA),
+    "no type": (as_schema({"type": "objekt"}), SCHEMA),
+    "not supported": (as_schema({"type": "array", "uniqueItems": True}), SCHEMA),
+    "not strict": (as_schema(LENIENT), SCHEMA),
+    "not strict, as text": (structured(json=json.dumps(LENIENT)), "structured_outputs.json"),
+    "not satisfiable": (as_schema({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA),
+    "no end": (as_schema({"$ref": "#"}), SCHEMA),
+    "a missing definition": (as_schema({"$ref": "#/$defs/x"}), SCHEMA),
+    "a different file": (as_schema({"$ref": "http://localhost/x.json"}), SCHEMA),
+    "huge": (as_schema({"enum": ["x" * 70_000]}), SCHEMA),
+    "long numbers": (as_schema({"type": "integer", "minimum": -(10**30)}), SCHEMA),
+    "not finite": (as_schema({"type": "integer", "multipleOf": 1e999}), SCHEMA),
+    "many states": (as_schema({"type": "integer", "multipleOf": 1_000_003}), SCHEMA),
+    "many states, in two schemas": (
+        as_schema({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}),
         SCHEMA,
     ),
-    "many patterns": (form({"patternProperties": {f"a{n}": {} for n in range(101)}}), SCHEMA),
-    "long patterns": (form({"items": {"pattern": "a?" * 5_000}}), SCHEMA),
+    "many patterns": (as_schema({"patternProperties": {f"a{n}": {} for n in range(101)}}), SCHEMA),
+    "long patterns": (as_schema({"items": {"pattern": "a?" * 5_000}}), SCHEMA),
     "a long expression": (structured(regex="a?" * 5_000), "structured_outputs.regex"),
-    "another name": (form({}, grammar="x"), "response_format.json_schema.grammar"),
-    "a schema beside": (
+    "an unknown name": (as_schema({}, grammar="x"), "response_format.json_schema.grammar"),
+    "an extra schema": (
         {"response_format": {"type": "json_object", "schema": {}}},
         "response_format.schema",
     ),
     "nothing": (structured(), "structured_outputs"),
     "two": (structured(regex="a", choice=["a"]), "structured_outputs"),
-    "two fields": (form({}) | structured(regex="a"), "structured_outputs.regex"),
-    "no expression": (structured(regex="(a"), "structured_outputs.regex"),
-    "ahead": (structured(regex="(?=a)b"), "structured_outputs.regex"),
-    "no text": (structured(regex="()"), "structured_outputs.regex"),
+    "two fields": (as_schema({}) | structured(regex="a"), "structured_outputs.regex"),
+    "an invalid expression": (structured(regex="(a"), "structured_outputs.regex"),
+    "a lookahead": (structured(regex="(?=a)b"), "structured_outputs.regex"),
+    "an empty text": (structured(regex="()"), "structured_outputs.regex"),
     "no character": (structured(regex=r"[^\s\S]"), "structured_outputs.regex"),
     "no token": (structured(regex="[ä-ü]"), "structured_outputs.regex"),
     "a special token": (structured(regex=r"\?+"), "structured_outputs.regex"),
-    "no choice": (structured(choice=[]), "structured_outputs.choice"),
+    "no choices": (structured(choice=[]), "structured_outputs.choice"),
     "an empty choice": (structured(choice=[""]), "structured_outputs.choice"),
-    "no text of json": (structured(json="{"), "structured_outputs.json"),
-    "another grammar": (structured(grammar="x"), "structured_outputs.grammar"),
+    "invalid JSON": (structured(json="{"), "structured_outputs.json"),
+    "an unknown grammar": (structured(grammar="x"), "structured_outputs.grammar"),
     "an older name": ({"guided_regex": "a"}, "guided_regex"),
 }
 
 
-@pytest.mark.parametrize(("sent", "field"), BAD.values(), ids=BAD)
-def test_a_bad_grammar_is_refused_by_its_field(server, sent, field):
-    given = CHATTING | sent
-    status, text, _ = server.ask(CHAT, raw=json.dumps(given).replace("Infinity", "1e999").encode())
+@pytest.mark.parametrize(("payload", "field"), BAD.values(), ids=BAD)
+def test_a_bad_grammar_is_rejected_with_its_field(server, payload, field):
+    fields = CHAT_FIELDS | payload
+    status, text, _ = server.ask(CHAT, raw=json.dumps(fields).replace("Infinity", "1e999").encode())
     error = json.loads(text)["error"]
     assert (status, error["param"]) == (400, field), text
     assert error["message"].startswith(f"{field}: ")
     assert len(error["message"]) < 500
 
 
-def test_a_grammar_of_a_step_that_is_already_planned_is_refused(folder):
-    def why(**parts: object) -> str | None:
+def test_grammars_are_rejected_if_steps_are_planned_ahead(folder):
+    def reason_for(**changes: object) -> str | None:
         settings = {"use_async_batching": False, "model_runner": SimpleNamespace(pad_inputs=False)}
-        return engine.why_fixed(SimpleNamespace(**settings | parts))
+        return engine.why_fixed(SimpleNamespace(**settings | changes))
 
-    assert why() is None
-    assert "asynchronous" in str(why(use_async_batching=True))
-    assert "CUDA graphs" in str(why(model_runner=SimpleNamespace(pad_inputs=True)))
+    assert reason_for() is None
+    assert "asynchronous" in str(reason_for(use_async_batching=True))
+    assert "CUDA graphs" in str(reason_for(model_runner=SimpleNamespace(pad_inputs=True)))
 
 
-# -- one step --------------------------------------------------------------------------------------
+# -- units -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def guide(folder):
-    made = grammars.Grammars(AutoTokenizer.from_pretrained(folder), 95, None)
+    compiler = grammars.Grammars(AutoTokenizer.from_pretrained(folder), 95, None)
 
     def guide(regex: str) -> grammars.Guide:
-        return made._compile("regex", llguidance.LLMatcher.grammar_from_regex(regex))
+        return compiler._compile("regex", llguidance.LLMatcher.grammar_from_regex(regex))
 
     return guide
 
@@ -429,55 +429,55 @@ def test_rows_have_the_masks_of_their_requests(guide):
     scores, arguments = torch.randn(6, vocabulary), torch.zeros(5, 6, dtype=torch.int32)
     sampler.fill_defaults(arguments)
     sampler.prepare_tensor_args(step_of(sequences, 3), arguments)
-    found = sampler(torch.zeros(6), scores.clone(), arguments)
-    assert torch.equal(found[[0, 2, 4, 5]], scores[[0, 2, 4, 5]])
-    assert letters(found[1].isinf().numpy()) == "abc"
-    assert letters(found[3].isinf().numpy()) == "defy"
+    masked = sampler(torch.zeros(6), scores.clone(), arguments)
+    assert torch.equal(masked[[0, 2, 4, 5]], scores[[0, 2, 4, 5]])
+    assert letters(masked[1].isinf().numpy()) == "abc"
+    assert letters(masked[3].isinf().numpy()) == "defy"
     for row in (1, 3):
-        kept = found[row].isfinite()
-        assert torch.equal(found[row][kept], scores[row][kept])
+        allowed = masked[row].isfinite()
+        assert torch.equal(masked[row][allowed], scores[row][allowed])
 
 
-def test_an_end_is_allowed_where_the_grammar_may_end_and_only_there(guide):
-    end = ord("b") - 32  # a token of the grammar's own text
-    one = guide("ab?c?")
-    assert letters(one.blocked([end], 95)) == "a"
-    one.accept(ord("a") - 32)
-    assert letters(one.blocked([], 95)) == "bc"
-    assert letters(one.blocked([end, 1], 95)) == "!bc"
-    one.accept(ord("c") - 32)
-    assert one.complete
-    assert letters(one.blocked([1], 95)) == "!"
+def test_an_end_token_is_allowed_only_if_the_grammar_may_end(guide):
+    end = ord("b") - 32  # also a letter of the grammar
+    state = guide("ab?c?")
+    assert letters(state.blocked([end], 95)) == "a"
+    state.accept(ord("a") - 32)
+    assert letters(state.blocked([], 95)) == "bc"
+    assert letters(state.blocked([end, 1], 95)) == "!bc"
+    state.accept(ord("c") - 32)
+    assert state.complete
+    assert letters(state.blocked([1], 95)) == "!"
     assert letters(guide(r"[?@]").blocked([], 95)) == "@"  # without the special token
 
 
-def test_a_whole_text_that_no_token_can_end_is_complete(guide):
+def test_a_text_that_no_end_token_can_end_is_complete(guide):
     for ends, complete in (((), True), ((5,), False), ((10**6,), True)):
-        one = Sequence([1], 9, frozenset(ends), guide=guide("a"))
-        engine.check_token(one, ord("a") - 32, 95)
-        assert engine._is_complete(one, 95) is complete
-    one = Sequence([1], 9, frozenset({5}), guide=guide("aa"))
-    engine.check_token(one, 5, 95)  # an end is not part of the text
-    with pytest.raises(APIError, match="doesn't satisfy the grammar") as refused:
-        engine.check_token(one, ord("b") - 32, 95)
-    assert refused.value.status == 400
+        sequence = Sequence([1], 9, frozenset(ends), guide=guide("a"))
+        engine.check_token(sequence, ord("a") - 32, 95)
+        assert engine._is_complete(sequence, 95) is complete
+    sequence = Sequence([1], 9, frozenset({5}), guide=guide("aa"))
+    engine.check_token(sequence, 5, 95)  # an end token is not part of the text
+    with pytest.raises(APIError, match="doesn't satisfy the grammar") as error:
+        engine.check_token(sequence, ord("b") - 32, 95)
+    assert error.value.status == 400
 
 
-def test_a_fork_of_a_guide_goes_on_by_itself(guide):
-    one = guide("a(bc|de)")
-    one.accept(ord("a") - 32)
-    other = one.fork()
-    one.accept(ord("b") - 32)
-    other.accept(ord("d") - 32)
-    assert letters(one.blocked([], 95)) == "c"
-    assert letters(other.blocked([], 95)) == "e"
+def test_a_fork_of_a_guide_advances_independently(guide):
+    original = guide("a(bc|de)")
+    original.accept(ord("a") - 32)
+    copied = original.fork()
+    original.accept(ord("b") - 32)
+    copied.accept(ord("d") - 32)
+    assert letters(original.blocked([], 95)) == "c"
+    assert letters(copied.blocked([], 95)) == "e"
 
 
-def test_a_tokenizer_without_bytes_is_refused(folder):
+def test_a_tokenizer_without_bytes_is_rejected(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     from tokenizers import decoders
 
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
-    made = grammars.Grammars(tokenizer, 95, None)
+    compiler = grammars.Grammars(tokenizer, 95, None)
     with pytest.raises(APIError, match=r"x: .*this model's tokenizer is not supported"):
-        made._compile("x", llguidance.LLMatcher.grammar_from_regex("a"))
+        compiler._compile("x", llguidance.LLMatcher.grammar_from_regex("a"))

@@ -1,4 +1,4 @@
-"""The demo model: found without importing its package, converted completely or not at all."""
+"""The demo model: it is found without an import of its package and converted completely."""
 
 import math
 import os
@@ -22,30 +22,30 @@ pytestmark = pytest.mark.text
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """The future folder of the model, in an empty cache folder."""
+    """Return the future folder of the model, in an empty cache folder."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     return tmp_path / "hf_fp8kv" / demo_model.NAME
 
 
 @pytest.fixture
 def conversions(monkeypatch, tmp_path) -> list[Path]:
-    """The folders that stand-ins for conversions wrote."""
-    done: list[Path] = []
+    """Replace the conversion by a fake, and return the folders that it wrote."""
+    folders: list[Path] = []
 
     def convert(source: Path, folder: Path) -> None:
         folder.mkdir(parents=True)
-        done.append(folder)
+        folders.append(folder)
         for name in demo_model._FILES:
             (folder / name).write_text("new")
 
     (tmp_path / demo_model.GGUF).touch()
     monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF)
     monkeypatch.setattr(demo_model, "convert", convert)
-    return done
+    return folders
 
 
-def visible(folder: Path) -> list[str]:
-    """The names in a folder, except the lock."""
+def visible_names(folder: Path) -> list[str]:
+    """Return the names in a folder, except the lock."""
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
 
@@ -58,7 +58,7 @@ def visible(folder: Path) -> list[str]:
     ],
     ids=["no package", "no file", "no reader"],
 )
-def test_a_missing_package_is_named(monkeypatch, folder, name, value, message):
+def test_an_error_names_the_missing_package(monkeypatch, folder, name, value, message):
     monkeypatch.setattr(demo_model, name, value)
     with pytest.raises(ConfigError, match=message):
         demo_model.demo_model_path()
@@ -66,27 +66,27 @@ def test_a_missing_package_is_named(monkeypatch, folder, name, value, message):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_interrupted_conversion_leaves_nothing(folder, conversions, monkeypatch, error):
+def test_an_interrupted_conversion_leaves_no_files(folder, conversions, monkeypatch, error):
     def convert(source: Path, part: Path) -> None:
         part.mkdir()
         (part / "config.json").touch()
         raise error
 
-    with monkeypatch.context() as patched:
-        patched.setattr(demo_model, "convert", convert)
+    with monkeypatch.context() as patch:
+        patch.setattr(demo_model, "convert", convert)
         with pytest.raises(error):
             demo_model.demo_model_path()
-    assert visible(folder.parent) == []
+    assert visible_names(folder.parent) == []
     assert demo_model.demo_model_path() == folder
 
 
-def test_of_two_conversions_at_once_one_waits(folder, conversions, monkeypatch, capsys):
-    first, started, go_on = demo_model.convert, threading.Event(), threading.Event()
+def test_concurrent_conversions_wait_for_each_other(folder, conversions, monkeypatch, capsys):
+    original, started, resume = demo_model.convert, threading.Event(), threading.Event()
 
     def convert(source: Path, part: Path) -> None:
         started.set()
-        assert go_on.wait(60)
-        first(source, part)
+        assert resume.wait(60)
+        original(source, part)
 
     monkeypatch.setattr(demo_model, "convert", convert)
     threads = [threading.Thread(target=demo_model.demo_model_path) for _ in range(2)]
@@ -94,22 +94,22 @@ def test_of_two_conversions_at_once_one_waits(folder, conversions, monkeypatch, 
         thread.start()
     assert started.wait(60)
     assert not folder.exists()
-    go_on.set()
+    resume.set()
     for thread in threads:
         thread.join(60)
     assert len(conversions) == 1
-    assert visible(folder.parent) == [demo_model.NAME]
+    assert visible_names(folder.parent) == [demo_model.NAME]
     assert capsys.readouterr().err.count("Converting smollm2-135m-instruct once, to ") == 1
 
 
-def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
+def test_an_incomplete_folder_is_converted_again(folder, conversions):
     assert demo_model.demo_model_path() == demo_model.demo_model_path() == folder
     assert len(conversions) == 1
     (folder / "model.safetensors").unlink()
     demo_model.demo_model_path()
     assert len(conversions) == 2
     assert (folder / "model.safetensors").exists()
-    assert visible(folder.parent) == [demo_model.NAME]
+    assert visible_names(folder.parent) == [demo_model.NAME]
 
 
 def test_the_folder_of_a_killed_conversion_is_replaced(folder, conversions):
@@ -120,7 +120,7 @@ def test_the_folder_of_a_killed_conversion_is_replaced(folder, conversions):
     assert not part.exists()
 
 
-def test_the_model_is_dense_and_its_package_is_not_imported(demo_model_path):
+def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_path):
     # The package would import llm and llama_cpp.
     assert demo_model.find_gguf_file().stat().st_size > 50e6
     assert demo_model.PACKAGE not in sys.modules
@@ -133,7 +133,7 @@ def test_the_model_is_dense_and_its_package_is_not_imported(demo_model_path):
 
 
 @pytest.mark.full  # the examples load it in the fast tier
-def test_the_model_speaks(demo_model_path):
+def test_the_model_generates_text(demo_model_path):
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path)
     assert model.dtype == torch.bfloat16
@@ -145,15 +145,15 @@ def test_the_model_speaks(demo_model_path):
 
 
 def test_a_full_disk_is_explained(tmp_path, monkeypatch):
-    class Full:
+    class FullDiskModel:
         @staticmethod
         def from_pretrained(*_, **__):
-            return Full()
+            return FullDiskModel()
 
         def save_pretrained(self, _folder):
             raise SafetensorError("no space left on device")
 
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
-        monkeypatch.setattr(transformers, name, Full)
+        monkeypatch.setattr(transformers, name, FullDiskModel)
     with pytest.raises(OSError, match=r"cannot write .*copy: no space left.*HF_HOME"):
         demo_model.convert(tmp_path / "x.gguf", tmp_path / "copy")

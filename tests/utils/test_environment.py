@@ -16,27 +16,27 @@ from hf_fp8kv.utils.environment import commit, describe_run, share_of_others
 
 def test_a_run_is_described(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/hf-fp8kv", "bench", "speed"])
-    found = describe_run("speed", device="cpu")
-    assert json.loads(json.dumps(found)) == found
-    assert (found["suite"], found["command"]) == ("speed", "hf-fp8kv bench speed")
-    assert found["commit"] == commit()
-    assert found["idle"] in (True, False)
-    assert 0 <= found["used_by_others"] <= 1
-    assert found["hardware"]["cpu"]
-    assert found["hardware"]["device"] == "cpu"
-    assert found["hardware"]["threads"] == torch.get_num_threads()
+    run = describe_run("speed", device="cpu")
+    assert json.loads(json.dumps(run)) == run
+    assert (run["suite"], run["command"]) == ("speed", "hf-fp8kv bench speed")
+    assert run["commit"] == commit()
+    assert run["idle"] in (True, False)
+    assert 0 <= run["used_by_others"] <= 1
+    assert run["hardware"]["cpu"]
+    assert run["hardware"]["device"] == "cpu"
+    assert run["hardware"]["threads"] == torch.get_num_threads()
     # A build for GPUs has its CUDA in `torch.__version__` alone.
-    assert torch.__version__.startswith(found["versions"]["torch"])
+    assert torch.__version__.startswith(run["versions"]["torch"])
 
 
 @pytest.mark.parametrize(("busy", "share", "idle"), [(25, 0.25, False), (0, 0, True)])
-def test_the_share_of_other_processes(monkeypatch, busy, share, idle):
+def test_used_by_others_and_idle(monkeypatch, busy, share, idle):
     monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: busy)
     assert share_of_others(100) == pytest.approx(share, abs=0.01)
     assert describe_run("speed")["idle"] is idle
 
 
-def test_this_process_is_not_another_one(monkeypatch):
+def test_this_process_does_not_count_as_others(monkeypatch):
     def work(seconds: float) -> float:
         end = time.process_time() + 0.1
         while time.process_time() < end:
@@ -47,8 +47,8 @@ def test_this_process_is_not_another_one(monkeypatch):
     assert share_of_others(0.1) == pytest.approx(0, abs=0.1)
 
 
-def test_the_commit_is_that_of_the_package(tmp_path: Path):
-    """Also in a folder of the checkout; a package that git does not track has no commit."""
+def test_commit_describes_the_repository_of_the_package(tmp_path: Path):
+    """The package may be in a subfolder. A package that git does not track has no commit."""
     package = tmp_path / "checkout" / "package"
     package.mkdir(parents=True)
     file = package / "__init__.py"
@@ -56,9 +56,9 @@ def test_the_commit_is_that_of_the_package(tmp_path: Path):
     assert commit(package) is None
 
     def git(*arguments: str) -> str:
-        named = ("-c", "user.name=a", "-c", "user.email=a@b.example", "-C", str(package.parent))
+        options = ("-c", "user.name=a", "-c", "user.email=a@b.example", "-C", str(package.parent))
         return subprocess.run(
-            ["git", *named, *arguments], check=True, capture_output=True, text=True
+            ["git", *options, *arguments], check=True, capture_output=True, text=True
         ).stdout.strip()
 
     git("init")

