@@ -969,8 +969,9 @@ float round_row(const float* x, int64_t count, const Decoding& code, float* to) 
   const int32_t raw = _mm512_reduce_max_epi32(most);
   const int bits = 10 - (int)code.shift, exponents = 7 >> (bits - 4);
   const auto largest_code = (float)(((2 << bits) - 1) << (exponents ? exponents - 1 : 0));
+  // Rounding adds less than 1024 to a sum, and no scale may depend on `count`.
   const float by_size = load<float>(&raw) / 32767;
-  const float by_sum = _mm512_reduce_add_ps(total) / (2147e6f / largest_code - (float)count);
+  const float by_sum = _mm512_reduce_add_ps(total) / (2147e6f / largest_code - 1024);
   const float scale = by_size > by_sum ? by_size : by_sum;
   const __m512 inverse = _mm512_set1_ps(1 / scale);
   alignas(64) int16_t order[32];  // 16 even and 16 odd positions
