@@ -437,8 +437,7 @@ void multiply_rows(
           const int64_t stride = segment.stride, size = segment.count;
           const char *at_a = segment.at + a * stride, *at_b = segment.at + b * stride;
           const char* x = (const char*)rows.x + 2 * segment.x;
-          for (int64_t i = 0; i < size; i += 64) {
-            const auto codes_a = load<__m512i>(at_a + i), codes_b = load<__m512i>(at_b + i);
+          auto add = [&](int64_t i, __m512i codes_a, __m512i codes_b) {
             const auto words_a = read(codes_a), words_b = read(codes_b);
             least = _mm512_min_epi8(least, _mm512_min_epi8(codes_a, codes_b));
             UNROLL
@@ -447,6 +446,17 @@ void multiply_rows(
               const __m512i even = load<__m512i>(row), odd = load<__m512i>(row + 64);
               sums[0][r] = dot(dot(sums[0][r], words_a.even, even), words_a.odd, odd);
               sums[1][r] = dot(dot(sums[1][r], words_b.even, even), words_b.odd, odd);
+            }
+          };
+          if (segment.x % 64 == 0 && size % 64 == 0) {
+            for (int64_t i = 0; i < size; i += 64)
+              add(i, load<__m512i>(at_a + i), load<__m512i>(at_b + i));
+          } else {  // the page has parts of vectors, which begin at multiples of 64 in the row
+            for (int64_t i = -(segment.x % 64); i < size; i += 64) {
+              uint64_t inside = i < 0 ? ~0ull << -i : ~0ull;
+              if (size - i < 64) inside &= (1ull << (size - i)) - 1;
+              add(i, _mm512_maskz_loadu_epi8(inside, at_a + i),
+                  _mm512_maskz_loadu_epi8(inside, at_b + i));
             }
           }
           if (segment.prefetch)
@@ -943,12 +953,11 @@ struct Attend {
 };
 
 // Return whether the products of a side are sums of integers: its codes are integers of at most 11
-// bits, and the `length` values of its lines fill vectors. Rounding a row to 16 bits is only exact
-// enough for 16-bit models.
-bool is_whole(const Attend& c, const Stored& side, const Decoding& code, int64_t length) {
+// bits. Rounding a row to 16 bits is only exact enough for 16-bit models. The page size has no
+// effect, because deterministic models have the same bits with pages of any size.
+bool is_whole(const Attend& c, const Stored& side, const Decoding& code) {
 #ifdef __AVX512BW__
-  return c.q.kind != F32 && side.kind == CODES && code.shift <= 6 && !c.latent &&
-         length % 64 == 0 && length <= 1024;
+  return c.q.kind != F32 && side.kind == CODES && code.shift <= 6 && !c.latent;
 #else
   return false;
 #endif
@@ -1016,8 +1025,8 @@ struct Scratch {
     const int64_t pages = TILE / c.table.slots + 2, tile = TILE + STEP * pages;  // at most
     parts.resize(pages), segments.resize(pages), decoded.resize(pages);
     q_stride = k + padded(c.latent ? c.p.dim : 0);
-    k_whole = is_whole(c, c.k, c.k_code, c.k.dim);
-    v_whole = is_whole(c, c.v, c.v_code, c.table.slots);
+    k_whole = is_whole(c, c.k, c.k_code) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
+    v_whole = is_whole(c, c.v, c.v_code);
     whole_stride = k / 2;
     const int64_t of_latents = c.latent ? LATENTS * q_stride : 0;
     const std::pair<float**, int64_t> places[] = {
