@@ -117,6 +117,30 @@ def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
         assert_same(repeated[:1], alone[:, -1:])
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("fmt", ["fp8_e2m5", "fp8_e3m4", "int8"])
+def test_products_of_integers(fmt, rotated):
+    """16-bit queries are rounded to integers. Bits do not depend on a call, and NaN is kept."""
+    length, prompt, dim = 1270, 20, 64
+    case = test_ops.Case("", lengths=(length,), key=fmt, value=fmt, dtype=torch.bfloat16,
+                         k_dim=dim, v_dim=dim, page_size=64, rotated=rotated)  # fmt: skip
+    pages = test_ops.fill(test_ops.poisoned(case), case)
+    query = torch.randn(1, 6, prompt, dim).bfloat16()
+    found = attend(pages, query, length)
+    error = test_ops.errors(found, attend(pages, query.float(), length, reference))
+    assert error.max() <= test_ops.bound(case)
+    for t in range(prompt):
+        assert_same(attend(pages, query[:, :, [t]], length - prompt + 1 + t), found[:, [t]])
+    if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
+        page, slot = int(pages.table[0, 9]), 21
+        for codes, at in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
+            codes[at] = test_ops.nan_code(fmt)
+            found, expected = (attend(pages, query[:, :, -1:], length, module).float()
+                               for module in (cpu_backend, reference))  # fmt: skip
+            assert found.isnan().any()
+            assert torch.equal(found.isnan(), expected.isnan())
+
+
 def compare(case: test_ops.Case, pages: Pages) -> None:
     """Compare attention of both sequences with the reference, including NaN."""
     query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim)
@@ -198,10 +222,13 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_library")
-@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
 def test_each_library_is_right(capability, monkeypatch):
-    """These libraries run on any CPU with AVX2."""
+    """The libraries for AVX2 and AVX-512 run on any CPU that has them. VNNI is hidden."""
+    if capability == "AVX512" and not torch.cpu._is_avx512_supported():
+        pytest.skip("the CPU has no AVX-512")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     for case in test_ops.CASES[:12] + test_ops.LATENTS:
         pages, query, kwargs = test_ops.prepare(case)
         want = test_ops.attend(case, pages, query.float(), "reference", **kwargs)

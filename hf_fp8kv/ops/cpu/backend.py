@@ -49,7 +49,10 @@ def load_library() -> ctypes.CDLL:
     Raises:
         BackendError: The library is missing, or was compiled from a different source.
     """
-    path = build.find_library(torch.backends.cpu.get_cpu_capability())
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512" and torch.cpu._is_vnni_supported():
+        capability = "AVX512_VNNI"
+    path = build.find_library(capability)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -16,11 +16,12 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 # Instructions for a user without compiled libraries.
 REPAIR = "install a C++ compiler and run: python -m hf_fp8kv.ops.cpu.build"
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-# Compiler flags of each library, by torch's name of the CPU capability.
+# Compiler flags of each library, by torch's name of the CPU capability. VNNI is not part of that.
 TARGETS: dict[str, list[str]] = {"DEFAULT": []}
 if platform.machine() in ("x86_64", "AMD64"):
     TARGETS["AVX2"] = _AVX2
     TARGETS["AVX512"] = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+    TARGETS["AVX512_VNNI"] = [*TARGETS["AVX512"], "-mavx512vnni"]
 _OPTIONS = [
     "-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread",
     "-fwrapv", "-Wno-psabi",
@@ -31,7 +32,7 @@ if sys.platform == "linux":
 
 
 def find_library(capability: str) -> Path:
-    """Return the path of the library for a CPU capability of torch."""
+    """Return the path of the library for a CPU capability, a key of `TARGETS`."""
     target = capability if capability in TARGETS else "DEFAULT"
     return SOURCE.with_name(f"kernels_{target.lower()}.so")
 

@@ -235,6 +235,44 @@ struct ReadCodes {  // codes without NaN and infinity; the result lacks a factor
 };
 #endif
 
+#ifdef __AVX512BW__
+// Codes of a format with 4 or more bits of mantissa as integers: a mantissa of at most 7 bits times
+// a signed power of two of at most 64. The codes of 64 positions become 32 integers of even and 32
+// integers of odd positions. NaN becomes 0, and its code, the least int8, is found in `least`.
+struct ReadIntegers {
+  __m512i fraction, ones, powers;
+  mutable __m512i least = _mm512_setzero_si512();
+  explicit ReadIntegers(const Decoding& d) {
+    const int bits = 10 - (int)d.shift;
+    alignas(16) int8_t one[16], power[16];  // by the sign and the three bits after it
+    for (int i = 0; i < 16; i++) {
+      const int exponent = (i & 7) >> (bits - 4), size = exponent ? 1 << (exponent - 1) : 1;
+      one[i] = (int8_t)(exponent ? 1 << bits : 0);
+      power[i] = (int8_t)(i & 8 ? -size : size);
+    }
+    fraction = _mm512_set1_epi8((char)((1 << bits) - 1));
+    ones = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)one));
+    powers = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)power));
+  }
+  struct Words {
+    __m512i even, odd;
+  };
+  inline Words operator()(__m512i codes) const {
+    const uint64_t evens = 0x5555555555555555;
+    const __m512i index = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(0x0F));
+    // 0xEA means (codes & fraction) | ones.
+    const __m512i mantissa =
+        _mm512_ternarylogic_epi32(codes, fraction, _mm512_shuffle_epi8(ones, index), 0xEA);
+    return {
+        _mm512_maddubs_epi16(mantissa, _mm512_maskz_shuffle_epi8(evens, powers, index)),
+        _mm512_maddubs_epi16(mantissa, _mm512_maskz_shuffle_epi8(~evens, powers, index))};
+  }
+  bool found_nan() const {
+    return _mm512_cmpeq_epi8_mask(least, _mm512_set1_epi8((char)0x80)) != 0;
+  }
+};
+#endif
+
 // Read `count` < 16 values without touching memory after them. The remaining values are zero.
 template <class Read>
 inline Sixteen read_some(const Read& read, const char* p, int64_t count) {
@@ -300,14 +338,17 @@ __attribute__((always_inline)) inline void add_products(
 
 // Rows that lines are multiplied with, and the output. Rows are `x_stride` values apart. The
 // product of a row with line `i` goes to `out[i]`. Outputs of rows are `out_stride` values apart.
+// If the rows hold integers (`round_row`), `factors` are the factors of their products.
 struct Rows {
   const float* x;
   int64_t x_stride;
   float* out;
   int64_t out_stride;
+  const float* factors = nullptr;
 
   Rows from(int64_t row) const {
-    return {x + row * x_stride, x_stride, out + row * out_stride, out_stride};
+    const float* left = factors ? factors + row : nullptr;
+    return {x + row * x_stride, x_stride, out + row * out_stride, out_stride, left};
   }
 };
 
@@ -362,6 +403,95 @@ void multiply_rows(
     multiply_lines<N, LINES, ADDS>(read, segments, count, line, rows);
   for (; line < lines; line++) multiply_lines<N, 1, ADDS>(read, segments, count, line, rows);
 }
+
+#ifdef __AVX512BW__
+inline __m512i dot(__m512i sum, __m512i a, __m512i b) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(sum, a, b);
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+
+// Multiply `lines` lines of codes with N rows of integers. Sums are exact, so their order does not
+// matter. Two lines at a time fit the registers, and 16 sums are added across lanes together. Up to
+// 15 outputs after the last line change as well.
+template <int N, bool ADDS>
+void multiply_rows(
+    const ReadIntegers& read, const Segment* segments, int64_t count, int64_t lines,
+    const Rows& rows) {
+  constexpr int QUADS = N == 3 ? 1 : 4 / N;
+  __m512i least = read.least;
+  for (int64_t line = 0; line < lines; line += 4 * QUADS) {
+    __m512i quads[4] = {};  // four lines each: a 128-bit lane has a part of each sum
+    UNROLL
+    for (int q = 0; q < QUADS; q++) {
+      __m512i pairs[2][N];
+      UNROLL
+      for (int p = 0; p < 2; p++) {
+        const int64_t first = line + 4 * q + 2 * p;
+        const int64_t a = first < lines ? first : lines - 1, b = a + 1 < lines ? a + 1 : a;
+        __m512i sums[2][N] = {};
+        for (int64_t s = 0; s < count; s++) {
+          const Segment& segment = segments[s];
+          const int64_t stride = segment.stride, size = segment.count;
+          const char *at_a = segment.at + a * stride, *at_b = segment.at + b * stride;
+          const char* x = (const char*)rows.x + 2 * segment.x;
+          auto add = [&](int64_t i, __m512i codes_a, __m512i codes_b) {
+            const auto words_a = read(codes_a), words_b = read(codes_b);
+            least = _mm512_min_epi8(least, _mm512_min_epi8(codes_a, codes_b));
+            UNROLL
+            for (int r = 0; r < N; r++) {
+              const char* row = x + 4 * r * rows.x_stride + 2 * i;
+              const __m512i even = load<__m512i>(row), odd = load<__m512i>(row + 64);
+              sums[0][r] = dot(dot(sums[0][r], words_a.even, even), words_a.odd, odd);
+              sums[1][r] = dot(dot(sums[1][r], words_b.even, even), words_b.odd, odd);
+            }
+          };
+          if (segment.x % 64 == 0 && size % 64 == 0) {
+            for (int64_t i = 0; i < size; i += 64)
+              add(i, load<__m512i>(at_a + i), load<__m512i>(at_b + i));
+          } else {  // the page has parts of vectors, which begin at multiples of 64 in the row
+            for (int64_t i = -(segment.x % 64); i < size; i += 64) {
+              uint64_t inside = i < 0 ? ~0ull << -i : ~0ull;
+              if (size - i < 64) inside &= (1ull << (size - i)) - 1;
+              add(i, _mm512_maskz_loadu_epi8(inside, at_a + i),
+                  _mm512_maskz_loadu_epi8(inside, at_b + i));
+            }
+          }
+          if (segment.prefetch)
+            for (int64_t j = 0; j < 2 * stride; j += 64)
+              __builtin_prefetch(segment.prefetch + a * stride + j);
+        }
+        UNROLL
+        for (int r = 0; r < N; r++)
+          pairs[p][r] = _mm512_add_epi32(
+              _mm512_unpacklo_epi32(sums[0][r], sums[1][r]),
+              _mm512_unpackhi_epi32(sums[0][r], sums[1][r]));
+      }
+      UNROLL
+      for (int r = 0; r < N; r++)
+        quads[r * QUADS + q] = _mm512_add_epi32(
+            _mm512_unpacklo_epi64(pairs[0][r], pairs[1][r]),
+            _mm512_unpackhi_epi64(pairs[0][r], pairs[1][r]));
+    }
+    auto add_lanes = [](__m512i a, __m512i b) {
+      return _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD));
+    };
+    const __m512 products = _mm512_cvtepi32_ps(
+        add_lanes(add_lanes(quads[0], quads[1]), add_lanes(quads[2], quads[3])));
+    UNROLL
+    for (int i = 0; i < N * QUADS; i++) {
+      const int r = i / QUADS;
+      float* to = rows.out + r * rows.out_stride + line + i % QUADS * 4;
+      __m128 four = load<__m128>((const char*)&products + 16 * i) * rows.factors[r];
+      if (ADDS) four += _mm_loadu_ps(to);
+      _mm_storeu_ps(to, four);
+    }
+  }
+  read.least = least;
+}
+#endif
 
 template <bool ADDS, class Read>
 void multiply(
@@ -822,6 +952,55 @@ struct Attend {
   float* work;  // [units, rows, 2 + Dv]: results of `fold`
 };
 
+// Return whether the products of a side are sums of integers: its codes are integers of at most 11
+// bits. Rounding a row to 16 bits is only exact enough for 16-bit models. The page size has no
+// effect, because deterministic models have the same bits with pages of any size.
+bool is_whole(const Attend& c, const Stored& side, const Decoding& code) {
+#ifdef __AVX512BW__
+  return c.q.kind != F32 && side.kind == CODES && code.shift <= 6 && !c.latent;
+#else
+  return false;
+#endif
+}
+
+// Round a row of `count` values to integers of 16 bits, in the order of ReadIntegers. Return the
+// factor of its products with codes. Sums of products fit 32 bits. Values after the row are zero up
+// to a multiple of 64.
+float round_row(const float* x, int64_t count, const Decoding& code, float* to) {
+#ifdef __AVX512BW__
+  __m512i most = _mm512_setzero_si512();  // positive floats and their bits have the same order
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(x + i));
+    most = _mm512_max_epi32(most, (__m512i)size);
+    total += size;
+  }
+  const int32_t raw = _mm512_reduce_max_epi32(most);
+  const int bits = 10 - (int)code.shift, exponents = 7 >> (bits - 4);
+  const auto largest_code = (float)(((2 << bits) - 1) << (exponents ? exponents - 1 : 0));
+  // Rounding adds less than 1024 to a sum, and no scale may depend on `count`.
+  const float by_size = load<float>(&raw) / 32767;
+  const float by_sum = _mm512_reduce_add_ps(total) / (2147e6f / largest_code - 1024);
+  const float scale = by_size > by_sum ? by_size : by_sum;
+  const __m512 inverse = _mm512_set1_ps(1 / scale);
+  alignas(64) int16_t order[32];  // 16 even and 16 odd positions
+  for (int i = 0; i < 32; i++) order[i] = (int16_t)(i < 16 ? 4 * i : 4 * i - 62);
+  const auto apart = load<__m512i>(order);
+  for (int64_t i = 0; i < count; i += 64) {
+    auto whole = [&](int64_t j) {
+      return _mm512_cvtps_epi32(_mm512_loadu_ps(x + i + j) * inverse);
+    };
+    const __m512i a = _mm512_permutex2var_epi16(whole(0), apart, whole(16));
+    const __m512i b = _mm512_permutex2var_epi16(whole(32), apart, whole(48));
+    _mm512_storeu_si512((char*)to + 2 * i, _mm512_shuffle_i64x2(a, b, 0x44));
+    _mm512_storeu_si512((char*)to + 2 * i + 64, _mm512_shuffle_i64x2(a, b, 0xEE));
+  }
+  return scale * std::exp2((float)code.shift - 24);
+#else
+  return 0;
+#endif
+}
+
 constexpr int64_t LINE = TILE + STEP;  // distance of two rows of logits, in values
 
 struct Part {  // part of a tile within one page
@@ -835,7 +1014,10 @@ struct Scratch {
   std::vector<Part> parts;
   std::vector<Segment> segments, decoded;
   float *q, *logits, *offset, *largest, *sums, *k_scales, *v_scales, *strip, *latents, *out;
-  int64_t q_stride;
+  // Rounded queries and weights, and their factors, if the products of a side are sums of integers.
+  float *whole_q, *q_factors, *whole_weights, *weight_factors;
+  int64_t q_stride, whole_stride;
+  bool k_whole, v_whole;
   uint8_t seen[TILE + STEP];
 
   explicit Scratch(const Attend& c) {
@@ -843,13 +1025,19 @@ struct Scratch {
     const int64_t pages = TILE / c.table.slots + 2, tile = TILE + STEP * pages;  // at most
     parts.resize(pages), segments.resize(pages), decoded.resize(pages);
     q_stride = k + padded(c.latent ? c.p.dim : 0);
+    k_whole = is_whole(c, c.k, c.k_code) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
+    v_whole = is_whole(c, c.v, c.v_code);
+    whole_stride = k / 2;
     const int64_t of_latents = c.latent ? LATENTS * q_stride : 0;
     const std::pair<float**, int64_t> places[] = {
         {&q, c.rows * q_stride}, {&logits, c.rows * LINE},
         {&offset, rows},         {&largest, rows},
         {&sums, rows},           {&k_scales, LINE},
         {&v_scales, LINE},       {&strip, SUMS * (k > tile ? k : tile)},
-        {&latents, of_latents},  {&out, c.rows * v}};
+        {&latents, of_latents},  {&out, c.rows * v},
+        {&whole_q, k_whole ? c.rows * whole_stride : 0},
+        {&whole_weights, v_whole ? c.rows * TILE / 2 : 0},
+        {&q_factors, rows},      {&weight_factors, rows}};
     int64_t total = STEP;
     for (const auto& [place, size] : places) total += size;
     memory.reset(new float[total]);
@@ -915,11 +1103,28 @@ void load_scales(
 }
 
 // Multiply `lines` stored lines with rows. If the rows do not fit the registers, or with `seen`,
-// lines are decoded first. Values that are not in `seen` count as zero.
+// lines are decoded first. Values that are not in `seen` count as zero. Integers have no NaN, so
+// products with NaN are set afterwards.
 template <bool ADDS>
 void multiply_stored(
     Scratch& s, int64_t kind, const Decoding& code, bool clean, int64_t parts, int64_t lines,
     int64_t size, const Rows& rows, const uint8_t* seen) {
+#ifdef __AVX512BW__
+  if (rows.factors) {
+    const ReadIntegers read(code);
+    multiply<ADDS>(read, s.segments.data(), parts, lines, size, rows);
+    if (!read.found_nan()) return;
+    for (int64_t line = 0; line < lines; line++)
+      for (int64_t i = 0; i < parts; i++) {
+        const Segment& segment = s.segments[i];
+        const char* at = segment.at + line * segment.stride;
+        for (int64_t j = 0; j < segment.count; j++)
+          if (has_special(at + j, 1, code) && !(seen && !seen[segment.x + j]))
+            for (int64_t r = 0; r < size; r++) rows.out[r * rows.out_stride + line] = NAN;
+      }
+    return;
+  }
+#endif
   with_reader(kind, code, clean, [&](const auto& read) {
     if (size <= ROWS && !seen)
       return multiply<ADDS>(read, s.segments.data(), parts, lines, size, rows);
@@ -948,7 +1153,7 @@ void multiply_stored(
 
 // Compute the products of queries and a tile of K.
 void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows) {
-  const bool clean = are_clean(c, s, parts, c.k, c.k_code, head, true);
+  const bool clean = !s.k_whole && are_clean(c, s, parts, c.k, c.k_code, head, true);
   const int64_t stride = c.k.dim * width_of(c.k.kind);
   for (int64_t i = 0; i < parts; i++) {
     const Part part = s.parts[i];
@@ -957,7 +1162,8 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int
     s.segments[0] = {
         part.page + c.k.codes + (head * c.table.slots + part.slot) * stride, stride, c.k.dim, 0,
         prefetch};
-    const Rows logits{s.q, s.q_stride, s.logits + part.first, LINE};
+    Rows logits{s.q, s.q_stride, s.logits + part.first, LINE};
+    if (s.k_whole) logits = {s.whole_q, s.whole_stride, logits.out, LINE, s.q_factors};
     multiply_stored<false>(s, c.k.kind, c.k_code, clean, 1, part.count, rows, logits, nullptr);
   }
 }
@@ -966,7 +1172,7 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int
 void multiply_values(
     const Attend& c, Scratch& s, int64_t parts, int64_t sequence, int64_t next, int64_t head,
     int64_t rows, bool all_seen) {
-  const bool clean = are_clean(c, s, parts, c.v, c.v_code, head, false);
+  const bool clean = !s.v_whole && are_clean(c, s, parts, c.v, c.v_code, head, false);
   const int64_t width = width_of(c.v.kind);
   for (int64_t i = 0; i < parts; i++) {
     const Part& part = s.parts[i];
@@ -976,7 +1182,14 @@ void multiply_values(
                            c.k.codes + head * c.k.dim * c.table.slots * width_of(c.k.kind);
     s.segments[i] = {first, c.table.slots * width, part.count, part.first, prefetch};
   }
-  const Rows weights{s.logits, LINE, s.out, padded(c.v.dim)};
+  Rows weights{s.logits, LINE, s.out, padded(c.v.dim)};
+  if (s.v_whole) {
+    const int64_t count = s.parts[parts - 1].first + s.parts[parts - 1].count;
+    for (int64_t row = 0; row < rows; row++)
+      s.weight_factors[row] =
+          round_row(s.logits + row * LINE, count, c.v_code, s.whole_weights + row * TILE / 2);
+    weights = {s.whole_weights, TILE / 2, s.out, weights.out_stride, s.weight_factors};
+  }
   const uint8_t* seen = all_seen || clean ? nullptr : s.seen;
   multiply_stored<true>(s, c.v.kind, c.v_code, clean, parts, c.v.dim, rows, weights, seen);
 }
@@ -1090,7 +1303,7 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
     float* line = s.logits + row * LINE;
     for (int64_t j = count; j < padded(count); j++) line[j] = NOTHING;
     // The last part may begin within a vector, and then reads weights up to here.
-    for (int64_t j = padded(count); j < padded(count) + STEP; j++) line[j] = 0;
+    for (int64_t j = padded(count); j < LINE; j++) line[j] = 0;
     Floats best = splat(s.largest[row]);
     for (int64_t j = 0; j < count; j += LANES) {
       Floats x = load<Floats>(line + j);
@@ -1200,6 +1413,8 @@ void load_queries(
                     (token + row / groups) * c.q.t;
     float* to = s.q + row * s.q_stride;
     s.offset[row] = load_query(c, x, c.k, c.k_code, head, center, to);
+    if (s.k_whole)
+      s.q_factors[row] = round_row(to, c.k.dim, c.k_code, s.whole_q + row * s.whole_stride);
     if (c.latent) {
       x += c.k.dim * width_of(c.q.kind);
       load_query(c, x, c.p, c.p_code, head, nullptr, to + padded(c.k.dim));
@@ -1233,8 +1448,8 @@ void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
     if (high > begin + c.span) high = begin + c.span;
   }
   if (first < high) load_queries(c, s, sequence, head, token, rows);
-  // Vectors begin at multiples of STEP, and tiles at multiples of their size.
-  for (int64_t low = first & -STEP; low < high;) {
+  // Vectors begin at multiples of STEP or 64, and tiles at multiples of their size.
+  for (int64_t low = first & -(s.v_whole ? 64 : STEP); low < high;) {
     std::memset(s.out, 0, 4 * c.rows * stride);
     for (int64_t row = 0; row < rows; row++) s.largest[row] = NOTHING, s.sums[row] = 0;
     int64_t stop = (low / c.span + 1) * c.span;
