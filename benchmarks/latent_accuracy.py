@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration.divergence import UNQUANTIZED, Scores, compare_caches
+from hf_fp8kv.card.caches import RoundedCache, Rounding, round_to_bfloat16
 from hf_fp8kv.card.measure import summarize
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import round_to_format
@@ -49,31 +50,18 @@ KINDS = {
 }
 
 
-_Rounded = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+class _RoundedBf16(RoundedCache):
+    """transformers' own cache of rounded latents and positions that are bfloat16 values."""
 
-
-class RoundedCache(DynamicCache):
-    """transformers' own cache of rounded latents and positions, `[B, 1, T, ...]`."""
-
-    def __init__(self, config: Any, rounded: _Rounded) -> None:
-        super().__init__(config=config)
-        self._rounded = rounded
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Store rounded states. On an empty cache, return bfloat16 values, as the pages do."""
-        is_first = not self.get_seq_length(layer_idx)
-        exact = _round_to_bf16(key_states, value_states)
-        stored = super().update(*self._rounded(*exact), layer_idx, *args, **kwargs)
-        return exact if is_first else stored
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(*round_to_bfloat16(key_states, value_states), *args, **kwargs)
 
 
 class _PagedBf16(FP8PagedCache):
     """This package's cache of latents and positions that are bfloat16 values."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().update(*_round_to_bf16(key_states, value_states), *args, **kwargs)
+        return super().update(*round_to_bfloat16(key_states, value_states), *args, **kwargs)
 
 
 def _to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
@@ -101,13 +89,9 @@ def _round_by_the_latent(latent: Tensor, positions: Tensor) -> tuple[Tensor, Ten
     return _to_e4m3(latent, amax), _to_e4m3(positions, amax)
 
 
-def _round_to_bf16(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    return latent.bfloat16().to(latent.dtype), positions.bfloat16().to(positions.dtype)
-
-
 # Bytes of a token with 512 and 64 values, and the rounding.
-IMITATED: dict[str, tuple[int, _Rounded]] = {
-    "bfloat16": (1152, _round_to_bf16),
+IMITATED: dict[str, tuple[int, Rounding]] = {
+    "bfloat16": (1152, round_to_bfloat16),
     "fp8_ds_mla (e4m3, scale per 128)": (656, _round_by_blocks),
     "e4m3, one scale for both": (580, _round_together),
     "e4m3, the latent's scale for both": (580, _round_by_the_latent),
@@ -171,7 +155,7 @@ def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     config: Any = model.config
     return {
         DEFAULT: partial(_PagedBf16, config),
-        **{name: partial(RoundedCache, config, rounded) for name, (_, rounded) in IMITATED.items()},
+        **{name: partial(_RoundedBf16, config, rounded) for name, (_, rounded) in IMITATED.items()},
         **{
             f"latents {k}, positions {v}": partial(_PagedBf16, config, plan=LayerPlan.parse(k, v))
             for k, v in PLANS

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ _ROTATED = 64  # channels of V that it rotates together, and the divisor of rota
 _TOKENS = 1024  # tokens that bytes are counted for, a multiple of every page size
 # Keys and values of a layer, `[B, Hkv, N, D]`.
 States = tuple[torch.Tensor, torch.Tensor]
-Rounding = Callable[[torch.Tensor], torch.Tensor]
+Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # of K and V
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Contender:
 class RoundedCache(DynamicCache):
     """An unquantized cache of rounded keys and values, which imitates a quantized cache."""
 
-    def __init__(self, config: PreTrainedConfig, round_k: Rounding, round_v: Rounding) -> None:
+    def __init__(self, config: PreTrainedConfig, rounding: Rounding) -> None:
         super().__init__(config=config)
-        self._round_k, self._round_v = round_k, round_v
+        self._rounding = rounding
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
@@ -62,14 +61,14 @@ class RoundedCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Store rounded states. On an empty cache, return the unrounded states."""
         is_first = not self.get_seq_length(layer_idx)
-        rounded = self._round_k(key_states), self._round_v(value_states)
+        rounded = self._rounding(key_states, value_states)
         keys, values = super().update(*rounded, layer_idx, *args, **kwargs)
         return (key_states, value_states) if is_first else (keys, values)
 
 
-def round_to_bfloat16(states: torch.Tensor) -> torch.Tensor:
-    """Return the states rounded to bfloat16, in their own dtype."""
-    return states.bfloat16().to(states.dtype)
+def round_to_bfloat16(keys: torch.Tensor, values: torch.Tensor) -> States:
+    """Return keys and values rounded to bfloat16, in their own dtype."""
+    return keys.bfloat16().to(keys.dtype), values.bfloat16().to(values.dtype)
 
 
 def round_to_q8_0(states: torch.Tensor, rotated: int | None = None) -> torch.Tensor:
@@ -122,7 +121,7 @@ CONTENDERS = {
     "q8_0": Contender(
         "q8_0 of llama.cpp (rounding only)",
         lambda model: RoundedCache(
-            model.config, round_to_q8_0, partial(round_to_q8_0, rotated=_ROTATED)
+            model.config, lambda k, v: (round_to_q8_0(k), round_to_q8_0(v, _ROTATED))
         ),
         8 + 16 / _BLOCK,
     ),
@@ -131,7 +130,7 @@ CONTENDERS = {
     ),
     FLOOR: Contender(
         "K and V rounded to bfloat16",
-        lambda model: RoundedCache(model.config, round_to_bfloat16, round_to_bfloat16), 16,
+        lambda model: RoundedCache(model.config, round_to_bfloat16), 16,
     ),
 }  # fmt: skip
 STANDARD = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
