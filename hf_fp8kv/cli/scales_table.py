@@ -109,17 +109,27 @@ def inspect_table(
     """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
 
     Without a report only the scales are shown. The table of layers has the sources of the scales if
-    they fit into `width` columns of the terminal.
+    they fit into `width` columns of the terminal. Several tables follow if the rest does not fit.
     """
     parts: list[RenderableType] = [Text(line) for line in _heading(scales, report)]
     rows = list(_list_rows(scales, report))
     columns = {name: cells for name in rows[0] if any(cells := [row[name] for row in rows])}
     # Each column has two spaces and a line, and one line is added.
-    if 1 + sum(3 + max(map(len, [name, *cells])) for name, cells in columns.items()) > width:
+    widths = {name: 3 + max(map(len, [name, *cells])) for name, cells in columns.items()}
+    if 1 + sum(widths.values()) > width:
         columns.pop("source", None)
+    first, others = [*columns][:2], [*columns][2:]  # the layer, and K or V
+    tables = [[*first]]
+    for name in others:
+        if len(tables[-1]) > 2 and 1 + sum(widths[x] for x in [*tables[-1], name]) > width:
+            tables.append([*first])
+        tables[-1].append(name)
     left = ("stored", "source")
-    sides: dict[str, Any] = {name: "left" if name in left else "right" for name in columns}
-    parts.append(build_table(sides, zip(*columns.values(), strict=True)))
+    for names in tables:
+        sides: dict[str, Any] = {name: "left" if name in left else "right" for name in names}
+        lines = zip(*(columns[name] for name in names), strict=True)
+        padding = (0, 1, 0, int(len(tables) == 1))
+        parts.append(build_table(sides, lines, padding=padding))
     parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
     if report is not None:
         parts += quality_parts(report)

@@ -156,9 +156,8 @@ def tables(text: str) -> list[dict[str, list[str]]]:
 
 
 def columns(text: str) -> dict[str, list[str]]:
-    """Return the cells of the table of layers, which has a row for K and a row for V."""
-    (layers,) = (table for table in tables(text) if "layer" in table)
-    return layers
+    """Return the cells of all tables with a row for K and a row for V of each layer."""
+    return {name: cells for t in tables(text) if "layer" in t for name, cells in t.items()}
 
 
 def test_a_table_of_a_calibration():
@@ -224,7 +223,7 @@ def test_a_table_omits_missing_measurements():
     assert heading == "a model: measured as fp8_e4m3 on 400 tokens; 2026-11-21"
 
 
-@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("width", [40, 80, 140])
 @pytest.mark.parametrize("measured", [make_report(12), None], ids=["measured", "scales"])
 def test_no_cell_is_truncated_at_any_width(width, measured):
     scales = scales_of(make_report(12), centered=(3,))
@@ -233,6 +232,7 @@ def test_no_cell_is_truncated_at_any_width(width, measured):
     wide, narrow = columns(render(scales, measured)), columns(text)
     assert set(wide) - set(narrow) <= {"source"}
     assert narrow == {name: cells for name, cells in wide.items() if name in narrow}
+    assert width < 80 or len(tables(text)) - bool(measured) <= 2
 
 
 @pytest.mark.parametrize(
