@@ -1,6 +1,7 @@
 """Attention on a CPU, its rivals, and the bandwidth of reads.
 
-Layers: one layer stores its new tokens and attends to all tokens. Slopes: whole decode steps of the
+Layers: each of four layers stores its new tokens and attends to all tokens, and a quarter of the
+time counts. Slopes: whole decode steps of the
 demo model at two lengths, and the time that each cached token adds between them. Caches of the
 slopes hold random numbers. llama.cpp runs in a separate process, which prefills the same number of
 tokens with the same model file. All contenders alternate. Rivals that are not installed are left
@@ -44,6 +45,7 @@ from .other_cpu_kernels import Attend, make_other_steps
 from .shared import TURNS, Result, main
 
 SHAPES: tuple[Heads, ...] = ((32, 8, 128), (9, 3, 64), (4, 1, 256))
+LAYERS = 4
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
 BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
 BASELINE = next(iter(BUFFERS))
@@ -126,7 +128,7 @@ def _measure_layer(
     rows = []
     for name, taken in seconds.items():
         width = WIDTHS.get(name, 1)
-        ms = 1e3 * statistics.median(taken)
+        ms = 1e3 * statistics.median(taken) / LAYERS
         rate = 2 * batch * heads[1] * heads[2] * tokens * width / ms / 1e6
         rows.append({
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": tokens, "batch": batch,
@@ -138,7 +140,10 @@ def _measure_layer(
 
 
 def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, Attend]:
-    """Return a step of each contender: store `chunk` tokens after `tokens`, and attend."""
+    """Return a step of each contender: store `chunk` tokens after `tokens`, and attend, by layer.
+
+    A step returns the output of its last layer.
+    """
     q_heads, kv_heads, dim = heads
     module, scaling = AttentionLayer(q_heads // kv_heads), dim**-0.5
     query = torch.randn(batch, q_heads, chunk, dim).bfloat16()
@@ -146,9 +151,12 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
     history = torch.randn(2, batch, kv_heads, tokens, dim).bfloat16()
     mask = torch.ones((1, 1, chunk, tokens + chunk), dtype=torch.bool).tril(tokens)
 
-    def step(cache: Cache, attend: Callable[..., Any], seen: torch.Tensor | None) -> torch.Tensor:
-        keys, values = cache.update(key, value, 0)
-        output: torch.Tensor = attend(module, query, keys, values, seen, scaling=scaling)[0]
+    def over_cache(
+        cache: Cache, attend: Callable[..., Any], seen: torch.Tensor | None
+    ) -> torch.Tensor:
+        for layer in range(LAYERS):
+            keys, values = cache.update(key, value, layer)
+            output: torch.Tensor = attend(module, query, keys, values, seen, scaling=scaling)[0]
         cache.crop(-chunk)
         return output.transpose(1, 2)
 
@@ -160,20 +168,30 @@ def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, 
             query, buffer[0], buffer[1], None if chunk == 1 else mask, enable_gqa=chunk > 1
         ).view(batch, q_heads, chunk, dim)
 
-    steps = make_other_steps(query, torch.stack((key, value)), history)
-    caches: dict[str, Cache] = {
-        name: FP8PagedCache(make_config(heads), dtype=dtype) for name, dtype in PAGED.items()
+    def in_sequence(layers: Sequence[Attend]) -> torch.Tensor:
+        return [attend() for attend in layers][-1]
+
+    states = torch.stack((key, value))
+    others = [make_other_steps(query, states, history) for _ in range(LAYERS)]
+    steps = {name: [layer[name] for layer in others] for name in others[0]}
+    for name, dtype in BUFFERS.items():
+        buffers = torch.zeros(LAYERS, 2, batch, kv_heads, tokens + chunk, dim, dtype=dtype)
+        buffers[..., :tokens, :] = history
+        typed = query.to(dtype)
+        steps[name] = [functools.partial(over_buffer, buffer, typed) for buffer in buffers]
+    all_steps: dict[str, Attend] = {
+        name: functools.partial(in_sequence, layers) for name, layers in steps.items()
     }
-    for name, cache in {**caches, DYNAMIC: DynamicCache()}.items():
-        cache.update(history[0], history[1], 0)
+    config = make_config(heads, LAYERS)
+    caches: dict[str, Cache] = {DYNAMIC: DynamicCache()}
+    caches |= {name: FP8PagedCache(config, dtype=dtype) for name, dtype in PAGED.items()}
+    for name, cache in caches.items():
+        for layer in range(LAYERS):
+            cache.update(history[0], history[1], layer)
         attend = fp8_paged_attention if name in PAGED else sdpa_attention_forward
         seen = None if chunk == 1 or name in PAGED else mask
-        steps[name] = functools.partial(step, cache, attend, seen)
-    for name, dtype in BUFFERS.items():
-        buffer = torch.zeros(2, batch, kv_heads, tokens + chunk, dim, dtype=dtype)
-        buffer[:, :, :, :tokens] = history
-        steps[name] = functools.partial(over_buffer, buffer, query.to(dtype))
-    return steps
+        all_steps[name] = functools.partial(over_cache, cache, attend, seen)
+    return all_steps
 
 
 # -- slopes ----------------------------------------------------------------------------------------
@@ -229,7 +247,8 @@ def _model_step(
             began = time.perf_counter()
             model(ids, **with_cache(model, cache))
             taken.append(time.perf_counter() - began)
-            cache.crop(-1)
+            if not isinstance(cache, QuantizedCache):  # it cannot remove tokens, and grows
+                cache.crop(-1)
         return statistics.median(taken)
 
     return run
