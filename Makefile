@@ -51,7 +51,7 @@ KERNELS_ARGS ?=
 
 TRANSFORMERS ?= git+https://github.com/huggingface/transformers
 OLDEST_TRANSFORMERS := 5.18.0
-# The version of torch 2.9, the oldest supported one.
+# The oldest supported version.
 OLDEST_TRITON := 3.5.0
 OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/test_generate.py \
   cache/test_golden_files.py cache/test_devices.py calibration/test_calibrate.py modeling/test_exact_states.py \

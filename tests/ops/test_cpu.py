@@ -202,7 +202,7 @@ def test_a_call_copies_nothing():
 
 @pytest.mark.usefixtures("many_threads")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_forked_process_has_threads_of_its_own():
+def test_a_forked_process_computes_on_one_thread():
     pages, query = make(700), torch.randn(1, 6, 1, DIM)
     expected = attend(pages, query, 700)
     child = os.fork()

@@ -1,10 +1,11 @@
-"""The "cpu" backend: each operation is one call of a C++ kernel, with torch's number of threads.
+"""The "cpu" backend: each operation is one call of a C++ kernel, on torch's threads.
 
 Models in float64 use the "torch" backend.
 """
 
 import ctypes
 import functools
+import os
 
 import torch
 from torch import Tensor
@@ -60,7 +61,9 @@ def load_library() -> ctypes.CDLL:
             f"backend 'cpu': expected {path.name}, got {error}. To use it, {build.REPAIR}"
         ) from error
     described = (ctypes.c_int64 * 4)()
-    library.describe(described)
+    # A symbol of a library that torch._C requires.
+    parallel_for = ctypes.CDLL(torch._C.__file__).torch_parallel_for
+    library.set_up(ctypes.cast(parallel_for, ctypes.c_void_p), described)
     if list(described) != [build.stamp(), WRITE.size, GATHER.size, ATTEND.size]:
         raise BackendError(
             f"backend 'cpu': {path.name} was built from a different source. To use it, "
@@ -69,6 +72,7 @@ def load_library() -> ctypes.CDLL:
     for name in ("write_tokens", "gather", "attend"):
         getattr(library, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
     library.gather.restype = library.attend.restype = None
+    library.process = os.getpid()
     return library
 
 
@@ -91,6 +95,8 @@ def _plain_side(side: StoredSide) -> StoredSide:
 
 
 def _threads(values: int) -> int:
+    if load_library().process != os.getpid():  # torch's threads do not survive a fork
+        return 1
     return max(1, min(torch.get_num_threads(), values // GRAIN))
 
 

@@ -23,7 +23,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     TARGETS["AVX512"] = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
     TARGETS["AVX512_VNNI"] = [*TARGETS["AVX512"], "-mavx512vnni"]
 _OPTIONS = [
-    "-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread",
+    "-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
     "-fwrapv", "-Wno-psabi",
 ]  # fmt: skip
 if sys.platform == "linux":

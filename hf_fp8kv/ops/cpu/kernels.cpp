@@ -4,17 +4,11 @@
 // products and sums, because stored bytes must equal the reference's. Other code calls `fma`
 // explicitly.
 
-#include <unistd.h>
-
 #include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <mutex>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 #ifdef __AVX2__
@@ -608,60 +602,9 @@ void rotate(float* x, int64_t dim, int64_t block) {
 
 // ---- threads ------------------------------------------------------------------------------------
 
-// A pool of threads. A forked process does not inherit its parent's threads and starts new ones.
-class Pool {
- public:
-  // Call `work(context)` on this thread and on up to `threads - 1` others. Return after all calls.
-  static void run(int64_t threads, void (*work)(void*), void* context) {
-    static std::mutex making;
-    static Pool* pool = nullptr;
-    static pid_t owner = 0;
-    Pool* chosen = nullptr;
-    if (threads > 1 && making.try_lock()) {
-      if (owner != getpid()) pool = new Pool, owner = getpid();
-      chosen = pool;
-    }
-    if (!chosen) return work(context);  // another Python thread uses the pool
-    chosen->share(threads - 1, work, context);
-    making.unlock();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  int64_t made_ = 0, wanted_ = 0, running_ = 0;
-  void (*work_)(void*) = nullptr;
-  void* context_ = nullptr;
-
-  void share(int64_t others, void (*work)(void*), void* context) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      try {
-        for (; made_ < others; made_++) std::thread([this] { serve(); }).detach();
-      } catch (const std::system_error&) {
-        // The system has no more threads. The existing threads do the work.
-      }
-      work_ = work, context_ = context, wanted_ = others;
-    }
-    for (int64_t i = 0; i < others; i++) wake_.notify_one();
-    work(context);
-    std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;  // threads that wake up later have nothing to do
-    done_.wait(lock, [this] { return !running_; });
-  }
-
-  void serve() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-      wake_.wait(lock, [this] { return wanted_ > 0; });
-      wanted_--, running_++;
-      lock.unlock();
-      work_(context_);
-      lock.lock();
-      if (!--running_) done_.notify_one();
-    }
-  }
-};
+// `torch_parallel_for` of torch's stable ABI. Kernels share torch's threads: an additional pool would
+// compete for the cores with torch's threads, which spin after each operation.
+int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
 
 // Call `unit(i)` for each i below `units`, on up to `threads` threads. Each thread calls `make()`
 // once, which returns a `unit` with separate memory.
@@ -673,14 +616,14 @@ void for_units(int64_t units, int64_t threads, const Make& make) {
     const Make& make;
   };
   Context context{{0}, units, make};
-  Pool::run(
-      threads < units ? threads : units,
-      [](void* p) {
-        auto& c = *(Context*)p;
-        auto unit = c.make();
-        for (int64_t i; (i = c.next++) < c.units;) unit(i);
-      },
-      &context);
+  const auto work = [](int64_t, int64_t, void* p) {
+    auto& c = *(Context*)p;
+    auto unit = c.make();
+    for (int64_t i; (i = c.next++) < c.units;) unit(i);
+  };
+  if (threads > units) threads = units;
+  if (threads > 1) parallel_for(0, threads, 1, work, &context);
+  else work(0, 1, &context);
 }
 
 // ---- write --------------------------------------------------------------------------------------
@@ -1500,7 +1443,8 @@ void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Return the checksum of the source (build.py) and the sizes of the structs that Python fills.
-EXPORT void describe(int64_t* out) {
+EXPORT void set_up(void* torch_parallel_for, int64_t* out) {
+  parallel_for = (decltype(parallel_for))torch_parallel_for;
   out[0] = STAMP, out[1] = sizeof(Write), out[2] = sizeof(Gather), out[3] = sizeof(Attend);
 }
 
