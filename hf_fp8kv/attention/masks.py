@@ -69,7 +69,7 @@ def fp8_paged_mask(
     # Without a cache, positions may be packed.
     chunked = getattr(config, "attention_chunk_size", None) is not None
     plain = is_preallocated and not chunked and not kwargs.get("use_vmap", False)
-    window = causal_window(mask_function, plain=plain)
+    window = causal_window(mask_function, plain=plain, local_size=kwargs.get("local_size"))
     # A compact mask requires that the queries are the last stored tokens.
     ends_together = is_preallocated or (
         not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
