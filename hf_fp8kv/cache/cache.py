@@ -3,9 +3,9 @@
 import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,8 +20,6 @@ from ..modeling.layer_specs import read_config
 from ..modeling.model_support import caches_latents, refuse_config
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
-from ..paging.layer_group import LayerGroup
-from ..paging.page_allocator import PageBudget
 from ..scales import KVScales, declared_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
@@ -32,7 +30,6 @@ from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
 from .plans import Plan
-from .snapshot import CacheSnapshot, LayerSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +166,7 @@ class FP8PagedCache(DynamicCache):
             backend=backend, tensor_parallel=tensor_parallel, offloading=offloading,
             latent=caches_latents(decoder),
         )  # fmt: skip
-        self._set_up(options, decoder, options.new_budget())
+        self._set_up(PagedLayers(options, decoder, options.new_budget()))
         self.layers = self._paged.layers_for(skip_layers)
         if config and options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
@@ -226,15 +223,12 @@ class FP8PagedCache(DynamicCache):
             config = read_config(repo_or_dir, trust_remote_code=trust_remote_code, **hub)
         return cls(config, scales=scales, **cache_keywords)
 
-    def _set_up(
-        self, options: CacheOptions, config: PreTrainedConfig | None, budget: PageBudget
-    ) -> None:
+    def _set_up(self, paged: PagedLayers) -> None:
         super().__init__()
         self.layer_class_to_replicate = None
-        self.options, self.config, self.budget = options, config, budget
-        self._paged = PagedLayers(options, config, budget)
-        self.groups: dict[int | None, LayerGroup] = self._paged.groups
-        self.open_ended = config is None
+        self._paged, self.groups = paged, paged.groups
+        self.options, self.config, self.budget = paged.options, paged.config, paged.budget
+        self.open_ended = paged.open_ended
 
     @property
     def paged_layers(self) -> list[FP8PagedLayer]:
@@ -418,30 +412,22 @@ class FP8PagedCache(DynamicCache):
         it. A cache and its forks must therefore be used by one thread at a time. Preallocated
         caches and transformers' layers are copied.
         """
-        snapshot = self._snapshot()
-        layers = [x if isinstance(x, LayerSnapshot) else copy.deepcopy(x) for x in snapshot.layers]
-        twin = self._restore(replace(snapshot, layers=layers))
+        twin = self._restore(self._paged.fork(), [*map(copy.deepcopy, self.stock_layers)])
         # Also copy the text, attributes of subclasses, and attributes that a user has set.
         vars(twin).update({**vars(self), **vars(twin)})
         return twin
 
-    def _snapshot(self) -> CacheSnapshot:
-        return self._paged.snapshot(self.layers, open_ended=self.open_ended)
-
     @classmethod
-    def _restore(cls, snapshot: CacheSnapshot) -> "FP8PagedCache":
-        cache, options, budget = cls.__new__(cls), snapshot.options, snapshot.budget
-        if options.is_preallocated:
-            budget = options.new_budget()
-        cache._set_up(options, snapshot.config, budget)
-        cache.layers = cache._paged.restore_layers(snapshot)
-        cache.open_ended = snapshot.open_ended
+    def _restore(cls, paged: PagedLayers, stock: Sequence[Any] = ()) -> "FP8PagedCache":
+        """Return a cache with the contents of growing layers and of layers of transformers."""
+        cache = cls.__new__(cls)
+        cache._set_up(paged.preallocated() if paged.options.is_preallocated else paged)
+        cache.layers = cache._paged.with_stock(stock)
         return cache
 
-    def adopt(self, snapshot: CacheSnapshot) -> None:
-        """Take over a snapshot's contents, with this cache's options. Only for an empty cache."""
-        twin = self._restore(replace(snapshot, options=self.options, config=self.config))
-        vars(self).update(vars(twin))  # in one call, after the new layers exist
+    def adopt(self, paged: PagedLayers) -> None:
+        """Take over growing layers with this cache's options and config. Only if it is empty."""
+        vars(self).update(vars(self._restore(paged)))  # in one call, after the layers exist
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
         memo[id(self)] = twin = self.fork()
@@ -451,12 +437,12 @@ class FP8PagedCache(DynamicCache):
         return self.fork()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = serialization.pack(self._snapshot())
-        return self._unpack, (*packed, self.options, self.stock_layers)
+        packed = (*serialization.pack(self._paged), self.options, self.stock_layers)
+        return self._unpack, packed
 
     @classmethod
     def _unpack(cls, *packed: Any) -> "FP8PagedCache":
-        return cls._restore(serialization.unpack(*packed))
+        return cls._restore(serialization.unpack(*packed), packed[-1])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the pages in use to a safetensors file, atomically, and return its path.
@@ -464,7 +450,7 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: A layer has a state that is not attention.
         """
-        return serialization.save(self._snapshot(), path)
+        return serialization.save(self._paged, self.stock_layers, path)
 
     @classmethod
     def load(
@@ -479,7 +465,7 @@ class FP8PagedCache(DynamicCache):
             OutOfPagesError: The pages exceed the file's `max_pages`.
         """
         with convert_read_errors(path, "a whole file of FP8PagedCache.save", ConfigError):
-            return cls._restore(serialization.load(path, device))
+            return cls._restore(*serialization.load(path, device))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.layers)} layers: {summarize_plan(self.plan)})"

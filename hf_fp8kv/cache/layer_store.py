@@ -8,14 +8,12 @@ import torch
 from .. import ops
 from ..ops import Pages
 from ..ops.blocks import locate_pages
-from ..paging.layer_group import LayerGroup
 from ..paging.lengths import Call, DeviceLength, HostLength, LongWrite
 from ..paging.offloading import Tiers
 from ..paging.page_pool import PagePool
 from .encoding import Encoding
 from .indexers import Indexer, held_by
 from .paged_tensor import PagedKV, make_handles
-from .snapshot import LayerSnapshot
 
 
 class LayerStore:
@@ -207,51 +205,55 @@ class LayerStore:
         self._ready = False
         self.encoding.clear()
 
-    def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
-        """Return a snapshot of the layer's `length` tokens. `group` is a fork of its group."""
-        encoding, indexer = self.encoding, None
-        if self.indexer is not None:
-            held = held_by(self.indexer) if length else {}
-            # Cloned, because a file or a pickle would contain the whole tensor of a view.
-            indexer = {
-                name: tensor[:, :length].clone() if name == "indexer_keys" else tensor.clone()
-                for name, tensor in held.items()
-            }
-        snapshot = LayerSnapshot(group, length, turns=encoding.turns, indexer=indexer)
-        if self.is_initialized:
-            snapshot.pool, snapshot.k_center = self.pool, encoding.k_center
-        return snapshot
+    def share(self, source: "LayerStore", length: int) -> None:
+        """Take over the first `length` tokens of a layer, whose pool this new growing layer has."""
+        encoding, held = source.encoding, {}
+        if source.indexer is not None and length:
+            held = held_by(source.indexer)
+            held["indexer_keys"] = held["indexer_keys"][:, :length]
+        self.hold(length, encoding.k_center if source.is_initialized else None, held)
 
-    def restore(self, snapshot: LayerSnapshot) -> None:
-        """Restore the contents of a snapshot in a new layer.
+    def hold(
+        self, length: int, center: torch.Tensor | None, indexer: dict[str, torch.Tensor]
+    ) -> None:
+        """Set the contents of a new growing layer, except the table and the pages.
 
-        A growing layer shares the snapshot's pool. A preallocated layer copies it, and each
-        sequence gets separate pages.
+        Args:
+            length: Number of stored tokens.
+            center: Center of K, `[B, Hkv, Dk]`, float32, or None.
+            indexer: Tensors of the layer's indexer by name, which are copied.
         """
-        length, pool = self.length, snapshot.pool
-        if self.indexer is not None and snapshot.indexer:
-            self.indexer.hold(snapshot.indexer)
-        if isinstance(length, HostLength):
-            self.group.lengths[length.member] = snapshot.length
-        if pool is None:
+        self.group.lengths[self.length.member] = length
+        if self.indexer is not None:
+            self.indexer.hold(indexer)
+        if self.pool.is_allocated:
+            self.encoding.prepare(*self.pool.empty_tokens(self.group.table.batch))
+            self.encoding.k_center, self._ready = center, True
+
+    def copy(self, source: "LayerStore") -> None:
+        """Copy the contents of a growing layer to this new preallocated layer.
+
+        Each sequence gets separate pages.
+        """
+        length, pool, table = self.length, source.pool, source.group.table
+        assert isinstance(length, DeviceLength)
+        if self.indexer is not None and source.indexer is not None:
+            self.indexer.hold(held_by(source.indexer))
+        if not source.is_initialized:
             return
-        tokens = pool.empty_tokens(snapshot.group.table.batch)
+        tokens = pool.empty_tokens(table.batch)
         self.encoding.prepare(*tokens)
-        if isinstance(length, HostLength):
-            self.encoding.k_center = snapshot.k_center
-            self._ready = True
-            return
         self.allocate(*tokens)
-        table, group = snapshot.group.table, length.group
         # A ring only has room for the last pages.
+        group = length.group
         first = max(table.first, table.count - (group.ring or table.count))
         group.lost[length.member] = first * table.page_size
         own_pages = length.table[:, first : table.count].long().reshape(-1)
         rows = pool.memory.take(table.rows[:, first : table.count].reshape(-1))
         self.pool.memory.put(own_pages, rows.to(own_pages.device))
-        if snapshot.k_center is not None:
-            self.encoding.set_center(snapshot.k_center)
-        length.set(snapshot.length)
+        if source.encoding.k_center is not None:
+            self.encoding.set_center(source.encoding.k_center)
+        length.set(source.length.on_host())
         length.fill_plan(1)
 
     def memory_footprint(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ from .indexers import INDEXED, Indexer
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
-from .snapshot import CacheSnapshot, LayerSnapshot
 from .turns import Turns
 
 # Only these exact classes are replaced by paged layers. Other subclasses store more than K and V.
@@ -48,6 +47,7 @@ class PagedLayers:
         layers: The paged layers, in the order of the model.
         stores: The stores of these layers.
         first_tokens: Padding at the start of the cache's sequences.
+        open_ended: Whether layers are added as the model uses them.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.first_tokens = FirstTokens()
+        self.open_ended = config is None
         # Layers that the current step has written, with their number of tokens.
         self._step: list[tuple[int, int]] = []
         self._under_flex = False  # in the current step
@@ -92,7 +93,7 @@ class PagedLayers:
             if isinstance(group, FixedPages)
             else HostLength(group, member)
         )
-        indexer = Indexer(self.options.max_cache_len) if indexed else None  # type: ignore[arg-type]
+        indexer = Indexer(length.room) if indexed else None  # type: ignore[arg-type]
         store = LayerStore(encoding, length, pool, of_queries, indexer)
         kind = FP8PagedIndexedLayer if indexed else FP8PagedLayer
         layer = kind(self.options, store, self.config)
@@ -152,48 +153,50 @@ class PagedLayers:
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
         return layers
 
-    def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
-        """Return the contents of all layers, including those of transformers."""
-        paged = iter(self.host_lengths())
-        groups = {window: group.fork() for window, group in self.groups.items()}
-        states = [
-            layer.store.snapshot(groups[layer.sliding_window], next(paged))
-            if isinstance(layer, FP8PagedLayer)
-            else layer
-            for layer in layers
-        ]
-        return CacheSnapshot(
-            self.options, list(groups.values()), states, open_ended, self.budget, self.config
-        )
-
-    def restore_layers(self, snapshot: CacheSnapshot) -> list[Any]:
-        """Return new layers with the contents of a snapshot.
-
-        Growing caches share the snapshot's pages. Preallocated caches copy them.
-        """
-        copies = self.options.is_preallocated
-        pages_shared = not copies and any(group.table.count for group in snapshot.groups)
-        for group in snapshot.groups:
-            if pages_shared:
-                self.groups[group.window] = group
-            self._group(group.window).record_past = group.record_past
-        self._link_groups()
-        layers: list[Any] = [
-            self.new_layer(
-                i, x.group.window, x.pool if pages_shared else None, x.turns,
-                indexed=x.indexer is not None,
-            )
-            if isinstance(x, LayerSnapshot) else x
-            for i, x in enumerate(snapshot.layers)
-        ]  # fmt: skip
-        states = [x for x in snapshot.layers if isinstance(x, LayerSnapshot)]
-        if pages_shared or copies:
-            # Only after all layers exist, because a preallocated layer allocates pages in every
-            # group, and the layers of a group determine how many it needs.
-            for store, state in zip(self.stores, states, strict=True):
-                store.restore(state)
+    def with_stock(self, stock: Sequence[Any]) -> list[Any]:
+        """Return all layers of the model, of which `stock` are those of transformers, in order."""
+        paged, others = {layer.index: layer for layer in self.layers}, iter(stock)
+        count = len(paged) + len(stock)
+        layers = [paged[i] if i in paged else next(others) for i in range(count)]
         _match_widths(layers)
         return layers
+
+    def fork(self) -> "PagedLayers":
+        """Return growing layers that share the pages of these layers, without copies.
+
+        Layers without tokens share nothing.
+        """
+        lengths = self.host_lengths()
+        shares = self.options.is_preallocated or any(x.table.count for x in self.groups.values())
+        groups = {window: group.fork() for window, group in self.groups.items() if shares}
+        twin = self._twin(self.budget, groups)
+        for store, source, length in zip(twin.stores, self.stores, lengths, strict=True):
+            store.share(source, length)
+        return twin
+
+    def preallocated(self) -> "PagedLayers":
+        """Return preallocated layers with copies of these layers' pages, and a separate budget."""
+        twin = self._twin(self.options.new_budget(), {})
+        # Only after all layers exist, because a preallocated layer allocates pages in every group,
+        # and the layers of a group determine how many it needs.
+        for store, source in zip(twin.stores, self.stores, strict=True):
+            store.copy(source)
+        return twin
+
+    def _twin(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
+        """Return new layers like these, with the same pools if `groups` are given."""
+        twin = PagedLayers(self.options, self.config, budget)
+        twin.open_ended = self.open_ended
+        twin.groups.update(groups)
+        for window, group in self.groups.items():
+            twin._group(window).record_past = group.record_past
+        twin._link_groups()
+        for store in self.stores:
+            index, turns = store.encoding.index, store.encoding.turns
+            pool = store.pool if groups and store.is_initialized else None
+            indexed = store.indexer is not None
+            twin.new_layer(index, store.group.window, pool, turns, indexed=indexed)
+        return twin
 
     def _link_groups(self) -> None:
         siblings = [weakref.ref(group) for group in self.groups.values()]

@@ -1,4 +1,4 @@
-"""Conversion of snapshots to JSON facts and tensors, for cache files and pickles."""
+"""Conversion of layers to JSON facts and tensors, for cache files and pickles."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import cache_utils
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ConfigError
@@ -25,9 +25,10 @@ from ..scales.kv_scales import wrap_scales
 from ..scales.layer_scales import ScaleData, check_constant
 from ..utils.digests import digest_of
 from ..utils.files import CACHE_FORMAT, write_all
+from .indexers import held_by
 from .options import CacheOptions
+from .paged_layers import PagedLayers
 from .plans import parse_plan
-from .snapshot import CacheSnapshot, LayerSnapshot
 from .turns import Turns
 
 VERSION = 3
@@ -43,43 +44,44 @@ Tensors = dict[str, torch.Tensor]
 Facts = dict[str, Any]
 
 
-# -- snapshots as facts and tensors --------------------------------------------------------------
+# -- layers as facts and tensors -----------------------------------------------------------------
 
 
-def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
-    """Return the contents of a snapshot, except options and transformers' own layers.
+def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
+    """Return the contents of paged layers, except the options.
 
     Only pages in use are taken, renumbered from 0 for each group.
     """
     tensors: Tensors = {}
-    groups = []
-    states = {i: x for i, x in enumerate(snapshot.layers) if isinstance(x, LayerSnapshot)}
-    for g, group in enumerate(snapshot.groups):
-        members = [(i, x) for i, x in states.items() if x.group is group]
+    groups, twin = [], paged.fork()
+    for g, group in enumerate(twin.groups.values()):
+        members = [store for store in twin.stores if store.group is group]
         # A preallocated cache also lists empty pages.
-        stop = -(-max((layer.length for _, layer in members), default=0) // group.table.page_size)
+        stop = -(-group.length // group.page_size)
         listed = group.table.rows[:, min(group.table.first, stop) : stop]
         pages, rows = np.unique(listed, return_inverse=True)
         tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(listed.shape).astype(np.int32))
         layers: list[Facts] = []
-        for i, layer in members:
+        for store in members:
+            i, turns, pool = store.encoding.index, store.encoding.turns, store.pool
             facts: Facts = {"index": i}
             layers.append(facts)
-            if layer.turns is not None:
-                facts["turns"] = asdict(layer.turns)
-            if layer.indexer is not None:
-                facts["indexer"] = list(layer.indexer)
-                tensors |= {f"layers.{i}.{name}": held for name, held in layer.indexer.items()}
-            if (pool := layer.pool) is not None:
-                facts |= {"length": layer.length, **describe(pool)}
+            if turns is not None:
+                facts["turns"] = asdict(turns)
+            if store.indexer is not None:
+                indexer = held_by(store.indexer)
+                facts["indexer"] = list(indexer)
+                tensors |= {f"layers.{i}.{name}": held for name, held in indexer.items()}
+            if store.is_initialized:
+                facts |= {"length": store.length.on_host(), **describe(pool)}
                 # The pool of a layer with fewer tokens may not have grown to all pages yet.
                 pool.memory.grow(group.table.allocator.capacity)
                 tensors[f"layers.{i}.pages"] = pool.memory.take(pages)
-                if layer.k_center is not None:
-                    tensors[f"layers.{i}.k_center"] = layer.k_center.clone()
+                if store.encoding.k_center is not None:
+                    tensors[f"layers.{i}.k_center"] = store.encoding.k_center.clone()
         record_past = group.record_past
         groups.append({"window": group.window, "record_past": record_past, "layers": layers})
-    return {"groups": groups, "open_ended": snapshot.open_ended}, tensors
+    return {"groups": groups, "open_ended": paged.open_ended}, tensors
 
 
 def describe(pool: PagePool) -> Facts:
@@ -111,9 +113,10 @@ def make_pool(
 
 
 def unpack(
-    facts: Facts, tensors: Tensors, options: CacheOptions, stock_layers: list[Any]
-) -> CacheSnapshot:
-    """Return the snapshot that `pack` took apart, with separate pages and a separate budget.
+    facts: Facts, tensors: Tensors, options: CacheOptions, stock_layers: list[Any],
+    config: PreTrainedConfig | None = None,
+) -> PagedLayers:  # fmt: skip
+    """Return growing layers with the contents that `pack` returned, and a separate budget.
 
     All facts and tensors are compared before pages are allocated. `tensors` is then empty, so that
     only one layer exists twice at a time.
@@ -133,7 +136,10 @@ def unpack(
 
     _check_same("open_ended", bool, type(facts["open_ended"]))
     batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
-    groups, states = dict[int | None, LayerGroup](), dict[int, LayerSnapshot]()
+    paged = PagedLayers(options, config, budget)
+    groups, paged.open_ended = paged.groups, facts["open_ended"]
+    # Arguments of `PagedLayers.new_layer` and `LayerStore.hold`, by layer.
+    layers: dict[int, tuple[Facts, Facts]] = {}
     pages: list[tuple[PagePool, torch.Tensor]] = []
     for g, group_facts in enumerate(facts["groups"]):
         name, window = f"groups.{g}.table", group_facts["window"]
@@ -152,43 +158,44 @@ def unpack(
         found = int(rows.min(initial=0)), len(np.unique(rows))
         count = int(rows.max(initial=-1)) + 1
         _check_same(f"{name}: pages", (0, count), found)
-        group = groups[window] = LayerGroup(budget, window, _make_table(budget, rows, first))
+        table = _make_table(budget, rows, first) if count else None
+        group = groups[window] = LayerGroup(budget, window, table)
         group.record_past = group_facts["record_past"]
         if stored:
             batches.add(_check_count("sequences", batch, 1))
         for layer, length in zip(group_facts["layers"], counted, strict=True):
             i = _check_count("index", layer["index"])
-            _check_same(f"layer {i} is in another group", False, i in states)
-            state = states[i] = LayerSnapshot(group, length, turns=_read_turns(layer))
-            if "indexer" in layer:
-                state.indexer = {
-                    name: tensors.pop(f"layers.{i}.{name}") for name in layer["indexer"]
-                }
-                for name, tensor in state.indexer.items():
-                    axis = _INDEXER.index(name)
-                    got = (tensor.ndim, *tensor.shape[axis : axis + 2])
-                    _check_same(f"layers.{i}.{name}", (3, batch, length), got)
+            _check_same(f"layer {i} is in another group", False, i in layers)
+            indexer = {x: tensors.pop(f"layers.{i}.{x}") for x in layer.get("indexer", ())}
+            for name, tensor in indexer.items():
+                axis = _INDEXER.index(name)
+                got = (tensor.ndim, *tensor.shape[axis : axis + 2])
+                _check_same(f"layers.{i}.{name}", (3, batch, length), got)
+            indexed = "indexer" in layer
+            kind: Facts = {"window": window, "turns": _read_turns(layer), "indexed": indexed}
+            contents: Facts = {"length": length, "center": None, "indexer": indexer}
+            layers[i] = kind, contents
             if "length" not in layer:
                 continue
             name, center = f"layers.{i}.pages", f"layers.{i}.k_center"
             pool = make_pool(layer, options, i, tensors[name].device, budget)
             rows_of_layer = pop_tensor(name, torch.uint8, count, pool.layout.size)
             if options.layer_plan(i).k.centered and (length or center in tensors):
-                state.k_center = pop_tensor(center, torch.float32, batch, pool.heads, pool.k_dim)
+                shape = batch, pool.heads, pool.k_dim
+                contents["center"] = pop_tensor(center, torch.float32, *shape)
             if count:  # without pages, sizes are not bounded by the file
-                state.pool = pool
+                kind["pool"] = pool
                 pages.append((pool, rows_of_layer))
     _check_count("numbers of sequences", len(batches), 0, 1)
-    stock = iter(stock_layers)
-    count = len(states) + len(stock_layers)
-    layers = [states.pop(i) if i in states else next(stock, None) for i in range(count)]
-    _check_same("layers and tensors that are too many", [], [*states, *tensors])
+    extra = [i for i in layers if i >= len(layers) + len(stock_layers)]
+    _check_same("layers and tensors that are too many", [], [*extra, *tensors])
     while pages:
         pool, rows_of_layer = pages.pop()
         pool.memory.grow(len(rows_of_layer))
         pool.memory.put(np.arange(len(rows_of_layer)), rows_of_layer)
-    open_ended = facts["open_ended"]
-    return CacheSnapshot(options, [*groups.values()], layers, open_ended, budget)
+    for i, (kind, contents) in sorted(layers.items()):
+        paged.new_layer(i, **kind).store.hold(**contents)
+    return paged
 
 
 def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
@@ -240,17 +247,16 @@ def _check_count(subject: str, value: Any, least: int = 0, most: int = _MOST_TOK
 # -- files ---------------------------------------------------------------------------------------
 
 
-def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> Path:
-    """Write a snapshot to a safetensors file, atomically, and return the path.
+def save(paged: PagedLayers, stock: list[Any], path: str | os.PathLike[str]) -> Path:
+    """Write layers, of which transformers implements `stock`, to a safetensors file, atomically.
 
     Raises:
         ConfigError: A layer that is not attention holds a state.
     """
     target = Path(path)
-    meta, tensors = pack(snapshot)
-    stock = [layer for layer in snapshot.layers if not isinstance(layer, LayerSnapshot)]
+    meta, tensors = pack(paged)
     meta["stock"] = [_pack_stock(layer, f"stock.{n}", tensors) for n, layer in enumerate(stock)]
-    meta["options"] = _pack_options(snapshot.options, tensors)
+    meta["options"] = _pack_options(paged.options, tensors)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(meta)}
     header["digest"] = digest_of(header, contiguous)
@@ -286,8 +292,13 @@ def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
     return facts
 
 
-def load(path: str | os.PathLike[str], device: str | torch.device | None) -> CacheSnapshot:
-    """Read a snapshot from a file to `device`. None means the CPU. Bad data raise any error."""
+def load(
+    path: str | os.PathLike[str], device: str | torch.device | None
+) -> tuple[PagedLayers, list[Any]]:
+    """Read paged layers and layers of transformers from a file to `device`, or to the CPU.
+
+    Bad data raise any error.
+    """
     with safe_open(Path(path), framework="pt", device="cpu") as file:
         header = file.metadata() or {}
         form = header.get("format"), header.get("version")
@@ -299,7 +310,8 @@ def load(path: str | os.PathLike[str], device: str | torch.device | None) -> Cac
         if device is not None and name.startswith(("layers.", "stock.")):
             tensors[name] = tensors[name].to(device)
     stock = [_unpack_stock(f, f"stock.{n}", tensors) for n, f in enumerate(meta["stock"])]
-    return unpack(meta, tensors, _unpack_options(meta["options"], tensors), stock)
+    options = _unpack_options(meta["options"], tensors)
+    return unpack(meta, tensors, options, stock), stock
 
 
 def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:

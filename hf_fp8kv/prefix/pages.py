@@ -12,7 +12,7 @@ from ..cache import serialization
 from ..cache.held_text import Text
 from ..cache.layer import FP8PagedIndexedLayer
 from ..cache.options import CacheOptions
-from ..cache.snapshot import CacheSnapshot
+from ..cache.paged_layers import PagedLayers
 from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
 from ..modeling.model_support import moving_rope
@@ -173,8 +173,8 @@ class StoredPrompt:
         pages.update(zip(keys_to_read, self._store.read(keys_to_read, check), strict=False))
         return pages
 
-    def _unpack(self, count: int, pages: dict[str, Page]) -> CacheSnapshot:
-        """Return a cache snapshot with the first `count` pages of each row."""
+    def _unpack(self, count: int, pages: dict[str, Page]) -> PagedLayers:
+        """Return layers with the first `count` pages of each row."""
         cache, keys, options = self._cache, self._keys, self._cache.options
         length, facts = count * options.page_size, next(iter(pages.values())).facts
         order = {key: index for index, key in enumerate(pages)}
@@ -192,11 +192,11 @@ class StoredPrompt:
                 layers.append({"index": i, "length": length, **facts[i]})
                 layer_rows, rows[i] = rows[i], ()
                 tensors[f"layers.{i}.pages"] = torch.stack([layer_rows[order[key]] for key in used])
-                center = options.layer_scales(i, *facts[i]["shape"])[2]
-                if center is not None:
+                if (center := options.layer_scales(i, *facts[i]["shape"])[2]) is not None:
                     tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)
             groups.append({"window": window, "record_past": group.record_past, "layers": layers})
-        return serialization.unpack({"groups": groups, "open_ended": False}, tensors, options, [])
+        all_facts = {"groups": groups, "open_ended": False}
+        return serialization.unpack(all_facts, tensors, options, [], cache.config)
 
 
 def _read_pages(layers: list[Any], row: int, indices: list[int]) -> list[Page]:
