@@ -338,9 +338,11 @@ class FP8PagedCache(DynamicCache):
 
         This moves page numbers, not page contents.
 
-        Args: | beam_idx: Indices of sequences, `[B]`, integers on any device.
+        Args:
+            beam_idx: Indices of sequences, `[B]`, integers on any device.
 
-        Raises: | ConfigError: An index is out of range. Nothing was changed.
+        Raises:
+            ConfigError: An index is out of range. Nothing was changed.
         """
         self._select(beam_idx, "reorder_cache", beam_idx)
 

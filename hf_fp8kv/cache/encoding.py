@@ -60,7 +60,7 @@ class Encoding:
 
         Raises:
             ScaleError: The scales have other heads or head sizes.
-            ConfigError: The model is not split as `tensor_parallel` says.
+            ConfigError: The split of the model does not match `tensor_parallel`.
         """
         heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
         check_split(self.index, heads, self.whole_heads, self.options.tensor_parallel.size)

@@ -50,7 +50,7 @@ class FP8PagedLayer(CacheLayerMixin):
         values: Handle on the stored values, or None before the first token.
         store: The pages.
         config: The model's config, from which the attention implementation is read, or None.
-        assigned: Tensor assigned to `keys` or `values`, until the other is assigned.
+        assigned: Tensor assigned to `keys` or `values`, until both are assigned.
     """
 
     is_croppable = True
@@ -102,7 +102,7 @@ class FP8PagedLayer(CacheLayerMixin):
 
         Raises:
             ScaleError: The static scales do not fit.
-            ConfigError: The model is not split as `tensor_parallel` says.
+            ConfigError: The split of the model does not match `tensor_parallel`.
             OutOfPagesError: A preallocated cache would exceed its budget.
         """
         self.store.encoding.prepare(key_states, value_states)
@@ -289,12 +289,10 @@ class FP8PagedIndexedLayer(FP8PagedLayer):
 
     Attributes:
         indexer_keys: Keys of the indexer, `[B, N, D]`, or None before the first token.
-        is_indexer_initialized: Whether the indexer has stored keys.
         indexer_position_ids: Positions that the indexer stored, `[dims, B, N]`, or None.
     """
 
     indexer_keys = _of_indexer("indexer_keys")
-    is_indexer_initialized = _of_indexer("is_indexer_initialized")
     indexer_position_ids = _of_indexer("indexer_position_ids")
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class CacheOptions:
     ) -> "CacheOptions":
         """Check the arguments of a user. `fields` are the remaining fields of the class.
 
-        `latent` says whether K holds latents and V their positional parts (MLA). Positional parts
+        `latent` is whether K holds latents and V their positional parts (MLA). Positional parts
         are a ninth of the values and distinguish keys, so they keep 16 bits unless a format is
         given. Latents have no center, because all heads read them as keys and as values.
 

@@ -60,6 +60,7 @@ class PagedLayers:
         self.stores: list[LayerStore] = []
         self.first_tokens = FirstTokens()
         self.open_ended = config is None
+        self._siblings: list[weakref.ref[LayerGroup]] = []  # all groups
         # Layers that the current step has written, with their number of tokens.
         self._step: list[tuple[int, int]] = []
         self._under_flex = False  # in the current step
@@ -105,13 +106,21 @@ class PagedLayers:
 
     def _group(self, window: int | None) -> LayerGroup:
         if window not in self.groups:
-            if (room := self.options.max_cache_len) is None:
-                self.groups[window] = LayerGroup(self.budget, window)
-            else:
-                self.groups[window] = group = FixedPages(self.budget, window, room)
-                self.fixed.append(group)
-            self._link_groups()
+            room = self.options.max_cache_len
+            self.add_group(
+                LayerGroup(self.budget, window)
+                if room is None
+                else FixedPages(self.budget, window, room)
+            )
         return self.groups[window]
+
+    def add_group(self, group: LayerGroup) -> None:
+        """Add a group without layers, which may have pages."""
+        self.groups[group.window] = group
+        if isinstance(group, FixedPages):
+            self.fixed.append(group)
+        self._siblings.append(weakref.ref(group))
+        group.siblings = self._siblings
 
     def layers_for(self, skip_layers: Collection[int | str]) -> list[Any]:
         """Return a layer for each layer of the config: paged if possible, otherwise transformers'.
@@ -187,21 +196,16 @@ class PagedLayers:
         """Return new layers like these, with the same pools if `groups` are given."""
         twin = PagedLayers(self.options, self.config, budget)
         twin.open_ended = self.open_ended
-        twin.groups.update(groups)
+        for group in groups.values():
+            twin.add_group(group)
         for window, group in self.groups.items():
             twin._group(window).record_past = group.record_past
-        twin._link_groups()
         for store in self.stores:
             index, turns = store.encoding.index, store.encoding.turns
             pool = store.pool if groups and store.is_initialized else None
             indexed = store.indexer is not None
             twin.new_layer(index, store.group.window, pool, turns, indexed=indexed)
         return twin
-
-    def _link_groups(self) -> None:
-        siblings = [weakref.ref(group) for group in self.groups.values()]
-        for group in self.groups.values():
-            group.siblings = siblings
 
     # -- operations on all layers ------------------------------------------------------------
 
@@ -274,7 +278,7 @@ class PagedLayers:
         return getattr(self.config, "_attn_implementation", None) == "flex_attention"
 
     def undo_step(self, index: int, tokens: int) -> None:
-        """Remove what layers before `index` stored in a failed step, if the cache is growing."""
+        """Remove the tokens of layers before `index` in a failed step, if the cache is growing."""
         if self.options.is_preallocated:
             return
         written = self._step if self._step and self._step[-1][0] < index else []

@@ -137,13 +137,13 @@ def unpack(
     _check_same("open_ended", bool, type(facts["open_ended"]))
     batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
     paged = PagedLayers(options, config, budget)
-    groups, paged.open_ended = paged.groups, facts["open_ended"]
+    paged.open_ended = facts["open_ended"]
     # Arguments of `PagedLayers.new_layer` and `LayerStore.hold`, by layer.
     layers: dict[int, tuple[Facts, Facts]] = {}
     pages: list[tuple[PagePool, torch.Tensor]] = []
     for g, group_facts in enumerate(facts["groups"]):
         name, window = f"groups.{g}.table", group_facts["window"]
-        _check_same(f"window {window} is another group's", False, window in groups)
+        _check_same(f"window {window} is another group's", False, window in paged.groups)
         _check_same("record_past", bool, type(group_facts["record_past"]))
         _check_count("window", 1 if window is None else window, 1)
         counted = [x.get("length", 0) for x in group_facts["layers"]]
@@ -159,8 +159,9 @@ def unpack(
         count = int(rows.max(initial=-1)) + 1
         _check_same(f"{name}: pages", (0, count), found)
         table = _make_table(budget, rows, first) if count else None
-        group = groups[window] = LayerGroup(budget, window, table)
+        group = LayerGroup(budget, window, table)
         group.record_past = group_facts["record_past"]
+        paged.add_group(group)
         if stored:
             batches.add(_check_count("sequences", batch, 1))
         for layer, length in zip(group_facts["layers"], counted, strict=True):

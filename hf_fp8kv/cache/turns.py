@@ -19,7 +19,7 @@ from ..modeling.model_support import config_field
 # positions if they are fewer.
 _REACH = 2048
 _MOST_POSITIONS = 1 << 20
-# Models that only use RoPE in layers with a window. No field of their configs says so.
+# Models that only use RoPE in layers with a window. No field of their configs shows this.
 _ROPE_WITH_WINDOW = frozenset(
     ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1")
 )
@@ -67,7 +67,7 @@ class Turns:
         mla = None if None in sizes else (sizes[0], sizes[1])
         neighbors = _turns_neighbors(config)
         needs_window = config.model_type in _ROPE_WITH_WINDOW
-        # Granite 4 has RoPE's fields, but uses RoPE only if this field says so.
+        # Granite 4 has RoPE's fields, but uses RoPE only if this field is "rope".
         never = getattr(config, "position_embedding_type", "rope") != "rope"
 
         def turns_of(index: int) -> Turns:

@@ -529,7 +529,7 @@ def test_an_overrun_raises_before_the_write(monkeypatch: pytest.MonkeyPatch) -> 
         cache.get_mask_sizes(1, 0)
 
 
-def test_a_step_that_does_not_fit_in_all_layers_changes_nothing() -> None:
+def test_a_step_that_does_not_fit_in_all_layers_changes_nothing(tmp_path: Path) -> None:
     mixed = config("gemma3_text")
     cache = FP8PagedCache(mixed, max_pages=6, page_size=8)
     key = tokens(17)
@@ -538,6 +538,14 @@ def test_a_step_that_does_not_fit_in_all_layers_changes_nothing() -> None:
             cache.update(key, key, layer)
         assert cache.memory_footprint().used_bytes == 0
     assert cache.get_seq_length() == 0
+    # Four of six pages are in use. Each of the two groups needs two more.
+    for layer in range(len(cache)):
+        cache.update(key[:, :, :1], key[:, :, :1], layer)
+    copies = [pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "x.pt"))]
+    for copied in (cache, *copies):
+        with pytest.raises(OutOfPagesError):
+            copied.update(key[:, :, :8], key[:, :, :8], 0)
+        assert copied.get_seq_length() == 1
 
 
 def test_short_prompts_and_masks_are_refused() -> None:
