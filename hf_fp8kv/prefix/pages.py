@@ -88,7 +88,7 @@ class StoredPrompt:
         """Restore the pages that the store has for every row in an empty cache.
 
         At least the last token is left to compute. Sizes and dtypes are read from the files,
-        because those of the model are not known before its first layer has run.
+        because the model does not have them before its first layer has run.
         """
         store, cache, keys = self._store, self._cache, self._keys
         size = cache.options.page_size
@@ -96,10 +96,8 @@ class StoredPrompt:
         if not keys or not max_pages or cache.host_length():
             return
         pages = self._read(max_pages)
-        missing = (
-            index for index in range(max_pages) if any(row[index] not in pages for row in keys)
-        )
-        if not (count := next(missing, max_pages)):
+        count = sum(all(row[index] in pages for row in keys) for index in range(max_pages))
+        if not count:
             store.count(misses=len(keys))
             return
         try:

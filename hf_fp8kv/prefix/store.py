@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -115,9 +115,8 @@ class PrefixStore:
     def _begin(self) -> None:
         """Initialize the state without a thread and without queued pages."""
         self._mutex = threading.Lock()
-        # The writer thread, which the interpreter joins at exit, its jobs, and the pages to write.
+        # The writer thread, which the interpreter joins at exit, and the pages to write.
         self._writer = ThreadPoolExecutor(1, "hf_fp8kv prefix store")
-        self._jobs: set[Future[None]] = set()
         self._queued: dict[str, Page] = {}
 
     def __repr__(self) -> str:
@@ -247,7 +246,7 @@ class PrefixStore:
             warn_once(logger, _NO_MEMORY.format(self))
             return
         self._queued.update(pages)
-        self._submit(partial(self._write_text, keys, pages))
+        _start(self._writer, partial(self._write_text, keys, pages))
 
     def touch(self, keys: Sequence[str]) -> None:
         """Mark the pages of a text as used, the first pages as the most recent."""
@@ -256,20 +255,14 @@ class PrefixStore:
             for index, key in enumerate(keys):
                 self._folder.touch(self._file(key).name, now - index)
 
-        # After pending writes, which may include these pages.
-        if self._jobs:
-            self._submit(date)
+        if self._queued:  # these pages may be among the pending pages
+            _start(self._writer, date)
         else:
             date()
 
     def flush(self) -> None:
         """Wait until all pending pages are in the folder."""
-        wait(self._jobs.copy())
-
-    def _submit(self, job: Callable[[], None]) -> None:
-        future = _start(self._writer, job)
-        self._jobs.add(future)
-        future.add_done_callback(self._jobs.discard)
+        _start(self._writer, lambda: None).result()  # after all other jobs
 
     def _write_text(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
         names = {self._file(key).name for key in keys}
