@@ -71,29 +71,29 @@ class Chat:
         enable(self.model, **self.keywords)
         generator = torch.Generator().manual_seed(3)
         first, second, third = torch.randint(2, 98, (3, 1, 200), generator=generator)
-        self.held = first[:, :90]
+        self.first_prompt = first[:, :90]
         # It shares 21 tokens with the first prompt.
-        self.forked = torch.cat([first[:, :21], second[:, :30]], 1)
+        self.next_prompt = torch.cat([first[:, :21], second[:, :30]], 1)
         # Longer than the contents of a cache, with 0 and 33 tokens in common.
-        self.others = third[:, :110], torch.cat([first[:, :33], third[:, :90]], 1)
-        self.truth = [
-            self.say(self.new_cache(), ids, logits_processor=wide_margins(1e-5))
-            for ids in self.others
+        self.later_prompts = third[:, :110], torch.cat([first[:, :33], third[:, :90]], 1)
+        self.answers = [
+            self.generate(self.new_cache(), ids, logits_processor=wide_margins(1e-5))
+            for ids in self.later_prompts
         ]
         self.folder = folder
         # Most of the pages, so that the rest is renumbered, or as many as the window allows.
-        self.removed = -86 if name == "gqa" else -3
+        self.tokens_to_remove = -86 if name == "gqa" else -3
 
     def new_cache(self) -> FP8PagedCache:
         return FP8PagedCache(self.model.config, **self.keywords)
 
-    def say(self, cache: FP8PagedCache, ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    def generate(self, cache: FP8PagedCache, ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
         answer: torch.Tensor = self.model.generate(ids, past_key_values=cache, **GREEDY, **keywords)
         return answer
 
     def filled(self) -> FP8PagedCache:
         cache = self.new_cache()
-        self.say(cache, self.held)
+        self.generate(cache, self.first_prompt)
         return cache
 
     def stored(self) -> FP8PagedCache:
@@ -101,30 +101,30 @@ class Chat:
         store = PrefixStore(self.folder)
         enable(self.model, prefix_store=store, **self.keywords)
         if not any(self.folder.glob("*.safetensors")):
-            self.say(self.new_cache(), self.held)
+            self.generate(self.new_cache(), self.first_prompt)
             store.flush()
             return self.stored()
         return self.new_cache()
 
     def check(self, cache: FP8PagedCache, point: Any) -> None:
         """Assert that the cache answers other prompts correctly, or raises a ConfigError first."""
-        for ids, expected in zip(self.others, self.truth, strict=True):
+        for ids, expected in zip(self.later_prompts, self.answers, strict=True):
             try:
-                answer = self.say(cache, ids)
+                answer = self.generate(cache, ids)
             except ConfigError:
                 cache.reset()
-                answer = self.say(cache, ids)
+                answer = self.generate(cache, ids)
             assert_same(answer, expected, point)
 
 
 Begin = Callable[[Chat], FP8PagedCache]
 CALLS: dict[str, tuple[Begin, Callable[[Chat, FP8PagedCache], Any]]] = {
-    "first prompt": (Chat.new_cache, lambda chat, cache: chat.say(cache, chat.held)),
-    "next prompt": (Chat.filled, lambda chat, cache: chat.say(cache, chat.forked)),
-    "beams": (Chat.filled, lambda chat, cache: chat.say(cache, chat.forked, num_beams=2)),
-    "crop": (Chat.filled, lambda chat, cache: cache.crop(chat.removed)),
+    "first prompt": (Chat.new_cache, lambda chat, cache: chat.generate(cache, chat.first_prompt)),
+    "next prompt": (Chat.filled, lambda chat, cache: chat.generate(cache, chat.next_prompt)),
+    "beams": (Chat.filled, lambda chat, cache: chat.generate(cache, chat.next_prompt, num_beams=2)),
+    "crop": (Chat.filled, lambda chat, cache: cache.crop(chat.tokens_to_remove)),
     "reset": (Chat.filled, lambda chat, cache: cache.reset()),
-    "restore": (Chat.stored, lambda chat, cache: chat.say(cache, chat.held)),
+    "restore": (Chat.stored, lambda chat, cache: chat.generate(cache, chat.first_prompt)),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "growing": {}, "offloaded": {"offloading": True}, "preallocated": {"max_cache_len": 160}
@@ -184,7 +184,7 @@ def test_a_crop_without_memory_leaves_a_usable_cache(
 
     monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(MemoryError):
-        cache.crop(chat.removed)
-    short = chat.held[:, :20]  # fewer pages than the layers had
-    assert_same(chat.say(cache, short), chat.say(chat.new_cache(), short))
+        cache.crop(chat.tokens_to_remove)
+    short = chat.first_prompt[:, :20]  # fewer pages than the layers had
+    assert_same(chat.generate(cache, short), chat.generate(chat.new_cache(), short))
     chat.check(cache, last)
