@@ -49,7 +49,8 @@ class Indexer(StaticIndexedLayer):
 
     def hold(self, tensors: dict[str, Tensor]) -> None:
         """Set copies of tensors, named as in `held_by`."""
-        self.indexer_position_ids = tensors.get("indexer_position_ids")
+        if (positions := tensors.get("indexer_position_ids")) is not None:
+            self.indexer_position_ids = positions.clone()
         if (keys := tensors.get("indexer_keys")) is not None:
             self.is_unused = False
             self.update_indexer(keys)

@@ -205,15 +205,14 @@ class LayerStore:
         self._ready = False
         self.encoding.clear()
 
-    def share(self, source: "LayerStore", length: int) -> None:
+    def fork_from(self, source: "LayerStore", length: int) -> None:
         """Take over the first `length` tokens of a layer, whose pool this new growing layer has."""
-        encoding, held = source.encoding, {}
-        if source.indexer is not None and length:
-            held = held_by(source.indexer)
-            held["indexer_keys"] = held["indexer_keys"][:, :length]
-        self.hold(length, encoding.k_center if source.is_initialized else None, held)
+        indexer = held_by(source.indexer) if source.indexer is not None and length else {}
+        if "indexer_keys" in indexer:
+            indexer["indexer_keys"] = indexer["indexer_keys"][:, :length]
+        self.restore(length, source.encoding.k_center, indexer)
 
-    def hold(
+    def restore(
         self, length: int, center: torch.Tensor | None, indexer: dict[str, torch.Tensor]
     ) -> None:
         """Set the contents of a new growing layer, except the table and the pages.
@@ -230,7 +229,7 @@ class LayerStore:
             self.encoding.prepare(*self.pool.empty_tokens(self.group.table.batch))
             self.encoding.k_center, self._ready = center, True
 
-    def copy(self, source: "LayerStore") -> None:
+    def copy_from(self, source: "LayerStore") -> None:
         """Copy the contents of a growing layer to this new preallocated layer.
 
         Each sequence gets separate pages.

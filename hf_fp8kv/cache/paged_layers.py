@@ -180,7 +180,7 @@ class PagedLayers:
         groups = {window: group.fork() for window, group in self.groups.items() if shares}
         twin = self._twin(self.budget, groups)
         for store, source, length in zip(twin.stores, self.stores, lengths, strict=True):
-            store.share(source, length)
+            store.fork_from(source, length)
         return twin
 
     def preallocated(self) -> "PagedLayers":
@@ -189,7 +189,7 @@ class PagedLayers:
         # Only after all layers exist, because a preallocated layer allocates pages in every group,
         # and the layers of a group determine how many it needs.
         for store, source in zip(twin.stores, self.stores, strict=True):
-            store.copy(source)
+            store.copy_from(source)
         return twin
 
     def _twin(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":

@@ -138,7 +138,7 @@ def unpack(
     batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
     paged = PagedLayers(options, config, budget)
     paged.open_ended = facts["open_ended"]
-    # Arguments of `PagedLayers.new_layer` and `LayerStore.hold`, by layer.
+    # Arguments of `PagedLayers.new_layer` and `LayerStore.restore`, by layer.
     layers: dict[int, tuple[Facts, Facts]] = {}
     pages: list[tuple[PagePool, torch.Tensor]] = []
     for g, group_facts in enumerate(facts["groups"]):
@@ -195,7 +195,7 @@ def unpack(
         pool.memory.grow(len(rows_of_layer))
         pool.memory.put(np.arange(len(rows_of_layer)), rows_of_layer)
     for i, (kind, contents) in sorted(layers.items()):
-        paged.new_layer(i, **kind).store.hold(**contents)
+        paged.new_layer(i, **kind).store.restore(**contents)
     return paged
 
 
