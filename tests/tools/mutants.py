@@ -302,7 +302,7 @@ MUTANTS = (
     ),
     Mutant(
         "save: centers are lost", "cache/serialization.py",
-        "                if layer.k_center is not None:", "                if False:",
+        "                if store.encoding.k_center is not None:", "                if False:",
         "tests/cache/test_golden_files.py tests/cache/test_cache.py tests/cache/test_centers.py",
     ),
     Mutant(
