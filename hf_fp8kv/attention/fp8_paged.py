@@ -154,7 +154,8 @@ def fp8_paged_attention(
         needs_dense = dropout or (
             not _DENSE_ARGUMENTS.isdisjoint(kwargs) and requires_dense(kwargs)
         )
-        if not needs_dense and _belong_together(key, value):
+        of_one_layer = key.block is value.block and key.stop == value.stop
+        if not needs_dense and of_one_layer and (key.side, value.side) == ("k", "v"):
             if query.requires_grad and module.training:
                 raise ConfigError(_NO_GRADIENT)
             return attend_stored(query, key, spec), None
@@ -169,12 +170,6 @@ def requires_dense(kwargs: dict[str, Any]) -> bool:
     """Return whether arguments of a model's attention need dense keys and values."""
     chosen = any(kwargs.get(name) is not None for name in _MODEL_ARGUMENTS)
     return chosen or bool(kwargs.get("output_attentions"))
-
-
-def _belong_together(key: PagedKV, value: PagedKV) -> bool:
-    """Return whether these are K and V of the same layer, in this order."""
-    sides = key.side == "k" and value.side == "v"
-    return sides and key.block is value.block and key.stop == value.stop
 
 
 def _latent_attention(call: Call) -> tuple[Tensor, Tensor | None]:

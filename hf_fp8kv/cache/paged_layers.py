@@ -163,7 +163,7 @@ class PagedLayers:
         return layers
 
     def with_stock(self, stock: Sequence[Any]) -> list[Any]:
-        """Return all layers of the model, of which `stock` are those of transformers, in order."""
+        """Return paged layers and `stock`, the layers of transformers, in the model's order."""
         paged, others = {layer.index: layer for layer in self.layers}, iter(stock)
         count = len(paged) + len(stock)
         layers = [paged[i] if i in paged else next(others) for i in range(count)]

@@ -249,7 +249,7 @@ def _check_count(subject: str, value: Any, least: int = 0, most: int = _MOST_TOK
 
 
 def save(paged: PagedLayers, stock: list[Any], path: str | os.PathLike[str]) -> Path:
-    """Write layers, of which transformers implements `stock`, to a safetensors file, atomically.
+    """Write paged layers and `stock`, layers of transformers, atomically. Return the path.
 
     Raises:
         ConfigError: A layer that is not attention holds a state.

@@ -50,14 +50,12 @@ class Turns:
     positions: int = _MOST_POSITIONS
 
     @classmethod
-    def of(cls, config: Any) -> "Callable[[int], Turns | None]":
-        """Return a function from the index of a layer to its turns, or to None without a config.
+    def of(cls, config: Any) -> "Callable[[int], Turns]":
+        """Return a function from the index of a layer to its turns.
 
         The config is only read once, because reading its attributes is 10 to 20 times slower than
         usual.
         """
-        if config is None:
-            return lambda _index: None
         kinds = config_field(config, "layer_types") or ()
         has_rope = config_field(config, "no_rope_layers") or ()
         ropes = config_field(config, "rope_parameters") or {}

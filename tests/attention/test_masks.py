@@ -46,12 +46,12 @@ PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
     ),
     "both ways": (lambda: stock.bidirectional_mask_function, None),
     "a window both ways": (lambda: stock.sliding_window_bidirectional_mask_function(4), None),
-    "before the query": (lambda: lambda b, h, q, k: k <= q - 1, None),
-    "by head": (lambda: lambda b, h, q, k: k <= q + h, None),
-    "by batch": (lambda: lambda b, h, q, k: (k <= q) & (b == 0), None),
-    "by a choice of heads": (lambda: lambda b, h, q, k: k < q if h in (0, 2) else k <= q, None),
+    "a function of a caller": (lambda: lambda b, h, q, k: k <= q, None),
+    "a part of a caller": (
+        lambda: stock.and_masks(stock.causal_mask_function, lambda b, h, q, k: k < q + h),
+        None,
+    ),
     "a window alone": (lambda: stock.sliding_window_overlay(5), None),
-    "by value": (lambda: lambda b, h, q, k: k <= q if q > 3 else k < q, None),
     "a window twice": (
         lambda: stock.and_masks(
             stock.sliding_window_overlay(9), stock.sliding_window_causal_mask_function(6)
