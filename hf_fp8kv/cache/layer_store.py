@@ -107,13 +107,13 @@ class LayerStore:
             block[:, :old] = rows.unflatten(0, (batch, old))
         device = block.device
         # Other positions have no scratch page. They are not visible to any query.
-        column = torch.arange(call.table.shape[1], device=device) - _as_column(long.first)
+        column = torch.arange(call.table.shape[1], device=device) - long.first
         sequence = torch.arange(batch, device=device)[:, None]
         table = (sequence * room + column.clamp(0, room - 1)).int()
         scratch = block.flatten(0, 1)
         pages = pages._replace(block=scratch, table=table, offsets=locate_pages([scratch]))
         ops.write(pages, key, value, call.lengths, self.encoding.backend, self.length.room)
-        column = torch.arange(kept, device=device) + _as_column(long.kept - long.first)
+        column = torch.arange(kept, device=device) + (long.kept - long.first)
         self.pool.memory.put(long.own.reshape(-1), block[sequence, column].flatten(0, 1))
         return pages
 
@@ -268,7 +268,3 @@ class LayerStore:
             used = len(self.pool.memory)  # every page belongs to a sequence
             sizes["tables"] += self.length.lengths.nbytes
         return {**sizes, "used": used * self.pool.layout.size}
-
-
-def _as_column(page: int | torch.Tensor) -> int | torch.Tensor:
-    return page[:, None] if isinstance(page, torch.Tensor) else page

@@ -20,8 +20,8 @@ class LongWrite(NamedTuple):
     """Pages of a long call, which has more tokens than the pages of its window have room for.
 
     Attributes:
-        first: Logical page of the first token that is visible to the call: an integer, or `[B]`,
-            int64.
+        first: Logical page of the first token that is visible to the call: an integer, or
+            `[B, 1]`, int64.
         old: Pages from `first` on before the call, `[B, n]`.
         kept: First logical page that is kept after the call, of the same type as `first`.
         own: Pages from `kept` on after the call, `[B, m]`.
@@ -206,13 +206,13 @@ class DeviceLength:
         return Call(tokens, self.table, after, 0, self.room, long=long)
 
     def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the first logical page in the ring after `lengths` tokens, `[B]`, int64."""
+        """Return the first logical page in the ring after `lengths` tokens, `[B, 1]`, int64."""
         last = torch.div(lengths.long() - 1, self.group.page_size, rounding_mode="floor")
-        return (last - self.group.ring + 1).clamp(min=0)
+        return (last - self.group.ring + 1).clamp(min=0)[:, None]
 
     def _in_ring(self, first: torch.Tensor) -> torch.Tensor:
         """Return the pages of the ring from logical page `first` on, `[B, ring]`, int64."""
-        logical = first[:, None] + torch.arange(self.group.ring, device=first.device)
+        logical = first + torch.arange(self.group.ring, device=first.device)
         # Clamp, because a GPU neither raises nor writes past the end.
         return self.table.long().gather(1, logical.clamp(max=self.table.shape[1] - 1))
 
