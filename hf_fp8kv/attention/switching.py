@@ -43,21 +43,15 @@ def watched_attention(
 
 def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
     """Return the attention implementations of a model (under the key "") and of its parts."""
-    names = {"": model.config._attn_implementation}
-    for part in model.config.sub_configs:
-        config = getattr(model.config, part, None)
-        if config is not None:
-            names[part] = config._attn_implementation
-    return names
+    parts = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
+    names = {part: x._attn_implementation for part, x in parts.items() if x is not None}
+    return {"": model.config._attn_implementation, **names}
 
 
 def set_implementations(model: PreTrainedModel, names: dict[str, Any]) -> None:
     """Set the attention implementations that `get_implementations` returned."""
     model.set_attn_implementation({part: name for part, name in names.items() if name is not None})
-    for part, name in names.items():
-        if name is None:  # set_attn_implementation does not accept None
-            config = getattr(model.config, part) if part else model.config
-            config._attn_implementation_internal = None
+    model.config._attn_implementation = names  # also None, which the method does not accept
 
 
 @contextmanager
