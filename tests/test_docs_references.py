@@ -1,4 +1,4 @@
-"""Links, files, modules, functions and keywords in the docs exist."""
+"""Tests that the links, files, modules, functions and keywords named in the docs exist."""
 
 import inspect
 import pydoc

@@ -1,4 +1,4 @@
-"""The layout in docs/architecture.md: imports between folders, and line budgets of folders."""
+"""Tests of the layout in docs/architecture.md: imports between folders, and budgets of lines."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Storage plans, chosen by a calibration with its scales or for a model without texts."""
+"""Tests of storage plans that a calibration or `choose_plan` chooses."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ EXPLICIT_PLAN = {
     1: LayerPlan.parse("fp8_e2m5", "auto"),
 }
 HELD_OUT_50 = QUIET | {"held_out": 50}
-# `choose_plan` reads at these positions.
+# Enough positions for `choose_plan` to try far positions.
 LONG_CONTEXT = {"max_position_embeddings": 8192}
 
 
@@ -108,7 +108,7 @@ def test_scales_cover_the_stored_values(biased: Any, measured: Any, name: str) -
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("plan", ["int8 rotated centered", "fp8_e2m5 rotated", "fp8_e4m3"])
 def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> None:
-    """The cost is measured in the model's basis, also if the stored values are rotated."""
+    """The cost is measured in the model's basis, even if the stored values are rotated."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(40, 2, 16, generator=generator) + 2
     q = torch.randn(4, 9, 16, generator=generator)
@@ -234,7 +234,7 @@ def chosen(llama: Any) -> StoragePlan:
 
 
 def compare(model: Any, plan: StoragePlan, tokens: int = 300) -> tuple[float, float]:
-    """Return the KL, in nats, of predictions with the default and with a plan, on other tokens."""
+    """Return the KL, in nats, with the default and with a plan, on tokens that chose neither."""
     ids = torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(9))
     caches = {
         name: lambda options=options: FP8PagedCache(model.config, **options)

@@ -1,4 +1,4 @@
-"""The command line in this process: its output and its exit codes."""
+"""Tests of `generate`, `check` and `--help` in this process: output and exit codes."""
 
 import json
 import re
@@ -150,7 +150,7 @@ def test_memory_sizes_are_parsed(text, size):
 # -- errors ----------------------------------------------------------------------------------------
 
 
-# HERE is a folder with scales, OUT a folder that does not exist.
+# HERE stands for a folder with scales, and OUT for a folder that does not exist.
 GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "convert HERE "
 
 

@@ -1,7 +1,7 @@
-"""The cases of the distributed tests. All processes run all of them in this order.
+"""The cases of the distributed tests, which every process runs in this order.
 
 A case receives a model and the keyword `tensor_parallel` for its part of the model, or `{}` for the
-whole model, and returns a value that JSON can represent.
+whole model. It returns a value that JSON can represent.
 """
 
 import json
@@ -161,7 +161,7 @@ def saved(model: Any, ranks: Ranks, work: Path) -> Any:
 
 
 def latents(**keywords: Any) -> Case:
-    """Return a case with latents, which each process stores in full, and the path of the report."""
+    """Return a case with latents, which each process stores in full. It also returns the path."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
@@ -196,7 +196,7 @@ def json_of(count: int) -> Case:
 
 
 def json_file(model: Any, ranks: Ranks, count: int) -> Any:
-    """Return the file, or for a process with the heads of all ranks, the scale of each head."""
+    """Return the path of the JSON, or scales per head for a process that has all ranks' heads."""
     if not ranks and count > 1:
         return as_heads(count, model.config.num_key_value_heads)
     return Path(model.config._name_or_path) / "ranks" / f"{count}.json"
@@ -220,7 +220,7 @@ def served(kind: str | int, **config: Any) -> Case:
 
 
 def other_ranks_scales(model: Any, ranks: Ranks, work: Path) -> Any:
-    """Use the scales of the heads of rank 0 in every process, which is a mistake."""
+    """Use the scales of rank 0's heads in every process, which is wrong in rank 1."""
     wrong = {"tensor_parallel": TensorParallel(0, 2)} if ranks else {}
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **wrong)
     return generate(model, cache)
@@ -247,7 +247,7 @@ def failed(call: Callable[[], Any]) -> str:
 
 
 def refused(**keywords: Any) -> Case:
-    """Return a case with a refused cache: error, contents, and the tokens of a valid cache."""
+    """Return a case with a refused cache: its error, its contents, and a valid cache's tokens."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **keywords)

@@ -460,10 +460,10 @@ _LEAVE_ALONE = (
 )
 
 
-def _set_std(weight: torch.Tensor, want: float) -> None:
+def _set_std(weight: torch.Tensor, target: float) -> None:
     std = float(weight.float().std())
-    if 1e-8 < std < want or std > 3 * want:
-        weight.mul_(want / std)
+    if 1e-8 < std < target or std > 3 * target:
+        weight.mul_(target / std)
 
 
 def causal_config(name: str, **config: Any) -> PreTrainedConfig:

@@ -1,11 +1,11 @@
-"""Run tests under the settings that change how a CPU rounds.
+"""Run tests under environment variables that change how a CPU rounds.
 
     python -m tests.tools.cpu_matrix                    the tests marked text, nine settings
     python -m tests.tools.cpu_matrix --product          all eighteen combinations
     python -m tests.tools.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
     python -m tests.tools.cpu_matrix -- -k quickstart   further arguments go to pytest
 
-A library picks its kernels by the instruction sets of the CPU. These variables hide some of them,
+A library selects kernels by the CPU's instruction sets. These variables hide some instruction sets,
 so sums run in a different order, as on a different machine. The nine settings contain every pair of
 choices.
 """
@@ -57,11 +57,11 @@ def environment(setting: Setting, logs: Path) -> dict[str, str]:
 
     Each setting has its own cache, because torch would reuse code compiled for a different one.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    others = {name: value for name, value in os.environ.items() if name not in CHOICES}
     chosen = {name: value for name, value in setting.items() if value != UNSET}
     cache = logs / "inductor" / "-".join(setting.values())
     return {
-        **kept, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": chosen.pop("threads"),
+        **others, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": chosen.pop("threads"),
         **chosen,
     }  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""`make gpu`: the tests that need a GPU, and the benchmark, within eight minutes.
+"""`make gpu` runs the tests that need a GPU, and the benchmark, within eight minutes.
 
 A smoke test and compute-sanitizer run first, and the benchmark before the slower half of the
-tests. Each part has a time limit, and the logs name what it left out. Logs and gpu.json go to a
-folder. The last line is one JSON object. The exit code is the tests' exit code, or if it is 0 the
-benchmark's. Without a GPU nothing runs, and the exit code is 0. In a dry run, half an hour is the
-limit of each part.
+tests. Each part has a time limit, and the logs name the tests that did not run. Logs and gpu.json
+go to a folder. The last line is one JSON object. The exit code is the tests' exit code, or if that
+is 0 the benchmark's. Without a GPU nothing runs, and the exit code is 0. In a dry run, the limit of
+each part is half an hour.
 """
 
 import argparse
@@ -144,7 +144,7 @@ def run_smoke(name: str, tool: list[str], out: Path, seconds: float) -> int:
 
 
 def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int:
-    """Return pytest's exit code, and 0 if no test was selected."""
+    """Return pytest's exit code, or 0 if no test was selected."""
     say(f"== tests: {name}")
     options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     options += ["-p", "tests.tools.gpu.unfinished"]

@@ -1,4 +1,4 @@
-"""Calls that kernels are compiled for: every format, and the shapes and features worth checking.
+"""List the calls for which kernels are compiled: every format, and selected shapes and features.
 
 A variant is called as a cache calls it, on small tensors on the CPU (see check.py).
 """
@@ -89,7 +89,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
         rotated, {**rotated, **int8, **static},
     ]  # fmt: skip
-    # Models with compressed attention have 16 to 128 heads, and positions in 16 bits.
+    # Models with latents have 16 to 128 heads, and a RoPE part in 16 bits.
     latent = {"dims": (512, 64), "groups": 16, "v": AUTO, "extras": ("latent",)}
     latents = [
         latent, {**latent, "k": "fp8_e3m4"}, {**latent, "k": AUTO},

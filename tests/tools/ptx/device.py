@@ -1,4 +1,4 @@
-"""A driver for Triton whose device executes PTX on the CPU.
+"""A Triton driver whose device executes PTX on the CPU.
 
 Triton compiles as for a GPU of the target that `target_of` returns, up to PTX, and launches through
 this driver with the tensors that the host passes.
@@ -23,7 +23,7 @@ from .machine import execute
 from .memory import GlobalMemory
 from .parse import Program, parse
 
-# Launches, programs and instructions that were executed, and kernels by name.
+# Numbers of executed launches, programs and instructions, and of launches of each kernel.
 COUNTS: collections.Counter[str] = collections.Counter()
 OPCODES: set[str] = set()
 

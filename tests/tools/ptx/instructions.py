@@ -1,4 +1,4 @@
-"""Instructions of PTX as functions that change a machine."""
+"""Compile PTX instructions to functions that change the state of a `Machine`."""
 
 import functools
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def _compile_operation(operation: Operation, operands: Any, program: Program) ->
 
 
 def _make_move(instruction: Instruction, program: Program) -> Step:
-    """Pack registers into one, or unpack one."""
+    """Compile a move that packs several registers into one, or unpacks one register."""
     to, source = (names_of(x) for x in instruction.operands)
     kind = TYPES[instruction.opcode[-1]]
     part = STORED[8 * kind.itemsize // max(len(to), len(source))]
@@ -130,7 +130,7 @@ def _make_store(instruction: Instruction, program: Program) -> Step:
 
 
 def _make_copy(instruction: Instruction, program: Program) -> Step:
-    """Asynchronous copies, and their groups."""
+    """Compile asynchronous copies, and the instructions that commit or wait for their groups."""
     if instruction.opcode[2] == "commit_group":
 
         def commit(machine: Machine, mask: Mask) -> None:
@@ -150,7 +150,7 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
         places, sources = (machine.pick(place(machine), lanes) for place in both)
         sizes = machine.pick(read_size(machine), lanes)
         if (sizes > whole).any():
-            raise Fault("a copy of more bytes than it has room for")
+            raise Fault("a copy of more bytes than its destination has")
         values = np.zeros((len(lanes), whole), np.uint8)
         for n in np.unique(sizes[sizes > 0]):
             of_n = sizes == n
@@ -169,7 +169,7 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
 
 
 def _wait_for_copies(machine: Machine, mask: Mask, left: int) -> None:
-    """Let the copies of all groups except the last groups arrive."""
+    """Complete the copies of all groups except the last `left` groups."""
     closed = machine.groups.reshape(-1)
     remaining = []
     for copy in machine.copies:

@@ -1,4 +1,4 @@
-"""Programs of a launch, executed together: the threads at the lowest instruction run next."""
+"""Execute the programs of a launch together. The threads at the lowest instruction run next."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -173,7 +173,7 @@ class Machine:
         return np.arange(size) if mask is None else np.flatnonzero(mask)
 
     def pick(self, x: Array, lanes: Ints) -> Array:
-        """Return the elements of some threads."""
+        """Return the elements of the threads `lanes`."""
         return np.broadcast_to(x, self.shape).reshape(-1)[lanes]
 
     def spread(self, name: str, values: Array, lanes: Ints, mask: Mask) -> None:

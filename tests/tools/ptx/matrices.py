@@ -1,4 +1,4 @@
-"""Instructions of one or four warps on matrices that are distributed over their threads."""
+"""Compile the instructions of one or four warps on matrices distributed over their threads."""
 
 import re
 from collections.abc import Callable
@@ -61,7 +61,7 @@ _TO_NUMBERS = {
 
 
 def _make_product(instruction: Instruction, program: Program) -> Step:
-    """A product of matrices by a warp, whose threads hold parts of them.
+    """Compile a product of matrices by a warp, whose threads hold parts of the matrices.
 
     Four threads hold a row of A or a column of B. Products are exact. Their sums are rounded to
     float32, in a different order than on tensor cores.
@@ -107,7 +107,7 @@ def _of_threads(product: Array) -> Array:
 
 
 def _make_group_product(instruction: Instruction, program: Program) -> Step:
-    """Products by four warps, of B and perhaps A in shared memory. A wait ends them."""
+    """Compile a product by four warps, with B and perhaps A in shared memory, until a wait."""
     if instruction.opcode[1] == "fence":
         return lambda machine, mask: None
     if instruction.opcode[1] == "commit_group":
@@ -191,7 +191,7 @@ def _find_places(descriptors: Array, rows: int, depth: int, size: int, turned: b
 
 
 def _wait_for_products(machine: Machine, last: int) -> None:
-    """End the products of all groups except the last groups."""
+    """End the products of all groups except the last `last` groups."""
     done = [x for x in machine.products if x.group < machine.product_groups - last]
     machine.products = [x for x in machine.products if x.group >= machine.product_groups - last]
     left = {name for product in machine.products for name in product.names}

@@ -1,4 +1,4 @@
-"""Memory of a launch: every access is checked before it is made.
+"""The global and shared memory of a launch, which check every access before it is made.
 
 Global memory is the memory of the process. An access must lie in a tensor of the launch, and the
 order in which programs run must not matter. No kernel has fences or atomics, so no program may
@@ -21,7 +21,7 @@ _FIRST = 1 << 12
 
 
 class Fault(AssertionError):
-    """The behavior of a kernel is undefined on a GPU."""
+    """A kernel does something whose behavior is undefined on a GPU."""
 
 
 class _Everything:
@@ -194,7 +194,7 @@ class SharedMemory:
         writer[at] = _COPIED
 
     def end_copy(self, lanes: Ints, places: Ints, values: Array) -> None:
-        """Let asynchronous copies arrive."""
+        """Store the values of asynchronous copies, and unblock their destinations."""
         at, me, _ = self._locate(lanes, places, values.shape[1])
         self._view(1)[self._index(lanes, places, 1, values.shape[1])] = values
         self.writer.reshape(-1)[at] = me

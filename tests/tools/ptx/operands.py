@@ -1,4 +1,4 @@
-"""Operands of instructions as functions of a machine."""
+"""Compile operands of instructions to functions that read a `Machine`."""
 
 import re
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def _get(machine: Machine, name: str) -> Array:
 
 
 def names_of(operand: Any) -> tuple[str, ...]:
-    """Return the registers of a vector, or the single one."""
+    """Return the registers of a vector, or a tuple of one register."""
     return operand if isinstance(operand, tuple) else (operand,)
 
 

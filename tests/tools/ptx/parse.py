@@ -1,4 +1,4 @@
-"""A parser of PTX that Triton's compiler writes."""
+"""Parse the PTX that Triton's compiler writes."""
 
 import re
 from collections import ChainMap
