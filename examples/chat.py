@@ -1,4 +1,4 @@
-"""A chat: one cache gets the whole conversation at each turn, and computes new tokens only.
+"""Chat with one cache, which gets the whole conversation at each turn and computes new tokens only.
 
     python examples/chat.py
     python examples/chat.py --model path/or/hub-id --questions "Who are you?" "Why?"

@@ -1,4 +1,4 @@
-"""An encoder-decoder model: two caches, one for each kind of attention in the decoder.
+"""Run an encoder-decoder model with two caches, one for each kind of attention in the decoder.
 
     python examples/encoder_decoder.py
     python examples/encoder_decoder.py --model path/or/hub-id --text "translate to German: Hello"

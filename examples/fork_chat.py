@@ -1,4 +1,4 @@
-"""Several questions about a document that the model reads once: `cache.fork()`.
+"""Ask several questions about a document that the model reads once, with `cache.fork()`.
 
     python examples/fork_chat.py
     python examples/fork_chat.py --model path/or/hub-id --questions "Who?" "When?"

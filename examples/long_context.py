@@ -1,4 +1,4 @@
-"""A long document in little memory: chunks, a budget of pages, and handling OutOfPagesError.
+"""Read a long document in little memory, with chunks, a budget of pages, and OutOfPagesError.
 
     python examples/long_context.py
     python examples/long_context.py --max-pages 200     # enough for the whole document
@@ -50,7 +50,7 @@ def main() -> None:
     out = model.generate(ids, past_key_values=cache, **how)
     print(f"answer: {tokenizer.decode(out[0, ids.shape[1] :])!r}")
     size = cache.memory_footprint().total_bytes
-    # PagedKV tensors have the shape and dtype of dense ones: this is the size of those.
+    # PagedKV tensors have the shape and dtype of dense K and V, so this is the dense size.
     dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     print(f"{cache.budget.held} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantized")
 

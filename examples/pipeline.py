@@ -1,4 +1,4 @@
-"""A pipeline with an FP8 cache, without further keywords: `enable(model)` and `disable(model)`.
+"""Run a pipeline with an FP8 cache, without further keywords: `enable(model)` and `disable(model)`.
 
     python examples/pipeline.py
     python examples/pipeline.py --model path/or/hub-id --dtype fp8

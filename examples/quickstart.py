@@ -1,4 +1,4 @@
-"""Bytes, speed and predictions with 8-bit pages and with transformers' own cache (`make demo`).
+"""Compare bytes, speed and predictions of 8-bit pages and transformers' own cache (`make demo`).
 
     python examples/quickstart.py
     python examples/quickstart.py --model path/or/hub-id --dtype fp8

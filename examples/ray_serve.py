@@ -1,4 +1,4 @@
-"""Two replicas under Ray Serve (2.60). Each conversation stays on the replica with its pages.
+"""Run two replicas under Ray Serve (2.60). A conversation stays on the replica with its pages.
 
     python examples/ray_serve.py
 

@@ -1,8 +1,8 @@
-"""Sixteen simultaneous clients of one server, half of them streaming.
+"""Send requests of sixteen simultaneous clients to one server. Half of the answers are streamed.
 
     python examples/serve_client.py
 
---url is a running server. Without it the script starts `hf-fp8kv serve`.
+--url names a running server. Without it, the script starts `hf-fp8kv serve`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Calibrated scales in vLLM: with our scales and pages vLLM gives the same tokens.
+"""Serve calibrated scales with vLLM, which gives the same tokens with our scales and pages.
 
     python examples/vllm_serve.py
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: measure, or show a stored result."""
+"""Command line of the GPU benchmark: measure, or show a stored result."""
 
 import argparse
 import json
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     sys.argv[0] = "python -m benchmarks.gpu"
     code = main()
     sys.stdout.flush()
-    # A normal exit waits minutes for torch's compiler processes.
+    # A normal exit would wait minutes for torch's compiler processes.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Baselines on the same shapes: torch's attention on dense bf16."""
+"""Measure the baselines on the same shapes: torch's attention on dense bf16."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from .record import Record
 from .shapes import BF16, Case
 from .stage import Stage, Step
 
-# Seconds that FlexAttention compiles, with a margin.
+# Seconds that FlexAttention needs to compile, with a margin.
 COMPILES = 12
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -30,7 +30,7 @@ def _backends(stage: Stage) -> dict[str, SDPBackend]:
 def attend_grouped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
 ) -> torch.Tensor:
-    """Attend with SDPA, and with its grouped heads if K has fewer heads."""
+    """Attend with SDPA, with `enable_gqa` if K has fewer heads than the queries."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 

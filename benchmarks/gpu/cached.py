@@ -1,4 +1,4 @@
-"""Attention to the pages of real caches, with the masks that `generate()` passes."""
+"""Measure attention to the pages of real caches, with the masks that `generate()` passes."""
 
 import functools
 from typing import Any
@@ -27,7 +27,7 @@ MOST_STEPS = 2 * LARGEST_GRAPH
 class CacheSteps:
     """A cache with random tokens, and steps that add `case.tokens` to each of its layers.
 
-    `query` is the query of each step, and `key` the handle that a layer attended to last.
+    `query` is the query of each step, and `key` the handle of the last attention.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class CacheSteps:
         shape = (len(self.visible), tokens, 1)
         embeddings = torch.empty(shape, dtype=torch.bfloat16, device=device)
         positions = torch.arange(first, first + tokens, device=device)[None]
-        seen = self.visible[:, : first + tokens]
-        mask: Any = create_causal_mask(self.config, embeddings, seen, self.cache, positions)
+        attended = self.visible[:, : first + tokens]
+        mask: Any = create_causal_mask(self.config, embeddings, attended, self.cache, positions)
         return mask  # type: ignore[no-any-return]
 
     def begin(self) -> None:

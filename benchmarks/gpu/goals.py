@@ -1,4 +1,4 @@
-"""Goals for a GPU: met, missed or not measured, judged from the rows of a result."""
+"""Judge the goals for a GPU from the rows of a result: met, missed or not measured."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Goal:
     def judge(
         self, rows: list[Row], why: str = "", datasheet: float | None = None
     ) -> dict[str, Any]:
-        """Return the goal with its state, the worst and the best value, and a reason.
+        """Return the goal as a dict with its state, the worst and the best value, and a reason.
 
         Args:
             rows: All rows of a result.

@@ -1,4 +1,4 @@
-"""Tables of a result: one for each section, the failures, and the goals."""
+"""Format a result: a table for each section, the failures, and the goals."""
 
 from collections import Counter
 from typing import Any
@@ -94,7 +94,7 @@ def _pivot(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
 
 
 def _experiments(rows: list[Row]) -> Table:
-    """Return the default launch parameters and the best ones, for each case and format."""
+    """Return the default and the best launch parameters for each case and format."""
     body = []
     for key in dict.fromkeys((row["case"], row["kind"]) for row in rows):
         good = [row for row in rows if (row["case"], row["kind"]) == key and "failed" not in row]

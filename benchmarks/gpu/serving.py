@@ -1,4 +1,4 @@
-"""Serving section: transformers' continuous batching, with its own pages and with FP8 pages.
+"""Measure transformers' continuous batching, with its own pages and with FP8 pages.
 
 All requests start together, with prompts of different lengths and answers of the same length. Each
 engine has pages for all requests, so that no request waits and the memory can be compared.

@@ -1,4 +1,4 @@
-"""The device under test: its memory, and the time of work on it."""
+"""Measure times and memory on the device under test."""
 
 import gc
 import time
@@ -48,7 +48,7 @@ class Stage:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
 
     def reset_peak(self) -> None:
-        """Free unused memory, and measure the peak from here on."""
+        """Free unused memory, and restart the measurement of the peak."""
         self.clean()
         if self.is_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,4 +1,4 @@
-"""All sections of the GPU benchmark, each with a share of the time."""
+"""Run the sections of the GPU benchmark, each with a share of the time."""
 
 import json
 import multiprocessing
@@ -134,7 +134,7 @@ def run_suite(
 def compile_kernels(
     device: str, backend: str, dry: bool, processes: int, seconds: float
 ) -> dict[str, float]:
-    """Fill Triton's cache on the disk, and return the `seconds` and the number that `failed`.
+    """Fill Triton's cache on disk, and return the `seconds` and the number of `failed` processes.
 
     Each process runs its share of the rows, and is ended after `seconds`.
     """

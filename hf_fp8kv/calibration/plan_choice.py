@@ -1,4 +1,4 @@
-"""The storage plan of a model: for each layer, the formats whose errors cost attention least.
+"""Choose the storage plan of a model: for each layer, the formats of least cost for attention.
 
 The model reads the same tokens at several positions, and the costs at all positions are added.
 docs/architecture.md has the reasons ("A plan is chosen once for a model").
@@ -72,10 +72,10 @@ def choose_plan(
     """
     layers = paged_layers(model)
     if texts is None:
-        known = getattr(model.get_input_embeddings(), "num_embeddings", 1)
+        vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1)
         seed = torch.Generator("cpu").manual_seed(0)
         room = min(_TOKENS, find_limit(model))
-        windows = [torch.randint(known, (room,), generator=seed, device="cpu")]
+        windows = [torch.randint(vocabulary, (room,), generator=seed, device="cpu")]
     else:
         corpus = read_model_corpus(
             model, texts, tokenizer, max_tokens=2**18, max_length=_TOKENS, held_out=0,
@@ -121,10 +121,10 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
         raise ConfigError(
             f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}. Leave one out"
         )
-    kept: StoragePlan | None = vars(model).get(_MODEL_PLAN)
-    if kept is None or kept.made_for(model) is False:
-        kept = vars(model)[_MODEL_PLAN] = choose_plan(model)
-    return None, kept
+    stored: StoragePlan | None = vars(model).get(_MODEL_PLAN)
+    if stored is None or stored.made_for(model) is False:
+        stored = vars(model)[_MODEL_PLAN] = choose_plan(model)
+    return None, stored
 
 
 def _read(
@@ -191,7 +191,7 @@ def _choose(
 
 
 def _transform(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
-    """Return the values that each plan scales, `[plans, R, N, Hkv, D]`, for K or V, `x`."""
+    """Return the values of K or V, `x`, that each plan scales: `[plans, R, N, Hkv, D]`."""
     if len(plans) == 1:
         return x[None]
     variants = x[None] if center is None else torch.stack([x, x - center])

@@ -1,4 +1,4 @@
-"""RoPE: the positions beyond the windows, and the pairs of channels of K that it turns together.
+"""Find the positions beyond the windows, and the pairs of channels of K that RoPE turns together.
 
 RoPE turns K, and therefore the center of K, with the position. It turns a pair of channels by an
 angle. Both channels change, but the norm of the pair does not. So pairs are measured instead of
@@ -106,7 +106,7 @@ def has_rope(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class Partners:
-    """The channel that each channel of a layer is rotated with, `[D]`, int64, on the CPU.
+    """The channel with which RoPE rotates each channel of a layer, `[D]`, int64, on the CPU.
 
     A channel without rotation is its own partner. None means that the partners are unknown, because
     the model takes no `position_ids`.
@@ -185,6 +185,6 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
         low = torch.arange(first, min(first + step, size - step), device=partner.device)
     guess = alone.clone()
     guess[low], guess[low + step] = low + step, low
-    known = partner != alone
+    measured = partner != alone
     # If the measured pairs have a different pattern, there are no further pairs.
-    return guess if torch.equal(guess[known], partner[known]) else partner
+    return guess if torch.equal(guess[measured], partner[measured]) else partner

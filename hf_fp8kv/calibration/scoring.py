@@ -1,4 +1,4 @@
-"""Scores of scales by the model's predictions. They also decide on centers and plans."""
+"""Score scales by the model's predictions, and decide by the scores on centers and plans."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -105,7 +105,7 @@ def keyword(scales: KVScales | float | None) -> dict[str, Any]:
 
 
 def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """Return the first windows, which have at least `tokens` tokens if there are enough."""
+    """Return the first windows that together have at least `tokens` tokens, or all windows."""
     before = accumulate(map(len, windows), initial=0)
     return [window for window, count in zip(windows, before, strict=False) if count < tokens]
 

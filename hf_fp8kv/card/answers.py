@@ -1,4 +1,4 @@
-"""Answers to tasks: the right answers that each cache loses and wins."""
+"""Answer tasks under each cache, and count the right answers that it loses and wins."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,7 +50,7 @@ def run_task(
 
 
 def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool]:
-    """Return for each answer whether all its tokens have higher logits than their candidates."""
+    """Return whether all tokens of each answer have higher logits than the wrong candidates."""
     logits = compute_logits(model, question.ids.to(model.device), cache, {}, scored=True)[0].cpu()
     return [
         all(logits[s.index, s.right] > logits[s.index, list(s.wrong)].max() for s in steps)

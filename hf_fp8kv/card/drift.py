@@ -1,4 +1,4 @@
-"""Drift of the divergence along long answers, and answers that each cache samples by itself."""
+"""Measure the drift of the divergence along long answers, and answers sampled with each cache."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from .caches import UNQUANTIZED, Contender
 WINDOW = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
 _TEMPERATURE = 0.7
-_CHUNK, _LOGITS = 128, 1 << 26  # most tokens and most logits of a call
-_FEW = 8  # most rows that are multiplied as weight times input
+_CHUNK, _LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
+_FEW = 8  # maximum number of rows that are multiplied as weight times input
 # A window whose divergence is this number of standard deviations above the trend is a jump.
 _JUMP = 8.0
 _LARGEST = math.log(11)
@@ -122,7 +122,7 @@ def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
 
 
 def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any]:
-    """Return how the divergence changes along answers, relative to the floor's.
+    """Return the drift of the divergence along answers, relative to the drift of the floor.
 
     One slope is fitted to the logarithms of the divergences of all answers, each answer with its
     own mean. It is the change of the logarithm per 1,000 tokens. The interval covers 95 % by

@@ -1,8 +1,8 @@
-"""Predictions after long texts, and stored states, compared with the unquantized cache.
+"""Compare predictions after long texts, and stored states, with the unquantized cache.
 
 With `prefill="exact"` a first call attends to its own unquantized keys and values, so it passes the
 same states to every cache. One call with an unquantized cache therefore fills all caches: `update`
-passes the recorded states to each cache, layer by layer, which stores the same as in the call.
+passes the recorded states to each cache, layer by layer, which stores them as in the call.
 """
 
 import math
@@ -94,7 +94,7 @@ def check_stored(
     if not isinstance(cache, FP8PagedCache):
         return None
     uncentered = Contender("", partial(_make_uncentered, cache)).fill(model, states)
-    found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
+    worst: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
     lost: set[int] = set()
     error_power = uncentered_power = 0.0  # sums over the layers
     # The last layers of some models store nothing, because they read an earlier layer.
@@ -104,14 +104,14 @@ def check_stored(
             skipped = exact.shape[2] - handle.shape[2]  # tokens before the window of the layer
             exact = exact[:, :, skipped:].float()
             error, gain, by_token = _compare(handle, exact)
-            found[f"{side}_error"] = max(found[f"{side}_error"], error)
-            found[f"{side}_gain"] = max(found[f"{side}_gain"], gain, key=abs)
+            worst[f"{side}_error"] = max(worst[f"{side}_error"], error)
+            worst[f"{side}_gain"] = max(worst[f"{side}_gain"], gain, key=abs)
             lost.update(int(n) + skipped for n in (by_token > _LOST).nonzero())
             if side == "k":
                 error_power += error**2
                 uncentered_power += _compare(uncentered_layer.keys, exact)[0] ** 2
     center = math.sqrt(error_power / max(uncentered_power, _TINY))
-    return {**found, "center": center, "lost": sorted(lost)}
+    return {**worst, "center": center, "lost": sorted(lost)}
 
 
 def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:

@@ -1,4 +1,4 @@
-"""A card as a table in a terminal, as Markdown for a model card, as a badge, and as a picture."""
+"""Format a card as a table for a terminal, as Markdown, as a badge, and as a picture."""
 
 import io
 import math
@@ -180,7 +180,7 @@ def draw_picture(card: Mapping[str, Any]) -> bytes:
     """Return a PNG of the divergence by position of the answer."""
     from matplotlib.figure import Figure
 
-    # pyplot is not used: it would look for a window system.
+    # Pyplot is not used, because it would look for a window system.
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for color, cache in zip(cycle(_COLORS), card["caches"].values(), strict=False):

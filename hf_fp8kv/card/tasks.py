@@ -1,9 +1,9 @@
 """Four tasks that a cache can fail, for models of any size.
 
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
-a unique key is found with any cache. Nothing is generated: a question begins sentences, and an
+a unique key is found with any cache. Nothing is generated. A question begins sentences, and an
 answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
-Each answer is given, right or wrong, before the next part of a question.
+The question continues with the right answer, whatever the model's answer is.
 """
 
 import random
@@ -18,7 +18,7 @@ import torch
 from ..errors import ConfigError
 from .texts import read_prose
 
-# Things that Python's documentation does not mention.
+# Nouns that Python's documentation does not mention.
 _WORDS = """
 apple banana bear bird blanket boat bottle bread butter button cake camel candle carpet cat chair
 cheese cherry chicken clock coat coffee corn cow cup curtain deer desk dog dress duck eagle elephant
@@ -77,9 +77,9 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a question: the given text, the right answer, and wrong candidates."""
+    """A part of a question: its text, the right answer, and wrong candidates."""
 
-    given: str
+    text: str
     answer: str
     wrong: Sequence[str]
 
@@ -141,7 +141,7 @@ class Writer:
         ids: list[int] = []
         answers: list[tuple[Step, ...]] = []
         for part in parts:
-            ids += self.encode(part.given)
+            ids += self.encode(part.text)
             right = self.encode(part.answer)
             wrong = [self.encode(candidate) for candidate in part.wrong]
             steps = []
@@ -252,7 +252,7 @@ def write_tool_calls(writer: Writer, hidden: int) -> Haystack:
         return [*map(Part, texts, row, wrong)]
 
     example, *requests = writer.random.sample(rows, tools)
-    call = "".join(part.given + part.answer for part in ask(example)) + "}}"
+    call = "".join(part.text + part.answer for part in ask(example)) + "}}"
     text = "\n".join(
         _TOOL.format(name, topic, argument)
         for (name, argument, _), topic in zip(rows, words[2 * tools :], strict=True)

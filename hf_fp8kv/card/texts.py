@@ -1,4 +1,4 @@
-"""Texts of five kinds for long contexts, from files that come with Python.
+"""Read texts of five kinds for long contexts from files that come with Python.
 
 Nothing is downloaded. Code is the source of the standard library. Manual pages are `pydoc_data`.
 Prose is the running text in the library's docstrings, which is technical English. Tool JSON
@@ -170,18 +170,18 @@ def _find_modules() -> tuple[Path, ...]:
         ConfigError: Python has no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = [
+    modules = [
         path
         for pattern in ("*.py", "*/*.py")
         for path in sorted(root.glob(pattern))
         if not _LEFT_OUT & set(path.relative_to(root).parts)
     ]
-    if not found:
+    if not modules:
         raise ConfigError(
             f"texts: expected the sources of Python's standard library in {root}, got none; use an "
             "interpreter that has them"
         )
-    return tuple(found)
+    return tuple(modules)
 
 
 def _walk_library() -> Iterator[_Documented]:
@@ -193,7 +193,7 @@ def _walk_library() -> Iterator[_Documented]:
 def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
     """Return the documented parts of a module. They take less memory than its syntax tree."""
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    found = []
+    documented = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             doc = ast.get_docstring(node)
@@ -202,8 +202,8 @@ def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 arguments = tuple(_list_arguments(node.args))
             if doc:
-                found.append(_Documented(name + own, doc, arguments))
-    return tuple(found)
+                documented.append(_Documented(name + own, doc, arguments))
+    return tuple(documented)
 
 
 def _find_functions() -> Iterator[_Documented]:

@@ -1,4 +1,4 @@
-"""`hf-fp8kv calibrate`: static scales for a model, from texts."""
+"""`hf-fp8kv calibrate`, which calibrates static scales of a model on texts."""
 
 import json
 from pathlib import Path

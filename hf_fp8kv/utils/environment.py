@@ -1,4 +1,4 @@
-"""Environment of a measurement: versions, hardware, commit and load."""
+"""Describe the environment of a measurement: versions, hardware, commit and load."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""Reading of JSON and safetensors files with our errors, and atomic writes."""
+"""Read JSON and safetensors files with our errors, and write files atomically."""
 
 import json
 import os

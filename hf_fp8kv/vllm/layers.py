@@ -37,7 +37,7 @@ def refuse_spec(dtype: str, spec: Any) -> None:
     """Raise ConfigError if vLLM's description of a layer's pages does not fit our pages."""
     _refuse(
         dtype,
-        # An example is layers into whose pages vLLM itself writes tokens.
+        # For example, vLLM itself writes tokens into the pages of some layers.
         (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SPECS),
         ("attention that is not causal", getattr(spec, "non_causal", False)),
         ("values whose size differs from keys", spec.head_size != spec.head_size_v),
@@ -218,7 +218,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
-        # Not `super()`, which in a class with two bases is vLLM's builder with its own kernels.
+        # `super()` would be vLLM's builder with its own kernels in a class with two bases.
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self._dtype = next(iter(layers.values())).kv_cache_dtype

@@ -1,4 +1,4 @@
-"""ScaleFormat: a format of static scales, its properties and its files.
+"""The base classes of formats of static scales: their properties and files.
 
 Scales that a format cannot hold are reduced, so that no further value saturates.
 """
@@ -176,7 +176,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
             k = k + (room if k.ndim else room.max())
         pairs[index] = k, v
     counts = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
-    # A layer with one number gets the heads of all other layers, because all have one strategy.
+    # A layer with one number gets the heads of the remaining layers, because all share a strategy.
     head_counts = {*counts.values()} - {1}
     default = head_counts.pop() if len(head_counts) == 1 else 0
     counts = {index: count if count > 1 else default for index, count in counts.items()}
