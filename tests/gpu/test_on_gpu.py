@@ -377,7 +377,7 @@ def prepare(kind: Kind, case: Case) -> tuple[Callable[[], object], Callable[[], 
     return (
         make,
         functools.partial(attend, query, pages, ends, case, plan, "triton"),
-        lambda found: check(found, query, pages, case),
+        lambda output: check(output, query, pages, case),
     )
 
 

@@ -40,5 +40,5 @@ def greedy_deficit(model: Any, prompt: list[int], answer: list[int]) -> float:
     """
     logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0].float()
     steps = logits[len(prompt) - 1 : -1]
-    chosen = steps.gather(1, torch.tensor(answer)[:, None])[:, 0]
-    return (steps.amax(1) - chosen).max().item()
+    logits_of_answer = steps.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return (steps.amax(1) - logits_of_answer).max().item()

@@ -40,10 +40,10 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
             planned_rows[0] = rows
         return batch
 
-    def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *rest: int) -> None:
+    def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
         if computes:
             plan[:, 0] = lengths
-            made.append(Made(plan, lengths.tolist(), *rest, planned_rows[0]))
+            made.append(Made(plan, lengths.tolist(), *sizes, planned_rows[0]))
 
     def attend(
         query: torch.Tensor,

@@ -324,8 +324,8 @@ def test_packed_moves_convert_all_codes_in_all_positions(fmt, keep_nan, monkeypa
     actual = bits.T.view(torch.float16).float() * shifted.factor
     expected = decode(words.to(torch.uint8), fmt)
     if not nan:
-        kept = ~expected.isnan()
-        actual, expected = actual[kept], expected[kept]
+        is_number = ~expected.isnan()
+        actual, expected = actual[is_number], expected[is_number]
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 

@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--python", required=True, help="an interpreter with the clients")
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
     parser.add_argument("--record", type=Path, help="the file of requests to write")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     failed = 0
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -127,13 +127,13 @@ def main() -> int:
         server = stack.enter_context(
             serving(model, *ROOM, "--chat-template", str(folder / "template"))
         )
-        recorder = stack.enter_context(recording(server.port)) if chosen.record else None
+        recorder = stack.enter_context(recording(server.port)) if options.record else None
         print(f"{'client':17} {'version':9} {'passed':>7}")
-        for name in chosen.only:
+        for name in options.only:
             port = server.port
             if recorder is not None:
                 recorder.client, port = name, recorder.server_address[1]
-            first, *runs = run_client(chosen.python, name, port, model)
+            first, *runs = run_client(options.python, name, port, model)
             runs = runs if "client" in first else [first, *runs]
             wrong = [run for run in runs if run["error"] is not None]
             failed += len(wrong)
@@ -142,9 +142,9 @@ def main() -> int:
             for run in wrong:
                 print(f"    {run['run']}: {run['error']}")
             if recorder is not None:
-                old = json.loads(chosen.record.read_text()) if chosen.record.exists() else {}
+                old = json.loads(options.record.read_text()) if options.record.exists() else {}
                 new = {name: [*recorder.requests[name].values()]}
-                chosen.record.write_text(format_requests(old | new))
+                options.record.write_text(format_requests(old | new))
     return failed
 
 

@@ -35,21 +35,21 @@ Setting = dict[str, str]
 def settings(product: bool) -> list[Setting]:
     """Return the settings to run: one for each pair of instruction sets, or all combinations."""
     if product:
-        chosen = list(itertools.product(*CHOICES.values()))
+        values_of_settings = list(itertools.product(*CHOICES.values()))
     else:
         isas = itertools.product(*list(CHOICES.values())[:2])
-        chosen = [(*isa, CHOICES["threads"][i % 2]) for i, isa in enumerate(isas)]
-    return [dict(zip(CHOICES, values, strict=True)) for values in chosen]
+        values_of_settings = [(*isa, CHOICES["threads"][i % 2]) for i, isa in enumerate(isas)]
+    return [dict(zip(CHOICES, values, strict=True)) for values in values_of_settings]
 
 
 def parse_only(text: str) -> Setting:
     """Return the choices that `text` names, such as "ATEN_CPU_CAPABILITY=default,threads=1"."""
-    chosen = dict(part.partition("=")[::2] for part in text.split(","))
-    for name, value in chosen.items():
+    choices = dict(part.partition("=")[::2] for part in text.split(","))
+    for name, value in choices.items():
         if value not in CHOICES.get(name, ()):
-            known = "; ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
-            raise argparse.ArgumentTypeError(f"expected one of {known}, got {name}={value}")
-    return chosen
+            allowed = "; ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
+            raise argparse.ArgumentTypeError(f"expected one of {allowed}, got {name}={value}")
+    return choices
 
 
 def environment(setting: Setting, logs: Path) -> dict[str, str]:
@@ -58,11 +58,11 @@ def environment(setting: Setting, logs: Path) -> dict[str, str]:
     Each setting has its own cache, because torch would reuse code compiled for a different one.
     """
     others = {name: value for name, value in os.environ.items() if name not in CHOICES}
-    chosen = {name: value for name, value in setting.items() if value != UNSET}
+    values = {name: value for name, value in setting.items() if value != UNSET}
     cache = logs / "inductor" / "-".join(setting.values())
     return {
-        **others, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": chosen.pop("threads"),
-        **chosen,
+        **others, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": values.pop("threads"),
+        **values,
     }  # fmt: skip
 
 

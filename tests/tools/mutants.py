@@ -353,7 +353,7 @@ MUTANTS = (
     # Scales and calibration.
     Mutant(
         "scales: every rank takes the first heads", "scales/kv_scales.py",
-        "return slice(tp_rank * wanted, (tp_rank + 1) * wanted)", "return slice(0, wanted)",
+        "return slice(tp_rank * count, (tp_rank + 1) * count)", "return slice(0, count)",
         "tests/scales/test_scales.py",
     ),
     Mutant(

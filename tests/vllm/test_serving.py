@@ -148,7 +148,7 @@ def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path,
             size = min(32, len(prompt) - start)
             for theirs, ours in stored:
                 # Block 0 is vLLM's own. The first request gets the next blocks in order.
-                found = ours[own.table[0, block]]
-                others = (theirs[block + 1, :, :size] != found[:, :size]).sum()
+                block_bytes = ours[own.table[0, block]]
+                others = (theirs[block + 1, :, :size] != block_bytes[:, :size]).sum()
                 # The last bit of a sum before layer 1 may decide a code.
                 assert others <= index

@@ -34,8 +34,8 @@ Row: TypeAlias = dict[str, Any]
 
 def check_targets(names: Sequence[str], variants: Collection[str] = ()) -> dict[str, list[Row]]:
     """Return the rows of each target, for the variants with these names or all variants."""
-    chosen = list_variants(variants)
-    return run_in_processes(names, lambda name: compile_variants(name, chosen))
+    selected = list_variants(variants)
+    return run_in_processes(names, lambda name: compile_variants(name, selected))
 
 
 def run_in_processes(
@@ -74,7 +74,7 @@ def _write_rows(path: Path, work: Callable[[str], Iterable[Row]], name: str) -> 
             file.write(json.dumps(row) + "\n")
 
 
-def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
+def compile_variants(name: str, variants: Iterable[Variant]) -> Iterator[Row]:
     """Yield a row for each kernel that the variants start on the target `name`.
 
     Triton then compiles for the target in this process.
@@ -82,7 +82,7 @@ def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
     set_target(name)
     target = Target.parse(name)
     seen: set[str] = set()
-    for variant in chosen:
+    for variant in variants:
         try:
             with assuming(target), recording(starts=False) as recorded:
                 call_variant(variant)

@@ -154,10 +154,10 @@ def call_variant(variant: Variant) -> None:
             "mask": torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8),
             "bias": torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype),
         }
-        chosen = {name: x for name, x in extras.items() if name in variant.extras}
+        options = {name: x for name, x in extras.items() if name in variant.extras}
         if complete:
-            chosen["mask"] = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
-        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, latent=latent, **chosen)
+            options["mask"] = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
+        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, latent=latent, **options)
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
 
 
