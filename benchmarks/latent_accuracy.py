@@ -201,7 +201,7 @@ def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrain
 def _random_matrix(shape: torch.Size, generator: torch.Generator, *, flat: bool) -> Tensor:
     """Return a matrix that keeps the norm of its input, or, if flat, has unit variance.
 
-    Unless it is flat, the i-th singular value is proportional to the root of 1 / i.
+    The i-th singular value is proportional to the root of 1 / i, unless the matrix is flat.
     """
     matrix: Tensor = torch.randn(shape, generator=generator)
     if flat:

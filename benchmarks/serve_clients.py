@@ -62,7 +62,7 @@ class Server:
         # Answers of the measured turns, and new tokens per second of each turn.
         self.answers: list[Answer] = []
         self.throughput: list[float] = []
-        # For turns with a long prompt, its answer, and the answer that was streamed during it.
+        # Answers to long prompts, and the answers that were streamed during them.
         self.long_prompts: list[Answer] = []
         self.streams: list[Answer] = []
         # Requests without an answer, and the peak of the process in bytes.

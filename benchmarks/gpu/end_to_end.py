@@ -50,7 +50,7 @@ CACHES: list[Contender] = [
     ("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
     (PAGED, "fp8_paged", FP8PagedCache, {}),
     (AUTO, "fp8_paged", FP8PagedCache, {"dtype": "auto"}),
-    # With transformers' mask, SDPA needs a head of K and V for each query head.
+    # SDPA with transformers' mask needs a head of K and V for each query head.
     ("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, {}),
 ]
 OFFLOADED: list[Contender] = [

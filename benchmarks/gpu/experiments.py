@@ -27,7 +27,7 @@ SWITCHES: dict[str, list[Parameters]] = {
     "stages": _each("stages", 2, 3, 4, 5),
     "registers": _each("registers", None, 128, 168),
     "programs": _each("programs", 1, 2, 3, 4, 6, 8),
-    # In tokens. The last value splits no sequence.
+    # The unit is tokens. The last value splits no sequence.
     "split cost": _each("split_cost", 0, 160, 640, 10**6),
     "merge cost": _each("merge_cost", 0.0, 2.5, 10.0),
     "unit": _each("unit", 64, 128),

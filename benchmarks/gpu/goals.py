@@ -8,7 +8,7 @@ Row = dict[str, Any]
 
 # Bandwidth in the datasheets of GPUs, in GB/s, by a part of their names.
 DATASHEETS = {"H100 80GB HBM3": 3350.0, "H200": 4800.0}
-# From this number of tokens over all sequences, the bandwidth limits a decode step.
+# Minimum number of tokens over all sequences for which the bandwidth limits a decode step.
 LARGE = 2**18
 MET, MISSED, UNKNOWN = "met", "missed", "not measured"
 

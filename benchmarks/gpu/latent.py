@@ -95,7 +95,7 @@ class Layers:
             output: `[B, 1, H, V]`.
             key, value: Dense latents and positions, or handles of stored latents.
         """
-        # In float32, queries and results are as exact as the reference.
+        # Queries and results in float32 are as exact as the reference.
         exact = _projections(self.modules[-1], torch.float32)
         query = exact.absorb(self.query.float())
         if isinstance(key, PagedKV):

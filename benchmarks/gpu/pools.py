@@ -79,7 +79,7 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
 def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
 
-    If lengths differ, each sequence of each layer has a separate pair, `[1, Hkv, N, D]`.
+    Each sequence of each layer has a separate pair, `[1, Hkv, N, D]`, if lengths differ.
     """
     batch, lengths = len(case.lengths), case.lengths[:1]
     if case.is_ragged:

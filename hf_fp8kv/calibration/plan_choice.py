@@ -109,7 +109,7 @@ def choose_plan(
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
     """Return the arguments `dtype` and `plan` of a cache of this model.
 
-    With dtype="adaptive" the plan is chosen on random tokens. The model keeps it until its weights
+    dtype="adaptive" chooses the plan on random tokens. The model keeps it until its weights
     change. A plan in a file is read.
 
     Raises:

@@ -186,5 +186,5 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
     guess = alone.clone()
     guess[low], guess[low + step] = low + step, low
     measured = partner != alone
-    # If the measured pairs have a different pattern, there are no further pairs.
+    # There are no further pairs if the measured pairs have a different pattern.
     return guess if torch.equal(guess[measured], partner[measured]) else partner

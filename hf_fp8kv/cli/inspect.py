@@ -60,7 +60,7 @@ def inspect(
                 raise typer.BadParameter("requires scales, got a saved cache", param_hint=option)
             _show_cache(scales, as_json)
             return
-        # If possible, show a faulty file with warnings instead of refusing it.
+        # Show a faulty file with warnings if possible, instead of refusing it.
         source = KVScales.from_pretrained(scales, strict=False)
         report = source.report
         if texts is not None:

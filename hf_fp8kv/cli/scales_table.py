@@ -59,7 +59,7 @@ def _describe_side(
         side = {"shape": list(scale.shape), "min": low, "max": high}
         if scale.ndim == 0 or scale.shape[1] == 1:
             side["values"] = scale.flatten().tolist()
-        # Without a measurement, this is the largest magnitude that the scale can represent.
+        # This is the largest magnitude that the scale can represent, if nothing was measured.
         side |= {"amax": _LARGEST * high, "amax_from": "scale"}
     if measured is not None:
         side |= {"amax": max(measured.amax), "amax_from": "text"}

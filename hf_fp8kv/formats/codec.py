@@ -174,7 +174,7 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     # Compute relative to the first scale, because the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
-    # If a scale is NaN, all costs are NaN, and any choice is fine.
+    # All costs are NaN if a scale is NaN, and any choice is then correct.
     best = cost.argmin(-1, keepdim=True)
     # Gather integers, because torch's gather may change the bits of NaN.
     return rounded.view(torch.int16).gather(-1, best)[:, 0].view(torch.bfloat16)

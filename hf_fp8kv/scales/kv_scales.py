@@ -312,7 +312,7 @@ def _select_heads(heads: int, count: int, tp_rank: int, tp_size: int, label: str
         return slice(0, heads)
     if heads == count * tp_size:
         return slice(tp_rank * count, (tp_rank + 1) * count)
-    # With more ranks than heads, neighboring ranks have a copy of the same head.
+    # Neighboring ranks have copies of one head if there are more ranks than heads.
     if count == 1 and tp_size % heads == 0:
         return slice(tp_rank * heads // tp_size, tp_rank * heads // tp_size + 1)
     total = "" if tp_size == 1 else f" (or {count * tp_size} of all {tp_size} ranks)"

@@ -19,7 +19,7 @@ from ..utils.text import format_list, format_value
 from .report import CalibrationReport
 
 Granularity = Literal["tensor", "head", "channel"]
-# Outside this range the reciprocal, or the largest code times the scale, may not fit into fp32.
+# The reciprocal, and the largest code times the scale, fit into fp32 within this range.
 _LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
 # Remedy in messages for a layer that a plan or scales do not have.
 KEEP_OUT = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"

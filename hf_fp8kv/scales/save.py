@@ -192,7 +192,7 @@ def _change_weights(
     changes: dict[str, _Content] = {}
     removed = set(checkpoint.left_out)
     if INDEX_FILE in files and only.is_file():
-        # If an earlier call was interrupted, both are the same file, or the second has no scales.
+        # After an interrupted call, both are the same file, or the second has no scales.
         rest = {*read_header(only)[0]}.difference(removed) if removed else None
         if first.is_file() and not only.samefile(first) and {*read_header(first)[0]} != rest:
             raise ScaleError(
@@ -291,7 +291,7 @@ def check_place(
 ) -> None:
     """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
 
-    Without `overwrite` they do not replace any file, nor the config of weights. They are never
+    They replace files, and the config of weights, only with `overwrite`. They are never
     written next to scales that readers prefer.
     """
     in_folder = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []

@@ -27,7 +27,7 @@ def run(monkeypatch, capsys):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_speed_reports_every_cache_and_its_ratios(run, model, monkeypatch, tmp_path, device):
-    """With one turn, a ratio is the quotient of two times. The model's config gives the shape."""
+    """A ratio of one turn is the quotient of two times. The model's config gives the shape."""
     small = functools.partial(speed.measure_speed, **SMALL)
     monkeypatch.setattr(speed, "measure_speed", small)
     path = tmp_path / "speed.json"

@@ -346,8 +346,7 @@ def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
         )
         assert full == reduced
         assert len(getattr(short, name)) == len(reduced)
-    # In 16 bits, K and V of a layer are at most a GiB, because 15 processes share a GPU.
-    # In 16 bits, K and V of a layer have at most a GiB, because 15 processes share a GPU.
+    # K and V of a layer take at most one GiB in 16 bits, because 15 processes share a GPU.
     assert {(bool(stored), new) for stored, new in short.extend} == {
         (bool(stored), new) for stored, new in FULL.extend
     }

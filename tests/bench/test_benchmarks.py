@@ -55,7 +55,7 @@ def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsy
 
 @pytest.mark.full
 def test_the_host_launches_only_the_kernels_of_a_step():
-    """In the separate process, Triton has a driver that launches nothing."""
+    """The driver of Triton in the separate process launches nothing."""
     program = """
 import json, torch, triton
 from benchmarks import host

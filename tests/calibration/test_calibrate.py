@@ -72,7 +72,7 @@ def llama_scales(llama):
     [("tensor", "fp8_e4m3", 1.0), ("head", "fp8_e3m4", 2.0), ("channel", "fp8_e4m3", 1.5)],
 )
 def test_scales_cover_the_observed_values_closely(llama, granularity, dtype, margin):
-    windows = [t[:24] for t in texts(8)]
+    windows = [text[:24] for text in texts(8)]
     scales = calibrate(
         llama, windows, granularity=granularity, center=False, dtype=dtype, margin=margin, **NONE
     )
@@ -96,7 +96,7 @@ def test_scales_cover_the_observed_values_closely(llama, granularity, dtype, mar
 @pytest.mark.parametrize("name", ["llama", "biased"])
 def test_scales_per_channel_cover_other_positions(request, name):
     """RoPE rotates pairs of channels, so at some position a channel has its partner's value."""
-    model, windows = request.getfixturevalue(name), [t[:24] for t in texts(16)]
+    model, windows = request.getfixturevalue(name), [text[:24] for text in texts(16)]
     scales = calibrate(model, texts(16), granularity="channel", center=name == "biased", **NONE)
     assert scales.centered == (name == "biased")
     for index, (k, _) in observed(model, windows[:6], range(0, 231, 11)).items():
@@ -132,7 +132,7 @@ def test_centers_are_chosen_only_if_k_is_biased(biased, llama_scales):
     assert with_center.centered
     assert with_center.report.centers.startswith("Centers in ")
     # The center is the mean over positions up to 192, not the mean within the windows.
-    windows = [t[:24] for t in texts(24)[:6]]
+    windows = [text[:24] for text in texts(24)[:6]]
     near, everywhere = (
         observed(biased, windows, starts)[0][0].mean(0) for starts in ([0], range(0, 169, 12))
     )
@@ -204,7 +204,7 @@ def test_the_report_describes_the_run_and_each_layer(llama, llama_scales):
             assert 0.01 < side.error["fp8_e4m3"] < 0.04
             assert side.error["fp8_e3m4"] < 0.6 * side.error["fp8_e4m3"]
             assert side.error["fp8_e5m2"] > 1.7 * side.error["fp8_e4m3"]
-        k, _ = observed(llama, [t[:24] for t in texts()])[index]
+        k, _ = observed(llama, [text[:24] for text in texts()])[index]
         assert max(layer.k.amax) <= k.abs().max() * 1.001
 
 

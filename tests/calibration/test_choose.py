@@ -183,7 +183,7 @@ def test_the_scale_of_least_cost_is_chosen(fmt):
     scale = chosen_scale(first, first, minimum_at(5, 12), octave_costs(COSTLY, COSTLY), fmt=fmt)
     expected = first * torch.tensor([[2 ** (5 / 16)], [2 ** (12 / 16)]])
     torch.testing.assert_close(scale, expected)
-    # Without queries all costs are zero, and the smallest scale is chosen.
+    # All costs are zero without queries, so the smallest scale is chosen.
     no_cost = torch.zeros(SEARCH_STEPS, 2, 1).double()
     assert chosen_scale(first, first, no_cost, octave_costs(COSTLY, COSTLY)).equal(first)
     # One scale for a whole layer is a scalar.
@@ -228,7 +228,7 @@ def test_higher_octaves_have_the_costs_of_the_chosen_step():
 
 
 def test_scales_do_not_grow_if_small_values_would_become_subnormal():
-    """With one large value, all smaller values are subnormal in E3M4 but not in E4M3."""
+    """One large value makes all smaller values subnormal in E3M4 but not in E4M3."""
     x = 0.004 * torch.randn(64, 1, 64)
     x[0, 0, 0] = 1.0
     octaves = {}
@@ -381,7 +381,7 @@ def choose_scales_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, 
     """Return the chosen scales and the candidates of each layer."""
     job = make_job(model)
     partners = measure_partners(model, windows[0], job.layers)
-    ranges = stages.collect_ranges(job, "text", [Batch((w,)) for w in windows], partners)
+    ranges = stages.collect_ranges(job, "text", [Batch((window,)) for window in windows], partners)
     candidates = {i: candidates_of(r, partners[i].k, job.options) for i, r in ranges.items()}
     scales = choose.make_scales(job, windows, candidates)
     return choose.choose_scales(job, windows, Beyond(0), scales, "a text")[0], candidates
@@ -419,7 +419,11 @@ def test_attention_without_queries_gets_the_smallest_scales(sliding, monkeypatch
     windows = random_windows(20, 24)
     chosen, _ = choose_scales_on(sliding, windows)
     for index in chosen:
-        amax = torch.cat([observed(sliding, w)[index][1] for w in windows]).abs().amax((0, 2))
+        amax = (
+            torch.cat([observed(sliding, window)[index][1] for window in windows])
+            .abs()
+            .amax((0, 2))
+        )
         torch.testing.assert_close(chosen[index].v, amax[:, None] / 448)
 
 

@@ -85,7 +85,7 @@ def test_a_measured_plan_is_closer_at_all_positions(measured: KVScales) -> None:
 @pytest.mark.parametrize("name", ["measured", "explicit"])
 def test_scales_cover_the_stored_values(biased: Any, measured: Any, name: str) -> None:
     """The scales cover rotated and centered values at all positions, with little margin."""
-    windows = [t[:24] for t in texts(12)]
+    windows = [text[:24] for text in texts(12)]
     scales = measured
     if name == "explicit":
         scales = calibrate(biased, windows, plan=EXPLICIT_PLAN, **NONE)
@@ -370,11 +370,11 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
 def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
     tokenizer, text = words(), ["a b c d " * 40, "d c b a " * 30]
     plan = choose_plan(llama, text, tokenizer=tokenizer)
-    ids = [tokenizer(t).input_ids for t in text]
+    ids = [tokenizer(line).input_ids for line in text]
     assert plan.digest == choose_plan(llama, ids).digest
     assert plan.origin == "chosen on 280 tokens of text"
     assert choose_plan(llama, texts()).digest != plan.digest
-    rows = [{"body": t} for t in text]
+    rows = [{"body": line} for line in text]
     by_column = choose_plan(llama, rows, tokenizer=tokenizer, text_column="body")
     assert by_column.digest == plan.digest
 

@@ -82,7 +82,7 @@ def test_the_report_compares_other_positions(rotating, near, plain):
 
 
 def test_failing_positions_are_skipped(rotating, monkeypatch, caplog):
-    """If the model fails at far positions, the scales are calibrated without centers."""
+    """Scales are calibrated without centers if the model fails at far positions."""
     original = rotating.model.rotary_emb.forward
 
     def forward(x, position_ids):

@@ -125,7 +125,7 @@ def test_columns_and_token_ids_are_read_as_given():
 def test_tensors_are_on_the_cpu_with_a_different_default_device():
     with torch.device("meta"):
         corpus = read(["a b", [A, B]])
-    assert {w.device.type for w in corpus.windows} == {"cpu"}
+    assert {window.device.type for window in corpus.windows} == {"cpu"}
 
 
 def test_chat_template_makes_a_text_the_turn_of_a_user():
@@ -394,7 +394,9 @@ def test_texts_and_files_need_a_tokenizer(tmp_path):
 # -- windows and held-out texts --------------------------------------------------------------------
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
-CORPORA = st.lists(TOKENS, min_size=1, max_size=12).filter(lambda c: any(len(t) > 1 for t in c))
+CORPORA = st.lists(TOKENS, min_size=1, max_size=12).filter(
+    lambda corpus: any(len(text) > 1 for text in corpus)
+)
 
 
 def windows_of(text: list[int], max_length: int) -> list[tuple[int, ...]]:
@@ -411,14 +413,14 @@ def tuples(windows) -> list[tuple[int, ...]]:
 def test_no_token_is_lost_or_added(corpus, max_length, held_out):
     result = read(corpus, max_length=max_length, held_out=held_out)
     calibration, held_out_windows = tuples(result.windows), tuples(result.held_out)
-    expected = Counter(w for text in corpus for w in windows_of(text, max_length))
+    expected = Counter(window for text in corpus for window in windows_of(text, max_length))
     assert Counter(calibration + held_out_windows) == expected
     assert result.tokens == sum(map(len, calibration))
     assert not set(calibration) & set(held_out_windows)
     assert calibration
     assert bool(held_out_windows) == (held_out > 0 and len(expected) > 1)
     for part in (calibration, held_out_windows):
-        assert [len(w) for w in part] == sorted(map(len, part), reverse=True)
+        assert [len(window) for window in part] == sorted(map(len, part), reverse=True)
     total, held = result.tokens + sum(map(len, held_out_windows)), sum(map(len, held_out_windows))
     if held > min(2 * held_out, total // 4):  # in this case one window is held out, with its copies
         assert len(set(held_out_windows)) <= 1
@@ -428,7 +430,7 @@ def test_no_token_is_lost_or_added(corpus, max_length, held_out):
 @given(st.data(), CORPORA, st.integers(2, 12), st.integers(0, 60))
 def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_out):
     permuted = data.draw(st.permutations(corpus))
-    total = sum(len(w) for text in corpus for w in windows_of(text, max_length))
+    total = sum(len(window) for text in corpus for window in windows_of(text, max_length))
     for max_tokens in (1 << 20, max(total, 2)):
         options = {"max_length": max_length, "held_out": held_out, "max_tokens": max_tokens}
         first, second = read(corpus, **options), read(permuted, **options)
@@ -440,7 +442,7 @@ def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_o
 @given(CORPORA, st.integers(2, 12), st.integers(2, 100))
 def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
     result = read(corpus, max_length=max_length, max_tokens=max_tokens)
-    total = sum(len(w) for text in corpus for w in windows_of(text, max_length))
+    total = sum(len(window) for text in corpus for window in windows_of(text, max_length))
     assert result.tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
     assert min(map(len, result.windows)) >= 2
     # The last window is cut.
@@ -506,7 +508,7 @@ def test_a_window_does_not_keep_its_text_in_memory():
 def test_the_longest_windows_are_held_out_up_to_a_quarter(corpus, held_out, expected):
     max_length = 100 if [9] * 100 in corpus else 10
     result = read(corpus, None, held_out=held_out, max_length=max_length)
-    assert [len(w) for w in result.held_out] == expected
+    assert [len(window) for window in result.held_out] == expected
 
 
 def test_held_out_windows_do_not_depend_on_the_process():
@@ -526,6 +528,6 @@ def test_texts_are_tokenized_and_split_with_a_trained_tokenizer(demo_model_path,
 
     (path := tmp_path / "x.txt").write_text(text * 500)
     corpus = read(path, tokenizer, max_length=256, held_out=1024)
-    lengths = [len(w) for w in (*corpus.windows, *corpus.held_out)]
+    lengths = [len(window) for window in (*corpus.windows, *corpus.held_out)]
     assert len(lengths) == corpus.texts  # no text is split into windows
     assert sum(lengths) / len(lengths) > 0.85 * 256

@@ -131,7 +131,7 @@ def test_invalid_options_are_rejected(run, folder, options, code, message, tmp_p
 
 
 def test_a_card_omits_free_answers_and_tasks(run, folder, monkeypatch, tmp_path):
-    """With this tokenizer, all words of the tasks are the same token, so no task is measured."""
+    """This tokenizer has one token for all words of the tasks, so no task is measured."""
     monkeypatch.setitem(measure.SIZES, "quick", TINIEST)
     monkeypatch.chdir(folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))

@@ -34,7 +34,7 @@ def generate(run, model):
 
 
 def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path):
-    # In float32, because two attentions that round to 16 bits may choose different tokens.
+    # The model is in float32, because two attentions with 16 bits may choose different tokens.
     folder = command_line.save_tiny_model(tmp_path, torch.float32)
     output = generate("--kv-cache-dtype", "auto", model=folder)
     dense, pages = output["runs"]

@@ -47,7 +47,7 @@ SPECS = {
     "fp8_e5m2": Spec(2, 15, 57344.0, E5M2_NAN, frozenset({0x7C, 0xFC})),
     "fp8_e3m4": Spec(4, 3, 31.0, **ONLY_0X80, has_negative_zero=False),
     "fp8_e2m5": Spec(5, 1, 7.875, **ONLY_0X80, has_negative_zero=False),
-    # Without exponent bits, all steps are one.
+    # All steps are one without exponent bits.
     "int8": Spec(7, -6, 127.0, **ONLY_0X80, has_negative_zero=False),
 }
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
@@ -306,7 +306,7 @@ def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, de
 # -- compatibility ---------------------------------------------------------------------------------
 
 
-# As of 2026-11-22. A changed digest would change the meaning of saved caches and scales.
+# Digests of 2026-11-22. A changed digest would change the meaning of saved caches and scales.
 GOLDEN = {
     "fp8_e4m3": "53f788649983ea3c",
     "fp8_e4m3fnuz": "e575762e9ff01098",

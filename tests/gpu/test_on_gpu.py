@@ -131,9 +131,9 @@ def test_tokens_match_the_reference(name, keywords, form):
     cache = cache_for(model, inputs, form != "dynamic", **keywords)
     options = compiling() if form == "compiled" else {"disable_compile": True}
     if name == "medium" and "prefill" in keywords:
-        # The prompt reads codes. Rounding of float32 decides between two codes, and in each layer
-        # between more: 2e-4 of the logits (two backends of a CPU). A wrong page in one layer is
-        # 1e-2, and a doubled scale of its values is 0.3.
+        # The prompt reads codes. Float32 rounding may change codes in each layer, and the logits by
+        # 2e-4 (two backends of a CPU). A wrong page in one layer changes the logits by 1e-2, and a
+        # doubled scale of its values by 0.3.
         forced = LogitsProcessorList([ForcedTokens(expected)])
         output = answer(model, inputs, cache, logits_processor=forced, **LOGITS, **options)
         errors = map(relative_error, output.logits, reference_output.logits)
@@ -321,7 +321,7 @@ def test_a_decode_step_does_not_synchronize(static, keywords):
 @only_gpu
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_no_step_compiles_a_kernel_again(static, monkeypatch):
-    """By default, Triton compiles a kernel again for a length of 1 or a multiple of 16.
+    """Triton by default compiles a kernel again for a length of 1 or a multiple of 16.
 
     The sequences have more than one page, so that kernels of split sequences are in the first step.
     """

@@ -45,7 +45,7 @@ pytestmark = MARKS
 # Factor of all lengths. The interpreter can only compute a few tokens.
 LONGER = 9 if ON_GPU else 1
 PAGES = 32 * LONGER
-# On a CPU, "auto" would choose a different backend.
+# "auto" would choose a different backend on a CPU.
 TRITON = {"backend": "triton"}
 
 

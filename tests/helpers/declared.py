@@ -15,7 +15,7 @@ from hf_fp8kv import KVScales, LayerScales
 from tests.helpers.tiny_models import tiny
 
 LAYERS, HEADS = 2, 2
-# With codes up to 448 these scales reach 0.9 and 0.67. K and V of the model exceed both by far.
+# These scales reach 0.9 and 0.67 with codes up to 448. K and V of the model exceed both by far.
 TOO_SMALL = KVScales(
     {
         index: LayerScales(

@@ -121,7 +121,7 @@ SIZES: Options = {
 LATENT: Options = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
-    # With 16 heads few scores are 0. The choice among equal scores depends on their number.
+    # Few scores are 0 with 16 heads. The choice among equal scores depends on their number.
     "index_n_heads": 16,
     "index_topk": 8,
 }

@@ -369,7 +369,7 @@ def run(monkeypatch, capsys):
 
 
 def test_the_command_fails_on_violations_and_shows_changes(run, tmp_path):
-    """With `--summary`, the command compiles only the kernels that read pages."""
+    """The option `--summary` compiles only the kernels that read pages."""
     code, out = run(rows=[ROW])
     assert code == 0
     assert all(f"{name} " in out for name in TARGETS)

@@ -292,7 +292,7 @@ def test_a_compiled_step_gives_the_logits_of_the_original_weights(pair):
     torch.compiler.reset()
     with torch.no_grad():
         declared(IDS[:, :63], past_key_values=caches[1])
-        # Before 0.20 the package's own hooks cannot be compiled without graph breaks.
+        # The package's own hooks cannot be compiled without graph breaks before 0.20.
         fullgraph = "__getattr__" in vars(module._wrapper_class())
         step = torch.compile(declared, fullgraph=fullgraph, backend="aot_eager")
         for position in (63, 64):

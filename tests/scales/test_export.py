@@ -118,7 +118,7 @@ def test_saved_scales_are_loaded(tmp_path, caplog, format, kind):
 
 @given(
     values=st.lists(st.tuples(*[st.floats(2**-60, 2**60, width=32)] * 2), min_size=1, max_size=4),
-    format=st.sampled_from([f for f in SCALE_FORMATS if f != "vllm-json"]),
+    format=st.sampled_from([name for name in SCALE_FORMATS if name != "vllm-json"]),
 )
 def test_any_pair_of_scales_is_loaded_bitwise(tmp_path_factory, values, format):
     folder = tmp_path_factory.mktemp("pair")
@@ -397,28 +397,33 @@ def test_linked_weights_are_the_same_file(tmp_path, model, format):
 
 
 BAD_SOURCES = {
-    "no-config": (lambda f: (f / "config.json").unlink(), "config.json, got none"),
-    "config-cut-off": (lambda f: (f / "config.json").write_text("{"), "expected a JSON file"),
+    "no-config": (lambda folder: (folder / "config.json").unlink(), "config.json, got none"),
+    "config-cut-off": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "expected a JSON file",
+    ),
     "weights-cut-off": (
-        lambda f: (f / "model.safetensors").write_bytes(b"x"),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
         "expected a safetensors file",
     ),
     "pickled-weights": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "expected weights in safetensors",
     ),
     "existing-scales": (
-        lambda f: save_file(
-            load_file(f / "model.safetensors")
+        lambda folder: save_file(
+            load_file(folder / "model.safetensors")
             | {"model.layers.0.self_attn.k_scale": torch.ones(1)},
-            f / "model.safetensors",
+            folder / "model.safetensors",
         ),
         "expected a checkpoint without KV scales",
     ),
     "a-different-model": (spoil_config(model_type="qwen2"), "expected a 'llama' model"),
     "more-layers": (spoil_config(num_hidden_layers=9), "without layers 3, 4"),
     "no-attention": (
-        lambda f: save_file({"model.norm.weight": torch.ones(1)}, f / "model.safetensors"),
+        lambda folder: save_file(
+            {"model.norm.weight": torch.ones(1)}, folder / "model.safetensors"
+        ),
         "expected one attention module in layer 0, got none",
     ),
     "int8-cache-declared": (spoil_config(kv_cache_dtype="int8"), "'int8'"),

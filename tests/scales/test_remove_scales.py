@@ -105,7 +105,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain, weight
         assert written["metadata"] == {"mine": 2}  # the size of the old tensors is removed
         with safe_open(new / first, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-    # In the same folder, each shard is rewritten as a whole.
+    # Each shard in the same folder is rewritten as a whole.
     NEW.save_pretrained(old, format="compressed-tensors", overwrite=True)
     assert_same(KVScales.from_pretrained(old), NEW)
     assert all_tensors(old).keys() == all_tensors(tmp_path / "compressed-tensors").keys()

@@ -162,7 +162,9 @@ def test_uniform_rejects_an_invalid_constant_or_number_of_layers(value):
         KVScales.uniform(value if value != 10**400 else 1.0)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda scales: pickle.loads(pickle.dumps(scales))]
+)
 def test_copies_are_equal(clone):
     assert_same(clone(two_layers()), two_layers())
 

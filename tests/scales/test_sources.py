@@ -437,6 +437,11 @@ def spoil_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
     return spoil
 
 
+def truncate(file: str, size: int) -> Spoil:
+    """Return a change that keeps `size` bytes of a file, or removes bytes if it is negative."""
+    return spoil_bytes(file, lambda data: data[:size])
+
+
 def delete(name: str) -> Spoil:
     """Return a change that deletes a file."""
     return lambda folder: (folder / name).unlink()
@@ -489,11 +494,11 @@ BAD_JSON: dict[str, tuple[Spoil, str]] = {
     "cache-missing": (spoil_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
     "model-type-missing": (spoil_json('"model_type"', '"type"'), "model_type"),
     "model-type-a-number": (spoil_json('"llama"', "1"), "model_type: expected a string"),
-    "cut-off": (spoil_bytes("kv_cache_scales.json", lambda b: b[:90]), "expected a JSON file"),
-    "binary": (spoil_bytes("kv_cache_scales.json", lambda b: b"\xff\xfe\x00"), "UnicodeDecode"),
-    "an-array": (spoil_bytes("kv_cache_scales.json", lambda b: b"[1]"), "JSON object, got list"),
+    "cut-off": (truncate("kv_cache_scales.json", 90), "expected a JSON file"),
+    "binary": (spoil_bytes("kv_cache_scales.json", lambda _: b"\xff\xfe\x00"), "UnicodeDecode"),
+    "an-array": (spoil_bytes("kv_cache_scales.json", lambda _: b"[1]"), "JSON object, got list"),
     "very-deep": (
-        spoil_bytes("kv_cache_scales.json", lambda b: b'{"a":' * 10**5),
+        spoil_bytes("kv_cache_scales.json", lambda _: b'{"a":' * 10**5),
         "expected a JSON file",
     ),
 }
@@ -604,7 +609,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
         "center of K.*got nan",
     ),
     "bias-without-a-scale": (
-        lambda f: edit_tensors(f, {ATTENTION.format(9) + "k_proj.k_bias": torch.ones(())}),
+        spoil_tensor("k_proj.k_bias", torch.ones(()), layer=9),
         "expected a scale with model.layers.9.self_attn.k_proj.k_bias, got none",
     ),
     "ascend-int8": (spoil_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
@@ -613,8 +618,8 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "dynamic-local-scheme": (scheme(dynamic="local"), "dynamic, which needs none"),
     "unknown-word": (spoil_config(kv_cache_dtype="turbo3"), "'turbo3'"),
     "config-missing": (delete("config.json"), "expected a config.json"),
-    "config-cut-off": (spoil_bytes("config.json", lambda b: b[:40]), "config.json.*JSON file"),
-    "cut-off": (spoil_bytes("model.safetensors", lambda b: b[:-4]), "a safetensors file"),
+    "config-cut-off": (truncate("config.json", 40), "config.json.*JSON file"),
+    "cut-off": (truncate("model.safetensors", -4), "a safetensors file"),
     "no-scales": (
         lambda folder: save_file({"model.norm": torch.ones(2)}, folder / "model.safetensors"),
         "expected kv_scales.safetensors, kv_cache_scales.json, or scale tensors such as "
@@ -661,23 +666,27 @@ def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
     return spoil
 
 
+def list_in(file: object) -> Spoil:
+    """Return a change that lists all tensors of the index in one file."""
+    return edit_index(lambda old: dict.fromkeys(old, file))
+
+
 SHARD = "model-00002-of-00002.safetensors"
 BAD_INDICES: dict[str, tuple[Spoil, str]] = {
     "shard-missing": (delete(SHARD), f"expected the file {SHARD}"),
-    "shard-cut-off": (spoil_bytes(SHARD, lambda b: b[:-1]), "a safetensors file"),
+    "shard-cut-off": (truncate(SHARD, -1), "a safetensors file"),
     "tensor-missing": (
-        edit_index(lambda m: m | dict.fromkeys(list(m)[-1:], "model-00001-of-00002.safetensors")),
+        edit_index(
+            lambda old: old | dict.fromkeys(list(old)[-1:], "model-00001-of-00002.safetensors")
+        ),
         "which the index lists here",
     ),
-    "outside": (edit_index(lambda m: dict.fromkeys(m, "../x.safetensors")), "expected file names"),
-    "absolute": (edit_index(lambda m: dict.fromkeys(m, "/x.safetensors")), "expected file names"),
-    "not-a-name": (edit_index(lambda m: dict.fromkeys(m, 3)), "expected file names.*got 3"),
-    "empty-map": (edit_index(lambda m: {}), "expected file names of tensors in weight_map"),
+    "outside": (list_in("../x.safetensors"), "expected file names"),
+    "absolute": (list_in("/x.safetensors"), "expected file names"),
+    "not-a-name": (list_in(3), "expected file names.*got 3"),
+    "empty-map": (edit_index(lambda _: {}), "expected file names of tensors in weight_map"),
     "list-map": (edit_index(list), "expected file names of tensors in weight_map"),
-    "cut-off": (
-        spoil_bytes("model.safetensors.index.json", lambda b: b[:50]),
-        "expected a JSON file",
-    ),
+    "cut-off": (truncate("model.safetensors.index.json", 50), "expected a JSON file"),
 }
 
 
@@ -711,11 +720,11 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "other-part": (own(pair() | {"layers.0.q_scale": torch.ones(())}), "argument 'q_scale'"),
     "other-unit": (own(pair(), dtype="float8_e5m2"), "'float8_e5m2'"),
     "no-header": (
-        lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "{"}),
+        lambda folder: save_file(pair(), folder / OWN, metadata={"hf_fp8kv": "{"}),
         "as save_pretrained writes it, got JSONDecodeError",
     ),
     "header-of-a-number": (
-        lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "1"}),
+        lambda folder: save_file(pair(), folder / OWN, metadata={"hf_fp8kv": "1"}),
         "as save_pretrained writes it, got TypeError",
     ),
 }
@@ -838,7 +847,7 @@ def test_the_usual_options_reach_the_hub(hub, tmp_path):
 
 def test_only_files_with_scales_are_fetched(hub):
     fake = hub("compressed-tensors-heads")
-    edit_index(lambda m: m | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
+    edit_index(lambda old: old | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
     save_file({"model.norm.weight": torch.ones(2)}, fake.folder / "model-9.safetensors")
     assert list(KVScales.from_pretrained("org/model").layers) == [0, 1, 2]
     assert set(fake.fetched) == {

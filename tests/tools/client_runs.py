@@ -469,7 +469,7 @@ def _ask_with(mode: str, **options: Any) -> Run:
     return ask
 
 
-# In all other modes the request makes the model write JSON.
+# The requests of all other modes make the model write JSON.
 _FENCED = r'```json\n\{"name": "[A-Za-z ]{1,20}", "age": [0-9]{1,3}\}\n```'
 CLIENTS["instructor"] = {
     f"mode {mode}": _ask_with(mode)

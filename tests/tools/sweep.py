@@ -162,7 +162,7 @@ def cache_makers(model: PreTrainedModel, bare: bool) -> dict[str, CacheMaker]:
     if bare:
         makers["alone"] = lambda dtype: make(dtype, model.config)
     if model.config.is_encoder_decoder:
-        # As in transformers for models with a window: the encoder's keys have no window.
+        # The encoder's keys have no window, as in transformers.
         makers["pair"] = lambda dtype: EncoderDecoderCache(
             make(dtype, model.config), DynamicCache() if remakes else make(dtype)
         )

@@ -33,7 +33,7 @@ class TestLoader:
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
     def test_vllm_ignores_formats_that_it_does_not_read(self, models, serve, tmp_path, format):
-        """Without a quantization config, vLLM would fail at scales among the weights."""
+        """vLLM would fail at scales among the weights without a quantization config."""
         copy = str(tmp_path / "copy")
         make_scales("tensor").save_pretrained(copy, format=format, checkpoint=models("llama")[1])
         assert all(k == v == 1 for k, v in loaded_scales(serve(copy, "fp8")))

@@ -43,7 +43,7 @@ def test_static_scales_give_equal_tokens(models, prompts, serve, tmp_path, granu
 
 
 def test_different_scales_change_the_tokens(models, prompts):
-    """Without this, the tests of static scales could pass with any scales."""
+    """The tests of static scales could otherwise pass with any scales."""
     model, _ = models("llama")
     scales = make_scales("head", centered=True)
     tokens = generate_here(model, prompts, scales=scales)

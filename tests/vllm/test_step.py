@@ -173,7 +173,7 @@ def test_a_step_stores_and_attends_as_the_reference(backend, gap, kind, attentio
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.usefixtures("interpreted")
 def test_a_replayed_step_uses_the_current_requests(kind):
-    """As in the replay of a CUDA graph, the same tensors describe other requests in each step.
+    """The same tensors describe other requests in each step, as in the replay of a CUDA graph.
 
     The second request of the first step has no slot. Its table belongs to a waiting request.
     """

@@ -50,7 +50,7 @@ class ScaleFormat:
     ) -> dict[str, bytes]:
         """Return the files of scales from `reduce_scales`. The file that is read first comes last.
 
-        With a checkpoint, they replace its files of the same name, or are added.
+        They replace files of the same name in a checkpoint, or are added to it.
         """
         raise NotImplementedError(self.name)
 
@@ -127,7 +127,7 @@ class TensorFormat(ScaleFormat):
     def quantization_block(self, config: Config, new: Config) -> Config:
         """Return the quantization config of the weights. Raise ScaleError for a different tool's.
 
-        Without such a config, add `new` with the tool's `quant_method`, for the cache only.
+        If it has none, add `new` with the tool's `quant_method`, for the cache only.
         """
         for _, owner in nested_configs(config):
             for entry in ("quantization_config", "compression_config"):

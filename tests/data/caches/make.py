@@ -20,7 +20,7 @@ HEADS, DIM, PROMPT = 2, 16, 13
 
 def make_config(kind: str) -> Any:
     config = _make_config(kind)
-    # With RoPE, the centers of a first call differ from the centers in the earlier files.
+    # The centers of a first call with RoPE differ from the centers in the earlier files.
     config.rope_parameters = None
     return config
 

@@ -94,7 +94,7 @@ def main() -> None:
     names = sorted(per_head)
     shards = [{n: per_head[n] for n in names[:3]}, {n: per_head[n] for n in names[3:]}]
     write("compressed-tensors-heads", {"quantization_config": scheme}, *shards)
-    # Without strategy and symmetric, as ModelOpt writes it.
+    # ModelOpt writes neither strategy nor symmetric.
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8"}
     modelopt["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     names = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 # Limit of each part in seconds. With END for each part and START for torch's import, the sum is at
 # most TOTAL.
 LIMITS = {"smoke": 25, "memcheck": 60, "kernels": 70, "benchmark": 225, "table": 14, "gpu": 44}
-# With --experiments, only the tests of the kernels run.
+# Only the tests of the kernels run with --experiments.
 EXPERIMENTS = {"kernels": 80, "benchmark": 340, "table": 20}
 END, START, TOTAL = 5, 12, 480
 SANITIZER = "compute-sanitizer"
@@ -107,7 +107,7 @@ def run(command: list[str], log: Path, seconds: float, tool: Sequence[str] = ())
     # Tests use deterministic algorithms, for which cuBLAS needs a workspace.
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
     if tool:
-        # Otherwise torch's blocks of memory hide accesses past the end of a tensor.
+        # Torch's cached blocks of memory would hide accesses past the end of a tensor.
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
     began = time.monotonic()
@@ -120,7 +120,7 @@ def run(command: list[str], log: Path, seconds: float, tool: Sequence[str] = ())
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = 124
-            # After an interrupt, pytest still prints the failures so far.
+            # Pytest still prints the failures so far after an interrupt.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END - 1)
@@ -154,7 +154,7 @@ def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int
     # The versions on a GPU machine may differ from those that the tests were written with.
     for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
         options += ["-W", f"ignore::{warning}"]
-    # If a kernel hangs, the log names the test.
+    # The log names the test of a kernel that hangs.
     options += ["-o", "faulthandler_timeout=60", "--durations=5"]
     log = out / f"{name}.log"
     code = run(["-m", "pytest", *options, *arguments], log, seconds)

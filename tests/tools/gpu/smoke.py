@@ -1,6 +1,6 @@
 """Print versions, and compare decode calls with the reference: `python -m tests.tools.gpu.smoke`.
 
-With `tiny`, every kind of kernel runs at tiny shapes, for compute-sanitizer.
+The argument `tiny` runs every kind of kernel at tiny shapes, for compute-sanitizer.
 """
 
 import argparse

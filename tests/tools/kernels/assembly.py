@@ -96,7 +96,7 @@ def read_nvidia(text: str, usage: str) -> Assembly:
 def _count_copies(loop: Sequence[str]) -> float:
     """Return the number of rounds whose asynchronous copies to shared memory are in flight at once.
 
-    In flight are the groups that the strictest wait leaves, and the groups that a round adds. Loads
+    The groups in flight are those left by the strictest wait, and those added by a round. Loads
     to registers do not count, because the same round waits for their values.
     """
     groups = _count(r"LDGDEPBAR\b", loop)

@@ -123,7 +123,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *(Variant("extend", **extend, tokens=1024) for extend in (*extends, *latents)),
         # Within a window, codes are not widened.
         *(Variant("extend", **fmt, tokens=1024, extras=("window",)) for fmt in formats),
-        # With too few programs for a GPU, sequences are split as in decoding.
+        # Sequences are split as in decoding if there are too few programs for a GPU.
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
         *(Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})

@@ -117,7 +117,7 @@ _SYNCED, _SEVERAL, _MANY, _PRODUCT = 1 << 16, 1 << 17, 1 << 20, 1 << 21
 def _differ(x: Array, y: Array) -> bool:
     """Return whether bits differ, or for float32 values whether they differ by more than rounding.
 
-    If a product is fused with the first sum of a butterfly, threads round the total differently.
+    Threads round a total differently if a product is fused with the first sum of a butterfly.
     """
     unequal = x != y
     if x.itemsize == 4 and unequal.any():

@@ -120,7 +120,7 @@ def _funnel(low: Array, high: Array, by: Array) -> Array:
 
 
 def _extract(x: Array, start: Array, length: Array) -> Array:
-    # In Triton's code, fields do not exceed the 32 bits of a register.
+    # Fields in Triton's code do not exceed the 32 bits of a register.
     left = _U32.type(8 * x.itemsize) - start - length
     assert (left < 32).all(), "bfe: expected a field within the register"
     return (x << left.astype(x.dtype)) >> (left + start).astype(x.dtype)
