@@ -15,7 +15,7 @@ from .report import format_tables
 from .suite import SECTIONS, run_suite
 
 # Maximum number of processes that compile, because they share the memory of the device.
-MOST_PROCESSES = 15
+MAX_PROCESSES = 15
 # Width of the tables in a file or a pipe.
 WIDTH = 140
 
@@ -62,7 +62,7 @@ def _choose_backend(device: str) -> str:
 
 
 def _processes() -> int:
-    return min(max((os.cpu_count() or 2) - 1, 1), MOST_PROCESSES)
+    return min(max((os.cpu_count() or 2) - 1, 1), MAX_PROCESSES)
 
 
 def _report(message: str) -> None:

@@ -17,7 +17,7 @@ from .shapes import BF16, Case
 from .stage import Stage, Step
 
 # Seconds that FlexAttention needs to compile, with a margin.
-COMPILES = 12
+COMPILE_SECONDS = 12
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -60,7 +60,7 @@ def measure_decode(record: Record, section: str, case: Case, *, grouped: bool = 
 
 def measure_flex(record: Record, section: str, case: Case) -> None:
     """Add a row for one new token with FlexAttention, if there is time to compile it."""
-    if record.seconds_left() < COMPILES:
+    if record.seconds_left() < COMPILE_SECONDS:
         record.skip(f"{section}, {case}, flex: no time left")
         return
     dry = record.stage.dry

@@ -14,14 +14,14 @@ from hf_fp8kv.cache.paged_tensor import pages_of
 from .pools import check, poison_memory
 from .record import Record
 from .shapes import Case, Kind, Sizes
-from .stage import LARGEST_GRAPH, Stage
+from .stage import MAX_GRAPH_CALLS, Stage
 
 # Static scale. Normal random values reach about 5.5, and E4M3 reaches 448.
 SCALE = 0.0125
 # Free tokens of a preallocated cache after the tokens of the case.
-ROOM = 64
+FREE_TOKENS = 64
 # Maximum number of tokens that the steps add to a growing cache.
-MOST_STEPS = 2 * LARGEST_GRAPH
+MAX_STEPS = 2 * MAX_GRAPH_CALLS
 
 
 class CacheSteps:
@@ -40,9 +40,9 @@ class CacheSteps:
         self.config._attn_implementation = "fp8_paged"
         self.cache = FP8PagedCache(
             self.config, dtype=kind.format, scales=SCALE if kind.static else None, backend=backend,
-            max_cache_len=length + ROOM if preallocated else None,
+            max_cache_len=length + FREE_TOKENS if preallocated else None,
         )  # fmt: skip
-        self.visible = torch.ones((batch, length + MOST_STEPS), dtype=torch.long)
+        self.visible = torch.ones((batch, length + MAX_STEPS), dtype=torch.long)
         for row, hidden in zip(self.visible, case.padding, strict=bool(case.padding)):
             row[:hidden] = 0
         self.visible = self.visible.to(stage.device)

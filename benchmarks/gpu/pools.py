@@ -19,7 +19,7 @@ from .stage import Stage
 
 PAGE_SIZE = 64
 # Number of query tokens that are checked at the beginning and at the end of many.
-CHECKED = 128
+MAX_CHECKED = 128
 # Number of query heads of a KV head that the reference computes at once.
 CHECKED_HEADS = 16
 
@@ -126,7 +126,7 @@ def check(
     for b, part in checked:
         rows = slice(part * count, (part + 1) * count)
         head_pages = _select_head(pages, b, rows.start // groups)
-        for first, last in {(0, min(CHECKED, tokens)), (max(tokens - CHECKED, 0), tokens)}:
+        for first, last in {(0, min(MAX_CHECKED, tokens)), (max(tokens - MAX_CHECKED, 0), tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
             length = case.lengths[b] - tokens + last
             spec = case.attention_spec()

@@ -39,10 +39,10 @@ _ROOM_OCTAVES = 3
 # Number of tokens whose squared errors decide on headroom. It only affects the smallest values.
 _ROOM_TOKENS = 128
 # Added to the weight of a channel in its center, as a share of the largest weight of the head.
-_LEAST_WEIGHT = 1e-6
+_MIN_WEIGHT = 1e-6
 _KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
 # Maximum cost of a preferred candidate, relative to the first candidate.
-_MOST = 0.95
+_MAX_COST = 0.95
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ def _list_plans(
 ) -> dict[str, list[SidePlan]]:
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
-    safe, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
+    fallback, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
     plain = [SidePlan(*kind) for kind in kinds]
-    k = [safe, *(plan for plan in plain if not (may_turn and plan.rotated))]
+    k = [fallback, *(plan for plan in plain if not (may_turn and plan.rotated))]
     if options.center and not may_turn:
-        k += [SidePlan(*kind, True) for kind in kinds or [(safe.format, False)]]
+        k += [SidePlan(*kind, True) for kind in kinds or [(fallback.format, False)]]
     latent = options.latent and options.plan is not None
-    return {"k": k, "v": [SidePlan(AUTO)] if latent else [safe, *plain]}
+    return {"k": k, "v": [SidePlan(AUTO)] if latent else [fallback, *plain]}
 
 
 def find_centers(
@@ -167,7 +167,7 @@ def find_centers(
     # Weighted by `weigh_keys`, or the plain mean if the weights are almost zero.
     weights, weighted = sample["weight_sum"], sample["weighted_sum"]
     plain = (sample["k_sum"] / sample["count"]).to(weights)
-    least = _LEAST_WEIGHT * weights.amax(-1, keepdim=True)
+    least = _MIN_WEIGHT * weights.amax(-1, keepdim=True)
     mean = (weighted + least * plain) / (weights + least)
     centers = [torch.where(weights + least > 0, mean, plain)]
     if far is not None:
@@ -302,7 +302,7 @@ def choose_scales(
     for index, layer in scaled.items():
         sums = [stage[index] for stage in stages if index in stage]
         costs_by_side = ([costs[side].tolist() for costs in sums if side in costs] for side in "kv")
-        k, v = (pick_candidate([*zip(*costs, strict=True)], _MOST) for costs in costs_by_side)
+        k, v = (pick_candidate([*zip(*costs, strict=True)], _MAX_COST) for costs in costs_by_side)
         first[index] = join_sides(job.options, source, layer["k"][0], layer["v"][0])
         best[index] = join_sides(job.options, source, layer["k"][k], layer["v"][v])
     return first, best

@@ -43,8 +43,8 @@ _TOKENS, _POSITIONS = 128, (0, 1024, 4096, 16384)
 # Maximum cost of a format in each head, relative to the fallback. Costs are computed with the
 # smallest scales. A cache searches K's scales of least error. These reduce E3M4's cost by a quarter
 # for Gaussian values, and by two thirds if two channels are 50 times larger.
-_GAIN = 0.5
-_SAFE = SidePlan(DEFAULT_DTYPE)
+_MAX_COST = 0.5
+_FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _MODEL_PLAN = "_hf_fp8kv_plan"
 
@@ -95,7 +95,7 @@ def choose_plan(
     source = f"chosen on {tokens} {'random tokens' if texts is None else 'tokens of text'}"
     chosen = {}
     for index in sorted(layers):
-        center, plan = None, LayerPlan(_SAFE, SidePlan(AUTO) if latent else _SAFE)
+        center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if latent else _FALLBACK)
         layer_reads = [layers_read.pop(index) for layers_read in reads if index in layers_read]
         if layer_reads and all(queries is not None for *_, queries in layer_reads):
             center, plan = _choose(index, layer_reads, may_move=may_move, latent=latent)
@@ -158,9 +158,9 @@ def _choose(
     index: int, reads: Sequence[_Read], *, may_move: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
     """Return K's center on the CPU, or None without a center, and a layer's plan of least cost."""
-    plain = [_SAFE, *_ROTATED]
+    plain = [_FALLBACK, *_ROTATED]
     centered = [replace(plan, centered=True) for plan in plain]
-    k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_SAFE]
+    k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_FALLBACK]
     v_plans = [] if latent else plain
     count, formats = len(k_plans), tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     center = torch.cat([k for k, *_ in reads]).mean(0, dtype=torch.float32)
@@ -185,8 +185,8 @@ def _choose(
     sums = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
     if not all(map(math.isfinite, chain(*sums))):
         raise not_finite(index, "K and V")
-    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[count:], _GAIN)]
-    plan = LayerPlan(k_plans[pick_candidate(sums[:count], _GAIN)], v_plan)
+    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[count:], _MAX_COST)]
+    plan = LayerPlan(k_plans[pick_candidate(sums[:count], _MAX_COST)], v_plan)
     return (center.cpu() if plan.k.centered else None), plan
 
 

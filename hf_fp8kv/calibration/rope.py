@@ -41,9 +41,9 @@ _PLACES = [n * _GOLDEN % 1 / (SPREAD * _GOLDEN % 1) for n in range(SPREAD, 0, -1
 TOKENS = 128
 # Minimum relative change (RMS) of the squares of a rotated channel. 16-bit rounding through many
 # layers changes the squares by about one hundredth.
-_LEAST_CHANGE = 0.1
+_MIN_CHANGE = 0.1
 # Maximum correlation of the changes of a pair's squares. It is -1 for a true pair.
-_CANCELLED = -0.8
+_PAIRED = -0.8
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,12 @@ def match_channels(near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
     before, after = (x.flatten(0, 1).square() for x in (near, far))
     change = after - before
     energy = change.square().sum(0)
-    turns = energy > _LEAST_CHANGE**2 * (before.square().sum(0) + after.square().sum(0))
+    turns = energy > _MIN_CHANGE**2 * (before.square().sum(0) + after.square().sum(0))
     size = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     correlation = (change / size).T @ (change / size)
     best = correlation.argmin(0)
     alone = torch.arange(len(best), device=best.device)
-    sure = turns & turns[best] & (correlation[best, alone] < _CANCELLED) & (best[best] == alone)
+    sure = turns & turns[best] & (correlation[best, alone] < _PAIRED) & (best[best] == alone)
     partner = torch.where(sure, best, alone)
     return _complete_pattern(partner)
 

@@ -116,11 +116,11 @@ def calibrate(
         }  # fmt: skip
         scaled = choose.make_scales(job, corpus.windows, candidates)
         source, digest = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
-        safe, best = (
+        fallback, best = (
             KVScales(made, model_type=model.config.model_type, origin=source, weights_digest=digest)
             for made in choose.choose_scales(job, corpus.windows, beyond, scaled, source)
         )
-        scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
+        scales, centers = scoring.check_plans(job, corpus.windows, fallback, best, beyond)
         held, counts = corpus.held_out, (corpus.texts, corpus.tokens)
         report = make_report(job, scales, ranges, centers, held, held, beyond, *counts)
     return replace(scales, report=report)

@@ -26,7 +26,7 @@ from .rope import check_count, find_limit
 logger = logging.getLogger(__name__)
 
 # A window of one token has nothing to attend to.
-_SHORTEST = 2
+_MIN_TOKENS = 2
 # Lines of text files are cut at a space if they have more characters than a window has tokens
 # divided by 8, and more than 32, so that pieces fill their windows.
 _LINES_PER_WINDOW, _SHORTEST_LINE = 8, 32
@@ -99,8 +99,8 @@ def read_corpus(
     Raises:
         ConfigError: The type of the texts is not supported, or no text has two tokens.
     """
-    check_count("max_tokens", max_tokens, _SHORTEST)
-    check_count("max_length", max_length, _SHORTEST)
+    check_count("max_tokens", max_tokens, _MIN_TOKENS)
+    check_count("max_length", max_length, _MIN_TOKENS)
     check_count("held_out", held_out, 0)
     encoder = _Encoder(tokenizer, text_column, chat_template)
     windows_by_text: list[list[torch.Tensor]] = []
@@ -110,16 +110,16 @@ def read_corpus(
         if ids is None:
             continue
         # A view would keep the complete text in memory.
-        windows = [w.clone() for w in ids[:left].split(max_length) if len(w) >= _SHORTEST]
+        windows = [w.clone() for w in ids[:left].split(max_length) if len(w) >= _MIN_TOKENS]
         windows_by_text.append(windows)
         left -= sum(map(len, windows))
-        if left < _SHORTEST:
+        if left < _MIN_TOKENS:
             break
     if left == max_tokens:
         short = len(windows_by_text)
         got = f"{short} of one token" if short else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
-        raise _error("texts", f"a text of at least {_SHORTEST} tokens", got, hint)
+        raise _error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
     contents = _choose_held_out(windows_by_text, held_out)
     ordered = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _content(w)))
     read, held = (

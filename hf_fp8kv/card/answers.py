@@ -11,7 +11,7 @@ from .predictions import read_states
 from .tasks import Haystack, Question
 
 # Share of right answers under the unquantized cache below which a task is too hard for the model.
-_LEAST_RIGHT = 0.5
+_MIN_RIGHT = 0.5
 
 
 def run_task(
@@ -41,7 +41,7 @@ def run_task(
         return right
 
     expected = answer_all(UNQUANTIZED)
-    dropped = sum(expected) < _LEAST_RIGHT * len(expected)
+    dropped = sum(expected) < _MIN_RIGHT * len(expected)
     caches = {}
     for name, contender in {} if dropped else contenders.items():
         pairs = [*zip(expected, answer_all(contender), strict=True)]

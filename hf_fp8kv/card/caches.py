@@ -17,8 +17,8 @@ from ..scales.checkpoint.configs import declared_kv_scales
 
 FLOOR, CHECKPOINT = "bf16", "checkpoint"
 # Number of values that share a scale in llama.cpp's q8_0, and its largest code.
-_BLOCK, _LARGEST = 32, 127
-_ROTATED = 64  # channels of V that q8_0 rotates together, and the divisor of rotated head sizes
+_BLOCK_SIZE, _MAX_CODE = 32, 127
+_ROTATION = 64  # channels of V that q8_0 rotates together, and the divisor of rotated head sizes
 _TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
 # Keys and values of a layer, `[B, Hkv, N, D]`.
 States = tuple[torch.Tensor, torch.Tensor]
@@ -84,7 +84,7 @@ def round_to_q8_0(states: torch.Tensor, rotated: int | None = None) -> torch.Ten
         rotated: Number of channels that are transformed together. None means as for K.
     """
     size = states.shape[-1]
-    if not size % _ROTATED:
+    if not size % _ROTATION:
         parts = states.unflatten(-1, (-1, rotated or size))
         return rotate(_round_blocks(rotate(parts))).view_as(states).to(states.dtype)
     return _round_blocks(states).to(states.dtype)
@@ -92,9 +92,9 @@ def round_to_q8_0(states: torch.Tensor, rotated: int | None = None) -> torch.Ten
 
 def _round_blocks(states: torch.Tensor) -> torch.Tensor:
     size = states.shape[-1]
-    padded = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK))
-    blocks = padded.unflatten(-1, (-1, _BLOCK))
-    scale = blocks.abs().amax(-1, keepdim=True) / _LARGEST
+    padded = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK_SIZE))
+    blocks = padded.unflatten(-1, (-1, _BLOCK_SIZE))
+    scale = blocks.abs().amax(-1, keepdim=True) / _MAX_CODE
     # llama.cpp divides by the scale in float32, and stores it in float16.
     codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
     rounded: torch.Tensor = codes * scale.half().float()
@@ -121,9 +121,9 @@ CONTENDERS = {
     "q8_0": Contender(
         "q8_0 of llama.cpp (rounding only)",
         lambda model: RoundedCache(
-            model.config, lambda k, v: (round_to_q8_0(k), round_to_q8_0(v, _ROTATED))
+            model.config, lambda k, v: (round_to_q8_0(k), round_to_q8_0(v, _ROTATION))
         ),
-        8 + 16 / _BLOCK,
+        8 + 16 / _BLOCK_SIZE,
     ),
     "QuantizedCache": Contender(
         'QuantizedCache("fp8")', lambda model: QuantizedCache("fp8", model.config)

@@ -17,11 +17,11 @@ WINDOW = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
 _TEMPERATURE = 0.7
 _CHUNK, _LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
-_FEW = 8  # maximum number of rows that are multiplied as weight times input
+_FEW_ROWS = 8  # maximum number of rows that are multiplied as weight times input
 # A window whose divergence is this number of standard deviations above the trend is a jump.
-_JUMP = 8.0
-_LARGEST = math.log(11)
-_FEWEST = 8  # windows of 128 tokens that a slope needs
+_JUMP_DEVIATIONS = 8.0
+_MAX_CHANGE = math.log(11)
+_MIN_WINDOWS = 8  # windows of 128 tokens that a slope needs
 _POWER = 0.8  # probability of finding the detectable slope
 
 
@@ -73,7 +73,7 @@ def _few_rows(model: PreTrainedModel) -> Iterator[None]:
 
 def _multiply(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     rows = states.numel() // states.shape[-1]
-    if rows > _FEW:
+    if rows > _FEW_ROWS:
         return torch.nn.functional.linear(states, layer.weight, layer.bias)
     product = (layer.weight @ states.reshape(rows, -1).T).T.view(*states.shape[:-1], -1)
     return product if layer.bias is None else product + layer.bias
@@ -138,7 +138,7 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
         The first four are None for answers of fewer than 1,024 tokens.
     """
     jump = {"jump": _find_jump(windows, floor)}
-    if windows.shape[1] < _FEWEST * _SLOPE_WINDOWS:
+    if windows.shape[1] < _MIN_WINDOWS * _SLOPE_WINDOWS:
         return dict.fromkeys(("slope", "low", "high", "detectable")) | jump
     y = _log(average_windows(windows, _SLOPE_WINDOWS))
     if floor is not None:
@@ -161,7 +161,7 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
 
 def format_change(logarithm: float) -> str:
     """Return a change of a logarithm as a change in percent, at most +1,000 %."""
-    return f"{math.expm1(logarithm):+.0%}" if logarithm < _LARGEST else "> +1,000%"
+    return f"{math.expm1(logarithm):+.0%}" if logarithm < _MAX_CHANGE else "> +1,000%"
 
 
 def _log(windows: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, A
     above = trend - trend.median()
     deviation = 1.4826 * above.abs().median()  # of a normal distribution
     largest = int(above.argmax())
-    if above[largest] < _JUMP * deviation.clamp(min=0.1):
+    if above[largest] < _JUMP_DEVIATIONS * deviation.clamp(min=0.1):
         return None
     return {"position": largest * WINDOW, "factor": above[largest].exp().item()}
 

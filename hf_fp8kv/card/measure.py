@@ -43,11 +43,11 @@ from .texts import KINDS, read_texts
 ALL = "all"
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
-_PROMPT, _GROUP = 128, 4  # tokens of a prompt, and answers that are followed together
+_PROMPT, _GROUP_SIZE = 128, 4  # tokens of a prompt, and answers that are followed together
 _TURNS = 5  # timed steps
 _FEWEST = 512  # positions that a model must have
 # Tolerances of stored states: a gain, and the error with centers relative to no centers.
-_GAIN, _CENTER = 5e-3, 1.1
+_MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
 _SIGNIFICANT = 0.05
 
 
@@ -231,7 +231,7 @@ class _Card:
                 parts[f"text: {kind} {number + 1}"] = partial(self._score, kind, number)
         parts["stored states"] = self._check_stored
         parts["answers"] = self._write_answers
-        for start in range(0, size.answers, _GROUP):
+        for start in range(0, size.answers, _GROUP_SIZE):
             parts[f"drift: answers from {start + 1}"] = partial(self._follow, start)
         for name in self.contenders if size.free else ():
             parts[f"free: {name}"] = partial(self._run_freely, name)
@@ -276,7 +276,7 @@ class _Card:
         return answers
 
     def _follow(self, start: int) -> dict[str, list[list[float]]]:
-        chosen = slice(start, start + _GROUP)
+        chosen = slice(start, start + _GROUP_SIZE)
         answers = torch.tensor(self.done["answers"][chosen], device=self.model.device)
         followed = follow_answers(self.model, self.prompts[chosen], answers, self.contenders)
         return {name: average_windows(kl).tolist() for name, kl in followed.items()}
@@ -374,13 +374,13 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
     kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL))
     if stored is not None:
         for side in "kv":
-            if abs(gain := stored[f"{side}_gain"]) > _GAIN:
+            if abs(gain := stored[f"{side}_gain"]) > _MAX_GAIN:
                 size = "large" if gain > 0 else "small"
                 findings.append(f"{side.upper()} is stored {abs(gain):.1%} too {size}.")
         if lost := stored["lost"]:
             shown = ", ".join(map(str, lost[:3])) + ", ..." * (len(lost) > 3)
             findings.append(f"{len(lost)} stored tokens are lost (at {shown}).")
-        if stored["center"] > _CENTER:
+        if stored["center"] > _MAX_CENTER_ERROR:
             findings.append(
                 f"The centers do not fit: the error of K is {stored['center']:.1f} times the error "
                 "without centers."

@@ -21,7 +21,7 @@ from ..scales import KVScales
 from .caches import UNQUANTIZED, Contender, States
 
 # A stored token whose error is larger than this share of its norm is lost.
-_LOST = 0.5
+_LOST_ERROR = 0.5
 _TINY = 1e-30
 
 
@@ -106,7 +106,7 @@ def check_stored(
             error, gain, by_token = _compare(handle, exact)
             worst[f"{side}_error"] = max(worst[f"{side}_error"], error)
             worst[f"{side}_gain"] = max(worst[f"{side}_gain"], gain, key=abs)
-            lost.update(int(n) + skipped for n in (by_token > _LOST).nonzero())
+            lost.update(int(n) + skipped for n in (by_token > _LOST_ERROR).nonzero())
             if side == "k":
                 error_power += error**2
                 uncentered_power += _compare(uncentered_layer.keys, exact)[0] ** 2

@@ -22,7 +22,7 @@ aria-label="{label}: {text}"><rect width="{width}" height="20" rx="3" fill="#555
 <text x="{label_x}" y="14">{label}</text><text x="{text_x}" y="14">{text}</text></g></svg>
 """
 _BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), strict=True))
-_CHARACTER = 7  # pixels
+_CHARACTER_WIDTH = 7  # pixels
 # Colors that the color-blind can tell apart (Okabe and Ito).
 _COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
 _SMOOTHED = 4  # windows whose divergences are averaged for the picture
@@ -168,7 +168,7 @@ def draw_badge(card: Mapping[str, Any]) -> str:
     label, text = "8-bit KV cache", f"KL {verdict['kl']:.1e}, {verdict['tier']}"
     if verdict["findings"]:
         text += ", see card"
-    left, right = (_CHARACTER * len(part) + 10 for part in (label, text))
+    left, right = (_CHARACTER_WIDTH * len(part) + 10 for part in (label, text))
     color = _BADGE_COLORS["visible" if verdict["findings"] else verdict["tier"]]
     return _BADGE.format(
         width=left + right, left=left, right=right, color=color, label=label, text=text,

@@ -32,7 +32,7 @@ _NUMBER, _WORD = "The secret number for {} is", "The secret word for {} is"
 _ASK = "\n\nAnswer: "
 _DIGITS = 5
 _APART = 100  # tokens of a haystack for each hidden sentence
-_HIDDEN = 40  # maximum number of hidden sentences in a haystack
+_MAX_HIDDEN = 40  # maximum number of hidden sentences in a haystack
 _ALIKE, _GROUPS = 4, 3  # keys that differ in one digit, and groups of them in a haystack
 _CHAIN = 3  # links of a chain
 _LIST = "A list of words:"
@@ -40,7 +40,7 @@ _MOST = "\n\nThe most frequent words in the list above are:"
 _VOCABULARY = 40  # different words in a list
 _COMMON, _RATIO = 3, 30  # frequent words, and their number for each of the rare words
 _CHOICES = 4  # wrong words next to a right word of a list
-_QUESTION = 96  # tokens that are reserved for a question after a haystack
+_QUESTION_TOKENS = 96  # tokens that are reserved for a question after a haystack
 _TOOL = (
     '{{"type": "function", "function": {{"name": "{0}", "description": "Use it for the {1}.", '
     '"parameters": {{"type": "object", "properties": {{"{2}": {{"type": "integer"}}}}}}}}}}'
@@ -95,7 +95,7 @@ class Writer:
 
     def __init__(self, tokenizer: Any, length: int, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed
-        self.length = length - _QUESTION
+        self.length = length - _QUESTION_TOKENS
         self.random = random.Random(seed)
 
     def encode(self, text: str) -> list[int]:
@@ -284,7 +284,7 @@ def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> lis
     haystacks: list[Haystack] = []
     while answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
-        hidden = max(min(answers, _HIDDEN, length // _APART), 1)
+        hidden = max(min(answers, _MAX_HIDDEN, length // _APART), 1)
         haystacks.append(TASKS[task](writer, hidden))
         questions, position = haystacks[-1].questions, haystacks[-1].ids.shape[1]
         answers -= sum(len(question.answers) for question in questions)

@@ -322,7 +322,7 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     single = share(0, 1)
     assert len(times) == single.total()
     assert share(0, 2) + share(1, 2) == single
-    assert {section for section, *_ in single} == set(suite.COMPILED)
+    assert {section for section, *_ in single} == set(suite.COMPILED_SECTIONS)
     for name in ("decode", "write", "latent"):
         assert {kind.name for kind in (E4M3, E3M4, BF16)} <= {n for s, _, n in single if s == name}
     assert not {goals.STOCK, goals.ABSORBED, "flex"} & {name for *_, name in single}
@@ -366,7 +366,7 @@ def _hang(*_args):
 )
 def test_a_process_that_fails_or_hangs_does_not_end_the_run(monkeypatch, share, seconds, failed):
     monkeypatch.setattr(suite, "compile_share", share)
-    monkeypatch.setattr(suite, "COMPILING", seconds)
+    monkeypatch.setattr(suite, "COMPILE_SECONDS", seconds)
     result = suite.run_suite(**DRY, sections=("ceilings",), seconds=1000.0, processes=2)
     compiling = result["settings"]["compiling"]
     assert (compiling["processes"], compiling["failed"]) == (2, failed)

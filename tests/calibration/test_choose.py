@@ -419,11 +419,8 @@ def test_attention_without_queries_gets_the_smallest_scales(sliding, monkeypatch
     windows = random_windows(20, 24)
     chosen, _ = choose_scales_on(sliding, windows)
     for index in chosen:
-        amax = (
-            torch.cat([observed(sliding, window)[index][1] for window in windows])
-            .abs()
-            .amax((0, 2))
-        )
+        values = [observed(sliding, window)[index][1] for window in windows]
+        amax = torch.cat(values).abs().amax((0, 2))
         torch.testing.assert_close(chosen[index].v, amax[:, None] / 448)
 
 

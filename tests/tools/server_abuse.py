@@ -51,9 +51,9 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 PAGES, PAGE = 96, 16
 CONTEXT = 2 * PAGES * PAGE
 DEADLINE = 180.0  # seconds, for one request among 60 clients on two cores
-GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
-MOST_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
-HEALTH = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
+MAX_GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
+MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
+MAX_HEALTH_SECONDS = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
 CLIENT_TIMEOUT = 5.0
 BODY = 4 * 2**20 - 1
 LARGE = [
@@ -458,11 +458,11 @@ def report(abuse: Abuse, memory: Memory, metrics: dict[str, float]) -> None:
     """Print a table of all actions, and the violations."""
     quarters, growth = memory.quarters(), max(memory.seen) - memory.seen[0]
     slow = statistics.quantiles(abuse.times["health"], n=100)[-1]
-    if not abuse.hostile and quarters[3] - quarters[1] > GROWTH:
+    if not abuse.hostile and quarters[3] - quarters[1] > MAX_GROWTH:
         abuse.note("memory grows")
-    if abuse.hostile and growth > MOST_GROWTH:
+    if abuse.hostile and growth > MAX_HOSTILE_GROWTH:
         abuse.note("memory grew by more than hostile clients may hold")
-    if abuse.hostile and slow > HEALTH:
+    if abuse.hostile and slow > MAX_HEALTH_SECONDS:
         abuse.note("/health was slow")
     print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
     for name, times in sorted(abuse.times.items()):
