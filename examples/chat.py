@@ -18,7 +18,7 @@ QUESTIONS = ["Name a fruit.", "Name another fruit.", "And one more?"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
     parser.add_argument("--questions", nargs="+", default=QUESTIONS)
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()

@@ -27,7 +27,7 @@ TINY["init_std"] = 0.2  # large weights, so that the model does not repeat one t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: a small random BART")
+    parser.add_argument("--model", help="Folder or Hub id. Default: a small random BART.")
     parser.add_argument("--text", default="translate English to German: How are you?")
     args = parser.parse_args()
     if args.model:

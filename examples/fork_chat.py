@@ -20,9 +20,9 @@ from hf_fp8kv import FP8PagedCache, demo_model_path
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
     parser.add_argument("--questions", nargs="+", default=["What is a slice?", "What is a tuple?"])
-    parser.add_argument("--characters", type=int, default=8000, help="characters of the document")
+    parser.add_argument("--characters", type=int, default=8000, help="Characters of the document.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").float()

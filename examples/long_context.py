@@ -22,9 +22,9 @@ NEW_TOKENS = 24
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--max-pages", type=int, default=64, help="the budget, in pages")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens per call of the model")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
+    parser.add_argument("--max-pages", type=int, default=64, help="The budget, in pages.")
+    parser.add_argument("--chunk", type=int, default=512, help="Tokens per call of the model.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")

@@ -19,8 +19,8 @@ import hf_fp8kv
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--dtype", help="storage dtype of K and V; default: fp8_e3m4")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
+    parser.add_argument("--dtype", help="Storage dtype of K and V. Default: fp8_e3m4.")
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()

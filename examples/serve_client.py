@@ -32,8 +32,8 @@ def server(model: str | None) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--url", help="URL of a running server; default: start one")
-    parser.add_argument("--model", help="model for a server to start; default: the demo model")
+    parser.add_argument("--url", help="URL of a running server. Default: start one.")
+    parser.add_argument("--model", help="Model of a started server. Default: the demo model.")
     parser.add_argument("--new-tokens", type=int, default=32)
     args = parser.parse_args()
     with contextlib.nullcontext(args.url) if args.url else server(args.model) as url:

@@ -37,10 +37,10 @@ _LINES, _CHARACTERS = 1024, 1 << 16
 # Tensors have no truth value, so two corpora cannot be compared with `==`.
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The windows that a calibration reads, and those that are held out to check its result."""
+    """The windows that a calibration reads, and the windows held out to check its result."""
 
     windows: tuple[torch.Tensor, ...]  # int32 [T] on the CPU, the longest first
-    held_out: tuple[torch.Tensor, ...]  # for the quality report; none has a copy in `windows`
+    held_out: tuple[torch.Tensor, ...]  # for the quality report, without copies in `windows`
     texts: int  # number of texts that are not blank
 
     @property

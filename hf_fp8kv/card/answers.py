@@ -28,8 +28,8 @@ def run_task(
 
     Returns:
         `asked` and `right`, the numbers of answers and of right answers under the unquantized
-        cache; `dropped`; and `caches`, by name the numbers of right answers that are `lost` and
-        `won` against the unquantized cache. It is empty for a dropped task.
+        cache, `dropped`, and `caches`. This has the numbers of right answers that each cache has
+        `lost` and `won` against the unquantized cache. It is empty for a dropped task.
     """
     states = [read_states(model, haystack.ids.to(model.device)) for haystack in haystacks]
 

@@ -133,9 +133,9 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
         floor: As `windows`, for rounding to bfloat16. None fits the divergences themselves.
 
     Returns:
-        `slope`, `low` and `high`; `detectable`, the smallest slope that is found with a probability
-        of 80 %; and `jump`, None or the `position` and `factor` of a window far above the others.
-        The first four are None for answers of fewer than 1,024 tokens.
+        `slope`, `low`, `high`, and `detectable`, the smallest slope found with a probability
+        of 80 %. These are None for answers of fewer than 1,024 tokens. `jump` is None, or has the
+        `position` and `factor` of a window far above the trend.
     """
     jump = {"jump": _find_jump(windows, floor)}
     if windows.shape[1] < _MIN_WINDOWS * _SLOPE_WINDOWS:

@@ -367,8 +367,8 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
     """Return the verdict on a cache.
 
     Returns:
-        `tier`, a key of `TIERS` by the largest of the mean divergences at each position and along
-        the answers; `kl`, this divergence; and `findings`, sentences on what is wrong.
+        `kl`, the largest of the mean divergences at each position and along the answers, `tier`,
+        the key of `TIERS` for this divergence, and `findings`, sentences about defects.
     """
     drift, stored, findings = cache["drift"], cache["stored"], []
     kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL))

@@ -85,9 +85,9 @@ def check_stored(
 
     Returns:
         None for caches other than `FP8PagedCache`. Otherwise the largest values over the layers:
-        `k_error` and `v_error`, the RMS error relative to the RMS of the states; and `k_gain` and
-        `v_gain`, the mean factor between stored and exact states, minus 1. `center` is the error
-        of K relative to the error without centers, by the squares of all layers, and `lost` the
+        `k_error` and `v_error` are RMS errors relative to the RMS of the states. `k_gain` and
+        `v_gain` are the mean factor between stored and exact states, minus 1. `center` is the error
+        of K relative to the error without centers, by the squares of all layers, and `lost` has the
         positions of tokens whose error is larger than half of their norm.
     """
     cache = contender.fill(model, states)

@@ -59,7 +59,7 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
         if ids is None:
             raise ConfigError(
                 f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
-                f"got {count}; choose fewer or shorter texts, because Python comes with no more"
+                f"got {count}. Choose fewer or shorter texts, because Python comes with no more"
             )
         texts.append(ids)
     return texts
@@ -178,7 +178,7 @@ def _find_modules() -> tuple[Path, ...]:
     ]
     if not modules:
         raise ConfigError(
-            f"texts: expected the sources of Python's standard library in {root}, got none; use an "
+            f"texts: expected the sources of Python's standard library in {root}, got none. Use an "
             "interpreter that has them"
         )
     return tuple(modules)

@@ -43,7 +43,7 @@ def parse_device(text: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        message = f"expected auto, cpu, cuda, cuda:1, ...; got {text!r}: {error}"
+        message = f"expected auto, cpu, cuda, cuda:1 or similar, got {text!r}: {error}"
         raise typer.BadParameter(message) from None
     return device
 

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 ATTENTION = "fp8_paged"
 # Method of an attention module that expands cached latents to K and V of each head.
 EXPAND = "expand_kv"
-# Attribute of a deterministic model and of its modules; see `enable`.
+# Attribute of a deterministic model and of its modules (see `enable`).
 DETERMINISTIC = "_hf_fp8kv_deterministic"
 # Attribute of new keys with the cache of a continuous-batching engine.
 ENGINE = "_hf_fp8kv_engine"

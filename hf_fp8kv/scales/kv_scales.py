@@ -86,7 +86,7 @@ class KVScales(ScaleData):
 
         Args:
             path: The file. A `config.json` next to a checkpoint's safetensors is also read.
-            tp_rank: Rank whose scales are read from a file with several ranks; see docs/scales.md.
+            tp_rank: Rank whose scales are read from a file with several ranks (docs/scales.md).
             tp_size: Number of ranks on which the model runs.
             strict: False turns missing layers, a different model type and a different number of
                 ranks into a warning. Missing layers stay missing.
