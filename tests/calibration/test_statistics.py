@@ -131,7 +131,7 @@ def naive_error(x: torch.Tensor, stored: torch.Tensor, unit: torch.Tensor, fmt) 
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3fnuz"])
-def test_errors_of_every_format(monkeypatch, centered, name):
+def test_errors_of_every_format_match_the_codec(monkeypatch, centered, name):
     """Each head and channel has its own scale. K and V have different head sizes."""
     k, v = torch.randn(40, HEADS, 6) + 1.0, torch.randn(40, HEADS, 4)
     k[3, 1, 2] = 7.0  # saturates

@@ -201,7 +201,7 @@ class ScaledValuesCache(FP8PagedCache):
         return super().update(key_states, 1.02 * value_states, layer_idx, *args, **kwargs)
 
 
-def _center_elsewhere(model) -> FP8PagedCache:
+def _wrongly_centered_cache(model) -> FP8PagedCache:
     """Return a cache with the centers of a different model."""
     torch.manual_seed(5)
     plan = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
@@ -225,7 +225,7 @@ def test_planted_defects_of_stored_states_are_found():
     defects = {
         "V is stored 2.": lambda model: ScaledValuesCache(model.config),
         "1 stored tokens are lost (at 40).": lambda model: TokenLossCache(model.config),
-        "The centers do not fit": _center_elsewhere,
+        "The centers do not fit": _wrongly_centered_cache,
     }
     for finding, make_cache in defects.items():
         findings = _findings(Contender("defect", make_cache), model, states)

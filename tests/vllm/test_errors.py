@@ -95,7 +95,7 @@ class TestWithoutVLLM:
         with pytest.raises(ScaleError, match="expected"):
             read("hf_fp8kv_static", checkpoint=str(tmp_path))
 
-    def test_scales_of_another_model(self, tmp_path):
+    def test_scales_of_another_model_fail(self, tmp_path):
         make_scales("head", model_type="mistral").save_pretrained(tmp_path)
         model = read("hf_fp8kv_static", {"scales": str(tmp_path)})
         model.check_layers([0, 1], 2, ["mistral"])
@@ -199,7 +199,7 @@ class TestWithVLLM:
             ({"model_type": "mistral"}, "expected scales of a 'llama' model"),
         ],
     )
-    def test_scales_of_another_model(self, models, serve, tmp_path, scales, message):
+    def test_scales_of_another_model_fail(self, models, serve, tmp_path, scales, message):
         make_scales("head", **scales).save_pretrained(tmp_path)
         with pytest.raises(ScaleError, match=message):
             serve(models("llama")[1], "hf_fp8kv_static", tmp_path)
