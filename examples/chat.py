@@ -34,10 +34,10 @@ def main() -> None:
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         length, reused = inputs.input_ids.shape[1], cache.reused
-        out = model.generate(
+        output = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False
         )
-        answer = tokenizer.decode(out[0, length:], skip_special_tokens=True)
+        answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
         print(f"{question} {answer!r} ({length} tokens, {cache.reused - reused} of them reused)")
         chat.append({"role": "assistant", "content": answer})
 

@@ -37,17 +37,17 @@ def main() -> None:
         torch.manual_seed(0)
         model = BartForConditionalGeneration(BartConfig(**TINY)).to(torch.bfloat16).eval()
         inputs = {"input_ids": torch.randint(10, 1000, (1, 500))}
-    how = {"num_beams": 1, "return_dict_in_generate": True, "max_length": 251, "min_length": 251}
+    kwargs = {"num_beams": 1, "return_dict_in_generate": True, "max_length": 251, "min_length": 251}
 
-    default = model.generate(**inputs, **how)
+    default = model.generate(**inputs, **kwargs)
     # The second cache takes no config, because every cross-attention stores the encoder's output.
     caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
-    stored = model.generate(**inputs, **how, past_key_values=EncoderDecoderCache(*caches))
+    stored = model.generate(**inputs, **kwargs, past_key_values=EncoderDecoderCache(*caches))
     tokens = default.sequences
     print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} different ones")
     print(f"the same tokens with dtype='model': {torch.equal(tokens, stored.sequences)}")
     enable(model)  # from now on each call creates such a pair, in FP8
-    small = model.generate(**inputs, **how).past_key_values
+    small = model.generate(**inputs, **kwargs).past_key_values
     for part in ("self_attention_cache", "cross_attention_cache"):
         layers = getattr(default.past_key_values, part).layers
         before = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)

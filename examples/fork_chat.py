@@ -28,13 +28,13 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").float()
 
     def ask(ids: torch.Tensor, cache: FP8PagedCache, tokens: int = 16) -> str:
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
-        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        output = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+        return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     start = [{"role": "system", "content": pydoc_data.topics.topics["typesseq"][: args.characters]}]
     chats = [[*start, {"role": "user", "content": question}] for question in args.questions]
-    how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    prompts = [tokenizer.apply_chat_template(chat, **how).input_ids for chat in chats]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    prompts = [tokenizer.apply_chat_template(chat, **options).input_ids for chat in chats]
     equal = [len(set(ids)) == 1 for ids in zip(*(x[0].tolist() for x in prompts), strict=False)]
     shared = [*equal[:-1], False].index(False)  # at least one token is left for each question
     ask(prompts[0][:, :64], FP8PagedCache(model.config), tokens=2)  # warm up

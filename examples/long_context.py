@@ -46,9 +46,9 @@ def main() -> None:
     read = min(read, room)
     print(f"read {read} of {document.shape[1]} tokens")
     ids = torch.cat([document[:, :read], asked], dim=1).to(model.device)
-    how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    out = model.generate(ids, past_key_values=cache, **how)
-    print(f"answer: {tokenizer.decode(out[0, ids.shape[1] :])!r}")
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    output = model.generate(ids, past_key_values=cache, **options)
+    print(f"answer: {tokenizer.decode(output[0, ids.shape[1] :])!r}")
     size = cache.memory_footprint().total_bytes
     # PagedKV tensors have the shape and dtype of dense K and V, so this is the dense size.
     dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -37,14 +37,14 @@ def main() -> None:
 
     def cache_in_use() -> str:
         inputs = tokenizer(PROMPTS[0], return_tensors="pt").to(model.device)
-        out = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
-        return f"{type(out.past_key_values).__name__} under {model.config._attn_implementation}"
+        output = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
+        return f"{type(output.past_key_values).__name__} under {model.config._attn_implementation}"
 
     enable(model, dtype=args.dtype)
     print(f"after enable: {cache_in_use()}")
     writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    how = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    for answer in writer(PROMPTS, batch_size=len(PROMPTS), **how):
+    options = {"max_new_tokens": args.new_tokens, "do_sample": False}
+    for answer in writer(PROMPTS, batch_size=len(PROMPTS), **options):
         print(f"  {answer[0]['generated_text']!r}")
     disable(model)
     print(f"after disable: {cache_in_use()}")

@@ -37,14 +37,14 @@ def main() -> None:
     # Line 2: the cache.
     paged = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
     count = args.new_tokens  # a fixed number, because times and bytes are compared
-    how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
     logits, answers = [], []
     for cache in (dynamic, paged):
         with torch.no_grad():
             model(ids[:, :-64], past_key_values=cache)
             logits.append(model(ids[:, -64:], past_key_values=cache).logits.log_softmax(-1))
         began, prompt = time.perf_counter(), torch.cat([ids, logits[-1][:, -1:].argmax(-1)], dim=1)
-        answer = model.generate(prompt, past_key_values=cache, **how)[0, ids.shape[1] :]
+        answer = model.generate(prompt, past_key_values=cache, **options)[0, ids.shape[1] :]
         speed = count / (time.perf_counter() - began)
         answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: ")
         answers[-1] += repr(tokenizer.decode(answer))

@@ -43,8 +43,8 @@ def main() -> None:
         def ask(number: int) -> str:
             text, stream = f"Tell me about the {WORDS[number // 2]}.", number % 2 == 0
             messages = [{"role": "user", "content": text}]
-            how = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
-            answer = client.chat.completions.create(model=name, messages=messages, **how)
+            options = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
+            answer = client.chat.completions.create(model=name, messages=messages, **options)
             if not stream:
                 return answer.choices[0].message.content
             return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
