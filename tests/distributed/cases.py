@@ -102,7 +102,7 @@ def as_heads(ranks: int, heads: int) -> KVScales:
     rank_scales = scales_of_ranks(ranks)
 
     def layer(index: int) -> LayerScales:
-        column = torch.tensor([n[str(index)] for n in rank_scales])
+        column = torch.tensor([layers[str(index)] for layers in rank_scales])
         column = column.repeat_interleave(heads // ranks)[:, None]
         return LayerScales(column, column.clone())
 
@@ -141,26 +141,26 @@ def beams_and_forks(model: Any, ranks: Ranks, work: Path) -> Any:
     inputs = {"input_ids": torch.tensor(first), "attention_mask": torch.ones(2, 17).long()}
     inputs["attention_mask"][0, :3] = 0
     continued = [
-        model.generate(**inputs, past_key_values=c, **{**GREEDY, "max_new_tokens": n}).tolist()
-        for c, n in ((fork, 6), (cache, 8))
+        model.generate(**inputs, past_key_values=each, **{**GREEDY, "max_new_tokens": new}).tolist()
+        for each, new in ((fork, 6), (cache, 8))
     ]
     new = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
     return [first, *continued, generate(model, new, num_beams=3)]
 
 
-def saved(model: Any, ranks: Ranks, work: Path) -> Any:
+def save_and_load(model: Any, ranks: Ranks, work: Path) -> Any:
     """Save the cache of a prompt in a file of each process, load it, and continue the text."""
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
     inputs = prompt()
     with torch.no_grad():
-        model(**{n: t[:, :9] for n, t in inputs.items()}, past_key_values=cache)
+        model(**{name: x[:, :9] for name, x in inputs.items()}, past_key_values=cache)
     path = cache.save(work / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")
     loaded = FP8PagedCache.load(path)
     assert loaded.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
     return generate(model, loaded)
 
 
-def latents(**keywords: Any) -> Case:
+def latents_case(**keywords: Any) -> Case:
     """Return a case with latents, which each process stores in full. It also returns the path."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -185,7 +185,7 @@ def from_checkpoint(model: Any, ranks: Ranks, work: Path) -> Any:
     return generate(model, cache)
 
 
-def json_of(count: int) -> Case:
+def json_case(count: int) -> Case:
     """Return a case with vLLM's JSON with the scales of `count` ranks."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -202,7 +202,7 @@ def json_file(model: Any, ranks: Ranks, count: int) -> Any:
     return Path(model.config._name_or_path) / "ranks" / f"{count}.json"
 
 
-def served(kind: str | int, **config: Any) -> Case:
+def serve_case(kind: str | int, **config: Any) -> Case:
     """Return a case for `generate_batch`. An int is the number of ranks in vLLM's JSON."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -246,7 +246,7 @@ def failed(call: Callable[[], Any]) -> str:
     return ""
 
 
-def refused(**keywords: Any) -> Case:
+def refused_case(**keywords: Any) -> Case:
     """Return a case with a refused cache: its error, its contents, and a valid cache's tokens."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -297,18 +297,18 @@ EQUAL: dict[str, tuple[str, Case]] = {
     "backend torch": ("4q-2kv", generate_case("fp8_paged", "head", backend="torch")),
     "gathered heads": ("gathered", generate_case("fp8_paged", "head")),
     "forks and beams": ("8q-4kv", beams_and_forks),
-    "a cache in files": ("8q-4kv", saved),
+    "a cache in files": ("8q-4kv", save_and_load),
     "enable": ("8q-4kv", enabled),
     "from_pretrained": ("8q-4kv", from_checkpoint),
-    "vLLM's JSON, a rank each": ("8q-4kv", json_of(2)),
-    "vLLM's JSON, one rank": ("8q-4kv", json_of(1)),
+    "vLLM's JSON, a rank each": ("8q-4kv", json_case(2)),
+    "vLLM's JSON, one rank": ("8q-4kv", json_case(1)),
     **{
-        f"latents, {keywords or 'default'}": ("latents", latents(**keywords))
+        f"latents, {keywords or 'default'}": ("latents", latents_case(**keywords))
         for keywords in ({}, {"dtype": "auto", "max_cache_len": 40})
         if "latents" in MODELS
     },
-    "generate_batch, chunked, centers": ("biased-keys", served("centers", max_batch_tokens=16)),
-    "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", served(2)),
+    "generate_batch, chunked, centers": ("biased-keys", serve_case("centers", max_batch_tokens=16)),
+    "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", serve_case(2)),
 }  # fmt: skip
 CASES: dict[str, tuple[str, Case]] = {
     **EQUAL,
@@ -316,8 +316,8 @@ CASES: dict[str, tuple[str, Case]] = {
     "ranks": ("8q-4kv", ranks_of),
     "ranks, gathered heads": ("gathered", ranks_of),
     "report": ("8q-4kv", report),
-    "scales of all heads, no ranks": ("8q-4kv", refused()),
-    "ranks, heads not split": ("gathered", refused(tensor_parallel=TensorParallel(0, 2))),
+    "scales of all heads, no ranks": ("8q-4kv", refused_case()),
+    "ranks, heads not split": ("gathered", refused_case(tensor_parallel=TensorParallel(0, 2))),
     "uneven heads": ("one-head", uneven),
     "calibrate": ("8q-4kv", calibrated),
 }
