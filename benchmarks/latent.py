@@ -1,8 +1,8 @@
-"""Decode steps of one MLA layer on a CPU, with the sizes of DeepSeek's models.
+"""Time decode steps of one MLA layer on a CPU, with the sizes of DeepSeek's models.
 
 A step stores a token's latent and attends to all latents. It contains everything between the
-layer's projections. transformers' own step expands the history, as the model's code does.
-"absorbed" is this package's algebra on a 16-bit latent, with torch's own products.
+layer's projections. The step of transformers expands the history, as the model's code does.
+"absorbed" is this package's algebra on a 16-bit latent, with torch's matrix products.
 """
 
 import functools
@@ -27,7 +27,7 @@ from .shared import TURNS, Result, main
 ABSORBED = "cat + absorbed, bf16"
 PAGED = {f"FP8PagedCache {name}": f"fp8_{name}" for name in ("e4m3", "e3m4")}
 RANK, POSITIONS = 512, 64
-# Relative RMS between steps, which compute with 8 and with 16 bits.
+# Maximum relative RMS difference between steps with 8 and with 16 bits.
 _TOLERANCE = 0.1
 _CHUNK = 1024
 
@@ -40,13 +40,13 @@ def measure_latents(
     turns: int = 9,
     progress: Callable[[str], None],
 ) -> Result:
-    """Return rows of decode steps over latents of 512 values and positions of 64, batch 1.
+    """Return rows of decode steps over latents of 512 values and RoPE parts of 64, batch 1.
 
     Args:
         context: Numbers of stored tokens.
         heads: Numbers of query heads.
         backend: Backend of `FP8PagedCache`.
-        turns: Number of turns. transformers' own step takes seconds, so it has at most three.
+        turns: Number of turns. The step of transformers takes seconds, so it has at most three.
         progress: Function that is called with the name of the next measurement.
     """
     run, rows = describe_run("latent"), []
@@ -68,7 +68,7 @@ def make_module(
     Args:
         heads: Number of query heads.
         rank: Size of a latent.
-        positions: Size of the position next to it.
+        positions: Size of the RoPE part next to it.
         layers: Number of layers of the model.
         layer: Index of this layer.
     """
@@ -91,12 +91,12 @@ def _measure(
     absorbed = take_turns({name: steps[name] for name in (*PAGED, ABSORBED)}, turns)
     label = f"latent, {heads} heads"
     rows = [
-        make_row(label, name, [1e3 * x for x in taken], "ms", context=tokens)
-        for name, taken in {**absorbed, DYNAMIC: stock[DYNAMIC]}.items()
+        make_row(label, name, [1e3 * x for x in durations], "ms", context=tokens)
+        for name, durations in {**absorbed, DYNAMIC: stock[DYNAMIC]}.items()
     ]
     return rows + [
-        make_row(label, name, ratios(taken, name, other), "×", context=tokens, against=other)
-        for other, taken in ((DYNAMIC, stock), (ABSORBED, absorbed))
+        make_row(label, name, ratios(durations, name, other), "×", context=tokens, against=other)
+        for other, durations in ((DYNAMIC, stock), (ABSORBED, absorbed))
         for name in PAGED
     ]
 
@@ -129,8 +129,8 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
     steps[ABSORBED] = functools.partial(_absorb, module, query, new, list(stored))
     expected: Any = steps[ABSORBED]()
     for name in PAGED:
-        found: Any = steps[name]()
-        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        output: Any = steps[name]()
+        error = float((output.float() - expected.float()).norm() / expected.float().norm())
         if not error < _TOLERANCE:
             raise RuntimeError(f"{name}: expected absorbed attention, got {error:.1e} error")
     return steps
@@ -139,7 +139,7 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
 def _absorb(
     module: Any, query: torch.Tensor, new: tuple[torch.Tensor, ...], stored: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Attend to latents in bfloat16 with torch's own products."""
+    """Attend to latents in bfloat16 with torch's matrix products."""
     stored[:] = [torch.cat([old, x], 2) for old, x in zip(stored, new, strict=True)]
     projections = latent.find_projections(module, stored[0])
     assert projections is not None

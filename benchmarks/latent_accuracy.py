@@ -1,8 +1,8 @@
-"""Predictions of random MLA models, by the formats of latents and their positions.
+"""Measure predictions of random MLA models with different formats of latents and RoPE parts.
 
 No small MLA model exists. These models have DeepSeek V3's code, head sizes and rank, and the
 properties that make real models hard to store: decaying singular values, larger channels of the
-latent, and positions (RoPE) larger than latents. Every cache gets bfloat16 values. Rounding before
+latent, and RoPE parts larger than latents. Every cache gets bfloat16 values. Rounding before
 transformers' own cache imitates the formats of other software.
 """
 
@@ -35,7 +35,7 @@ class Kind:
     """A random model.
 
     Attributes:
-        positions: Size of the positions relative to the latents.
+        positions: Magnitude of the RoPE part relative to the latents.
         outliers: Number of channels of each latent that are scaled by eight.
     """
 
@@ -51,14 +51,14 @@ KINDS = {
 
 
 class _RoundedBf16(RoundedCache):
-    """transformers' own cache of rounded latents and positions that are bfloat16 values."""
+    """A cache of transformers that gets bfloat16 latents and RoPE parts, and rounds them."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().update(*round_to_bfloat16(key_states, value_states), *args, **kwargs)
 
 
 class _PagedBf16(FP8PagedCache):
-    """This package's cache of latents and positions that are bfloat16 values."""
+    """A cache of this package that gets bfloat16 latents and RoPE parts."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().update(*round_to_bfloat16(key_states, value_states), *args, **kwargs)
@@ -89,7 +89,7 @@ def _round_by_the_latent(latent: Tensor, positions: Tensor) -> tuple[Tensor, Ten
     return _to_e4m3(latent, amax), _to_e4m3(positions, amax)
 
 
-# Bytes of a token with 512 and 64 values, and the rounding.
+# Bytes of a token with 512 and 64 values, and the function that rounds it.
 IMITATED: dict[str, tuple[int, Rounding]] = {
     "bfloat16": (1152, round_to_bfloat16),
     "fp8_ds_mla (e4m3, scale per 128)": (656, _round_by_blocks),
@@ -132,8 +132,8 @@ def measure_latent_accuracy(
             ids = _random_text(prefill + score, seed=text)
             progress(f"{name}, text {text + 1} of {texts}")
             with paged_attention(model):
-                found = compare_caches(model, ids, caches, prefill=prefill, chunk=128)
-            for cache, text_scores in found.items():
+                scores_by_cache = compare_caches(model, ids, caches, prefill=prefill, chunk=128)
+            for cache, text_scores in scores_by_cache.items():
                 scores.setdefault(cache, []).append(text_scores)
         del scores[UNQUANTIZED]
         rows += [
@@ -201,7 +201,7 @@ def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrain
 def _random_matrix(shape: torch.Size, generator: torch.Generator, *, flat: bool) -> Tensor:
     """Return a matrix that keeps the norm of its input, or, if flat, has unit variance.
 
-    Unless it is flat, the i-th singular value is proportional to the root of 1 / i.
+    The i-th singular value is proportional to the root of 1 / i, unless the matrix is flat.
     """
     matrix: Tensor = torch.randn(shape, generator=generator)
     if flat:

@@ -1,4 +1,4 @@
-"""Bytes of models with sliding windows after a prompt, and the peak during it.
+"""Measure the bytes of caches with sliding windows after a prompt, and the peak during it.
 
 The layers have the shapes of real models and hold random numbers. No model runs. A separate process
 measures. Its freed memory returns to the system at once.
@@ -21,7 +21,7 @@ from hf_fp8kv.utils.environment import describe_run
 
 from .shared import Result, main, run_process
 
-# The fields of their config.json that determine the tokens of a layer and their size.
+# The fields of each config.json that determine the tokens of a layer and their size.
 MODELS: dict[str, dict[str, Any]] = {
     "Gemma 3 270M": {
         "model_type": "gemma3_text", "num_hidden_layers": 18, "num_attention_heads": 4,
@@ -86,7 +86,7 @@ def make_config(name: str) -> PreTrainedConfig:
 @torch.inference_mode()
 def _measure(task: dict[str, Any]) -> None:
     """Write the rows of a model."""
-    list(measure_prompts(task["model"], 64, task["backend"]))  # compiles what is measured later
+    list(measure_prompts(task["model"], 64, task["backend"]))  # compiles kernels before measuring
     rows = [
         row
         for tokens in task["tokens"]
@@ -133,7 +133,7 @@ def _feed(
 
 
 def _reset_peak() -> int | None:
-    """Reset the peak of this process. Return its resident bytes, or None if it has no peak."""
+    """Reset this process's peak. Return the resident bytes, or None if Linux reports no peak."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return resident_bytes()

@@ -1,7 +1,7 @@
-"""Attention of vLLM and OpenVINO on a CPU, over paged caches of one layer.
+"""Make steps of vLLM's and OpenVINO's attention on a CPU, over paged caches of one layer.
 
-`make rivals` installs them. A step stores the new tokens of each sequence, and attends to all
-tokens. What a server prepares once for all layers (block tables, plans of work) is not in a step.
+`make rivals` installs both. A step stores the new tokens of each sequence, and attends to all
+tokens. Block tables and work plans, which a server makes once for all layers, are not in a step.
 """
 
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def _make_openvino_step(
     """Return a step over pages of 8-bit integers: K with scales by channel, V by token.
 
     Args:
-        precision: OpenVINO's type of products.
+        precision: Precision of OpenVINO's matrix products.
         query: As in `make_other_steps`.
         states: As in `make_other_steps`.
         history: As in `make_other_steps`.
@@ -154,21 +154,21 @@ def _make_openvino_step(
     memory = [openvino.Tensor(port.element_type, openvino.Shape([batch * pages, *shape]))
               for port, shape in zip(compiled.inputs[3:5], shapes, strict=True)]  # fmt: skip
     for tensor in memory:
-        tensor.data[:] = 0  # no scales of unused memory that are not finite
+        tensor.data[:] = 0  # scales in unused memory could otherwise be infinite or NaN
     request = compiled.create_infer_request()
 
     def set_inputs(values: list[torch.Tensor], past: list[int], rows: list[int],
                    numbers: list[int], firsts: list[int], length: int) -> None:  # fmt: skip
-        given = [
+        tensors = [
             *(_by_token(x).flatten(1).float() for x in values),
             *(torch.tensor(x, dtype=torch.int32) for x in (past, rows, numbers, firsts, length)),
         ]
-        for index, value in zip((0, 1, 2, 5, 6, 7, 8, 9), given, strict=True):
+        for index, value in zip((0, 1, 2, 5, 6, 7, 8, 9), tensors, strict=True):
             request.set_input_tensor(index, openvino.Tensor(value.numpy()))
         for index, tensor in enumerate(memory, 3):
             request.set_input_tensor(index, tensor)
 
-    # Store each page of the history as a sequence that attends to itself only.
+    # Store each page of the history as a sequence that attends only to itself.
     parts = [min(page, stored - start) for start in range(0, stored, page)] * batch
     rows = torch.tensor([0, *parts]).cumsum(0).tolist()
     numbers = [b * pages + n for b in range(batch) for n in range(-(-stored // page))]

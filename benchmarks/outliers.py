@@ -1,8 +1,8 @@
-"""Predictions of a model with outliers in K that no center or rotation removes.
+"""Measure predictions of a model with outliers in K that no center or rotation removes.
 
-Some models have keys that are far larger in a few pairs of channels. RoPE rotates them with the
-position, so they have no center, and rotation spreads them over the whole head. No small model has
-such keys. This benchmark therefore multiplies K by a factor, and divides Q by it.
+Some models have keys that are far larger in a few pairs of channels. RoPE rotates these pairs with
+the position, so they have no center, and rotation spreads them over the whole head. No small model
+has such keys. This benchmark therefore multiplies K by a factor, and divides Q by it.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from hf_fp8kv.utils.environment import describe_run
 
 from .shared import MODEL, Result, main, with_model
 
-# Largest change of the logits by planting, relative to the logits.
+# Maximum change of the logits by the planted outliers, relative to the logits.
 _TOLERANCE = 0.01
 _PROBE = 32  # tokens
 # Attributes of the attention modules that get outliers.
@@ -48,8 +48,8 @@ def measure_outliers(
         model: The model, in float32.
         tokenizer: Its tokenizer.
         name: Its name in the result.
-        factor: Factor of the planted keys.
-        heads: Distance of the heads with outliers. 1 means every head.
+        factor: Factor by which planted outliers multiply K.
+        heads: Every `heads`-th head gets outliers. 1 means every head.
         progress: Function that is called with the name of each text.
     """
     run = describe_run("outliers", device=str(model.device))
@@ -86,14 +86,14 @@ def planted_outliers(model: PreTrainedModel, factor: float, every: int = 1) -> I
     Args:
         model: The model, in float32, because both products round.
         factor: Factor of the keys.
-        every: Distance of the heads with outliers. The first head depends on the layer.
+        every: Every `every`-th head gets outliers. The first head depends on the layer.
 
     Raises:
         ConfigError: The model has no `q_proj` and `k_proj` that RoPE follows directly.
     """
     modules: list[Any] = [m for m in model.modules() if all(hasattr(m, name) for name in _NEEDED)]
     weights = [w for m in modules for p in (m.q_proj, m.k_proj) for w in p.parameters()]
-    kept = [weight.detach().clone() for weight in weights]
+    originals = [weight.detach().clone() for weight in weights]
     before = _compute_logits(model)
     try:
         planted = sum(_plant(model, module, factor, every) for module in modules)
@@ -106,7 +106,7 @@ def planted_outliers(model: PreTrainedModel, factor: float, every: int = 1) -> I
         yield
     finally:
         with torch.no_grad():
-            for weight, original in zip(weights, kept, strict=True):
+            for weight, original in zip(weights, originals, strict=True):
                 weight.copy_(original)
 
 
@@ -118,7 +118,7 @@ def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> int:
-    """Plant the outliers of one attention module, and return the number of their channels."""
+    """Plant outliers in one attention module, and return the number of planted channels."""
     config, layer = model.config.get_text_config(decoder=True), module.layer_idx
     turns, dim = Turns.of(config)(layer) or STILL, module.head_dim
     pairs = int(dim * turns.share) // 2
@@ -128,7 +128,7 @@ def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> in
     heads = module.k_proj.out_features // dim
     group = module.q_proj.out_features // dim // heads
     for head in range(layer % min(every, heads), heads, every):
-        # Over all layers, outliers have every speed of RoPE.
+        # The outliers of all layers together have every frequency of RoPE.
         for pair in {(5 + 7 * layer) % pairs, (20 + 3 * layer + head) % pairs}:
             channels = (2 * pair, 2 * pair + 1) if turns.neighbors else (pair, pair + pairs)
             planted += len(channels)
@@ -152,6 +152,6 @@ if __name__ == "__main__":
         {
             **MODEL,
             "--factor": {"type": float},
-            "--heads": {"type": int, "help": "Distance of the heads with outliers."},
+            "--heads": {"type": int, "help": "Every n-th head gets outliers."},
         },
     )

@@ -1,9 +1,9 @@
-"""The first answer of a process that has just started, with pages of its prompt on disk.
+"""Time the first answer of a new process that finds pages of its prompt in a `PrefixStore`.
 
 Each process loads the model, calls `enable` and loads the CPU's kernels. Then its first `generate`
-is timed: a prompt, and one token. A third of the processes have a `PrefixStore` that an earlier
-process filled. A third have an empty store, which shows the cost of storing. The remaining
-processes have no store. They alternate, so that a busy machine slows all of them down.
+is timed: a prompt, and one token. A third of the processes have a store that an earlier process
+filled. A third have an empty store, which shows the cost of storing. The remaining processes have
+no store. The three kinds alternate, so a busy machine slows all of them down.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Bits of logits and stored pages, in any batch, chunks and engine, under `deterministic=True`.
+"""Compare bits of logits and pages between batches, chunks and engines under `deterministic=True`.
 
 Each model first reads a text alone and in one call. Then it reads the text again in combinations
-that a seed determines, and all bits are compared. These are users' calls, without added padding or
-rounding.
+that a seed determines, and all bits are compared. The calls are the calls of users, without added
+padding or rounding.
 """
 
 import operator
@@ -101,9 +101,9 @@ class Reader:
             chunks.append(min(left, self.rng.randint(1, largest)) if len(chunks) < 40 else left)
         return chunks
 
-    def compare(self, found: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
-        """Return how many values were compared, and how many differ in logits and in pages."""
-        logits, pages = found
+    def compare(self, result: tuple[Tensor, list[Tensor]], start: int = 0) -> tuple[int, int, int]:
+        """Return the number of compared values, and the numbers that differ in logits and pages."""
+        logits, pages = result
         pairs = [
             # A window holds fewer tokens if the last calls were shorter.
             (page[:, -n:], expected[:, -n:])
@@ -180,7 +180,7 @@ class Reader:
         return compared, differing, 0
 
     def engine(self) -> tuple[int, int, int]:
-        """Answer in an engine that evicts and recomputes requests, and cancels one that decodes."""
+        """Answer in an engine that evicts, recomputes and cancels decoding requests."""
         length, count = self.rng.randint(1, self.tokens), self.rng.randint(1, self.sequences)
         neighbors = [
             self.texts[i, : self.rng.randint(1, self.tokens)].tolist() for i in range(1, count)
@@ -309,8 +309,8 @@ def measure_reproducibility(
     results of `measure_cost` if `cost` is True.
     """
     run, rows = describe_run("reproducible"), []
-    known = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
-    names = [known[name] for name in (models.split(",") if models else known)]
+    full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO)}
+    names = [full_names[name] for name in (models.split(",") if models else full_names)]
     cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
     per_case = combinations // max(1, len(cases))
     for place, (name, dtype) in enumerate(cases):
@@ -321,7 +321,7 @@ def measure_reproducibility(
         kinds = [Reader.batch, Reader.fork, Reader.recompute, Reader.preallocated, Reader.restart]
         if not reader.windows:
             kinds += [Reader.prefix] + ([] if name == "deepseek_v3" else [Reader.engine])
-        # The demo model takes far longer, so it has half the number, and at least all kinds once.
+        # The demo model takes far longer, so it gets half the number, and each kind at least once.
         todo = per_case // 2 if name == DEMO else per_case
         drawn = Counter(kinds + reader.rng.choices(kinds, k=max(0, todo - len(kinds) - 1)))
         for kind, count in [*drawn.items(), (Reader.decode, 1)]:

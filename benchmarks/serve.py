@@ -1,10 +1,10 @@
-"""`hf-fp8kv serve` and `transformers serve` under the same load.
+"""Compare `hf-fp8kv serve` and `transformers serve` under the same load.
 
 All servers run one model with continuous batching, and have the same number of bytes for pages, so
 FP8 pages hold twice the tokens. A third server has our pages in the model's dtype: the same kernels
 without FP8. Each client sends requests one after another and reads the streamed answers. The
 servers alternate. The result is the median over turns, and percentiles over the requests of all
-turns. Prompts begin differently, so that no prefix is reused.
+turns. All prompts begin differently, so no prefix is reused.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ def measure_serving(
     batch_tokens: int = 512,
     progress: Callable[[str], None],
 ) -> Result:
-    """Put each load on each server.
+    """Measure each load on each server.
 
     Args:
         model: A folder or a Hub id. None means the demo model.
         device: Device of the servers.
         loads: The loads.
         page_size: Number of tokens of a page.
-        turns: Number of turns of each load, after a first one that does not count.
+        turns: Number of measured turns of each load. One unmeasured turn comes first.
         dtype: Format of the FP8 pages.
         batch_tokens: Number of tokens of a step. With a long prompt each server has its default.
         progress: Function that is called with the name of the next measurement.
@@ -82,15 +82,15 @@ def measure_serving(
             common += ["--cb-max-batch-tokens", str(batch_tokens)]
         with contextlib.ExitStack() as stack:
             servers = {}
-            for which, command in commands.items():
-                progress(f"{load.name}: starting {which}")
-                servers[which] = stack.enter_context(run_server([*command, *common], name))
+            for server, command in commands.items():
+                progress(f"{load.name}: starting {server}")
+                servers[server] = stack.enter_context(run_server([*command, *common], name))
             for turn in range(turns + 1):
                 order = list(servers)
                 random.Random(turn).shuffle(order)
-                for which in order:
-                    progress(f"{load.name}: turn {turn} of {turns}, {which}")
-                    servers[which].take(load, counts=turn > 0, seed=turn)
+                for server in order:
+                    progress(f"{load.name}: turn {turn} of {turns}, {server}")
+                    servers[server].take(load, counts=turn > 0, seed=turn)
             rows += summarize(load, servers)
             stock = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
             rows.append(_row(load, "bytes of all pages", STOCK, [stock], "MiB"))

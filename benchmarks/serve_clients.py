@@ -1,4 +1,4 @@
-"""Servers in separate processes, and clients that put a load on them."""
+"""Start servers in separate processes, and measure them under the load of clients."""
 
 import contextlib
 import http.client
@@ -28,7 +28,7 @@ _WORDS = [
 
 @dataclass(frozen=True)
 class Load:
-    """A load: the requests of the clients, and the room for them."""
+    """The requests of the clients, and the number of pages for them."""
 
     name: str
     clients: int  # at the same time
@@ -59,10 +59,10 @@ class Server:
 
     def __init__(self, process: "subprocess.Popen[str]", port: int, model: str) -> None:
         self.process, self.port, self.model = process, port, model
-        # Answers of the turns that count, and new tokens per second of each turn.
+        # Answers of the measured turns, and new tokens per second of each turn.
         self.answers: list[Answer] = []
         self.throughput: list[float] = []
-        # Turns with a long prompt: its answer, and the answer that was streamed during it.
+        # Answers to long prompts, and the answers that were streamed during them.
         self.long_prompts: list[Answer] = []
         self.streams: list[Answer] = []
         # Requests without an answer, and the peak of the process in bytes.
@@ -71,7 +71,7 @@ class Server:
         self.pages: list[float] | None = None
 
     def take(self, load: Load, *, counts: bool, seed: int) -> None:
-        """Run the load once."""
+        """Run the load once. `counts` means that the turn is measured."""
         done = threading.Event()
         watch = threading.Thread(target=self._watch, args=(done,))
         watch.start()
@@ -132,7 +132,7 @@ class Server:
                         continue
                     chunk = json.loads(line[6:])
                     choice = chunk["choices"][0]
-                    # An answer may consist of its end only.
+                    # An answer may consist only of its end.
                     ends = choice.get("finish_reason") is not None and not times
                     if choice["delta"].get("content") or ends:
                         times.append(time.perf_counter() - began)
@@ -172,7 +172,7 @@ class Server:
 @contextlib.contextmanager
 def run_server(arguments: list[str], model: str) -> Iterator[Server]:
     """Run a server inside the context. Show its log if it does not start."""
-    # Threads that spin while they wait slow down the clients, and are slowed down by them.
+    # Threads that spin while they wait slow down the clients, and the clients slow them down.
     environment = {"OMP_WAIT_POLICY": "passive", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
     process = subprocess.Popen(
         [sys.executable, *arguments],

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: command lines, progress, tables, processes and statistics."""
+"""Helpers for the benchmarks: command lines, progress, tables and separate processes."""
 
 import argparse
 import json
@@ -31,16 +31,16 @@ TURNS: Options = {"--turns": {"type": int, "help": "Number of turns."}}
 
 
 def read_options(doc: str | None, options: Options) -> tuple[dict[str, Any], str | None]:
-    """Return the options that the command line sets, and the path of the JSON."""
+    """Return the options set on the command line, and the path for the JSON or None."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    for name, given in options.items():
-        parser.add_argument(name, **given)
+    for name, keywords in options.items():
+        parser.add_argument(name, **keywords)
     parser.add_argument("--json", metavar="PATH", help="Write JSON. - prints it instead.")
-    found = vars(parser.parse_args())
-    path: str | None = found.pop("json")
+    values = vars(parser.parse_args())
+    path: str | None = values.pop("json")
     if path is not None and not Path(path).parent.is_dir():
         parser.error(f"--json: expected a file in a folder that exists, got {path!r}")
-    return {name: value for name, value in found.items() if value is not None}, path
+    return {name: value for name, value in values.items() if value is not None}, path
 
 
 def main(
@@ -55,23 +55,23 @@ def main(
         doc: Docstring whose first line describes the command.
         measure: Function that returns a result. It takes the options and `progress`.
         options: Options of the command line.
-        format_table: Function that makes a table of the result. None shows all rows.
+        format_table: Function that formats the result as a table. None shows all rows.
     """
-    given, path = read_options(doc, options)
+    values, path = read_options(doc, options)
     try:
         with show_progress() as report:
-            result = measure(**given, progress=report)
+            result = measure(**values, progress=report)
     except (FP8KVError, typer.BadParameter) as error:
         sys.exit(f"error: {error}")
     show_result(result, format_table or format_rows, path)
 
 
 def with_model(measure: Callable[..., Result]) -> Callable[..., Result]:
-    """Return `measure` with the options of `MODEL` in place of a loaded model, in float32."""
+    """Return `measure` with the options of `MODEL` instead of a loaded model, in float32."""
 
-    def run(model: str | None = None, device: str = "auto", **given: Any) -> Result:
+    def run(model: str | None = None, device: str = "auto", **values: Any) -> Result:
         loaded, tokenizer = load_model(model, parse_device(device), "float32")
-        return measure(loaded, tokenizer, name=model or DEMO, **given)
+        return measure(loaded, tokenizer, name=model or DEMO, **values)
 
     return run
 
@@ -96,8 +96,9 @@ def format_rows(result: Result) -> "RenderableType":
 def make_environment() -> dict[str, str]:
     """Return the environment of a process that compiles kernels."""
     # Triton's variables (interpreter, debugger, dumps) are for other runs, except its cache.
-    kept = {"TRITON_CACHE_DIR", "TRITON_HOME"}
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_") or k in kept}
+    others = {name for name in os.environ if name.startswith("TRITON_")}
+    others -= {"TRITON_CACHE_DIR", "TRITON_HOME"}
+    variables = {name: value for name, value in os.environ.items() if name not in others}
     # The new process must find the package where this process found it.
     return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 

@@ -1,7 +1,7 @@
-"""KL of a model's predictions in vLLM with 8-bit caches, relative to vLLM's 16-bit cache.
+"""Measure the KL of predictions in vLLM with 8-bit caches, relative to vLLM's 16-bit cache.
 
-It runs in the environment of `make vllm`. Each row is a dtype of `--kv-cache-dtype`, in some rows
-with scales that are calibrated on other texts. A text is one prompt. vLLM returns log-probabilities
+This runs in the environment of `make vllm`. Each row is a value of `--kv-cache-dtype`. Some rows
+have scales that are calibrated on other texts. A text is one prompt. vLLM returns log-probabilities
 of its tokens, and a hook records all logits that the model computes for them.
 """
 
@@ -21,7 +21,7 @@ from hf_fp8kv.utils.environment import describe_run
 from .shared import Result, main
 
 TOPICS: dict[str, str] = pydoc_data.topics.topics
-# Topics to score. If they do not suffice, the shortest other topics follow.
+# The first topics to score. If more are needed, the shortest other topics follow.
 TEXTS = ("objects", "execmodel", "import", "customization")
 # Topics that share a paragraph of at least this number of characters count as the same text.
 _PARAGRAPH = 80
@@ -137,10 +137,10 @@ def measure_vllm(
     from vllm.platforms import current_platform
 
     run = describe_run("vllm-quality")
-    # In this process, where the hook reaches the model.
+    # vLLM runs in this process, so that the hook reaches the model.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Only once, because with a second engine vLLM 0.32 fails at a module of llvmlite.
+    # This is done once, because with a second engine vLLM 0.32 fails at a module of llvmlite.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     checkpoint = str(demo_model_path())

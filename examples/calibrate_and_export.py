@@ -19,10 +19,10 @@ from hf_fp8kv import FP8PagedCache, KVScales, calibrate, demo_model_path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, help="a folder; default: the demo model")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens to calibrate on")
-    parser.add_argument("--held-out", type=int, default=512, help="tokens to measure on")
-    parser.add_argument("--out", type=Path, help="a new folder; default: a temporary one")
+    parser.add_argument("--model", type=Path, help="Folder. Default: the demo model.")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="Tokens to calibrate on.")
+    parser.add_argument("--held-out", type=int, default=512, help="Tokens to measure on.")
+    parser.add_argument("--out", type=Path, help="New folder. Default: a temporary folder.")
     args = parser.parse_args()
     folder = args.model or demo_model_path()
     out = args.out or Path(tempfile.mkdtemp(prefix="hf_fp8kv-"))

@@ -1,4 +1,4 @@
-"""A chat: one cache gets the whole conversation at each turn, and computes new tokens only.
+"""Chat with one cache, which gets the whole conversation at each turn and computes new tokens only.
 
     python examples/chat.py
     python examples/chat.py --model path/or/hub-id --questions "Who are you?" "Why?"
@@ -18,7 +18,7 @@ QUESTIONS = ["Name a fruit.", "Name another fruit.", "And one more?"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
     parser.add_argument("--questions", nargs="+", default=QUESTIONS)
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
@@ -34,10 +34,10 @@ def main() -> None:
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         length, reused = inputs.input_ids.shape[1], cache.reused
-        out = model.generate(
+        output = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False
         )
-        answer = tokenizer.decode(out[0, length:], skip_special_tokens=True)
+        answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
         print(f"{question} {answer!r} ({length} tokens, {cache.reused - reused} of them reused)")
         chat.append({"role": "assistant", "content": answer})
 

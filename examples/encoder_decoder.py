@@ -1,4 +1,4 @@
-"""An encoder-decoder model: two caches, one for each kind of attention in the decoder.
+"""Run an encoder-decoder model with two caches, one for each kind of attention in the decoder.
 
     python examples/encoder_decoder.py
     python examples/encoder_decoder.py --model path/or/hub-id --text "translate to German: Hello"
@@ -27,7 +27,7 @@ TINY["init_std"] = 0.2  # large weights, so that the model does not repeat one t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: a small random BART")
+    parser.add_argument("--model", help="Folder or Hub id. Default: a small random BART.")
     parser.add_argument("--text", default="translate English to German: How are you?")
     args = parser.parse_args()
     if args.model:
@@ -37,17 +37,17 @@ def main() -> None:
         torch.manual_seed(0)
         model = BartForConditionalGeneration(BartConfig(**TINY)).to(torch.bfloat16).eval()
         inputs = {"input_ids": torch.randint(10, 1000, (1, 500))}
-    how = {"num_beams": 1, "return_dict_in_generate": True, "max_length": 251, "min_length": 251}
+    kwargs = {"num_beams": 1, "return_dict_in_generate": True, "max_length": 251, "min_length": 251}
 
-    default = model.generate(**inputs, **how)
+    default = model.generate(**inputs, **kwargs)
     # The second cache takes no config, because every cross-attention stores the encoder's output.
     caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
-    stored = model.generate(**inputs, **how, past_key_values=EncoderDecoderCache(*caches))
+    stored = model.generate(**inputs, **kwargs, past_key_values=EncoderDecoderCache(*caches))
     tokens = default.sequences
     print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} different ones")
     print(f"the same tokens with dtype='model': {torch.equal(tokens, stored.sequences)}")
     enable(model)  # from now on each call creates such a pair, in FP8
-    small = model.generate(**inputs, **how).past_key_values
+    small = model.generate(**inputs, **kwargs).past_key_values
     for part in ("self_attention_cache", "cross_attention_cache"):
         layers = getattr(default.past_key_values, part).layers
         before = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)

@@ -1,4 +1,4 @@
-"""Several questions about a document that the model reads once: `cache.fork()`.
+"""Ask several questions about a document that the model reads once, with `cache.fork()`.
 
     python examples/fork_chat.py
     python examples/fork_chat.py --model path/or/hub-id --questions "Who?" "When?"
@@ -20,21 +20,21 @@ from hf_fp8kv import FP8PagedCache, demo_model_path
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
     parser.add_argument("--questions", nargs="+", default=["What is a slice?", "What is a tuple?"])
-    parser.add_argument("--characters", type=int, default=8000, help="characters of the document")
+    parser.add_argument("--characters", type=int, default=8000, help="Characters of the document.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").float()
 
     def ask(ids: torch.Tensor, cache: FP8PagedCache, tokens: int = 16) -> str:
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
-        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        output = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+        return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     start = [{"role": "system", "content": pydoc_data.topics.topics["typesseq"][: args.characters]}]
     chats = [[*start, {"role": "user", "content": question}] for question in args.questions]
-    how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    prompts = [tokenizer.apply_chat_template(chat, **how).input_ids for chat in chats]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    prompts = [tokenizer.apply_chat_template(chat, **options).input_ids for chat in chats]
     equal = [len(set(ids)) == 1 for ids in zip(*(x[0].tolist() for x in prompts), strict=False)]
     shared = [*equal[:-1], False].index(False)  # at least one token is left for each question
     ask(prompts[0][:, :64], FP8PagedCache(model.config), tokens=2)  # warm up

@@ -1,4 +1,4 @@
-"""A long document in little memory: chunks, a budget of pages, and handling OutOfPagesError.
+"""Read a long document in little memory, with chunks, a budget of pages, and OutOfPagesError.
 
     python examples/long_context.py
     python examples/long_context.py --max-pages 200     # enough for the whole document
@@ -22,9 +22,9 @@ NEW_TOKENS = 24
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--max-pages", type=int, default=64, help="the budget, in pages")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens per call of the model")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
+    parser.add_argument("--max-pages", type=int, default=64, help="The budget, in pages.")
+    parser.add_argument("--chunk", type=int, default=512, help="Tokens per call of the model.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")
@@ -46,11 +46,11 @@ def main() -> None:
     read = min(read, room)
     print(f"read {read} of {document.shape[1]} tokens")
     ids = torch.cat([document[:, :read], asked], dim=1).to(model.device)
-    how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    out = model.generate(ids, past_key_values=cache, **how)
-    print(f"answer: {tokenizer.decode(out[0, ids.shape[1] :])!r}")
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    output = model.generate(ids, past_key_values=cache, **options)
+    print(f"answer: {tokenizer.decode(output[0, ids.shape[1] :])!r}")
     size = cache.memory_footprint().total_bytes
-    # PagedKV tensors have the shape and dtype of dense ones: this is the size of those.
+    # PagedKV tensors have the shape and dtype of dense K and V, so this is the dense size.
     dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     print(f"{cache.budget.held} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantized")
 

@@ -1,4 +1,4 @@
-"""A pipeline with an FP8 cache, without further keywords: `enable(model)` and `disable(model)`.
+"""Run a pipeline with an FP8 cache, without further keywords: `enable(model)` and `disable(model)`.
 
     python examples/pipeline.py
     python examples/pipeline.py --model path/or/hub-id --dtype fp8
@@ -23,8 +23,8 @@ PROMPTS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--dtype", help="storage dtype of K and V; default: fp8_e3m4")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
+    parser.add_argument("--dtype", help="Storage dtype of K and V. Default: fp8_e3m4.")
     parser.add_argument("--new-tokens", type=int, default=12)
     args = parser.parse_args()
     name = args.model or demo_model_path()
@@ -37,14 +37,14 @@ def main() -> None:
 
     def cache_in_use() -> str:
         inputs = tokenizer(PROMPTS[0], return_tensors="pt").to(model.device)
-        out = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
-        return f"{type(out.past_key_values).__name__} under {model.config._attn_implementation}"
+        output = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
+        return f"{type(output.past_key_values).__name__} under {model.config._attn_implementation}"
 
     enable(model, dtype=args.dtype)
     print(f"after enable: {cache_in_use()}")
     writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    how = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    for answer in writer(PROMPTS, batch_size=len(PROMPTS), **how):
+    options = {"max_new_tokens": args.new_tokens, "do_sample": False}
+    for answer in writer(PROMPTS, batch_size=len(PROMPTS), **options):
         print(f"  {answer[0]['generated_text']!r}")
     disable(model)
     print(f"after disable: {cache_in_use()}")

@@ -1,4 +1,4 @@
-"""Bytes, speed and predictions with 8-bit pages and with transformers' own cache (`make demo`).
+"""Compare bytes, speed and predictions of 8-bit pages and transformers' own cache (`make demo`).
 
     python examples/quickstart.py
     python examples/quickstart.py --model path/or/hub-id --dtype fp8
@@ -19,8 +19,8 @@ import hf_fp8kv
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--dtype", help="storage dtype of K and V; default: fp8_e3m4")
+    parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
+    parser.add_argument("--dtype", help="Storage dtype of K and V. Default: fp8_e3m4.")
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
@@ -37,14 +37,14 @@ def main() -> None:
     # Line 2: the cache.
     paged = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
     count = args.new_tokens  # a fixed number, because times and bytes are compared
-    how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
     logits, answers = [], []
     for cache in (dynamic, paged):
         with torch.no_grad():
             model(ids[:, :-64], past_key_values=cache)
             logits.append(model(ids[:, -64:], past_key_values=cache).logits.log_softmax(-1))
         began, prompt = time.perf_counter(), torch.cat([ids, logits[-1][:, -1:].argmax(-1)], dim=1)
-        answer = model.generate(prompt, past_key_values=cache, **how)[0, ids.shape[1] :]
+        answer = model.generate(prompt, past_key_values=cache, **options)[0, ids.shape[1] :]
         speed = count / (time.perf_counter() - began)
         answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: ")
         answers[-1] += repr(tokenizer.decode(answer))

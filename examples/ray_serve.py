@@ -1,4 +1,4 @@
-"""Two replicas under Ray Serve (2.60). Each conversation stays on the replica with its pages.
+"""Run two replicas under Ray Serve (2.60). A conversation stays on the replica with its pages.
 
     python examples/ray_serve.py
 
@@ -32,16 +32,16 @@ def replicas(name: str) -> serve.Application:
 
 def talk(client: OpenAI, header: bool, number: int) -> tuple[int, int]:
     session = f"conversation {number}, header {header}"
-    name, messages, found, tokens = client.models.list().data[0].id, [], 0, 0
+    name, messages, cached, tokens = client.models.list().data[0].id, [], 0, 0
     facts = "".join(FACT.format(n, session, n * 7) for n in range(8))
     for question in (f"{facts}How many facts are there?", "Why?", "Is that so?", "And then?"):
         messages.append({"role": "user", "content": question})
-        how = {"max_tokens": 8, "extra_headers": {"x-session-id": session} if header else {}}
-        answer = client.chat.completions.create(model=name, messages=messages, **how)
+        keywords = {"max_tokens": 8, "extra_headers": {"x-session-id": session} if header else {}}
+        answer = client.chat.completions.create(model=name, messages=messages, **keywords)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-        found += answer.usage.prompt_tokens_details.cached_tokens
+        cached += answer.usage.prompt_tokens_details.cached_tokens
         tokens += answer.usage.prompt_tokens
-    return found, tokens
+    return cached, tokens
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
     for header in (False, True):
         began, pool = time.perf_counter(), ThreadPoolExecutor(4)
         used = pool.map(talk, [client] * 8, [header] * 8, range(8))
-        found, tokens = map(sum, zip(*used, strict=True))
-        print(f"header {header}: {found / tokens:.0%} found, {time.perf_counter() - began:.1f} s")
+        cached, tokens = map(sum, zip(*used, strict=True))
+        print(f"header {header}: {cached / tokens:.0%} cached, {time.perf_counter() - began:.1f} s")
 
 
 if __name__ == "__main__":

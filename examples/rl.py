@@ -1,4 +1,4 @@
-"""GRPO of the demo model with TRL. Rollouts come from 8-bit pages, which the trainer replays.
+"""Train the demo model by GRPO with TRL. The trainer replays the 8-bit pages of the rollouts.
 
     python examples/rl.py
 

@@ -1,8 +1,8 @@
-"""Sixteen simultaneous clients of one server, half of them streaming.
+"""Send requests of sixteen simultaneous clients to one server. Half of the answers are streamed.
 
     python examples/serve_client.py
 
---url is a running server. Without it the script starts `hf-fp8kv serve`.
+--url names a running server. Without it, the script starts `hf-fp8kv serve`.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def server(model: str | None) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--url", help="URL of a running server; default: start one")
-    parser.add_argument("--model", help="model for a server to start; default: the demo model")
+    parser.add_argument("--url", help="URL of a running server. Default: start one.")
+    parser.add_argument("--model", help="Model of a started server. Default: the demo model.")
     parser.add_argument("--new-tokens", type=int, default=32)
     args = parser.parse_args()
     with contextlib.nullcontext(args.url) if args.url else server(args.model) as url:
@@ -43,8 +43,8 @@ def main() -> None:
         def ask(number: int) -> str:
             text, stream = f"Tell me about the {WORDS[number // 2]}.", number % 2 == 0
             messages = [{"role": "user", "content": text}]
-            how = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
-            answer = client.chat.completions.create(model=name, messages=messages, **how)
+            options = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
+            answer = client.chat.completions.create(model=name, messages=messages, **options)
             if not stream:
                 return answer.choices[0].message.content
             return "".join(chunk.choices[0].delta.content or "" for chunk in answer)

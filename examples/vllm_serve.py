@@ -1,4 +1,4 @@
-"""Calibrated scales in vLLM: with our scales and pages vLLM gives the same tokens.
+"""Serve calibrated scales with vLLM, which gives the same tokens with our scales and pages.
 
     python examples/vllm_serve.py
 
@@ -20,7 +20,7 @@ PROMPTS = ("London is the capital of", "The first three prime numbers are", "Wat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--new-tokens", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=4096, help="tokens to calibrate on")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="Tokens to calibrate on.")
     args = parser.parse_args()
     name = str(demo_model_path())
     prompts = [AutoTokenizer.from_pretrained(name)(prompt).input_ids for prompt in PROMPTS]

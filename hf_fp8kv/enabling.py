@@ -1,4 +1,4 @@
-"""Enabling a model: every `generate()` uses an FP8 cache without a keyword."""
+"""`enable` and `disable`, which make every `generate()` of a model use an FP8 cache."""
 
 import copy
 import functools
@@ -54,7 +54,7 @@ def enable(
     keywords. `disable` undoes everything.
 
     With `training="stored"`, calls without a cache, in train and eval mode, read K and V rounded
-    exactly as these caches store them, and as `serving` does with the same keywords. This is for
+    exactly as these caches and `serving` store them with the same keywords. This is for
     trainers that recompute the probabilities of generated text. Gradients pass through the rounding
     unchanged. `prefill` must then be "stored", which is its default.
 
@@ -85,10 +85,10 @@ def enable(
     base = _unwrap(model)
     if not isinstance(base, PreTrainedModel) or not hasattr(base, _HOOK):
         raise ConfigError(f"model: expected a model with generate(), got {type(model).__name__}")
-    if why := refusal(type(base)):
+    if reason := refusal(type(base)):
         raise ConfigError(
-            f"expected a model that can use this cache, got {type(base).__name__}: {why}. Use it "
-            "without enable()"
+            f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
+            "it without enable()"
         )
     cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
     dtype, plan = resolve_plan(base, cache_keywords.get("dtype"), cache_keywords.get("plan"))
@@ -105,7 +105,7 @@ def enable(
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:
             raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
-        # Slow first-time work is done here instead of in the first call.
+        # Do slow first-time work here instead of in the first call.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED in vars(base):
@@ -238,7 +238,7 @@ def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
 
 
 def _note_padding(cache: Any, mask: torch.Tensor | None) -> None:
-    """Pass the padding mask of a `generate` to a new cache, for centers of K.
+    """Pass the padding mask of a `generate()` to a new cache, which uses it for centers of K.
 
     A mask function cannot pass it to a cross-attention's cache, or under a different attention.
     """

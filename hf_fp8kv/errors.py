@@ -5,7 +5,7 @@
     ├── ScaleError       unusable scales, or an unusable file of scales
     ├── OutOfPagesError  a budget (max_pages, max_cache_len) would be exceeded
     ├── BackendError     a backend requested by name cannot run
-    └── EngineError      the engine of a server ended while it served
+    └── EngineError      the engine of a server ended while the server was running
 
 A message contains what was expected, what was passed, and what to do. After an error the cache is
 as it was before the call.
@@ -56,7 +56,7 @@ class BackendError(FP8KVError, RuntimeError):
 
 
 class EngineError(FP8KVError, RuntimeError):
-    """The engine of a server ended while it served."""
+    """The engine of a server ended while the server was running."""
 
 
 def _rebuild_out_of_pages(message: str, needed: int, available: int) -> OutOfPagesError:

@@ -1,4 +1,4 @@
-"""Common setup of all tests: no network, fixed seeds, a thread count, a device, two tiers.
+"""Setup of all tests: no network, fixed seeds, the number of threads, devices, and two tiers.
 
 `make test` runs the fast tier: every behavior once. Tests marked `full` run in `make test-all`
 only. Tests marked `gpu` need a device that torch finds.
@@ -11,8 +11,8 @@ from pathlib import Path
 # huggingface_hub and transformers read this when they are imported, so it is set first.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# torch reads this when it is imported. Threads that spin make a suite of tiny models up to eight
-# times slower on a busy machine.
+# Torch reads this when it is imported. Spinning threads make tests of tiny models up to eight times
+# slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Starting a pool of compiler processes takes longer than compiling these models.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -66,7 +66,7 @@ def _devices() -> list[object]:
 
 @pytest.fixture(params=_devices())
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the CPU, and the GPU if there is one (marked as gpu)."""
+    """Return the CPU and then, if torch finds one, the GPU. The test on the GPU is marked gpu."""
     return torch.device(request.param)
 
 

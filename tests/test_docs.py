@@ -1,4 +1,4 @@
-"""The Python blocks of README.md, the tutorial and the how-to pages run, block by block.
+"""Tests that run the Python blocks of README.md, the tutorial and the how-to pages.
 
 They use the first layers of the demo model. The examples in `make test-all` use the whole model.
 """

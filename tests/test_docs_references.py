@@ -1,4 +1,4 @@
-"""Links, files, modules, functions and keywords in the docs exist."""
+"""Tests that the links, files, modules, functions and keywords named in the docs exist."""
 
 import inspect
 import pydoc
@@ -12,7 +12,7 @@ from hf_fp8kv import FP8PagedCache
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
-# From the root of the repository, and from the folder of the package, as docs abbreviate them.
+# Paths from the root of the repository, and from the package's folder, as docs abbreviate them.
 PATHS = [
     f"/{path.relative_to(base)}"
     for base in (ROOT, ROOT / "hf_fp8kv")

@@ -1,4 +1,4 @@
-"""The classes of errors and their built-in bases. Errors can be copied and pickled."""
+"""Tests of the classes of errors: their built-in bases, copies and pickles."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them. They must print what they claim.
+"""Tests that run the examples as a user does, and check the numbers that they print.
 
 The fast tier uses the first layers of the demo model, and `make test-all` the whole model.
 """

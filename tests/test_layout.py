@@ -1,4 +1,4 @@
-"""The layout in docs/architecture.md: imports between folders, and line budgets of folders."""
+"""Tests of the layout in docs/architecture.md: imports between folders, and budgets of lines."""
 
 import ast
 import functools
@@ -115,7 +115,7 @@ def test_docs_show_the_same_floors():
     assert table == [(str(n), name) for n, names in enumerate(FLOORS, 1) for name in names]
 
 
-def test_budgets():
+def test_no_folder_exceeds_its_budget():
     lines = Counter[str]()
     for path in [*MODULES.values(), *PACKAGE.rglob("*.cpp")]:
         lines[folder(module_name(path))] += len(path.read_text().splitlines())

@@ -1,7 +1,7 @@
-"""Patterns that read as translated, counted: no folder may gain any. Sizes of the documentation.
+"""Tests that count phrases which read as translated, and that limit the size of the documentation.
 
-A sentence that a pattern finds by mistake is rewritten all the same, or its count stays within the
-allowance. Whoever removes some lowers the allowance. CONTRIBUTING.md says what to write instead.
+A sentence that a pattern matches by mistake is also rewritten, or stays within the allowance.
+Lower the allowance after removing matches. CONTRIBUTING.md says how to write instead.
 """
 
 import io

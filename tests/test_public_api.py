@@ -1,4 +1,4 @@
-"""The names of `import hf_fp8kv`, and the effects of the import on transformers and the process."""
+"""Tests of the public names, and of the effects of the import on transformers and the process."""
 
 import inspect
 import json

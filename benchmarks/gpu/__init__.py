@@ -1,6 +1,6 @@
-"""GPU benchmark: speed and memory, run by `python -m benchmarks.gpu` and `make gpu`.
+"""GPU benchmark of speed and memory, which `python -m benchmarks.gpu` and `make gpu` run.
 
 Each contender is first compared with the reference on the bytes that it reads. Then a CUDA graph
-replays it over enough buffers that no cache holds them. The ceilings are measured in the same run.
+replays it over more buffers than the GPU's caches hold. The ceilings are measured in the same run.
 docs/performance.md explains each number.
 """

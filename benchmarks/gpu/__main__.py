@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: measure, or show a stored result."""
+"""Command line of the GPU benchmark: measure, or show a stored result."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from .report import format_tables
 from .suite import SECTIONS, run_suite
 
 # Maximum number of processes that compile, because they share the memory of the device.
-MOST_PROCESSES = 15
+MAX_PROCESSES = 15
 # Width of the tables in a file or a pipe.
 WIDTH = 140
 
@@ -62,7 +62,7 @@ def _choose_backend(device: str) -> str:
 
 
 def _processes() -> int:
-    return min(max((os.cpu_count() or 2) - 1, 1), MOST_PROCESSES)
+    return min(max((os.cpu_count() or 2) - 1, 1), MAX_PROCESSES)
 
 
 def _report(message: str) -> None:
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     sys.argv[0] = "python -m benchmarks.gpu"
     code = main()
     sys.stdout.flush()
-    # A normal exit waits minutes for torch's compiler processes.
+    # A normal exit would wait minutes for torch's compiler processes.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Attention sections, one layer over stored tokens: decode steps, other shapes, new tokens."""
+"""Measure attention of one layer over stored tokens: decode steps, other shapes, new tokens."""
 
 import functools
 from dataclasses import replace
@@ -24,12 +24,12 @@ FIRST = [kind for kind in KINDS if not kind.is_rare or kind.format == "int8"]
 
 
 def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each case of a decode step and each contender, important ones first."""
+    """Add a row for each decode case and each contender. Important rows come first."""
     compared = sizes.decode[: sizes.compared]
     for case in sizes.decode:
         for kind in FIRST if case in compared else COMMON:
             if case.is_ragged:
-                # Engines have such cases. `generate()` pads shorter prompts instead.
+                # Only engines have such cases. `generate()` pads shorter prompts instead.
                 measure_pages(record, sizes, backend, "decode", case, kind)
             else:
                 measure_attention(record, "decode", case, kind, backend)
@@ -37,7 +37,7 @@ def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
                 padded, name = case.pad_left(), kind.name + PADDED
                 measure_attention(record, "decode", padded, kind, backend, name)
         baselines.measure_decode(record, "decode", case, grouped=case in compared)
-        # A step makes its plan once for all layers.
+        # A step makes one plan for all layers.
         make, plan, _ = make_plan_step(record.stage, case, backend)
         if plan is not None:
             work = functools.partial(record.stage.time, [make] * 8)
@@ -65,7 +65,7 @@ def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
 
 
 def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each number of new tokens and each number of stored ones.
+    """Add a row for each number of new tokens and each number of stored tokens.
 
     A growing cache without padding attends without a mask. A preallocated cache, and a cache with
     padding, attend with the mask of `generate()`. With an empty cache, attention reads fresh keys

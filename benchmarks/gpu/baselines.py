@@ -1,4 +1,4 @@
-"""Baselines on the same shapes: torch's attention on dense bf16."""
+"""Measure the baselines on the same shapes: torch's attention on dense bf16."""
 
 import contextlib
 import functools
@@ -16,8 +16,8 @@ from .record import Record
 from .shapes import BF16, Case
 from .stage import Stage, Step
 
-# Seconds that FlexAttention compiles, with a margin.
-COMPILES = 12
+# Seconds that FlexAttention needs to compile, with a margin.
+COMPILE_SECONDS = 12
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -30,7 +30,7 @@ def _backends(stage: Stage) -> dict[str, SDPBackend]:
 def attend_grouped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
 ) -> torch.Tensor:
-    """Attend with SDPA, and with its grouped heads if K has fewer heads."""
+    """Attend with SDPA, with `enable_gqa` if K has fewer heads than the queries."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
@@ -60,7 +60,7 @@ def measure_decode(record: Record, section: str, case: Case, *, grouped: bool = 
 
 def measure_flex(record: Record, section: str, case: Case) -> None:
     """Add a row for one new token with FlexAttention, if there is time to compile it."""
-    if record.seconds_left() < COMPILES:
+    if record.seconds_left() < COMPILE_SECONDS:
         record.skip(f"{section}, {case}, flex: no time left")
         return
     dry = record.stage.dry

@@ -1,4 +1,4 @@
-"""Attention to the pages of real caches, with the masks that `generate()` passes."""
+"""Measure attention to the pages of real caches, with the masks that `generate()` passes."""
 
 import functools
 from typing import Any
@@ -14,20 +14,20 @@ from hf_fp8kv.cache.paged_tensor import pages_of
 from .pools import check, poison_memory
 from .record import Record
 from .shapes import Case, Kind, Sizes
-from .stage import LARGEST_GRAPH, Stage
+from .stage import MAX_GRAPH_CALLS, Stage
 
 # Static scale. Normal random values reach about 5.5, and E4M3 reaches 448.
 SCALE = 0.0125
 # Free tokens of a preallocated cache after the tokens of the case.
-ROOM = 64
+FREE_TOKENS = 64
 # Maximum number of tokens that the steps add to a growing cache.
-MOST_STEPS = 2 * LARGEST_GRAPH
+MAX_STEPS = 2 * MAX_GRAPH_CALLS
 
 
 class CacheSteps:
     """A cache with random tokens, and steps that add `case.tokens` to each of its layers.
 
-    `query` is the query of each step, and `key` the handle that a layer attended to last.
+    `query` is the query of each step, and `key` the handle of the last attention.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class CacheSteps:
         self.config._attn_implementation = "fp8_paged"
         self.cache = FP8PagedCache(
             self.config, dtype=kind.format, scales=SCALE if kind.static else None, backend=backend,
-            max_cache_len=length + ROOM if preallocated else None,
+            max_cache_len=length + FREE_TOKENS if preallocated else None,
         )  # fmt: skip
-        self.visible = torch.ones((batch, length + MOST_STEPS), dtype=torch.long)
+        self.visible = torch.ones((batch, length + MAX_STEPS), dtype=torch.long)
         for row, hidden in zip(self.visible, case.padding, strict=bool(case.padding)):
             row[:hidden] = 0
         self.visible = self.visible.to(stage.device)
@@ -64,8 +64,8 @@ class CacheSteps:
         shape = (len(self.visible), tokens, 1)
         embeddings = torch.empty(shape, dtype=torch.bfloat16, device=device)
         positions = torch.arange(first, first + tokens, device=device)[None]
-        seen = self.visible[:, : first + tokens]
-        mask: Any = create_causal_mask(self.config, embeddings, seen, self.cache, positions)
+        attended = self.visible[:, : first + tokens]
+        mask: Any = create_causal_mask(self.config, embeddings, attended, self.cache, positions)
         return mask  # type: ignore[no-any-return]
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Ceilings of a device: bandwidth of reads and copies, and rate of a matrix product."""
+"""Measure the ceilings of a device: bandwidth of reads and copies, and rate of matrix products."""
 
 import functools
 from typing import Any

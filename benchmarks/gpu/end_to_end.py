@@ -1,4 +1,4 @@
-"""End-to-end sections: tokens per second of `generate()` on a random model, with each cache.
+"""Measure tokens per second of `generate()` on a random model with each cache.
 
 The prompt is not computed. Random keys and values fill the cache instead, because neither the work
 nor the time of a decode step depends on them.
@@ -50,7 +50,7 @@ CACHES: list[Contender] = [
     ("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
     (PAGED, "fp8_paged", FP8PagedCache, {}),
     (AUTO, "fp8_paged", FP8PagedCache, {"dtype": "auto"}),
-    # With transformers' mask, SDPA needs a head of K and V for each query head.
+    # SDPA with transformers' mask needs a head of K and V for each query head.
     ("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, {}),
 ]
 OFFLOADED: list[Contender] = [
@@ -101,8 +101,8 @@ def _measure(
 ) -> None:  # fmt: skip
     for batch, context in shapes:
         for name, attention, kind, keywords in caches:
-            if why := _why_not(record.stage, name, attention, kind, model.config):
-                record.skip(f"{section}, {name}: {why}")
+            if reason := _why_not(record.stage, name, attention, kind, model.config):
+                record.skip(f"{section}, {name}: {reason}")
                 continue
             options = dict(keywords)
             if kind is FP8PagedCache:
@@ -120,7 +120,7 @@ def _measure(
 
 
 def _measure_first_calls(record: Record, model: Any, sizes: Sizes, backend: str) -> None:
-    """Add rows for a prompt and its first token. Nothing is stored before."""
+    """Add rows for a prompt and its first token, with an empty cache."""
     stage, paged = record.stage, functools.partial(FP8PagedCache, model.config, backend=backend)
     ids = torch.randint(1, sizes.vocabulary, (1, sizes.prompt), device=stage.device)
     options: dict[str, Any] = {
@@ -151,7 +151,7 @@ def _measure_first_calls(record: Record, model: Any, sizes: Sizes, backend: str)
 
 
 def _why_not(stage: Stage, name: str, attention: str, kind: type[Cache], config: Any) -> str:
-    """Return the reason why a cache cannot run here, or ""."""
+    """Return the reason reason a cache cannot run here, or ""."""
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
     if name == STOCK_OFFLOADED and not stage.is_gpu:

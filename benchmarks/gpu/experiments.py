@@ -1,4 +1,4 @@
-"""Search for the fastest launch parameters of the decode kernel and its plan, one at a time."""
+"""Search for the fastest launch parameters of the decode kernel, one parameter at a time."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,9 @@ def _each(name: str, *values: Any) -> list[Parameters]:
     return [{name: value} for value in values]
 
 
-# Decisions, the most open ones first. Each starts from the best values so far.
+# Parameters to search, the least certain first. Each search starts from the best values so far.
 SWITCHES: dict[str, list[Parameters]] = {
-    # Codes times rows, or rows times codes, which was designed for four warps.
+    # The product is codes times rows, or rows times codes, which is designed for four warps.
     "operands": [{"swapped": True}, {"swapped": False, "warps": 4}],
     "warps": _each("warps", 1, 2, 4, 8),
     "tile": [{"tile": n, "masked_tile": max(16, n // 2)} for n in (32, 64, 128)],
@@ -27,12 +27,12 @@ SWITCHES: dict[str, list[Parameters]] = {
     "stages": _each("stages", 2, 3, 4, 5),
     "registers": _each("registers", None, 128, 168),
     "programs": _each("programs", 1, 2, 3, 4, 6, 8),
-    # In tokens. The last value splits no sequence.
+    # The unit is tokens. The last value splits no sequence.
     "split cost": _each("split_cost", 0, 160, 640, 10**6),
     "merge cost": _each("merge_cost", 0.0, 2.5, 10.0),
     "unit": _each("unit", 64, 128),
 }
-# Only latents choose their rows and chunks.
+# Only kernels for latents have these parameters.
 LATENT_SWITCHES: dict[str, list[Parameters]] = {
     "rows": _each("rows", 16, 32, 64),
     "chunks": _each("chunks", 1, 2, 4),
@@ -59,10 +59,10 @@ def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) 
     for values in (LATENT_SWITCHES if case.heads.positions else SWITCHES).values():
         chosen = best
         for value in values[:2] if record.stage.dry else values:
-            tried = {**best, **value}
-            us = _attempt(record, sizes, backend, case, kind, tried)
+            parameters = {**best, **value}
+            us = _attempt(record, sizes, backend, case, kind, parameters)
             if us < fastest:
-                fastest, chosen = us, tried
+                fastest, chosen = us, parameters
         best = chosen
 
 
@@ -74,7 +74,7 @@ def _attempt(
     name = f"{kind.name}: {text}"
     if done := record.find(SECTION, case=str(case), name=name):
         return float(done[0]["us"])
-    # Some parameters cannot work, such as tiles larger than shared memory. They are failed rows.
+    # Some parameters cannot work, such as tiles larger than shared memory. Their rows fail.
     with assuming(replace(target_of(record.stage.device), parameters=parameters)):
         row = measure_pages(record, sizes, backend, SECTION, case, kind, name)
     if row is None:

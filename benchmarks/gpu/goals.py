@@ -1,4 +1,4 @@
-"""Goals for a GPU: met, missed or not measured, judged from the rows of a result."""
+"""Judge the goals for a GPU from the rows of a result: met, missed or not measured."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Row = dict[str, Any]
 
 # Bandwidth in the datasheets of GPUs, in GB/s, by a part of their names.
 DATASHEETS = {"H100 80GB HBM3": 3350.0, "H200": 4800.0}
-# From this number of tokens over all sequences, the bandwidth limits a decode step.
+# Minimum number of tokens over all sequences for which the bandwidth limits a decode step.
 LARGE = 2**18
 MET, MISSED, UNKNOWN = "met", "missed", "not measured"
 
@@ -64,7 +64,7 @@ class Goal:
     def judge(
         self, rows: list[Row], why: str = "", datasheet: float | None = None
     ) -> dict[str, Any]:
-        """Return the goal with its state, the worst and the best value, and a reason.
+        """Return the goal as a dict with its state, the worst and the best value, and a reason.
 
         Args:
             rows: All rows of a result.

@@ -1,7 +1,7 @@
-"""Latent section: decode steps of an MLA layer, and attention to stored latents alone.
+"""Measure decode steps of an MLA layer, and attention to stored latents alone.
 
-A step stores the latent of a token and attends to all latents: everything between the projections
-of the hidden states. Rows that end in " kernel" are attention to latents by absorbed queries.
+A step stores the latent of a token and attends to all latents. It contains everything between the
+projections of the hidden states. Rows named " kernel" at the end time attention to latents alone.
 """
 
 import functools
@@ -53,7 +53,7 @@ class Layers:
     Attributes:
         modules: The attention of each layer.
         query: `[B, H, 1, N + P]`.
-        new: Latent and position of a token, `[B, 1, 1, R]` and `[B, 1, 1, P]`.
+        new: Latent and RoPE part of a token, `[B, 1, 1, R]` and `[B, 1, 1, P]`.
         case: The case, with the scaling of the modules.
     """
 
@@ -70,32 +70,32 @@ class Layers:
         self.new = self.random_tokens(1)
 
     def random_tokens(self, tokens: int) -> Pair:
-        """Return random latents and positions, `[B, 1, tokens, R]` and `[B, 1, tokens, P]`."""
+        """Return random latents and RoPE parts, `[B, 1, tokens, R]` and `[B, 1, tokens, P]`."""
         heads, shape = self.case.heads, (len(self.case.lengths), 1, tokens)
         return self.stage.randn(*shape, heads.dim), self.stage.randn(*shape, heads.positions)
 
     def fill(self, cache: Cache, attend: Callable[..., Any]) -> tuple[list[Step], list[Any]]:
         """Fill a cache. Return a step of each layer, and a list of the handles of the last step."""
-        seen: list[Any] = []
+        handles: list[Any] = []
 
         def step(module: Any) -> torch.Tensor:
-            seen[:] = cache.update(*self.new, module.layer_idx)
-            states = module.expand_kv(*seen)
+            handles[:] = cache.update(*self.new, module.layer_idx)
+            states = module.expand_kv(*handles)
             attended = attend(module, self.query, *states, None, scaling=module.scaling)
             return attended[0]  # type: ignore[no-any-return]
 
         for module in self.modules:
             cache.update(*self.random_tokens(self.case.lengths[0] - 1), module.layer_idx)
-        return [functools.partial(step, module) for module in self.modules], seen
+        return [functools.partial(step, module) for module in self.modules], handles
 
     def error(self, output: torch.Tensor, key: Any, value: Any) -> float:
         """Return the error of the last layer's output.
 
         Args:
             output: `[B, 1, H, V]`.
-            key, value: Dense latents and positions, or handles of stored ones.
+            key, value: Dense latents and positions, or handles of stored latents.
         """
-        # In float32, queries and results are as exact as the reference.
+        # Queries and results in float32 are as exact as the reference.
         exact = _projections(self.modules[-1], torch.float32)
         query = exact.absorb(self.query.float())
         if isinstance(key, PagedKV):
@@ -133,7 +133,7 @@ def _measure_paged(record: Record, case: Case, kind: Kind, backend: str) -> None
             for step in steps:
                 output = step()
         if not latent.reads_stored_latents(layers.modules[-1]):
-            raise RuntimeError("expected attention to stored latents, got expanded ones")
+            raise RuntimeError("expected attention to stored latents, got expanded K and V")
         error, timed = layers.error(output, *handles), record.stage.time(steps)
         return {**timed, "error": error, "launches": record.stage.count_launches(steps)}
 

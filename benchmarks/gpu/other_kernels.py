@@ -1,4 +1,4 @@
-"""vLLM's Triton kernel, if it is installed or its file is given."""
+"""Measure vLLM's Triton kernel, if vLLM is installed or `VARIABLE` names the kernel's file."""
 
 import functools
 import inspect
@@ -39,7 +39,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel with one form of pages."""
+    """vLLM's kernel with one format of pages."""
 
     name: str
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Kernel:
 
 
 def measure(record: Record, sizes: Sizes, _backend: str) -> None:
-    """Add a row for each decode case and form of pages."""
+    """Add a row for each decode case and format of pages."""
     try:
         vllm = load_vllm_attention(VLLM_ATTENTION)
     except Exception as error:  # code of another project
@@ -63,7 +63,7 @@ def measure(record: Record, sizes: Sizes, _backend: str) -> None:
 
 
 def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: Kernel) -> None:
-    """Add a row, checked on the values that the pages store."""
+    """Add a row, whose result is checked on the stored values."""
     stage, heads = record.stage, case.heads
     size = case.read * 2 * heads.kv * (heads.dim * kernel.dtype.itemsize + 4 * kernel.scaled)
 
@@ -128,8 +128,8 @@ def _make_call(vllm: Any, case: Case, stored: Stored) -> Call:
         "kv_quant_mode": mode, "k_scale_cache": scales[0], "v_scale_cache": scales[1],
     }  # fmt: skip
     # Older versions lack the last arguments, and choose by the dtype.
-    known = inspect.signature(vllm.unified_attention).parameters
-    arguments = {name: value for name, value in arguments.items() if name in known}
+    parameters = inspect.signature(vllm.unified_attention).parameters
+    arguments = {name: value for name, value in arguments.items() if name in parameters}
 
     def call(pool: Pair) -> torch.Tensor:
         vllm.unified_attention(k=pool[0], v=pool[1], **arguments)

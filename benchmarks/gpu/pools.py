@@ -1,4 +1,4 @@
-"""Random pages, and checks of the results that contenders compute from them."""
+"""Make random pages, and check the results that contenders compute from them."""
 
 import functools
 import math
@@ -18,8 +18,8 @@ from .shapes import Case, Heads, Kind
 from .stage import Stage
 
 PAGE_SIZE = 64
-# Number of query tokens at each end of many that are checked.
-CHECKED = 128
+# Number of query tokens that are checked at the beginning and at the end of many.
+MAX_CHECKED = 128
 # Number of query heads of a KV head that the reference computes at once.
 CHECKED_HEADS = 16
 
@@ -69,8 +69,8 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
     table = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True, padding_value=-1)
     layer_pages = []
     for _ in range(layers):
-        chosen = torch.randint(0, count, (len(order),), device=stage.device)
-        block = sample.block.index_select(0, chosen)
+        sampled = torch.randint(0, count, (len(order),), device=stage.device)
+        block = sample.block.index_select(0, sampled)
         pages = sample._replace(block=block, offsets=locate_pages([block]), table=table)
         layer_pages.append(pages)
     return layer_pages
@@ -79,7 +79,7 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
 def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
 
-    If lengths differ, each sequence of each layer has a separate pair, `[1, Hkv, N, D]`.
+    Each sequence of each layer has a separate pair, `[1, Hkv, N, D]`, if lengths differ.
     """
     batch, lengths = len(case.lengths), case.lengths[:1]
     if case.is_ragged:
@@ -100,7 +100,7 @@ def check(
     output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case,
     projection: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
-    """Return the relative error of an output, against the reference on the same bytes.
+    """Return the error of an output relative to the reference on the same bytes.
 
     The check covers the first, the last, the longest and a random sequence. Each is checked in one
     KV head, or in some query heads if the KV head has many, because the reference does not fit in
@@ -126,7 +126,7 @@ def check(
     for b, part in checked:
         rows = slice(part * count, (part + 1) * count)
         head_pages = _select_head(pages, b, rows.start // groups)
-        for first, last in {(0, min(CHECKED, tokens)), (max(tokens - CHECKED, 0), tokens)}:
+        for first, last in {(0, min(MAX_CHECKED, tokens)), (max(tokens - MAX_CHECKED, 0), tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
             length = case.lengths[b] - tokens + last
             spec = case.attention_spec()

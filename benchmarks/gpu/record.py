@@ -1,4 +1,4 @@
-"""Record of a run: one row per section, case and contender, with numbers or a failure."""
+"""Record the rows of a run, one per section, case and contender, with numbers or a failure."""
 
 import itertools
 import time
@@ -10,7 +10,7 @@ import torch
 from .goals import MISSED, UNKNOWN, Row, find_rows, judge
 from .stage import Stage
 
-# Rounding to 16 bits gives a relative RMS error of 0.1 to 0.4 %. A lost page is worth 4 % at 32k
+# Rounding to 16 bits gives a relative RMS error of 0.1 to 0.4 %. A lost page gives 4 % at 32k
 # tokens, and 2 % at 128k.
 TOLERANCE = 0.01
 
@@ -23,14 +23,14 @@ class DeviceLost(RuntimeError):
 
 
 class Record:
-    """Rows, and the clock of the current section.
+    """The rows of a run, and the clock of the current section.
 
     Attributes:
         rows: All rows so far.
         skipped: Rows that the current section left out, with reasons.
         report: Called with progress messages.
 
-    A record with the share `(index, count)` takes every `count`-th row, from `index` on.
+    A record with the share `(index, count)` measures every `count`-th row, from `index` on.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Record:
         return self.skipped
 
     def seconds_left(self) -> float:
-        """Return the rest of the section's time."""
+        """Return the remaining seconds of the section."""
         return self._ends - time.perf_counter()
 
     def skip(self, row: str) -> None:

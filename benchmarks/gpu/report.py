@@ -1,4 +1,4 @@
-"""Tables of a result: one for each section, the failures, and the goals."""
+"""Format a result: a table for each section, the failures, and the goals."""
 
 from collections import Counter
 from typing import Any
@@ -14,9 +14,9 @@ from hf_fp8kv.bench.reporting import format_number as number
 from .goals import Row
 
 # Maximum number of contenders next to each other.
-WIDEST = 7
+MAX_COLUMNS = 7
 # Number of failures that are listed. A broken kernel fails in every case in the same way.
-LISTED = 20
+MAX_FAILURES = 20
 # Section: the fields in a cell of its table.
 TABLES = {
     "write": ("us", "gb_per_s"),
@@ -77,12 +77,12 @@ def _cell(row: Row | None, fields: tuple[str, ...]) -> str:
 
 
 def _pivot(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
-    """Return tables with a row for each case, and a column for each of `WIDEST` contenders."""
+    """Return tables with a row for each case, and a column for each of `MAX_COLUMNS` contenders."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     cells = {(row["case"], row["name"]): row for row in rows}
     tables = []
-    for first in range(0, len(names), WIDEST):
-        group = names[first : first + WIDEST]
+    for first in range(0, len(names), MAX_COLUMNS):
+        group = names[first : first + MAX_COLUMNS]
         body = [
             [case, *(_cell(cells.get((case, name)), fields) for name in group)]
             for case in dict.fromkeys(row["case"] for row in rows)
@@ -94,7 +94,7 @@ def _pivot(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
 
 
 def _experiments(rows: list[Row]) -> Table:
-    """Return the default launch parameters and the best ones, for each case and format."""
+    """Return the default and the best launch parameters for each case and format."""
     body = []
     for key in dict.fromkeys((row["case"], row["kind"]) for row in rows):
         good = [row for row in rows if (row["case"], row["kind"]) == key and "failed" not in row]
@@ -121,8 +121,8 @@ def _failures(result: dict[str, Any]) -> list[str]:
         for row in result["rows"]
         if "failed" in row
     ]
-    if len(lines) > LISTED:
-        lines[LISTED:] = [f"... {len(lines) - LISTED} more in the JSON"]
+    if len(lines) > MAX_FAILURES:
+        lines[MAX_FAILURES:] = [f"... {len(lines) - MAX_FAILURES} more in the JSON"]
     notes = {
         (row["section"], row["name"], row["note"]): None for row in result["rows"] if "note" in row
     }

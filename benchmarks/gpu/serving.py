@@ -1,4 +1,4 @@
-"""Serving section: transformers' continuous batching, with its own pages and with FP8 pages.
+"""Measure transformers' continuous batching, with its own pages and with FP8 pages.
 
 All requests start together, with prompts of different lengths and answers of the same length. Each
 engine has pages for all requests, so that no request waits and the memory can be compared.
@@ -26,11 +26,11 @@ from .record import Record
 from .shapes import Served, Sizes
 
 # Free memory for the planner, in GiB.
-PLANNED = 40
+PLANNED_GIB = 40
 # K and V of a random model are about 1, so the scale hardly matters.
 SCALE = 0.02
 # Maximum delay of an engine after the end of the section, in seconds.
-LATE = 10
+MAX_DELAY = 10
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _wait_for_answers(record: Record, manager: Any, prompts: list[list[int]], ne
     while missing:
         out = manager.get_result(timeout=1)
         if out is None:
-            late = record.seconds_left() < -LATE
+            late = record.seconds_left() < -MAX_DELAY
             if late or not manager.is_running():
                 manager.stop(block=True, timeout=10, hard_stop=True)
                 raise RuntimeError("no time left" if late else "the engine stopped")
@@ -164,6 +164,6 @@ def _plan_tokens(model: Any, engine: _Engine) -> int:
     config = deepcopy(model.config.get_text_config())
     if engine.fp8 is not None:
         settings = ServingConfig.parse(**engine.fp8 | {"backend": "torch"})
-        return planned_tokens(config, PLANNED * GIB, settings)
+        return planned_tokens(config, PLANNED_GIB * GIB, settings)
     attention = engine.attention.removeprefix("paged|")
-    return planned_tokens(config, PLANNED * GIB, None, attention=attention)
+    return planned_tokens(config, PLANNED_GIB * GIB, None, attention=attention)

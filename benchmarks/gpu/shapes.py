@@ -1,4 +1,4 @@
-"""Cases of the GPU benchmark: heads, formats and lengths, at full size and for a dry run."""
+"""Define the cases of the GPU benchmark, at full size and for a dry run."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ class Heads:
     query: int
     kv: int
     dim: int
-    positions: int = 0  # 16-bit values of a position next to a latent (MLA), 0 without latents
+    positions: int = 0  # 16-bit values of the RoPE part next to a latent (MLA), 0 without latents
 
     @property
     def query_dim(self) -> int:
@@ -25,14 +25,14 @@ class Heads:
         """Return the bytes that are read for a stored token, with its scales."""
         if not self.positions:
             return 2 * self.kv * self.dim * kind.bytes_per_value(self.dim)
-        # The scales of a token are one word, although positions need none.
+        # The scales of a token are one word, although the RoPE part needs none.
         word = 0 if kind.static or kind.format == AUTO else 4
         return self.dim * (2 if kind.format == AUTO else 1) + word + 2 * self.positions
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How K and V are stored."""
+    """A format of stored K and V."""
 
     name: str
     format: str  # a key of `formats.FORMATS`, or "auto"
@@ -158,7 +158,7 @@ class Served(ModelShape):
 
 @dataclass(frozen=True)
 class Sizes(ModelShape):
-    """The sizes of a run and of its model. `TINY` measures nothing, within seconds."""
+    """The sizes of a run and of its model. `TINY` runs everything within seconds, untimed."""
 
     decode: tuple[Case, ...]
     padded: tuple[str, ...]  # names of decode cases that are also measured with left padding
@@ -260,11 +260,11 @@ def shorten(sizes: Sizes) -> Sizes:
     """Return the sizes with shorter sequences, without cases that need no additional kernel."""
 
     def short(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-        found = (
+        shortened = (
             replace(case, lengths=tuple(min(n, _SHORT) for n in case.lengths), label="")
             for case in cases
         )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(shortened))
 
     decode = short(sizes.decode)
     return replace(

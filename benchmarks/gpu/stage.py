@@ -1,4 +1,4 @@
-"""The device under test: its memory, and the time of work on it."""
+"""Measure times and memory on the device under test."""
 
 import gc
 import time
@@ -12,11 +12,11 @@ from hf_fp8kv.bench.reporting import quartiles
 Step = Callable[[], object]
 
 # Minimum length of a graph in milliseconds, so that the time of its launch is negligible.
-GRAPH = 2.0
+GRAPH_MS = 2.0
 # Length of a measurement in milliseconds, and the limits of its number of replays.
-REPLAYED, FEWEST, MOST = 60.0, 5, 40
+REPLAY_MS, MIN_REPLAYS, MAX_REPLAYS = 60.0, 5, 40
 # Maximum number of calls in a graph.
-LARGEST_GRAPH = 512
+MAX_GRAPH_CALLS = 512
 
 
 class Stage:
@@ -48,7 +48,7 @@ class Stage:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
 
     def reset_peak(self) -> None:
-        """Free unused memory, and measure the peak from here on."""
+        """Free unused memory, and restart the measurement of the peak."""
         self.clean()
         if self.is_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -144,7 +144,7 @@ class Stage:
 
 
 def _capture(run: Callable[..., None], steps: int) -> tuple[Step, int]:
-    """Return the replay of a graph of at least `GRAPH` milliseconds, and its number of rounds."""
+    """Return the replay of a graph of at least `GRAPH_MS` ms, and its number of rounds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -156,15 +156,15 @@ def _capture(run: Callable[..., None], steps: int) -> tuple[Step, int]:
         with torch.cuda.graph(graph):
             run(rounds)
         took = _events(graph.replay, 1)[0] / 1e3
-        next_rounds = min(int(GRAPH / took) + 1, LARGEST_GRAPH // steps)
-        if rounds > 1 or next_rounds <= 1 or took >= GRAPH / 2:
+        next_rounds = min(int(GRAPH_MS / took) + 1, MAX_GRAPH_CALLS // steps)
+        if rounds > 1 or next_rounds <= 1 or took >= GRAPH_MS / 2:
             return graph.replay, rounds
         rounds = next_rounds
 
 
 def _replay(run: Step, calls: int) -> dict[str, Any]:
     milliseconds = _events(run, 1)[0] / 1e3
-    count = max(FEWEST, min(int(REPLAYED / milliseconds), MOST))
+    count = max(MIN_REPLAYS, min(int(REPLAY_MS / milliseconds), MAX_REPLAYS))
     return _summarize(_events(run, count), calls)
 
 

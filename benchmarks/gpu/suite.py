@@ -1,4 +1,4 @@
-"""All sections of the GPU benchmark, each with a share of the time."""
+"""Run the sections of the GPU benchmark, each with a share of the time."""
 
 import json
 import multiprocessing
@@ -43,9 +43,9 @@ SECTIONS: dict[str, Section] = {
     "serving": serving.measure,
 }
 # Sections whose kernels are compiled before anything is measured.
-COMPILED = ("decode", "layer", "write", "extend", "latent", "others")
+COMPILED_SECTIONS = ("decode", "layer", "write", "extend", "latent", "others")
 # Time limit of compilation in seconds.
-COMPILING = 60.0
+COMPILE_SECONDS = 60.0
 # Sections that are measured only on request.
 ON_REQUEST: dict[str, Section] = {"experiments": experiments.measure}
 
@@ -102,7 +102,7 @@ def run_suite(
     keep()
     if processes:
         progress("== compiling")
-        limit = min(COMPILING, seconds / 2)
+        limit = min(COMPILE_SECONDS, seconds / 2)
         settings["compiling"] = compiled = compile_kernels(device, backend, dry, processes, limit)
         progress(f"compiled in {compiled['seconds']} s")
         keep()
@@ -134,7 +134,7 @@ def run_suite(
 def compile_kernels(
     device: str, backend: str, dry: bool, processes: int, seconds: float
 ) -> dict[str, float]:
-    """Fill Triton's cache on the disk, and return the `seconds` and the number that `failed`.
+    """Fill Triton's cache on disk, and return the `seconds` and the number of `failed` processes.
 
     Each process runs its share of the rows, and is ended after `seconds`.
     """
@@ -159,11 +159,11 @@ def compile_kernels(
 
 
 def compile_share(device: str, backend: str, dry: bool, index: int, processes: int) -> list[Row]:
-    """Run every `processes`-th row of the sections in `COMPILED` once, and return these rows."""
+    """Run every `processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
     torch.set_num_threads(1)
     record = Record(Stage(device, dry=dry, compiling=True), share=(index, processes))
     with torch.no_grad():
-        for name in COMPILED:
+        for name in COMPILED_SECTIONS:
             SECTIONS[name](record, shorten(TINY if dry else FULL), backend)
     return record.rows
 

@@ -1,4 +1,4 @@
-"""vLLM's Triton attention, from an installed vLLM or from one file of its source.
+"""Load vLLM's Triton attention from an installed vLLM or from one file of its source.
 
 The file is `vllm/v1/attention/ops/triton_unified_attention.py`, next to the helpers that it imports
 from its folder. Stand-ins replace its other imports from vLLM.
@@ -22,7 +22,7 @@ _OPS = "vllm.v1.attention.ops"
 VLLM_ATTENTION = f"{_OPS}.triton_unified_attention"
 
 
-# How K and V are stored, with the values of vLLM.
+# The formats of K and V, with the values of vLLM's enum.
 _KVQuantMode = enum.IntEnum(
     "KVQuantMode",
     "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD "

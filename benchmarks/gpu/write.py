@@ -1,4 +1,4 @@
-"""Write section: one new token for each sequence, and a whole prompt."""
+"""Measure writes: one new token for each sequence, and a whole prompt."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ STORED = 1000
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add rows for K and V of one layer, in the layout of a model."""
+    """Add rows for writes of K and V of one layer, with the strides of a model."""
     layers = 2 if record.stage.dry or record.stage.compiling else LAYERS
     new = sizes.prefill
     cases = [

@@ -1,4 +1,4 @@
-"""Numbers of tokens that transformers' continuous batching plans for, with FP8 and bf16 pages.
+"""Calculate the tokens for which transformers' engine has room, with FP8 and bf16 pages.
 
 The planner gets the memory of a GPU as a number. It needs no GPU and allocates nothing, because the
 pages are on torch's "meta" device.
@@ -126,7 +126,7 @@ def _planning_class(settings: ServingConfig | None, available: int) -> Any:
 def plan_capacity(
     models: Mapping[str, PreTrainedConfig], memory_gib: float, report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Return how many tokens of each model fit, by cache, as rows for JSON.
+    """Return the number of tokens of each model that fit, by cache, as rows for JSON.
 
     Args:
         models: Configs by name.

@@ -1,4 +1,4 @@
-"""Caches filled with random numbers, and decode steps of one layer over them."""
+"""Make caches filled with random numbers, and decode steps of one layer over them."""
 
 import functools
 import random
@@ -27,7 +27,7 @@ PAGED: dict[str, dict[str, Any]] = {
     **{f"FP8PagedCache {fmt.name.removeprefix('fp8_')}": {"dtype": fmt.name} for fmt in DISTINCT},
     f"{E4M3} static": {"dtype": "fp8_e4m3", "scales": 0.01},
 }
-# Largest relative RMS error against torch's attention on the same bytes. Both round to bfloat16.
+# Maximum relative RMS error from torch's attention on the same bytes. Both round to bfloat16.
 TOLERANCE = 0.02
 
 
@@ -94,7 +94,7 @@ def random_states(heads: int, tokens: int, dim: int, device: str = "cpu") -> tor
 def take_turns(
     steps: Mapping[str, Step], turns: int, device: str = "cpu"
 ) -> dict[str, list[float]]:
-    """Return the seconds of each step in each turn. A first turn, which warms up, does not count.
+    """Return the seconds of each step in each turn. One warm-up turn comes first.
 
     The order changes from turn to turn, because torch's threads spin for a while after their work
     and disturb the next step.

@@ -1,4 +1,4 @@
-"""`hf-fp8kv bench memory`: bytes of a token, growth of a process, and tokens that fit in a GPU."""
+"""Measure the bytes of a token, the growth of a process, and the tokens that fit in a GPU."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from .reporting import build_rows_table, build_table, make_row
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_LAYERS = 8  # of a cache in a separate process
+_LAYERS = 8  # number of layers of the cache in a separate process
 
 
 def measure_memory(

@@ -1,4 +1,4 @@
-"""`hf-fp8kv bench speed`: one attention layer, compared with transformers' own caches.
+"""Time one attention layer with FP8 pages and with transformers' own caches.
 
 A decode step stores a new token in the cache, then attention reads all tokens. The contenders
 alternate, so that a busy machine slows all of them down. The result is the median of the ratios
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Number of tokens in a chunk of a prompt.
 CHUNK = 256
-# The default centers K. The format by name does not.
+# The default cache centers K. The cache with the format's name does not.
 _DEFAULT, _PLAIN = "FP8PagedCache default", "FP8PagedCache e3m4"
 _FIRST: dict[str, dict[str, Any]] = {_DEFAULT: {}, _PLAIN: {"dtype": "fp8_e3m4"}}
 
@@ -155,6 +155,6 @@ def _ratio_row(
 
 def _time_rows(measure: str, seconds: dict[str, list[float]], tokens: int) -> list[dict[str, Any]]:
     return [
-        make_row(measure, name, [1e3 * x for x in taken], "ms", context=tokens)
-        for name, taken in seconds.items()
+        make_row(measure, name, [1e3 * x for x in durations], "ms", context=tokens)
+        for name, durations in seconds.items()
     ]

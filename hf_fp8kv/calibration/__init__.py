@@ -1,4 +1,4 @@
-"""Static scales from texts, storage plans, and how good they are."""
+"""Calibrate static scales on texts, choose storage plans, and measure their quality."""
 
 from .plan_choice import choose_plan
 from .run import calibrate, measure

@@ -1,4 +1,4 @@
-"""Choice of how a layer is stored: the scales of least cost, and the plan of least cost.
+"""Choose how each layer is stored: the scales of least cost, and the plan of least cost.
 
 A scale must be at least `amax / 448`, so that nothing saturates. The best scale within the octave
 above is searched. Candidates are tried on queries of a text, by
@@ -14,8 +14,8 @@ up to the norm of the pairs that RoPE rotates. K can reach that norm at position
 not have. A scale per channel always covers it.
 
 Plans are tried at the positions of the windows and at far positions, with a static scale for each.
-All candidates take the same bytes, and the first candidate is the fallback. The predictions of the
-model decide at the end (scoring.py).
+All candidates take the same bytes, and the first candidate is the fallback. Finally, the model's
+predictions decide (scoring.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,10 +39,10 @@ _ROOM_OCTAVES = 3
 # Number of tokens whose squared errors decide on headroom. It only affects the smallest values.
 _ROOM_TOKENS = 128
 # Added to the weight of a channel in its center, as a share of the largest weight of the head.
-_LEAST_WEIGHT = 1e-6
+_MIN_WEIGHT = 1e-6
 _KINDS = (DEFAULT_DTYPE, False), ("fp8_e2m5", True), ("int8", True), (DEFAULT_DTYPE, True)
 # Maximum cost of a preferred candidate, relative to the first candidate.
-_MOST = 0.95
+_MAX_COST = 0.95
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def list_candidates(
 
     Args:
         ranges: The layer's range on all texts, and with a plan the range of the rotated values.
-        partners: The channels that RoPE turns together.
+        partners: The channels that RoPE rotates together.
         options: With an explicit plan, candidates differ by their centers only. Without a plan,
             they differ by whether they have a center.
-        near: Ranges and sums of a sample of windows, as for `find_centers`.
+        near: Ranges and sums of a sample of windows, as in `find_centers`.
         far: As `near`, at far positions.
         may_turn: Whether K may turn at positions that cannot be observed. It then has no center
             and no rotation.
@@ -140,13 +140,13 @@ def _list_plans(
 ) -> dict[str, list[SidePlan]]:
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
-    safe, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
+    fallback, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
     plain = [SidePlan(*kind) for kind in kinds]
-    k = [safe, *(plan for plan in plain if not (may_turn and plan.rotated))]
+    k = [fallback, *(plan for plan in plain if not (may_turn and plan.rotated))]
     if options.center and not may_turn:
-        k += [SidePlan(*kind, True) for kind in kinds or [(safe.format, False)]]
+        k += [SidePlan(*kind, True) for kind in kinds or [(fallback.format, False)]]
     latent = options.latent and options.plan is not None
-    return {"k": k, "v": [SidePlan(AUTO)] if latent else [safe, *plain]}
+    return {"k": k, "v": [SidePlan(AUTO)] if latent else [fallback, *plain]}
 
 
 def find_centers(
@@ -167,7 +167,7 @@ def find_centers(
     # Weighted by `weigh_keys`, or the plain mean if the weights are almost zero.
     weights, weighted = sample["weight_sum"], sample["weighted_sum"]
     plain = (sample["k_sum"] / sample["count"]).to(weights)
-    least = _LEAST_WEIGHT * weights.amax(-1, keepdim=True)
+    least = _MIN_WEIGHT * weights.amax(-1, keepdim=True)
     mean = (weighted + least * plain) / (weights + least)
     centers = [torch.where(weights + least > 0, mean, plain)]
     if far is not None:
@@ -183,7 +183,7 @@ def make_candidate(
 ) -> Candidate:  # fmt: skip
     """Return a plan of a side with its smallest scales. A centered plan needs a `center`."""
     prefix = f"{ROTATED}{side}" if plan.rotated else side
-    # On the CPU, because GPUs divide slightly differently.
+    # Divide on the CPU, because GPUs divide slightly differently.
     high, low, reach = (ranges[f"{prefix}_{name}"].cpu() for name in ("max", "min", "pair"))
     if center is not None:
         center = center.cpu()
@@ -197,7 +197,7 @@ def make_candidate(
     amax = reach if granularity == "channel" else amax
     if axes := _AXES[granularity]:
         amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
-    # Any scale stores zeros, so their range becomes the largest range, or 1.
+    # Any scale can store zeros, so a range of zeros becomes the largest range, or 1.
     largest = amax.max()
     amax = torch.where(amax > 0, amax, torch.where(largest > 0, largest, 1.0))
     candidate = Candidate(side, plan, center, amax, reach, granularity)
@@ -213,7 +213,7 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
 
     The result is `[2 + octaves, SEARCH_STEPS, ...]`, float64 on the CPU. First are the costs of the
     scales of an octave, or zeros without queries. The squared errors under these scales follow, and
-    those under scales that are larger by whole octaves.
+    the squared errors under scales that are larger by whole octaves.
     """
     x, queries = candidate.transform(x, queries)
     kind, fmt = candidate.granularity, candidate.fmt
@@ -236,7 +236,7 @@ def measure_costs(candidate: Candidate, x: torch.Tensor, queries: Queries | None
 
 
 def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
-    """Return the scale of least cost, in the unit of E4M3. Without queries it is the smallest."""
+    """Return the scale of least cost, in the unit of E4M3, or the smallest without queries."""
     first, reach = candidate.first, candidate.reach
     cost, room = costs[0], costs[1:]
     step = cost.argmin(0, keepdim=True)  # the first if several are equal
@@ -244,13 +244,13 @@ def pick_scale(candidate: Candidate, costs: torch.Tensor) -> torch.Tensor:
     scale = first * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
         step[0].float() / SEARCH_STEPS
     )
-    kept = scale
+    chosen = scale
     for octave in range(1, _ROOM_OCTAVES + 1):
         larger = scale * 2.0**octave
         # Up to `reach`, and only if every smaller octave is good as well.
-        good = (kept < reach) & (kept == larger / 2) & (rooms[octave] <= _ROOM_COST * rooms[0])
-        kept = torch.where(good, larger, kept)
-    result = kept / candidate.fmt.scale_from_e4m3
+        good = (chosen < reach) & (chosen == larger / 2) & (rooms[octave] <= _ROOM_COST * rooms[0])
+        chosen = torch.where(good, larger, chosen)
+    result = chosen / candidate.fmt.scale_from_e4m3
     return result.reshape(()) if candidate.granularity == "tensor" else result
 
 
@@ -302,7 +302,7 @@ def choose_scales(
     for index, layer in scaled.items():
         sums = [stage[index] for stage in stages if index in stage]
         costs_by_side = ([costs[side].tolist() for costs in sums if side in costs] for side in "kv")
-        k, v = (pick_candidate([*zip(*costs, strict=True)], _MOST) for costs in costs_by_side)
+        k, v = (pick_candidate([*zip(*costs, strict=True)], _MAX_COST) for costs in costs_by_side)
         first[index] = join_sides(job.options, source, layer["k"][0], layer["v"][0])
         best[index] = join_sides(job.options, source, layer["k"][k], layer["v"][v])
     return first, best

@@ -1,4 +1,4 @@
-"""Divergence of a model's predictions under a cache and under the unquantized cache."""
+"""Measure the divergence of a model's predictions under a cache from the unquantized cache."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from ..modeling.model_support import accepts, with_cache
 from ..scales.report import QualityRow
 
 UNQUANTIZED = "unquantized"
-_TOKENS = 8  # whose logits are compared together
+_TOKENS = 8  # number of tokens whose logits are compared together
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def compare_caches(
 def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return the logits of a call, `[B, T, vocabulary]`. If not `scored`, only the last token's.
+    """Return the logits of a call, `[B, T, vocabulary]`, or without `scored` of the last token.
 
     `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Raise ConfigError if the
     model does not return logits of each token.
@@ -134,7 +134,7 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, known: torch.Te
         logits: Logits under the cache, of the same shape.
         known: Next tokens of the text, `[B, T or T - 1]`, int64.
     """
-    # Temporaries of few tokens stay in a CPU's caches: a third of the time.
+    # Temporaries of few tokens stay in a CPU's caches, which takes a third of the time.
     compared = map(_compare, expected.split(_TOKENS, 1), logits.split(_TOKENS, 1))
     kl, same, norm = (torch.cat(parts, 1) for parts in zip(*compared, strict=True))
     count = known.shape[1]
@@ -149,7 +149,7 @@ def _compare(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
     )
     p = expected.softmax(-1)
-    # A token with a logit of -inf has no change here. Below, it may get a probability.
+    # A token with a logit of -inf has no change here. It may get a probability below.
     change = torch.where(p > 0, logits - expected, 0.0)
     mean = (p * change).sum(-1, keepdim=True)
     gained = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()

@@ -1,4 +1,4 @@
-"""Observation of K and V after RoPE: exactly the values that a model's cache would store."""
+"""Observe K and V after RoPE, exactly the values that a model's cache would store."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,10 +70,10 @@ class _ObservedCache(DynamicCache):
         return keys, values
 
 
-def not_finite(layer: int, what: str) -> ConfigError:
+def not_finite(layer: int, states: str) -> ConfigError:
     """Return the error for NaN or infinity in K or V of a layer."""
     return ConfigError(
-        f"layer {layer}: expected finite {what}, got NaN or infinity. Load the model in bfloat16 "
+        f"layer {layer}: expected finite {states}, got NaN or infinity. Load the model in bfloat16 "
         "or float32, and check the text"
     )
 
@@ -138,7 +138,7 @@ def observe(
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device of token ids. If a model is spread or offloaded, its hooks move them."""
+    """Return the device for token ids. The hooks of a spread or offloaded model move them."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""The storage plan of a model: for each layer, the formats whose errors cost attention least.
+"""Choose the storage plan of a model: for each layer, the formats of least cost for attention.
 
 The model reads the same tokens at several positions, and the costs at all positions are added.
 docs/architecture.md has the reasons ("A plan is chosen once for a model").
@@ -43,8 +43,8 @@ _TOKENS, _POSITIONS = 128, (0, 1024, 4096, 16384)
 # Maximum cost of a format in each head, relative to the fallback. Costs are computed with the
 # smallest scales. A cache searches K's scales of least error. These reduce E3M4's cost by a quarter
 # for Gaussian values, and by two thirds if two channels are 50 times larger.
-_GAIN = 0.5
-_SAFE = SidePlan(DEFAULT_DTYPE)
+_MAX_COST = 0.5
+_FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _MODEL_PLAN = "_hf_fp8kv_plan"
 
@@ -72,10 +72,10 @@ def choose_plan(
     """
     layers = paged_layers(model)
     if texts is None:
-        known = getattr(model.get_input_embeddings(), "num_embeddings", 1)
+        vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1)
         seed = torch.Generator("cpu").manual_seed(0)
         room = min(_TOKENS, find_limit(model))
-        windows = [torch.randint(known, (room,), generator=seed, device="cpu")]
+        windows = [torch.randint(vocabulary, (room,), generator=seed, device="cpu")]
     else:
         corpus = read_model_corpus(
             model, texts, tokenizer, max_tokens=2**18, max_length=_TOKENS, held_out=0,
@@ -95,7 +95,7 @@ def choose_plan(
     source = f"chosen on {tokens} {'random tokens' if texts is None else 'tokens of text'}"
     chosen = {}
     for index in sorted(layers):
-        center, plan = None, LayerPlan(_SAFE, SidePlan(AUTO) if latent else _SAFE)
+        center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if latent else _FALLBACK)
         layer_reads = [layers_read.pop(index) for layers_read in reads if index in layers_read]
         if layer_reads and all(queries is not None for *_, queries in layer_reads):
             center, plan = _choose(index, layer_reads, may_move=may_move, latent=latent)
@@ -109,7 +109,7 @@ def choose_plan(
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
     """Return the arguments `dtype` and `plan` of a cache of this model.
 
-    With dtype="adaptive" the plan is chosen on random tokens. The model keeps it until its weights
+    dtype="adaptive" chooses the plan on random tokens. The model keeps it until its weights
     change. A plan in a file is read.
 
     Raises:
@@ -121,10 +121,10 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
         raise ConfigError(
             f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}. Leave one out"
         )
-    kept: StoragePlan | None = vars(model).get(_MODEL_PLAN)
-    if kept is None or kept.made_for(model) is False:
-        kept = vars(model)[_MODEL_PLAN] = choose_plan(model)
-    return None, kept
+    stored: StoragePlan | None = vars(model).get(_MODEL_PLAN)
+    if stored is None or stored.made_for(model) is False:
+        stored = vars(model)[_MODEL_PLAN] = choose_plan(model)
+    return None, stored
 
 
 def _read(
@@ -158,9 +158,9 @@ def _choose(
     index: int, reads: Sequence[_Read], *, may_move: bool, latent: bool
 ) -> tuple[Tensor | None, LayerPlan]:
     """Return K's center on the CPU, or None without a center, and a layer's plan of least cost."""
-    plain = [_SAFE, *_ROTATED]
+    plain = [_FALLBACK, *_ROTATED]
     centered = [replace(plan, centered=True) for plan in plain]
-    k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_SAFE]
+    k_plans = ([*plain] if latent else [*centered, *plain]) if may_move else [_FALLBACK]
     v_plans = [] if latent else plain
     count, formats = len(k_plans), tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     center = torch.cat([k for k, *_ in reads]).mean(0, dtype=torch.float32)
@@ -185,13 +185,13 @@ def _choose(
     sums = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
     if not all(map(math.isfinite, chain(*sums))):
         raise not_finite(index, "K and V")
-    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[count:], _GAIN)]
-    plan = LayerPlan(k_plans[pick_candidate(sums[:count], _GAIN)], v_plan)
+    v_plan = SidePlan(AUTO) if latent else v_plans[pick_candidate(sums[count:], _MAX_COST)]
+    plan = LayerPlan(k_plans[pick_candidate(sums[:count], _MAX_COST)], v_plan)
     return (center.cpu() if plan.k.centered else None), plan
 
 
 def _transform(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
-    """Return the values that each plan scales, `[plans, R, N, Hkv, D]`, for K or V, `x`."""
+    """Return the values of K or V, `x`, that each plan scales: `[plans, R, N, Hkv, D]`."""
     if len(plans) == 1:
         return x[None]
     variants = x[None] if center is None else torch.stack([x, x - center])

@@ -1,4 +1,4 @@
-"""Queries of a text, and the cost of rounding errors of K and V for their attention."""
+"""Sample the queries of a text, and compute the cost of rounding errors for their attention."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Report of scales: statistics of K and V on a text, and the quality of the model's predictions.
+"""Make the report of scales: statistics of K and V on a text, and quality of predictions.
 
 Statistics are the shares of values that saturate or vanish, and the error of each format.
 """
@@ -131,8 +131,8 @@ def _score_quality(
     """Compare the model's predictions with each cache. Return no rows if that is not possible."""
     batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
     if not batches or job.model.get_output_embeddings() is None:
-        why = "no text is long enough" if not batches else "the model has no logits"
-        logger.info("%s: predictions are not compared: %s", type(job.model).__name__, why)
+        reason = "no text is long enough" if not batches else "the model has no logits"
+        logger.info("%s: predictions are not compared: %s", type(job.model).__name__, reason)
         return ()
     fmt = job.options.fmt.name
     by_cache: dict[str, KVScales | float | None] = {f"static {fmt}": scales}

@@ -1,4 +1,4 @@
-"""RoPE: the positions beyond the windows, and the pairs of channels of K that it turns together.
+"""Find the positions beyond the windows, and the pairs of channels of K that RoPE turns together.
 
 RoPE turns K, and therefore the center of K, with the position. It turns a pair of channels by an
 angle. Both channels change, but the norm of the pair does not. So pairs are measured instead of
@@ -41,9 +41,9 @@ _PLACES = [n * _GOLDEN % 1 / (SPREAD * _GOLDEN % 1) for n in range(SPREAD, 0, -1
 TOKENS = 128
 # Minimum relative change (RMS) of the squares of a rotated channel. 16-bit rounding through many
 # layers changes the squares by about one hundredth.
-_LEAST_CHANGE = 0.1
+_MIN_CHANGE = 0.1
 # Maximum correlation of the changes of a pair's squares. It is -1 for a true pair.
-_CANCELLED = -0.8
+_PAIRED = -0.8
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def has_rope(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class Partners:
-    """The channel that each channel of a layer is rotated with, `[D]`, int64, on the CPU.
+    """The channel with which RoPE rotates each channel of a layer, `[D]`, int64, on the CPU.
 
     A channel without rotation is its own partner. None means that the partners are unknown, because
     the model takes no `position_ids`.
@@ -157,12 +157,12 @@ def match_channels(near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
     before, after = (x.flatten(0, 1).square() for x in (near, far))
     change = after - before
     energy = change.square().sum(0)
-    turns = energy > _LEAST_CHANGE**2 * (before.square().sum(0) + after.square().sum(0))
+    turns = energy > _MIN_CHANGE**2 * (before.square().sum(0) + after.square().sum(0))
     size = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     correlation = (change / size).T @ (change / size)
     best = correlation.argmin(0)
     alone = torch.arange(len(best), device=best.device)
-    sure = turns & turns[best] & (correlation[best, alone] < _CANCELLED) & (best[best] == alone)
+    sure = turns & turns[best] & (correlation[best, alone] < _PAIRED) & (best[best] == alone)
     partner = torch.where(sure, best, alone)
     return _complete_pattern(partner)
 
@@ -185,6 +185,6 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
         low = torch.arange(first, min(first + step, size - step), device=partner.device)
     guess = alone.clone()
     guess[low], guess[low + step] = low + step, low
-    known = partner != alone
-    # If the measured pairs have a different pattern, there are no further pairs.
-    return guess if torch.equal(guess[known], partner[known]) else partner
+    measured = partner != alone
+    # There are no further pairs if the measured pairs have a different pattern.
+    return guess if torch.equal(guess[measured], partner[measured]) else partner

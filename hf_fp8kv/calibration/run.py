@@ -1,4 +1,4 @@
-"""Calibration of static scales on texts, and measurement of given scales."""
+"""`calibrate`, which computes static scales on texts, and `measure`, which checks scales."""
 
 import logging
 import os
@@ -67,7 +67,7 @@ def calibrate(
         texts: The path of a `.txt` or `.jsonl` file, or an iterable (a list, a `datasets` dataset)
             of texts, conversations or token ids, see `read_corpus`.
         tokenizer: The tokenizer of the model. None loads it from the path of the model.
-        granularity: A scale for each layer and side ("tensor"), each KV head ("head"), or each head
+        granularity: One scale per layer and side ("tensor"), per KV head ("head"), or per head
             and channel ("channel"). For dynamic scales see `choose_plan`.
         center: Whether to try to subtract the mean of K. A layer keeps its center if it helps. Only
             the format "hf_fp8kv" can hold a center. Latents (MLA) only get a center by an explicit
@@ -116,11 +116,11 @@ def calibrate(
         }  # fmt: skip
         scaled = choose.make_scales(job, corpus.windows, candidates)
         source, digest = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
-        safe, best = (
+        fallback, best = (
             KVScales(made, model_type=model.config.model_type, origin=source, weights_digest=digest)
             for made in choose.choose_scales(job, corpus.windows, beyond, scaled, source)
         )
-        scales, centers = scoring.check_plans(job, corpus.windows, safe, best, beyond)
+        scales, centers = scoring.check_plans(job, corpus.windows, fallback, best, beyond)
         held, counts = corpus.held_out, (corpus.texts, corpus.tokens)
         report = make_report(job, scales, ranges, centers, held, held, beyond, *counts)
     return replace(scales, report=report)
@@ -259,10 +259,10 @@ def _read_windows(
         job = Job(model, layers, options, bar)
         partners = measure_partners(model, windows[0], layers)
         ranges = stages.collect_ranges(job, "text", make_batches(windows, batch_size), partners)
-        why = (
+        reason = (
             "is an encoder-decoder" if model.config.is_encoder_decoder else "takes no position_ids"
         )
-        untried = f"{type(model).__name__} cannot be run at other positions: it {why}"
-        known = any(layer.k is not None for layer in partners.values())
-        yield job, ranges, partners, Beyond(reach, "" if known else untried)
+        untried = f"{type(model).__name__} cannot be run at other positions: it {reason}"
+        has_partners = any(layer.k is not None for layer in partners.values())
+        yield job, ranges, partners, Beyond(reach, "" if has_partners else untried)
         bar.set_description("done")

@@ -1,4 +1,4 @@
-"""Scores of scales by the model's predictions. They also decide on centers and plans."""
+"""Score scales by the model's predictions, and decide by the scores on centers and plans."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,45 +24,45 @@ SHORTEST = 4
 # Number of tokens that are scored to decide whether centers and plans help.
 _TRIAL_TOKENS = 1024
 # Minimum KL of static scales that gives a warning, relative to dynamic scales.
-_WORSE = 1.5
+_WARNING_RATIO = 1.5
 # Maximum number of tokens and of logits in a call that is scored.
 _CHUNK = 128
 _LOGITS = 2**23
 
 
 def check_plans(
-    job: Job, windows: Sequence[torch.Tensor], safe: KVScales, chosen: KVScales, beyond: Beyond
+    job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, chosen: KVScales, beyond: Beyond
 ) -> tuple[KVScales, str]:
-    """Return the chosen scales if they help, otherwise the safe scales, and the reason in words.
+    """Return the chosen scales if they help, otherwise the fallback, and the reason in words.
 
     Centers and plans must improve the model's predictions in the windows and at far positions.
     """
     if isinstance(job.options.plan, Mapping):
         return chosen, "The plan was given."
     subject, refusal = "Centers", "No centers:"
-    if safe.plan is not None:
+    if fallback.plan is not None:
         subject = "Measured plans"
-        refusal = f"Measured plans: {summarize_plan(safe.plan)}, because"
+        refusal = f"Measured plans: {summarize_plan(fallback.plan)}, because"
     elif not job.options.center:
-        return safe, "Centers of K were not requested."
+        return fallback, "Centers of K were not requested."
     note = f" Far positions: {beyond.untried}." if beyond.untried else ""
     if note and has_rope(job.model):
         note = f" RoPE turns K with the position, and {beyond.untried}: K is stored unchanged."
     layers = chosen.layers
     changed = sum(
-        layer.k_center is not None or layer.plan != safe.layers[index].plan
+        layer.k_center is not None or layer.plan != fallback.layers[index].plan
         for index, layer in layers.items()
     )
     if not changed:
-        return safe, f"{refusal} no other candidate costs much less in any layer.{note}"
+        return fallback, f"{refusal} no other candidate costs much less in any layer.{note}"
     change = f"{subject} in {changed} of {len(layers)} layers"
     if job.model.get_output_embeddings() is None:
         return chosen, f"{change}, by the errors of attention: no logits to compare.{note}"
     # About `_TRIAL_TOKENS` are in the second halves of these windows.
     trial = [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
     if not trial:
-        return safe, f"{refusal} the texts are too short to compare predictions.{note}"
-    scales_by_cache = {"without": safe, "with": chosen}
+        return fallback, f"{refusal} the texts are too short to compare predictions.{note}"
+    scales_by_cache = {"without": fallback, "with": chosen}
     caches = {name: cache_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
     stages = {
         f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
@@ -77,13 +77,13 @@ def check_plans(
             scores = score_caches(job, stage, batches, caches)
         except ConfigError as error:
             logger.warning("%s are not tried: %s", subject.lower(), error)
-            return safe, f"{refusal} the model's predictions could not be compared.{note}"
+            return fallback, f"{refusal} the model's predictions could not be compared.{note}"
         gain = scores["without"].kl - scores["with"].kl
         kl = [f"{scores[cache].summarize().kl:.2e} {cache}" for cache in caches]
         findings.append(f"KL {', '.join(kl)}, on {len(gain)} tokens {place}")
         deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
         if not gain.mean().item() > 2 * deviation:
-            return safe, f"{refusal} the gain is uncertain: {'; '.join(findings)}.{note}"
+            return fallback, f"{refusal} the gain is uncertain: {'; '.join(findings)}.{note}"
     return chosen, f"{change}: {'; '.join(findings)}.{note}"
 
 
@@ -105,7 +105,7 @@ def keyword(scales: KVScales | float | None) -> dict[str, Any]:
 
 
 def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """Return the first windows, which have at least `tokens` tokens if there are enough."""
+    """Return the first windows that together have at least `tokens` tokens, or all windows."""
     before = accumulate(map(len, windows), initial=0)
     return [window for window, count in zip(windows, before, strict=False) if count < tokens]
 
@@ -144,7 +144,7 @@ def warn_if_worse(
 
     `fmt` is the format of both, or "the plan".
     """
-    excess = static - _WORSE * dynamic
+    excess = static - _WARNING_RATIO * dynamic
     if len(excess) < 2 or not excess.mean() > 2 * excess.std() / len(excess) ** 0.5:
         return
     last = max((batch.start or 0) + batch.ids.shape[1] for batch in batches)

@@ -1,4 +1,4 @@
-"""Stages of a calibration. Each reads windows and merges a few tensors for every layer."""
+"""The stages of a calibration, each of which reads windows and merges tensors by layer."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, n
 from .queries import Queries, observe_queries
 from .rope import SPREAD, Beyond, Partners
 
-# Windows on which scales are tried.
+# Number of windows on which scales are tried.
 SAMPLE_WINDOWS = 8
-# The shortest piece of a window that is read at a different position.
+# Minimum number of tokens of a piece of a window that is read at a different position.
 _FAR_PIECE = 16
 
 
@@ -27,7 +27,7 @@ _FAR_PIECE = 16
 class CalibrationOptions:
     """The options of `calibrate` that decide on scales.
 
-    `plan` is how each layer is stored, "measured" for the plan of least cost, or None for `fmt`.
+    `plan` is the plan of each layer, "measured" for the plan of least cost, or None for `fmt`.
     With `latent`, layers store latents and positions (MLA). They have no centers, and positions
     keep 16 bits in a plan.
     """

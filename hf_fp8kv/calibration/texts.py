@@ -1,4 +1,4 @@
-"""Texts of a calibration: read, tokenized, cut into windows, and split into two parts.
+"""Read the texts of a calibration, tokenize them, and split them into windows and two parts.
 
 Both parts are the same for any order of the texts, as long as all of them are read.
 """
@@ -26,7 +26,7 @@ from .rope import check_count, find_limit
 logger = logging.getLogger(__name__)
 
 # A window of one token has nothing to attend to.
-_SHORTEST = 2
+_MIN_TOKENS = 2
 # Lines of text files are cut at a space if they have more characters than a window has tokens
 # divided by 8, and more than 32, so that pieces fill their windows.
 _LINES_PER_WINDOW, _SHORTEST_LINE = 8, 32
@@ -37,10 +37,10 @@ _LINES, _CHARACTERS = 1024, 1 << 16
 # Tensors have no truth value, so two corpora cannot be compared with `==`.
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The windows that a calibration reads, and those that are held out to check its result."""
+    """The windows that a calibration reads, and the windows held out to check its result."""
 
     windows: tuple[torch.Tensor, ...]  # int32 [T] on the CPU, the longest first
-    held_out: tuple[torch.Tensor, ...]  # for the quality report; none has a copy in `windows`
+    held_out: tuple[torch.Tensor, ...]  # for the quality report, without copies in `windows`
     texts: int  # number of texts that are not blank
 
     @property
@@ -67,10 +67,10 @@ def read_model_corpus(
             # Token ids need no tokenizer. Other texts raise an error without one.
             logger.info("no tokenizer in %s: %s", name, error)
     corpus = read_corpus(texts, tokenizer, max_length=min(max_length, find_limit(model)), **options)
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
     largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
-    if known is not None and largest >= known:
-        rule = f"token ids below {known}, the vocabulary of the model"
+    if vocabulary is not None and largest >= vocabulary:
+        rule = f"token ids below {vocabulary}, the vocabulary of the model"
         raise _error("texts", rule, largest, "Use the tokenizer of the model")
     return corpus
 
@@ -99,8 +99,8 @@ def read_corpus(
     Raises:
         ConfigError: The type of the texts is not supported, or no text has two tokens.
     """
-    check_count("max_tokens", max_tokens, _SHORTEST)
-    check_count("max_length", max_length, _SHORTEST)
+    check_count("max_tokens", max_tokens, _MIN_TOKENS)
+    check_count("max_length", max_length, _MIN_TOKENS)
     check_count("held_out", held_out, 0)
     encoder = _Encoder(tokenizer, text_column, chat_template)
     windows_by_text: list[list[torch.Tensor]] = []
@@ -110,16 +110,16 @@ def read_corpus(
         if ids is None:
             continue
         # A view would keep the complete text in memory.
-        windows = [w.clone() for w in ids[:left].split(max_length) if len(w) >= _SHORTEST]
+        windows = [w.clone() for w in ids[:left].split(max_length) if len(w) >= _MIN_TOKENS]
         windows_by_text.append(windows)
         left -= sum(map(len, windows))
-        if left < _SHORTEST:
+        if left < _MIN_TOKENS:
             break
     if left == max_tokens:
         short = len(windows_by_text)
         got = f"{short} of one token" if short else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
-        raise _error("texts", f"a text of at least {_SHORTEST} tokens", got, hint)
+        raise _error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
     contents = _choose_held_out(windows_by_text, held_out)
     ordered = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _content(w)))
     read, held = (
@@ -221,7 +221,7 @@ def _error(name: str, rule: str, got: object, hint: str) -> ConfigError:
 
 
 def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
-    """Yield each item with its name in errors, as (name, item)."""
+    """Yield pairs of an item's name in errors and the item."""
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
             hint = "Pass a path, a list of str, or one split of a dataset"
@@ -272,7 +272,7 @@ def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str
     room = max(max_length - (0 if special is None else len(special)), 1)
     longest = max(max_length // _LINES_PER_WINDOW, _SHORTEST_LINE)
     parts = _cut_lines(_read_lines(path, _CHARACTERS), longest)
-    held: list[tuple[str, int]] = []
+    pieces: list[tuple[str, int]] = []
     size = 0
     while batch := list(islice(parts, _LINES)):
         words = [part for part in batch if not part.isspace()]
@@ -280,14 +280,14 @@ def _read_pieces(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str
         for part in batch:
             # A blank line counts as one token, so that a long run of blank lines is cut.
             tokens = 1 if part.isspace() else max(len(next(ids)), 1)
-            while held and size + tokens > room:
-                end = _find_end(held, size)
-                yield _join(held[:end])
-                held = held[end:]
-                size = sum(n for _, n in held)
-            held.append((part, tokens))
+            while pieces and size + tokens > room:
+                end = _find_end(pieces, size)
+                yield _join(pieces[:end])
+                pieces = pieces[end:]
+                size = sum(n for _, n in pieces)
+            pieces.append((part, tokens))
             size += tokens
-    yield _join(held)
+    yield _join(pieces)
 
 
 def _cut_lines(lines: Iterable[str], longest: int) -> Iterator[str]:
@@ -307,19 +307,19 @@ def _cut_lines(lines: Iterable[str], longest: int) -> Iterator[str]:
         yield rest
 
 
-def _find_end(held: Sequence[tuple[str, int]], size: int) -> int:
-    """Return the number of parts up to the last paragraph, or else line, ending in the 2nd half."""
-    totals = accumulate(tokens for _, tokens in held)
+def _find_end(pieces: Sequence[tuple[str, int]], size: int) -> int:
+    """Return the number of parts up to the last paragraph or line that ends in the second half."""
+    totals = accumulate(tokens for _, tokens in pieces)
     half = [n for n, total in enumerate(totals, 1) if 2 * total >= size]
     for is_end in (str.isspace, lambda part: part.endswith("\n")):
-        if ends := [n for n in half if is_end(held[n - 1][0])]:
+        if ends := [n for n in half if is_end(pieces[n - 1][0])]:
             return ends[-1]
-    return len(held)
+    return len(pieces)
 
 
-def _join(held: Sequence[tuple[str, int]]) -> str:
-    # The indent of the first line is part of the text. A line break before it is not.
-    return "".join(part for part, _ in held).strip("\n").rstrip()
+def _join(pieces: Sequence[tuple[str, int]]) -> str:
+    # The text includes the indent of its first line, but no line break before it.
+    return "".join(part for part, _ in pieces).strip("\n").rstrip()
 
 
 def _content(window: torch.Tensor) -> bytes:

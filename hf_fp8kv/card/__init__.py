@@ -1,1 +1,1 @@
-"""Cards: measured losses of a model with each cache (`hf-fp8kv card`)."""
+"""Cards, which report the losses of a model with each cache (`hf-fp8kv card`)."""

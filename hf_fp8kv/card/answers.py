@@ -1,4 +1,4 @@
-"""Answers to tasks: the right answers that each cache loses and wins."""
+"""Answer tasks under each cache, and count the right answers that it loses and wins."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .predictions import read_states
 from .tasks import Haystack, Question
 
 # Share of right answers under the unquantized cache below which a task is too hard for the model.
-_LEAST_RIGHT = 0.5
+_MIN_RIGHT = 0.5
 
 
 def run_task(
@@ -28,8 +28,8 @@ def run_task(
 
     Returns:
         `asked` and `right`, the numbers of answers and of right answers under the unquantized
-        cache; `dropped`; and `caches`, by name the numbers of right answers that are `lost` and
-        `won` against the unquantized cache. It is empty for a dropped task.
+        cache, `dropped`, and `caches`. This has the numbers of right answers that each cache has
+        `lost` and `won` against the unquantized cache. It is empty for a dropped task.
     """
     states = [read_states(model, haystack.ids.to(model.device)) for haystack in haystacks]
 
@@ -41,7 +41,7 @@ def run_task(
         return right
 
     expected = answer_all(UNQUANTIZED)
-    dropped = sum(expected) < _LEAST_RIGHT * len(expected)
+    dropped = sum(expected) < _MIN_RIGHT * len(expected)
     caches = {}
     for name, contender in {} if dropped else contenders.items():
         pairs = [*zip(expected, answer_all(contender), strict=True)]
@@ -50,7 +50,7 @@ def run_task(
 
 
 def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool]:
-    """Return for each answer whether all its tokens have higher logits than their candidates."""
+    """Return whether all tokens of each answer have higher logits than the wrong candidates."""
     logits = compute_logits(model, question.ids.to(model.device), cache, {}, scored=True)[0].cpu()
     return [
         all(logits[s.index, s.right] > logits[s.index, list(s.wrong)].max() for s in steps)

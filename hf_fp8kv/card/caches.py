@@ -1,4 +1,4 @@
-"""The caches that a card compares."""
+"""The caches that a card compares, including imitations of other software by rounding."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from ..scales.checkpoint.configs import declared_kv_scales
 
 FLOOR, CHECKPOINT = "bf16", "checkpoint"
 # Number of values that share a scale in llama.cpp's q8_0, and its largest code.
-_BLOCK, _LARGEST = 32, 127
-_ROTATED = 64  # channels of V that it rotates together, and the divisor of rotated head sizes
-_TOKENS = 1024  # tokens that bytes are counted for, a multiple of every page size
+_BLOCK_SIZE, _MAX_CODE = 32, 127
+_ROTATION = 64  # channels of V that q8_0 rotates together, and the divisor of rotated head sizes
+_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
 # Keys and values of a layer, `[B, Hkv, N, D]`.
 States = tuple[torch.Tensor, torch.Tensor]
 Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # of K and V
@@ -84,7 +84,7 @@ def round_to_q8_0(states: torch.Tensor, rotated: int | None = None) -> torch.Ten
         rotated: Number of channels that are transformed together. None means as for K.
     """
     size = states.shape[-1]
-    if not size % _ROTATED:
+    if not size % _ROTATION:
         parts = states.unflatten(-1, (-1, rotated or size))
         return rotate(_round_blocks(rotate(parts))).view_as(states).to(states.dtype)
     return _round_blocks(states).to(states.dtype)
@@ -92,9 +92,9 @@ def round_to_q8_0(states: torch.Tensor, rotated: int | None = None) -> torch.Ten
 
 def _round_blocks(states: torch.Tensor) -> torch.Tensor:
     size = states.shape[-1]
-    padded = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK))
-    blocks = padded.unflatten(-1, (-1, _BLOCK))
-    scale = blocks.abs().amax(-1, keepdim=True) / _LARGEST
+    padded = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK_SIZE))
+    blocks = padded.unflatten(-1, (-1, _BLOCK_SIZE))
+    scale = blocks.abs().amax(-1, keepdim=True) / _MAX_CODE
     # llama.cpp divides by the scale in float32, and stores it in float16.
     codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
     rounded: torch.Tensor = codes * scale.half().float()
@@ -121,9 +121,9 @@ CONTENDERS = {
     "q8_0": Contender(
         "q8_0 of llama.cpp (rounding only)",
         lambda model: RoundedCache(
-            model.config, lambda k, v: (round_to_q8_0(k), round_to_q8_0(v, _ROTATED))
+            model.config, lambda k, v: (round_to_q8_0(k), round_to_q8_0(v, _ROTATION))
         ),
-        8 + 16 / _BLOCK,
+        8 + 16 / _BLOCK_SIZE,
     ),
     "QuantizedCache": Contender(
         'QuantizedCache("fp8")', lambda model: QuantizedCache("fp8", model.config)
@@ -151,7 +151,7 @@ def choose_contenders(
         ConfigError: A name is neither a cache nor a plan, or none of the caches can be measured.
     """
     standard = [*STANDARD, *[CHECKPOINT] * bool(declared_kv_scales(model.config))]
-    found: dict[str, Contender] = {}
+    chosen: dict[str, Contender] = {}
     refused: dict[str, str] = {}
     for name in names or standard:
         contender = CONTENDERS.get(name) or Contender(f"FP8PagedCache, {name}", _paged(plan=name))
@@ -165,14 +165,14 @@ def choose_contenders(
                 ) from error
             refused[name] = " ".join(str(error).split())
         else:
-            found[name] = contender
+            chosen[name] = contender
     if scales is not None:
-        made = Contender(f"FP8PagedCache, scales of {scales}", _paged(scales=scales))
-        made.make(model)
-        found["scales"] = made
-    if not found:
+        extra = Contender(f"FP8PagedCache, scales of {scales}", _paged(scales=scales))
+        extra.make(model)
+        chosen["scales"] = extra
+    if not chosen:
         raise ConfigError(f"caches: expected one to measure. {' '.join(refused.values())}")
-    return found, refused
+    return chosen, refused
 
 
 def measure_bytes(contender: Contender, model: PreTrainedModel, states: list[States]) -> float:

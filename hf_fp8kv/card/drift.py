@@ -1,4 +1,4 @@
-"""Drift of the divergence along long answers, and answers that each cache samples by itself."""
+"""Measure the drift of the divergence along long answers, and answers sampled with each cache."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ from .caches import UNQUANTIZED, Contender
 WINDOW = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for slopes
 _TEMPERATURE = 0.7
-_CHUNK, _LOGITS = 128, 1 << 26  # most tokens and most logits of a call
-_FEW = 8  # most rows that are multiplied as weight times input
+_CHUNK, _LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
+_FEW_ROWS = 8  # maximum number of rows that are multiplied as weight times input
 # A window whose divergence is this number of standard deviations above the trend is a jump.
-_JUMP = 8.0
-_LARGEST = math.log(11)
-_FEWEST = 8  # windows of 128 tokens that a slope needs
+_JUMP_DEVIATIONS = 8.0
+_MAX_CHANGE = math.log(11)
+_MIN_WINDOWS = 8  # windows of 128 tokens that a slope needs
 _POWER = 0.8  # probability of finding the detectable slope
 
 
@@ -58,7 +58,7 @@ def sample_answers(
 def _few_rows(model: PreTrainedModel) -> Iterator[None]:
     """Compute linear layers on few rows as weight times input, two to four times as fast on a CPU.
 
-    For 2 to 8 rows `linear` of torch 2.13 reads float32 weights at only 6 GB/s.
+    `linear` of torch 2.13 reads float32 weights at only 6 GB/s for 2 to 8 rows.
     """
     layers = [part for part in model.modules() if type(part) is torch.nn.Linear]
     layers = [layer for layer in layers if layer.weight.device.type == "cpu"]
@@ -73,7 +73,7 @@ def _few_rows(model: PreTrainedModel) -> Iterator[None]:
 
 def _multiply(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     rows = states.numel() // states.shape[-1]
-    if rows > _FEW:
+    if rows > _FEW_ROWS:
         return torch.nn.functional.linear(states, layer.weight, layer.bias)
     product = (layer.weight @ states.reshape(rows, -1).T).T.view(*states.shape[:-1], -1)
     return product if layer.bias is None else product + layer.bias
@@ -122,7 +122,7 @@ def average_windows(kl: torch.Tensor, window: int = WINDOW) -> torch.Tensor:
 
 
 def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, Any]:
-    """Return how the divergence changes along answers, relative to the floor's.
+    """Return the drift of the divergence along answers, relative to the drift of the floor.
 
     One slope is fitted to the logarithms of the divergences of all answers, each answer with its
     own mean. It is the change of the logarithm per 1,000 tokens. The interval covers 95 % by
@@ -133,12 +133,12 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
         floor: As `windows`, for rounding to bfloat16. None fits the divergences themselves.
 
     Returns:
-        `slope`, `low` and `high`; `detectable`, the smallest slope that is found with a probability
-        of 80 %; and `jump`, None or the `position` and `factor` of a window far above the others.
-        The first four are None for answers of fewer than 1,024 tokens.
+        `slope`, `low`, `high`, and `detectable`, the smallest slope found with a probability
+        of 80 %. These are None for answers of fewer than 1,024 tokens. `jump` is None, or has the
+        `position` and `factor` of a window far above the trend.
     """
     jump = {"jump": _find_jump(windows, floor)}
-    if windows.shape[1] < _FEWEST * _SLOPE_WINDOWS:
+    if windows.shape[1] < _MIN_WINDOWS * _SLOPE_WINDOWS:
         return dict.fromkeys(("slope", "low", "high", "detectable")) | jump
     y = _log(average_windows(windows, _SLOPE_WINDOWS))
     if floor is not None:
@@ -161,7 +161,7 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
 
 def format_change(logarithm: float) -> str:
     """Return a change of a logarithm as a change in percent, at most +1,000 %."""
-    return f"{math.expm1(logarithm):+.0%}" if logarithm < _LARGEST else "> +1,000%"
+    return f"{math.expm1(logarithm):+.0%}" if logarithm < _MAX_CHANGE else "> +1,000%"
 
 
 def _log(windows: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _find_jump(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[str, A
     above = trend - trend.median()
     deviation = 1.4826 * above.abs().median()  # of a normal distribution
     largest = int(above.argmax())
-    if above[largest] < _JUMP * deviation.clamp(min=0.1):
+    if above[largest] < _JUMP_DEVIATIONS * deviation.clamp(min=0.1):
         return None
     return {"position": largest * WINDOW, "factor": above[largest].exp().item()}
 

@@ -1,6 +1,6 @@
-"""Measurement of a card: its parts, their order, and the verdict.
+"""Measure the parts of a card in order, and judge the caches.
 
-Each part is written to a file when it is done, so that an interrupted card resumes.
+Each part is written to a file when it is done, so an interrupted card resumes.
 """
 
 import json
@@ -43,11 +43,11 @@ from .texts import KINDS, read_texts
 ALL = "all"
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
-_PROMPT, _GROUP = 128, 4  # tokens of a prompt, and answers that are followed together
+_PROMPT, _GROUP_SIZE = 128, 4  # tokens of a prompt, and answers that are followed together
 _TURNS = 5  # timed steps
 _FEWEST = 512  # positions that a model must have
 # Tolerances of stored states: a gain, and the error with centers relative to no centers.
-_GAIN, _CENTER = 5e-3, 1.1
+_MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
 _SIGNIFICANT = 0.05
 
 
@@ -98,7 +98,7 @@ SIZES = {
 
 
 class Parts:
-    """Results by name, kept in a file from one run to the next.
+    """The results of a card by name, saved in a file so that a later run can resume.
 
     Args:
         path: The file. A file with different settings is replaced.
@@ -109,12 +109,12 @@ class Parts:
         self._path = path
         self._content: Any = {"settings": json.loads(json.dumps(settings)), "parts": {}}
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(path.read_text())
-            if found["settings"] == self._content["settings"]:
-                self._content = found
+            earlier = json.loads(path.read_text())
+            if earlier["settings"] == self._content["settings"]:
+                self._content = earlier
 
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the result of an earlier run, or compute and keep it."""
+        """Return the result of an earlier run, or compute and save it."""
         parts = self._content["parts"]
         if name not in parts:
             parts[name] = json.loads(json.dumps(compute()))
@@ -181,15 +181,15 @@ def measure_card(
     with paged_attention(model), tqdm(todo, disable=not progress, unit="part") as bar:
         for part, compute in todo.items():
             bar.set_description(part)
-            card.found[part] = results.get(part, compute)
+            card.done[part] = results.get(part, compute)
             bar.update()
     by_cache = {cache: card.describe(cache) for cache in contenders}
     for described in by_cache.values():
         described["verdict"] = judge(described, by_cache.get(FLOOR))
         described["tokens"] = int(memory_gib * 2**30 / described["bytes_per_token"])
     return {
-        **run, "settings": settings, "bf16_bytes_per_token": card.found["bytes"][UNQUANTIZED.title],
-        "tasks": {task: {k: v for k, v in card.found[f"task: {task}"].items() if k != "caches"}
+        **run, "settings": settings, "bf16_bytes_per_token": card.done["bytes"][UNQUANTIZED.title],
+        "tasks": {task: {k: v for k, v in card.done[f"task: {task}"].items() if k != "caches"}
                   for task in card.haystacks},
         "caches": by_cache, "refused": refused | card.refused,
     }  # fmt: skip
@@ -203,7 +203,7 @@ class _Card:
         contenders: dict[str, Contender],
     ) -> None:  # fmt: skip
         self.model, self.size, self.contenders = model, size, contenders
-        self.found: dict[str, Any] = {}
+        self.done: dict[str, Any] = {}
         self.texts = {
             kind: [ids.to(model.device) for ids in read_texts(
                 tokenizer, kind, size.texts, size.positions[-1])]
@@ -223,7 +223,7 @@ class _Card:
         self.prompts = torch.cat(prompts)[: size.answers].to(model.device)
 
     def list_parts(self) -> dict[str, Callable[[], Any]]:
-        """Return functions that compute the parts, in order. Some read earlier parts in `found`."""
+        """Return functions that compute the parts, in order. Some read earlier parts' results."""
         size = self.size
         parts: dict[str, Callable[[], Any]] = {"bytes": self._count_bytes}
         for number in range(size.texts):
@@ -231,7 +231,7 @@ class _Card:
                 parts[f"text: {kind} {number + 1}"] = partial(self._score, kind, number)
         parts["stored states"] = self._check_stored
         parts["answers"] = self._write_answers
-        for start in range(0, size.answers, _GROUP):
+        for start in range(0, size.answers, _GROUP_SIZE):
             parts[f"drift: answers from {start + 1}"] = partial(self._follow, start)
         for name in self.contenders if size.free else ():
             parts[f"free: {name}"] = partial(self._run_freely, name)
@@ -276,13 +276,13 @@ class _Card:
         return answers
 
     def _follow(self, start: int) -> dict[str, list[list[float]]]:
-        chosen = slice(start, start + _GROUP)
-        answers = torch.tensor(self.found["answers"][chosen], device=self.model.device)
+        chosen = slice(start, start + _GROUP_SIZE)
+        answers = torch.tensor(self.done["answers"][chosen], device=self.model.device)
         followed = follow_answers(self.model, self.prompts[chosen], answers, self.contenders)
         return {name: average_windows(kl).tolist() for name, kl in followed.items()}
 
     def _run_freely(self, name: str) -> dict[str, Any]:
-        answers = torch.tensor(self.found["answers"], device=self.model.device)
+        answers = torch.tensor(self.done["answers"], device=self.model.device)
         expected = answers[:, : self.size.free]
         return run_freely(self.model, self.prompts, expected, self.contenders[name])
 
@@ -301,15 +301,15 @@ class _Card:
         seconds = take_turns(steps, _TURNS, str(self.model.device))
         return {
             name: {
-                "ms": 1e3 * statistics.median(taken),
+                "ms": 1e3 * statistics.median(durations),
                 "ratio": statistics.median(ratios(seconds, name, UNQUANTIZED.title)),
             }
-            for name, taken in seconds.items()
+            for name, durations in seconds.items()
         }
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return the entry of a cache."""
-        groups = [group for part, group in self.found.items() if part.startswith("drift:")]
+        groups = [group for part, group in self.done.items() if part.startswith("drift:")]
         windows, floor = (
             torch.tensor([row for x in groups for row in x.get(cache, ())], dtype=torch.float64)
             for cache in (name, FLOOR)
@@ -317,21 +317,21 @@ class _Card:
         relative = name != FLOOR and FLOOR in self.contenders
         return {
             "title": self.contenders[name].title,
-            "bytes_per_token": self.found["bytes"][name],
+            "bytes_per_token": self.done["bytes"][name],
             "predictions": self._summarize(name),
-            "stored": self.found["stored states"][name],
+            "stored": self.done["stored states"][name],
             "drift": {
                 "kl": windows.mean().item(),
                 "windows": [float(f"{x:.4g}") for x in windows.mean(0).tolist()],
                 **describe_drift(windows, floor if relative else None),
             },
-            "free": self.found.get(f"free: {name}"),
+            "free": self.done.get(f"free: {name}"),
             "tasks": {
                 part.removeprefix("task: "): task["caches"].get(name)
-                for part, task in self.found.items() if part.startswith("task:")
+                for part, task in self.done.items() if part.startswith("task:")
             },
             "steps": {
-                str(length): self.found[f"steps: {length} tokens"].get(name)
+                str(length): self.done[f"steps: {length} tokens"].get(name)
                 for length in self.size.stored
             },
         }  # fmt: skip
@@ -343,7 +343,7 @@ class _Card:
             for kind in (ALL, *KINDS):
                 texts = [
                     Scores(*(torch.tensor(x, dtype=torch.float64) for x in fields.values()))
-                    for part, by_cache in self.found.items()
+                    for part, by_cache in self.done.items()
                     if part.startswith("text:" if kind == ALL else f"text: {kind} ")
                     for fields in [by_cache[f"{position} {name}"]]
                 ]
@@ -367,20 +367,20 @@ def judge(cache: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str
     """Return the verdict on a cache.
 
     Returns:
-        `tier`, a key of `TIERS` by the largest of the mean divergences at each position and along
-        the answers; `kl`, this divergence; and `findings`, sentences on what is wrong.
+        `kl`, the largest of the mean divergences at each position and along the answers, `tier`,
+        the key of `TIERS` for this divergence, and `findings`, sentences about defects.
     """
     drift, stored, findings = cache["drift"], cache["stored"], []
     kl = max(drift["kl"], *(row["kl"] for row in cache["predictions"] if row["kind"] == ALL))
     if stored is not None:
         for side in "kv":
-            if abs(gain := stored[f"{side}_gain"]) > _GAIN:
+            if abs(gain := stored[f"{side}_gain"]) > _MAX_GAIN:
                 size = "large" if gain > 0 else "small"
                 findings.append(f"{side.upper()} is stored {abs(gain):.1%} too {size}.")
         if lost := stored["lost"]:
             shown = ", ".join(map(str, lost[:3])) + ", ..." * (len(lost) > 3)
             findings.append(f"{len(lost)} stored tokens are lost (at {shown}).")
-        if stored["center"] > _CENTER:
+        if stored["center"] > _MAX_CENTER_ERROR:
             findings.append(
                 f"The centers do not fit: the error of K is {stored['center']:.1f} times the error "
                 "without centers."

@@ -1,8 +1,8 @@
-"""Predictions after long texts, and stored states, compared with the unquantized cache.
+"""Compare predictions after long texts, and stored states, with the unquantized cache.
 
 With `prefill="exact"` a first call attends to its own unquantized keys and values, so it passes the
 same states to every cache. One call with an unquantized cache therefore fills all caches: `update`
-passes the recorded states to each cache, layer by layer, which stores the same as in the call.
+passes the recorded states to each cache, layer by layer, which stores them as in the call.
 """
 
 import math
@@ -21,7 +21,7 @@ from ..scales import KVScales
 from .caches import UNQUANTIZED, Contender, States
 
 # A stored token whose error is larger than this share of its norm is lost.
-_LOST = 0.5
+_LOST_ERROR = 0.5
 _TINY = 1e-30
 
 
@@ -85,16 +85,16 @@ def check_stored(
 
     Returns:
         None for caches other than `FP8PagedCache`. Otherwise the largest values over the layers:
-        `k_error` and `v_error`, the RMS error relative to the RMS of the states; and `k_gain` and
-        `v_gain`, the mean factor between stored and exact states, minus 1. `center` is the error
-        of K relative to the error without centers, by the squares of all layers, and `lost` the
+        `k_error` and `v_error` are RMS errors relative to the RMS of the states. `k_gain` and
+        `v_gain` are the mean factor between stored and exact states, minus 1. `center` is the error
+        of K relative to the error without centers, by the squares of all layers, and `lost` has the
         positions of tokens whose error is larger than half of their norm.
     """
     cache = contender.fill(model, states)
     if not isinstance(cache, FP8PagedCache):
         return None
     uncentered = Contender("", partial(_make_uncentered, cache)).fill(model, states)
-    found: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
+    worst: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
     lost: set[int] = set()
     error_power = uncentered_power = 0.0  # sums over the layers
     # The last layers of some models store nothing, because they read an earlier layer.
@@ -104,14 +104,14 @@ def check_stored(
             skipped = exact.shape[2] - handle.shape[2]  # tokens before the window of the layer
             exact = exact[:, :, skipped:].float()
             error, gain, by_token = _compare(handle, exact)
-            found[f"{side}_error"] = max(found[f"{side}_error"], error)
-            found[f"{side}_gain"] = max(found[f"{side}_gain"], gain, key=abs)
-            lost.update(int(n) + skipped for n in (by_token > _LOST).nonzero())
+            worst[f"{side}_error"] = max(worst[f"{side}_error"], error)
+            worst[f"{side}_gain"] = max(worst[f"{side}_gain"], gain, key=abs)
+            lost.update(int(n) + skipped for n in (by_token > _LOST_ERROR).nonzero())
             if side == "k":
                 error_power += error**2
                 uncentered_power += _compare(uncentered_layer.keys, exact)[0] ** 2
     center = math.sqrt(error_power / max(uncentered_power, _TINY))
-    return {**found, "center": center, "lost": sorted(lost)}
+    return {**worst, "center": center, "lost": sorted(lost)}
 
 
 def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:

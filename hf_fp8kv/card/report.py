@@ -1,4 +1,4 @@
-"""A card as a table in a terminal, as Markdown for a model card, as a badge, and as a picture."""
+"""Format a card as a table for a terminal, as Markdown, as a badge, and as a picture."""
 
 import io
 import math
@@ -22,7 +22,7 @@ aria-label="{label}: {text}"><rect width="{width}" height="20" rx="3" fill="#555
 <text x="{label_x}" y="14">{label}</text><text x="{text_x}" y="14">{text}</text></g></svg>
 """
 _BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), strict=True))
-_CHARACTER = 7  # pixels
+_CHARACTER_WIDTH = 7  # pixels
 # Colors that the color-blind can tell apart (Okabe and Ito).
 _COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
 _SMOOTHED = 4  # windows whose divergences are averaged for the picture
@@ -168,7 +168,7 @@ def draw_badge(card: Mapping[str, Any]) -> str:
     label, text = "8-bit KV cache", f"KL {verdict['kl']:.1e}, {verdict['tier']}"
     if verdict["findings"]:
         text += ", see card"
-    left, right = (_CHARACTER * len(part) + 10 for part in (label, text))
+    left, right = (_CHARACTER_WIDTH * len(part) + 10 for part in (label, text))
     color = _BADGE_COLORS["visible" if verdict["findings"] else verdict["tier"]]
     return _BADGE.format(
         width=left + right, left=left, right=right, color=color, label=label, text=text,
@@ -180,7 +180,7 @@ def draw_picture(card: Mapping[str, Any]) -> bytes:
     """Return a PNG of the divergence by position of the answer."""
     from matplotlib.figure import Figure
 
-    # pyplot is not used: it would look for a window system.
+    # Pyplot is not used, because it would look for a window system.
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for color, cache in zip(cycle(_COLORS), card["caches"].values(), strict=False):

@@ -1,9 +1,9 @@
 """Four tasks that a cache can fail, for models of any size.
 
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
-a unique key is found with any cache. Nothing is generated: a question begins sentences, and an
+a unique key is found with any cache. Nothing is generated. A question begins sentences, and an
 answer is right if each of its tokens has a higher logit than the tokens of all wrong candidates.
-Each answer is given, right or wrong, before the next part of a question.
+The question continues with the right answer, whatever the model's answer is.
 """
 
 import random
@@ -18,7 +18,7 @@ import torch
 from ..errors import ConfigError
 from .texts import read_prose
 
-# Things that Python's documentation does not mention.
+# Nouns that Python's documentation does not mention.
 _WORDS = """
 apple banana bear bird blanket boat bottle bread butter button cake camel candle carpet cat chair
 cheese cherry chicken clock coat coffee corn cow cup curtain deer desk dog dress duck eagle elephant
@@ -32,7 +32,7 @@ _NUMBER, _WORD = "The secret number for {} is", "The secret word for {} is"
 _ASK = "\n\nAnswer: "
 _DIGITS = 5
 _APART = 100  # tokens of a haystack for each hidden sentence
-_HIDDEN = 40  # maximum number of hidden sentences in a haystack
+_MAX_HIDDEN = 40  # maximum number of hidden sentences in a haystack
 _ALIKE, _GROUPS = 4, 3  # keys that differ in one digit, and groups of them in a haystack
 _CHAIN = 3  # links of a chain
 _LIST = "A list of words:"
@@ -40,7 +40,7 @@ _MOST = "\n\nThe most frequent words in the list above are:"
 _VOCABULARY = 40  # different words in a list
 _COMMON, _RATIO = 3, 30  # frequent words, and their number for each of the rare words
 _CHOICES = 4  # wrong words next to a right word of a list
-_QUESTION = 96  # tokens that are reserved for a question after a haystack
+_QUESTION_TOKENS = 96  # tokens that are reserved for a question after a haystack
 _TOOL = (
     '{{"type": "function", "function": {{"name": "{0}", "description": "Use it for the {1}.", '
     '"parameters": {{"type": "object", "properties": {{"{2}": {{"type": "integer"}}}}}}}}}}'
@@ -77,9 +77,9 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a question: the given text, the right answer, and wrong candidates."""
+    """A part of a question: its text, the right answer, and wrong candidates."""
 
-    given: str
+    text: str
     answer: str
     wrong: Sequence[str]
 
@@ -95,7 +95,7 @@ class Writer:
 
     def __init__(self, tokenizer: Any, length: int, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed
-        self.length = length - _QUESTION
+        self.length = length - _QUESTION_TOKENS
         self.random = random.Random(seed)
 
     def encode(self, text: str) -> list[int]:
@@ -141,7 +141,7 @@ class Writer:
         ids: list[int] = []
         answers: list[tuple[Step, ...]] = []
         for part in parts:
-            ids += self.encode(part.given)
+            ids += self.encode(part.text)
             right = self.encode(part.answer)
             wrong = [self.encode(candidate) for candidate in part.wrong]
             steps = []
@@ -252,7 +252,7 @@ def write_tool_calls(writer: Writer, hidden: int) -> Haystack:
         return [*map(Part, texts, row, wrong)]
 
     example, *requests = writer.random.sample(rows, tools)
-    call = "".join(part.given + part.answer for part in ask(example)) + "}}"
+    call = "".join(part.text + part.answer for part in ask(example)) + "}}"
     text = "\n".join(
         _TOOL.format(name, topic, argument)
         for (name, argument, _), topic in zip(rows, words[2 * tools :], strict=True)
@@ -284,7 +284,7 @@ def write_haystacks(tokenizer: Any, task: str, length: int, answers: int) -> lis
     haystacks: list[Haystack] = []
     while answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
-        hidden = max(min(answers, _HIDDEN, length // _APART), 1)
+        hidden = max(min(answers, _MAX_HIDDEN, length // _APART), 1)
         haystacks.append(TASKS[task](writer, hidden))
         questions, position = haystacks[-1].questions, haystacks[-1].ids.shape[1]
         answers -= sum(len(question.answers) for question in questions)

@@ -1,4 +1,4 @@
-"""Texts of five kinds for long contexts, from files that come with Python.
+"""Read texts of five kinds for long contexts from files that come with Python.
 
 Nothing is downloaded. Code is the source of the standard library. Manual pages are `pydoc_data`.
 Prose is the running text in the library's docstrings, which is technical English. Tool JSON
@@ -25,12 +25,12 @@ from ..calibration.texts import read_corpus
 from ..errors import ConfigError
 
 # Minimum number of characters of a module that is read as code.
-_MODULE = 16_000
+_MIN_MODULE = 16_000
 # Minimum number of characters of a paragraph of running text, and its minimum share of letters.
-_PARAGRAPH, _LETTERS = 200, 0.97
+_MIN_PARAGRAPH, _MIN_LETTERS = 200, 0.97
 # Number of characters that are tokenized first for each requested token.
 _CHARACTERS = 3
-_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
+_EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 # JSON types of arguments by their default. All others are strings.
 _TYPES = {bool: "boolean", int: "integer", float: "number"}
 _QUESTIONS = ("What does {} do?", "And {}?", "How do I use {}?", "Explain {}, please.")
@@ -59,7 +59,7 @@ def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch
         if ids is None:
             raise ConfigError(
                 f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
-                f"got {count}; choose fewer or shorter texts, because Python comes with no more"
+                f"got {count}. Choose fewer or shorter texts, because Python comes with no more"
             )
         texts.append(ids)
     return texts
@@ -107,8 +107,8 @@ def read_prose() -> Iterator[str]:
             paragraph = " ".join(part.split())
             letters = sum(c.isalpha() or c in " ,.'" for c in paragraph)
             if (
-                len(paragraph) >= _PARAGRAPH
-                and letters >= _LETTERS * len(paragraph)
+                len(paragraph) >= _MIN_PARAGRAPH
+                and letters >= _MIN_LETTERS * len(paragraph)
                 and paragraph[0].isupper()
                 and paragraph.endswith(".")
                 and paragraph not in seen
@@ -119,7 +119,7 @@ def read_prose() -> Iterator[str]:
 
 def _read_code() -> Iterator[str]:
     for path in _find_modules():
-        if not path.name.startswith("_") and path.stat().st_size >= _MODULE:
+        if not path.name.startswith("_") and path.stat().st_size >= _MIN_MODULE:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -170,18 +170,18 @@ def _find_modules() -> tuple[Path, ...]:
         ConfigError: Python has no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = [
+    modules = [
         path
         for pattern in ("*.py", "*/*.py")
         for path in sorted(root.glob(pattern))
-        if not _LEFT_OUT & set(path.relative_to(root).parts)
+        if not _EXCLUDED & set(path.relative_to(root).parts)
     ]
-    if not found:
+    if not modules:
         raise ConfigError(
-            f"texts: expected the sources of Python's standard library in {root}, got none; use an "
+            f"texts: expected the sources of Python's standard library in {root}, got none. Use an "
             "interpreter that has them"
         )
-    return tuple(found)
+    return tuple(modules)
 
 
 def _walk_library() -> Iterator[_Documented]:
@@ -193,7 +193,7 @@ def _walk_library() -> Iterator[_Documented]:
 def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
     """Return the documented parts of a module. They take less memory than its syntax tree."""
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    found = []
+    documented = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             doc = ast.get_docstring(node)
@@ -202,15 +202,15 @@ def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 arguments = tuple(_list_arguments(node.args))
             if doc:
-                found.append(_Documented(name + own, doc, arguments))
-    return tuple(found)
+                documented.append(_Documented(name + own, doc, arguments))
+    return tuple(documented)
 
 
 def _find_functions() -> Iterator[_Documented]:
     """Yield the library's functions with a docstring of some length that no other function has."""
     seen: set[str] = set()
     for function in _walk_library():
-        long_enough = len(function.doc) >= _PARAGRAPH // 2
+        long_enough = len(function.doc) >= _MIN_PARAGRAPH // 2
         if function.arguments is not None and long_enough and function.doc not in seen:
             seen.add(function.doc)
             yield function

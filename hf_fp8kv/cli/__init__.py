@@ -1,4 +1,4 @@
-"""Command line `hf-fp8kv`: the only package that prints.
+"""The command line `hf-fp8kv`. No other package prints.
 
 Each command has a file. Exit codes: 0 for success, 1 for an error explained on stderr, 2 for an
 invalid command line, 130 for an interruption. If the reader of a pipe closes it

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: their help, values, and completions in a shell.
+"""The arguments that several commands share: their help, values, and completions in a shell.
 
 An invalid value raises `typer.BadParameter`, which exits with 2.
 """
@@ -26,15 +26,15 @@ def offer(values: Iterable[str]) -> Callable[[str], list[str]]:
 
 def choice(values: Collection[str], aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return keywords for an option whose value is one of `values`, or an alias of one."""
-    known = {alias: value for alias, value in (aliases or {}).items() if value in values}
-    known |= {value: value for value in values}
+    names = {alias: value for alias, value in (aliases or {}).items() if value in values}
+    names |= {value: value for value in values}
 
     def parse(text: str) -> str:
-        if text not in known:
-            raise typer.BadParameter(f"expected one of {', '.join(known)}, got {text!r}")
-        return known[text]
+        if text not in names:
+            raise typer.BadParameter(f"expected one of {', '.join(names)}, got {text!r}")
+        return names[text]
 
-    return {"parser": parse, "autocompletion": offer(known), "metavar": "TEXT"}
+    return {"parser": parse, "autocompletion": offer(names), "metavar": "TEXT"}
 
 
 def parse_device(text: str) -> str:
@@ -43,7 +43,7 @@ def parse_device(text: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        message = f"expected auto, cpu, cuda, cuda:1, ...; got {text!r}: {error}"
+        message = f"expected auto, cpu, cuda, cuda:1 or similar, got {text!r}: {error}"
         raise typer.BadParameter(message) from None
     return device
 
@@ -194,6 +194,6 @@ def page_options(ctx: typer.Context) -> dict[str, Any]:
 
 
 def given_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the given options that the library has as well. It has the defaults of all others."""
-    known = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
-    return {name: x for name, x in ctx.params.items() if name in known and x is not None}
+    """Return the options that the user set and the library has. Others keep its defaults."""
+    parameters = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
+    return {name: x for name, x in ctx.params.items() if name in parameters and x is not None}

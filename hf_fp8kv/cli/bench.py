@@ -1,4 +1,4 @@
-"""`hf-fp8kv bench`: speed and memory against transformers' own caches."""
+"""`hf-fp8kv bench`, which compares speed and memory with transformers' own caches."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`hf-fp8kv calibrate`: static scales for a model, from texts."""
+"""`hf-fp8kv calibrate`, which calibrates static scales of a model on texts."""
 
 import json
 from pathlib import Path
@@ -103,7 +103,7 @@ def calibrate(
     folder = Path(out)
     with handle_log(log := Warnings()):
         source = arguments.load_texts(texts)
-        # With a checkpoint, its copy has the scales in --format, and OUT has them as hf_fp8kv.
+        # The copy of a checkpoint has the scales in --format, and OUT has them as hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else to
         # Check that the scales can be written before minutes are spent. The folder may not have
         # other scales, although some formats can be next to each other.

@@ -1,4 +1,4 @@
-"""`hf-fp8kv card`: measured losses of a model with an 8-bit cache."""
+"""`hf-fp8kv card`, which measures the losses of a model with an 8-bit cache."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""`hf-fp8kv check`: installed versions, backends, and a model's path through the cache."""
+"""`hf-fp8kv check`, which shows versions, backends, and how a model uses the cache."""
 
 import json
 from typing import Any

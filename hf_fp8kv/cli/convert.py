@@ -1,4 +1,4 @@
-"""`hf-fp8kv convert`: conversion of static scales between formats, and upload to the Hub."""
+"""`hf-fp8kv convert`, which converts static scales between formats, or uploads them."""
 
 import json
 import logging
@@ -63,8 +63,7 @@ def convert(
     Scales that the format cannot hold are reduced so that nothing saturates, with a warning.
     """
     if (out is None) == (push_to_hub is None):
-        got = "both" if out else "neither"
-        message = f"expected a folder to write to, or --push-to-hub, got {got}"
+        message = f"expected a folder or --push-to-hub, got {'both' if out else 'neither'}"
         raise typer.BadParameter(message, param_hint="OUT")
     if out is not None and Path(out).suffix in (".json", ".safetensors"):
         message = f"expected a folder (the format names the files in it), got {out!r}"
@@ -74,7 +73,7 @@ def convert(
         raise typer.BadParameter(message, param_hint="--push-to-hub")
     if weights == "link" and checkpoint is None:
         raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "format": to, "overwrite": overwrite, "tp_size": tp_size, "base_model": base_model
     }  # fmt: skip
     with handle_log(log := Warnings()):
@@ -90,10 +89,11 @@ def convert(
                 logger.warning("%s: written as %r", message, model_type)
         files: list[str] = []
         if push_to_hub is not None:
-            commit = named.push_to_hub(push_to_hub, **given)
+            commit = named.push_to_hub(push_to_hub, **options)
             target = {"format": to, "repo": push_to_hub, "commit": commit}
         else:
-            paths = named.save_pretrained(str(out), checkpoint=checkpoint, weights=weights, **given)
+            options |= {"checkpoint": checkpoint, "weights": weights}
+            paths = named.save_pretrained(str(out), **options)
             files, target = list(map(str, paths)), {"format": to, "folder": str(out)}
     if as_json:
         print(json.dumps({"from": about, "to": target, "files": files, "warnings": log.messages}))

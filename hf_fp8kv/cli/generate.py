@@ -1,4 +1,4 @@
-"""`hf-fp8kv generate`: answers to a prompt with the default cache and with FP8 pages."""
+"""`hf-fp8kv generate`, which answers a prompt with the default cache and with FP8 pages."""
 
 import json
 import sys
@@ -70,11 +70,11 @@ def generate(
     name = model or DEMO
     loaded, tokenizer = load_model(model, device)
     inputs = encode_prompt(tokenizer, text, name, chat=chat).to(loaded.device)
-    # None overrides what the checkpoint recommends for sampling.
+    # None overrides the checkpoint's recommendations for sampling.
     sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
                 "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
     run = partial(run_cache, loaded, tokenizer, inputs, sampling, seed, memory)
-    # First the model's default attention.
+    # The first run uses the model's default attention.
     runs = [run(partial(DynamicCache, config=loaded.config))]
     try:
         loaded.set_attn_implementation(attn)

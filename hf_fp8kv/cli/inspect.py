@@ -1,4 +1,4 @@
-"""`hf-fp8kv inspect`: static scales, their quality on a text, and how a cache is stored."""
+"""`hf-fp8kv inspect`, which shows static scales, their quality, or the plan of a saved cache."""
 
 import json
 from contextlib import suppress
@@ -60,24 +60,24 @@ def inspect(
                 raise typer.BadParameter("requires scales, got a saved cache", param_hint=option)
             _show_cache(scales, as_json)
             return
-        # If possible, show a faulty file with warnings instead of refusing it.
+        # Show a faulty file with warnings if possible, instead of refusing it.
         source = KVScales.from_pretrained(scales, strict=False)
         report = source.report
         if texts is not None:
-            given = arguments.load_texts(texts)
+            corpus = arguments.load_texts(texts)
             loaded, tokenizer = load_model(model, device, model_dtype)
-            report = calibration.measure(loaded, source, given, tokenizer=tokenizer, **options)
+            report = calibration.measure(loaded, source, corpus, tokenizer=tokenizer, **options)
         if plot is not None:
             plot_scales(source, report, plot)
         if as_json:
-            known = {
+            output = {
                 **describe_scales(source),
                 "layers": describe_layers(source, report),
                 "remarks": [*list_remarks(source)],
                 "report": None if report is None else report.to_dict(),
                 "warnings": log.messages,
             }
-            print(json.dumps(known))
+            print(json.dumps(output))
         else:
             console = make_console(160)
             console.print(*inspect_table(source, report, console.width), sep="\n")

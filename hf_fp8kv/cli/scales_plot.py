@@ -1,4 +1,4 @@
-"""Plot of static scales: magnitudes of K and V by layer and head, and the errors of 8 bits.
+"""Plot static scales: magnitudes of K and V by layer and head, and the errors of 8 bits.
 
 matplotlib is imported when a plot is requested. pyplot is not used, because it would look for a
 window system and keep figures alive.

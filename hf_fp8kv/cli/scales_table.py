@@ -1,4 +1,4 @@
-"""Static scales and their calibration report: JSON values, tables, and remarks on odd scales."""
+"""Show static scales and their report as JSON values, as tables, and with remarks."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ def _describe_side(
         side = {"shape": list(scale.shape), "min": low, "max": high}
         if scale.ndim == 0 or scale.shape[1] == 1:
             side["values"] = scale.flatten().tolist()
-        # Without a measurement, the largest magnitude that the scale can represent.
+        # This is the largest magnitude that the scale can represent, if nothing was measured.
         side |= {"amax": _LARGEST * high, "amax_from": "scale"}
     if measured is not None:
         side |= {"amax": max(measured.amax), "amax_from": "text"}

@@ -1,4 +1,4 @@
-"""`hf-fp8kv serve`: an OpenAI server of one model over FP8 pages."""
+"""`hf-fp8kv serve`, which serves one model from FP8 pages with OpenAI's interface."""
 
 import json
 import logging
@@ -144,8 +144,8 @@ def serve(
 ) -> None:
     """Serve a model from FP8 pages, with OpenAI's interface and options of `transformers serve`.
 
-    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics,
-    /version; POST /tokenize, /detokenize.
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize.
+    GET /v1/models, /health, /metrics, /version.
     """
     from ..server import batching_config, require_server
 
@@ -173,13 +173,13 @@ def serve(
         seed=default_seed,
         cors=enable_cors,
     )
-    given = {
+    settings = {
         "num_blocks": cb_num_blocks, "page_size": cb_block_size,
         "max_batch_tokens": cb_max_batch_tokens, "max_memory_percent": cb_max_memory_percent,
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
     # Made before the model is loaded, since it may be invalid.
-    batching = batching_config(**{name: x for name, x in given.items() if x is not None})
+    batching = batching_config(**{name: x for name, x in settings.items() if x is not None})
     template = None if chat_template is None else chat_template.read_text("utf-8")
     thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])

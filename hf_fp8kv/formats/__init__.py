@@ -23,9 +23,9 @@ import torch
 
 from ..errors import ConfigError
 
-# Stored in the model's dtype. Messages and plans call it "model".
+# The format of values stored in the model's dtype. Messages and plans call it "model".
 AUTO = "auto"
-# A dtype of `enable`: the plan that `choose_plan` measures on the model.
+# A dtype of `enable` that means the plan of `choose_plan`.
 ADAPTIVE = "adaptive"
 
 # The smallest dynamic scale. The scale of a token of zeros, or of subnormal values, then still has
@@ -73,7 +73,7 @@ FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         Format("fp8_e4m3", 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
-        # The same bits have half the value, so a scale is doubled, and 448 / 2 = 224 is below 240.
+        # The same bits have half the value, so scales are doubled, and 448 / 2 = 224 is below 240.
         Format(
             "fp8_e4m3fnuz", 3, 8, 0x7F, 0x80, 240.0, 2.0, True, torch_dtype=torch.float8_e4m3fnuz
         ),
@@ -119,7 +119,7 @@ def parse_dtype(name: object, argument: str = "dtype") -> str:
 
 @dataclass(frozen=True)
 class SidePlan:
-    """How the keys, or the values, of a layer are stored.
+    """Storage plan of the keys or the values of a layer.
 
     Attributes:
         format: A key of `FORMATS`, or "auto" for the model's dtype.
@@ -171,7 +171,7 @@ class SidePlan:
 
 
 class LayerPlan(NamedTuple):
-    """How a layer is stored."""
+    """Storage plan of a layer."""
 
     k: SidePlan
     v: SidePlan

@@ -1,4 +1,4 @@
-"""Encoding and decoding in integer arithmetic: the specification of a stored byte.
+"""Encode and decode in integer arithmetic. This is the specification of a stored byte.
 
 `encode` rounds to nearest, ties to even, saturates, and keeps NaN. Unlike torch's casts, it gives
 the same bits on every device and in every version of torch. (Past 448, torch 2.11 gives NaN but
@@ -20,7 +20,7 @@ from . import MIN_SCALE, Format
 # saturation. 32 would gain little.
 SEARCH_STEPS = 16
 BFLOAT16_NAN = 0x7FC0
-# Number of vectors that `search_scale` handles at a time. It needs 16 times their memory.
+# Number of vectors that `search_scale` handles at a time. The search takes 16 times their memory.
 SEARCH_CHUNK = 64
 
 
@@ -124,12 +124,12 @@ def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the error of finite float32 `x` if it is stored with `scale`."""
+    """Return the rounding error of finite float32 `x` stored with `scale`."""
     return round_to_format(x / scale, fmt) * scale - x
 
 
 def dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
-    """Return the errors of finite values if they are stored with `dynamic_scale`.
+    """Return the rounding errors of finite values stored with `dynamic_scale`.
 
     Args:
         x: Values, `[len(formats), ..., D]`, float32, with the format on the first axis.
@@ -171,10 +171,10 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     scales = rounded.float()
     scaled = x[:, None] * scales.reciprocal()[..., None]
     error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
-    # Relative to the first scale, because the square of a tiny scale would be zero.
+    # Compute relative to the first scale, because the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
-    # If a scale is NaN, all costs are NaN, and any choice is fine.
+    # All costs are NaN if a scale is NaN, and any choice is then correct.
     best = cost.argmin(-1, keepdim=True)
-    # As integers, because torch's gather may change the bits of NaN.
+    # Gather integers, because torch's gather may change the bits of NaN.
     return rounded.view(torch.int16).gather(-1, best)[:, 0].view(torch.bfloat16)

@@ -1,10 +1,10 @@
-"""Exact K and V from models that would round them before they reach a cache.
+"""Keep K and V exact in models that would round them before they reach a cache.
 
 With compressed-tensors, each attention module of a checkpoint that declares a KV cache passes its K
 and V to a `QuantizedKVCache`, which rounds them and passes them to the cache of the call. The
-`forward` of that wrapper gets a condition in front, and is the only function that this package
-replaces: K and V stay unrounded if the cache has `takes_exact_states`, and within `exact_states()`.
-The condition is checked in each call, and nothing changes for other caches.
+`forward` of that wrapper is the only function that this package replaces. The replacement checks a
+condition in each call: K and V stay unrounded if the cache has `takes_exact_states`, and within
+`exact_states()`. Nothing changes for other caches.
 """
 
 import functools
@@ -39,7 +39,7 @@ def _wrapper_class() -> Any:
 
 
 def pass_exact_states() -> None:
-    """Put the condition in front of the wrapper's `forward`, if its package is loaded."""
+    """Replace the wrapper's `forward` with one that checks the condition, if it is loaded."""
     wrapper = _wrapper_class()
     if wrapper is None or wrapper.forward.__module__ == __name__:
         return

@@ -1,4 +1,4 @@
-"""Identity of a model: a digest of everything that K and V depend on, in addition to the tokens."""
+"""Identify a model by a digest of everything that K and V depend on, except the tokens."""
 
 from functools import partial
 from typing import Any

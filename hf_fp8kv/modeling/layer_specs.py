@@ -1,4 +1,4 @@
-"""The layers that a config describes, and their names in `skip_layers`."""
+"""Find the layers that a config describes, and the layers that `skip_layers` names."""
 
 import os
 from collections.abc import Collection
@@ -23,7 +23,7 @@ def build_stock_layers(
 
 
 def shares_keys(config: PreTrainedConfig, index: int) -> bool:
-    """Return whether a layer reads K and V of a different layer, and only stores indexer keys."""
+    """Return whether a layer reads K and V of a different layer, and stores only indexer keys."""
     modes = getattr(config, "kv_sharing_modes", None)
     return modes is not None and modes[index] == "reuse_but_indexer"
 

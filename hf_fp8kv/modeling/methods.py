@@ -1,4 +1,4 @@
-"""Methods of a single model that replace the methods of its class."""
+"""Replace methods of a single model, without changing its class."""
 
 import inspect
 import weakref
@@ -12,7 +12,7 @@ class ModelMethod:
 
     Attributes:
         name: Name of the method.
-        before: The model's attribute that it replaced, or None if only the class has this method.
+        before: The model's attribute that was replaced, or None if only the class has this method.
     """
 
     name: str

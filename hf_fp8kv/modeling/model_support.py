@@ -1,4 +1,4 @@
-"""Capabilities of transformers' model classes, determined from the classes themselves."""
+"""Determine the capabilities of transformers' model classes from their code."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ from ..errors import ConfigError
 ATTENTION = "fp8_paged"
 # Method of an attention module that expands cached latents to K and V of each head.
 EXPAND = "expand_kv"
-# Attribute of a deterministic model and of its modules; see `enable`.
+# Attribute of a deterministic model and of its modules (see `enable`).
 DETERMINISTIC = "_hf_fp8kv_deterministic"
 # Attribute of new keys with the cache of a continuous-batching engine.
 ENGINE = "_hf_fp8kv_engine"
@@ -26,7 +26,7 @@ CACHE = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
 def moving_rope(config: Any) -> str | None:
     """Return the type of RoPE if its frequencies depend on the sequence's length, otherwise None.
 
-    It is searched at any depth in the config and in its text part.
+    The config and its text part are searched at any depth.
     """
     configs = (config, config.get_text_config(decoder=True))
     fields = ("rope_parameters", "rope_scaling")
@@ -99,7 +99,7 @@ def with_cache(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def refusal(kind: type[Any]) -> str:
-    """Return the reason why models of this class cannot use the cache, or ""."""
+    """Return the reason reason models of this class cannot use the cache, or ""."""
     if not getattr(kind, "_supports_default_dynamic_cache", lambda: True)():
         return "it needs a special cache class"
     if not cache_argument(kind):
@@ -115,13 +115,13 @@ def refuse_config(config: Any) -> None:
             f"config: expected a model's config or None, got {config_class.__name__}. Write "
             "FP8PagedCache(model.config)"
         )
-    why = refusal(kind) if (kind := model_class(config_class)) else ""
+    reason = refusal(kind) if (kind := model_class(config_class)) else ""
     if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
-        why = "it has no attention layers"
+        reason = "it has no attention layers"
     elif config_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:
-        why = "it does not list the layers of one decoder"
-    if why:
+        reason = "it does not list the layers of one decoder"
+    if reason:
         raise ConfigError(
             f"expected the config of a model that can use this cache, got {config_class.__name__}: "
-            f"{why}"
+            f"{reason}"
         )

@@ -1,4 +1,4 @@
-"""State of a forward pass that transformers does not pass as an argument.
+"""Hold the state of a forward pass that transformers does not pass as an argument.
 
 The state is in one thread-local object. (Dynamo of torch 2.13 can trace its attributes in one
 graph, but not `ContextVar.set`.)

@@ -1,7 +1,7 @@
-"""Tensor parallelism of transformers: the heads of a model that are in this process.
+"""Determine which KV heads of a tensor-parallel model are in this process.
 
-They are determined from the model instead of torch.distributed, whose processes may also be
-replicas of the whole model or stages of a pipeline.
+They are determined from the model, not from torch.distributed, whose processes may also be replicas
+of the whole model or stages of a pipeline.
 """
 
 from typing import Any, NamedTuple
@@ -24,14 +24,14 @@ class TensorParallel(NamedTuple):
     size: int = 1
 
     @classmethod
-    def parse(cls, given: object) -> "TensorParallel":
+    def parse(cls, value: object) -> "TensorParallel":
         """Check the argument `tensor_parallel` of a cache. None means one process."""
-        if not isinstance(given, TensorParallel | None):
+        if not isinstance(value, TensorParallel | None):
             raise ConfigError(
                 "tensor_parallel: expected the result of hf_fp8kv.tensor_parallel(model), got "
-                f"{given!r}. Leave it out for one process"
+                f"{value!r}. Leave it out for one process"
             )
-        return given or cls()
+        return value or cls()
 
 
 def tensor_parallel(model: PreTrainedModel) -> TensorParallel:

@@ -1,4 +1,4 @@
-"""Scales: static scales of K and V, and the files they come in."""
+"""Static scales of K and V, and the file formats that hold them."""
 
 from .checkpoint.configs import declared_kv_scales
 from .formats import SCALE_FORMATS, ScaleFormat

@@ -1,4 +1,4 @@
-"""Model cards: the README.md of a checkpoint or repository with scales. Old cards are extended."""
+"""Write model cards (README.md) that describe scales. Existing cards are extended."""
 
 import logging
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def _describe(
             f"{report.margin:g}, {report.date[:10]}, with {versions}",
             report.centers,
         ]
-        # The report has measured the scales without losses.
+        # The report is about the scales without losses.
         facts += [
             f"mean KL to the unquantized cache, {row.cache}: {row.kl:.2e} nats, same top token "
             f"{row.top1:.1%} ({row.tokens} held-out tokens)"

@@ -86,7 +86,7 @@ class KVScales(ScaleData):
 
         Args:
             path: The file. A `config.json` next to a checkpoint's safetensors is also read.
-            tp_rank: Rank whose scales are read from a file with several ranks; see docs/scales.md.
+            tp_rank: Rank whose scales are read from a file with several ranks (docs/scales.md).
             tp_size: Number of ranks on which the model runs.
             strict: False turns missing layers, a different model type and a different number of
                 ranks into a warning. Missing layers stay missing.
@@ -283,15 +283,15 @@ class KVScales(ScaleData):
         if sizes in expanded:
             return expanded[sizes]
 
-        def expand(tensor: torch.Tensor | None, dim: int, what: str) -> torch.Tensor | None:
+        def expand(tensor: torch.Tensor | None, dim: int, label: str) -> torch.Tensor | None:
             if tensor is None:
                 return None
-            what = f"{what} of layer {index} ({layer.source})"
+            label = f"{label} of layer {index} ({layer.source})"
             if tensor.ndim:
-                tensor = tensor[_select_heads(len(tensor), num_kv_heads, tp_rank, tp_size, what)]
+                tensor = tensor[_select_heads(len(tensor), num_kv_heads, tp_rank, tp_size, label)]
                 if tensor.shape[1] not in (1, dim):
                     raise ScaleError(
-                        f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}. Use "
+                        f"{label}: expected a head size of {dim} or 1, got {tensor.shape[1]}. Use "
                         "this model's scales"
                     )
             return tensor.expand(num_kv_heads, dim).clone(memory_format=torch.contiguous_format)
@@ -306,26 +306,26 @@ class KVScales(ScaleData):
 _EXPANDED: WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]] = WeakKeyDictionary()
 
 
-def _select_heads(heads: int, count: int, tp_rank: int, tp_size: int, what: str) -> slice:
+def _select_heads(heads: int, count: int, tp_rank: int, tp_size: int, label: str) -> slice:
     """Return the `count` heads of a rank among the `heads` of a tensor."""
     if heads in (1, count):
         return slice(0, heads)
     if heads == count * tp_size:
         return slice(tp_rank * count, (tp_rank + 1) * count)
-    # With more ranks than heads, neighboring ranks have a copy of the same head.
+    # Neighboring ranks have copies of one head if there are more ranks than heads.
     if count == 1 and tp_size % heads == 0:
         return slice(tp_rank * heads // tp_size, tp_rank * heads // tp_size + 1)
     total = "" if tp_size == 1 else f" (or {count * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
-        f"{what}: expected {count} heads{total}, got {heads}. Use this model's scales, "
+        f"{label}: expected {count} heads{total}, got {heads}. Use this model's scales, "
         "and the rank of this process (hf_fp8kv.tensor_parallel(model) returns it)"
     )
 
 
 class StoragePlan(KVScales):
-    """How each layer is stored: format, rotation and center of K. The cache computes the scales.
+    """Format, rotation and center of each layer, with scales that the cache computes.
 
-    `hf_fp8kv.choose_plan` returns a plan. It has the files, attributes and methods of `KVScales`.
+    `hf_fp8kv.choose_plan` returns a plan, with the files, attributes and methods of `KVScales`.
 
     Raises:
         ScaleError: A layer has no plan, or has static scales.
@@ -382,7 +382,7 @@ def resolve(
 
 
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
-    """Warn once if scales have the digest of different weights than the model."""
+    """Warn once if the digest of the scales differs from the digest of the model's weights."""
     if isinstance(scales, KVScales) and scales.made_for(model) is False:
         facts = scales.origin, type(model).__name__, _HARM[scales.is_dynamic]
         warn_once(logger, _STALE % facts)

@@ -19,9 +19,9 @@ from ..utils.text import format_list, format_value
 from .report import CalibrationReport
 
 Granularity = Literal["tensor", "head", "channel"]
-# Outside this range the reciprocal, or the largest code times the scale, may not fit into fp32.
+# The reciprocal, and the largest code times the scale, fit into fp32 within this range.
 _LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
-# Remedy for a layer that a plan or scales do not have.
+# Remedy in messages for a layer that a plan or scales do not have.
 KEEP_OUT = "exclude the layer with skip_layers (not in serving, which has every layer in pages)"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -40,29 +40,29 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def check_constant(value: object, what: str) -> float:
+def check_constant(value: object, label: str) -> float:
     """Return a number as a float. Raise ScaleError unless it is a valid scale."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compare before converting, because an integer may be too large for a float.
     if is_number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise ScaleError(
-        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got "
+        f"{label}: expected a finite number above 0 (from 2^-100 to 2^100), got "
         f"{format_value(value)}. Calibrate again, or use dynamic scales (scales=None)"
     )
 
 
-def check_tensor(tensor: object, what: str, *, is_center: bool = False) -> torch.Tensor:
+def check_tensor(tensor: object, label: str, *, is_center: bool = False) -> torch.Tensor:
     """Return a scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`, or raise ScaleError.
 
     A center is `[heads, D]`, and may have any finite values.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ScaleError(f"{what}: expected a tensor with data, got {got}. Pass a tensor")
+        raise ScaleError(f"{label}: expected a tensor with data, got {got}. Pass a tensor")
     if tensor.dtype not in FLOATS:
         raise ScaleError(
-            f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}. "
+            f"{label}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}. "
             "Convert it"
         )
     values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
@@ -74,11 +74,11 @@ def check_tensor(tensor: object, what: str, *, is_center: bool = False) -> torch
         valid = (values >= _LOWEST) & (values <= _HIGHEST)
     if values.ndim not in ((2,) if is_center else (0, 2)) or values.numel() == 0:
         raise ScaleError(
-            f"{what}: expected the shape {shapes}, got {list(values.shape)}. Reshape it"
+            f"{label}: expected the shape {shapes}, got {list(values.shape)}. Reshape it"
         )
     if not valid.all():
         raise ScaleError(
-            f"{what}: expected {numbers}, got {values[~valid][0].item()!r}. Calibrate again, or "
+            f"{label}: expected {numbers}, got {values[~valid][0].item()!r}. Calibrate again, or "
             "use dynamic scales (scales=None)"
         )
     return values
@@ -114,8 +114,8 @@ class LayerScales:
             object.__setattr__(self, "k", check_tensor(self.k, f"K scale ({self.source})"))
             object.__setattr__(self, "v", check_tensor(self.v, f"V scale ({self.source})"))
         if self.k_center is not None:
-            what = f"center of K ({self.source})"
-            center = check_tensor(self.k_center, what, is_center=True)
+            label = f"center of K ({self.source})"
+            center = check_tensor(self.k_center, label, is_center=True)
             object.__setattr__(self, "k_center", center)
         if self.plan is not None:
             LayerPlan.check(self.plan, f"plan ({self.source})")
@@ -176,11 +176,11 @@ class ScaleData:
                     f"scales ({self.origin}): expected LayerScales by layer indices from 0, got "
                     f"{type(layer).__name__} by {index!r}. Pass {{0: LayerScales(...)}}"
                 )
-        for what, field in (("a plan", "plan"), ("static scales", "k")):
+        for entry, field in (("a plan", "plan"), ("static scales", "k")):
             missing = [i for i, layer in self.layers.items() if getattr(layer, field) is None]
             if 0 < len(missing) < len(self.layers):
                 raise ScaleError(
-                    f"scales ({self.origin}): expected {what} in all layers or in none, got none "
+                    f"scales ({self.origin}): expected {entry} in all layers or in none, got none "
                     f"in layers {format_list(missing)}. Calibrate all layers at once"
                 )
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))

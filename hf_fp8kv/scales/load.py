@@ -1,4 +1,4 @@
-"""Reading scales from a file or a checkpoint, by the KV cache that its configs declare."""
+"""Read scales from a file or a checkpoint, by the KV cache that its configs declare."""
 
 import logging
 import os
@@ -63,7 +63,7 @@ def read_file(path: Path, request: Request) -> ScaleData:
                 "reads it, and plan=FP8PagedCache.load(...).plan is its storage plan"
             )
         files = dict.fromkeys(names, path.name)
-    # For a file of a checkpoint, or its index, the config next to it defines the scales.
+    # The config next to a checkpoint's file or index defines the scales.
     return read_tensors(replace(read_configs(LocalFolder(path.parent)), files=files), request)
 
 

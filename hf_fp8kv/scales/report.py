@@ -1,4 +1,4 @@
-"""Report of a calibration: its results as values, and as JSON in `kv_calibration.json`.
+"""The report of a calibration as dataclasses, and as JSON in `kv_calibration.json`.
 
 Scales can be used without a report.
 """
@@ -83,54 +83,54 @@ class CalibrationReport:
         return data
 
     @classmethod
-    def from_dict(cls, data: object, what: str) -> "CalibrationReport":
+    def from_dict(cls, data: object, label: str) -> "CalibrationReport":
         """Return the report of JSON values from `to_dict`.
 
         Raises:
             ScaleError: An entry is missing, unknown, or has a wrong type, or a number is not
-                finite. The message starts with `what` and has the name of the entry.
+                finite. The message starts with `label` and has the name of the entry.
         """
-        report: CalibrationReport = _read(cls, data, f"{what}: ")
+        report: CalibrationReport = _read(cls, data, f"{label}: ")
         return report
 
 
-def _read(kind: Any, value: Any, what: str) -> Any:
+def _read(kind: Any, value: Any, label: str) -> Any:
     """Convert a JSON value to the annotation `kind`: a dataclass, a dict, a tuple or a scalar."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if type(None) in arguments:
-        return None if value is None else _read(arguments[0], value, what)
+        return None if value is None else _read(arguments[0], value, label)
     if is_dataclass(kind) or origin is dict:
         if not isinstance(value, Mapping):
-            raise _malformed("an object", value, what)
+            raise _malformed("an object", value, label)
         if origin is dict:
             try:
                 value = {arguments[0](key): item for key, item in value.items()}
             except ValueError:
-                raise _malformed("the indices of layers", list(value), what) from None
+                raise _malformed("the indices of layers", list(value), label) from None
             kinds = dict.fromkeys(value, arguments[1])
         else:
             kinds = get_type_hints(kind)
             required = {field.name for field in fields(kind) if field.default is MISSING}
             if value.keys() - kinds.keys() or required - value.keys():
-                raise _malformed(f"the entries {', '.join(kinds)}", list(value), what)
-        dot = "" if what.endswith(": ") else "."
-        items = {n: _read(kinds[n], item, f"{what}{dot}{n}") for n, item in value.items()}
+                raise _malformed(f"the entries {', '.join(kinds)}", list(value), label)
+        dot = "" if label.endswith(": ") else "."
+        items = {n: _read(kinds[n], item, f"{label}{dot}{n}") for n, item in value.items()}
         return items if origin is dict else kind(**items)
     if origin is tuple:
         if not isinstance(value, list):
-            raise _malformed("a list", value, what)
-        return tuple(_read(arguments[0], v, f"{what}[{i}]") for i, v in enumerate(value))
+            raise _malformed("a list", value, label)
+        return tuple(_read(arguments[0], v, f"{label}[{i}]") for i, v in enumerate(value))
     if kind is object:
         return json.loads(json.dumps(value))
     types = (int, float) if kind is float else (kind,)
     if type(value) not in types or (kind is float and not abs(value) <= sys.float_info.max):
         expected = "a finite number" if kind is float else kind.__name__
-        raise _malformed(expected, value, what)
+        raise _malformed(expected, value, label)
     return kind(value)
 
 
-def _malformed(expected: str, value: Any, what: str) -> ScaleError:
+def _malformed(expected: str, value: Any, label: str) -> ScaleError:
     return ScaleError(
-        f"{what.removesuffix(': ')}: expected {expected}, got {format_value(value)}. Calibrate "
+        f"{label.removesuffix(': ')}: expected {expected}, got {format_value(value)}. Calibrate "
         "again, or delete the report, which the scales do not need"
     )

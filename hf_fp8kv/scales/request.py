@@ -1,4 +1,4 @@
-"""Request: the scales that a caller needs from a file, and checks of the scales that were read."""
+"""The rank and strictness of a caller that reads scales, and checks of the scales."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Writing scales: alone, into a checkpoint or a copy of one, or to the Hub. See `KVScales`.
+"""Write scales alone, into a checkpoint, into a copy of a checkpoint, or to the Hub.
 
 Nothing is changed before all files are complete under temporary names. `config.json` comes last, so
 until then a folder has the same weights under the old config.
@@ -73,7 +73,7 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
 
 
 def place_files(existing: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return files by path. Next to weights, "hf_fp8kv" has a folder. Its old files are deleted."""
+    """Return files by path. Next to weights, "hf_fp8kv" uses a folder. Old files are deleted."""
     if OWN_FILE not in files:
         return dict(files)
     in_folder = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
@@ -192,7 +192,7 @@ def _change_weights(
     changes: dict[str, _Content] = {}
     removed = set(checkpoint.left_out)
     if INDEX_FILE in files and only.is_file():
-        # If an earlier call was interrupted, both are the same file, or the second has no scales.
+        # After an interrupted call, both are the same file, or the second has no scales.
         rest = {*read_header(only)[0]}.difference(removed) if removed else None
         if first.is_file() and not only.samefile(first) and {*read_header(first)[0]} != rest:
             raise ScaleError(
@@ -230,7 +230,7 @@ def _transfer(weights: Weights, source: Path, target: Path) -> None:
 def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
-    """Make `target` a copy of `source` with these files, or make nothing if an error occurs."""
+    """Make `target` a copy of `source` with these files. An error leaves no files."""
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
     visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
     copies = {name.as_posix(): partial(_transfer, weights, source / name) for name in visible}
@@ -250,7 +250,7 @@ def _write_copy(
 def _read_back(
     source: Path, target: Path, files: Mapping[str, _Content], scales: ScaleData, tp_size: int
 ) -> None:
-    """Read the future files, because an old entry of a config may change the scales."""
+    """Check the files before they are in place, because an old config entry may change scales."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         for config in ("config.json", HF_QUANT_CONFIG):
@@ -291,7 +291,7 @@ def check_place(
 ) -> None:
     """Raise ScaleError unless `files` of scales may be written to a place with `existing` files.
 
-    Without `overwrite` they do not replace any file, nor the config of weights. They are never
+    They replace files, and the config of weights, only with `overwrite`. They are never
     written next to scales that readers prefer.
     """
     in_folder = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []

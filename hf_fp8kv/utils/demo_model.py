@@ -91,7 +91,7 @@ def convert(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
-        # Without it the weights stay in 4-bit blocks, which cannot be saved.
+        # The weights would otherwise stay in 4-bit blocks, which cannot be saved.
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
     )

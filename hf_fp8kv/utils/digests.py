@@ -1,4 +1,4 @@
-"""Digests that identify weights and files."""
+"""Compute digests that identify weights and files."""
 
 import functools
 import hashlib
@@ -32,7 +32,7 @@ def _describe(value: object) -> str:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether this process holds a whole tensor: not on disk, split or empty."""
+    """Return whether this process has the whole tensor, which is not on disk, split or empty."""
     return not tensor.is_meta and not hasattr(tensor, "placements") and tensor.numel() > 0
 
 
@@ -85,7 +85,7 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
 
 
 def _checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, list[int]]:
-    """Return the dtype and the checksums of the bytes of a tensor, computed where it is.
+    """Return the dtype and the checksums of a tensor's bytes, computed on its device.
 
     A checksum is the sum of 32-bit words times odd factors, modulo 2 ** 64. A single changed word
     always changes it. Several changed words change it with a probability of at least 1 - 2 ** -33.

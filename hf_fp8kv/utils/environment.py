@@ -1,4 +1,4 @@
-"""Environment of a measurement: versions, hardware, commit and load."""
+"""Describe the environment of a measurement: versions, hardware, commit and load."""
 
 import datetime
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "safetensors", "gguf")
 
 # A machine is idle if other processes use at most this share of its CPU time.
-_IDLE = 0.05
+_IDLE_SHARE = 0.05
 # Linux's names of the instruction sets that affect speed the most.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -61,7 +61,7 @@ def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware() | extra_hardware,
-        "idle": share <= _IDLE,
+        "idle": share <= _IDLE_SHARE,
         "used_by_others": share,
     }
 

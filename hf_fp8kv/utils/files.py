@@ -1,4 +1,4 @@
-"""Reading of JSON and safetensors files with our errors, and atomic writes."""
+"""Read JSON and safetensors files with our errors, and write files atomically."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
 WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 # The format in the metadata of a file of `FP8PagedCache.save`.
 CACHE_FORMAT = "hf_fp8kv.cache"
-_MOST_JSON = 256 << 20  # bytes
+_MAX_JSON_BYTES = 256 << 20  # bytes
 
 
 @contextmanager
@@ -48,8 +48,8 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
             raise ScaleError(f"{path}: expected every key once, got {double!r} twice. Delete one")
         return result
 
-    with convert_read_errors(path, f"a JSON file of at most {_MOST_JSON} bytes"):
-        if (size := path.stat().st_size) > _MOST_JSON:
+    with convert_read_errors(path, f"a JSON file of at most {_MAX_JSON_BYTES} bytes"):
+        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
             raise ValueError(f"{size} bytes")
         data = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=make_dict)
     if not isinstance(data, dict):

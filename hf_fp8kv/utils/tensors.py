@@ -1,4 +1,4 @@
-"""Tensors without gradients."""
+"""A fast way to detach tensors."""
 
 import torch
 

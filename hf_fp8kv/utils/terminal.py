@@ -1,4 +1,4 @@
-"""Formatting of sizes for the terminal."""
+"""Format sizes for the terminal."""
 
 from rich.filesize import pick_unit_and_suffix
 

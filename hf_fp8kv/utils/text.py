@@ -1,4 +1,4 @@
-"""Short, single-line forms of values in messages."""
+"""Format values on one line for messages."""
 
 from collections.abc import Iterable
 from itertools import islice

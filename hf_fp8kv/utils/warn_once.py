@@ -1,4 +1,4 @@
-"""Warnings logged once per process."""
+"""Log each warning once per process."""
 
 import logging
 

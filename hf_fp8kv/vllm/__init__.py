@@ -1,4 +1,4 @@
-"""Plugin for FP8 pages in vLLM, loaded by the entry point `vllm.general_plugins` in each process.
+"""Plugin for FP8 pages in vLLM, which the entry point `vllm.general_plugins` loads per process.
 
 vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
 

@@ -53,12 +53,12 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        is_ours = given["kv_cache_dtype"] in DTYPES
-        if is_ours and given.get("attn_type", AttentionType.DECODER) in _WITHOUT_CACHE:
-            is_ours, given["kv_cache_dtype"] = False, "auto"
+        arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        is_ours = arguments["kv_cache_dtype"] in DTYPES
+        if is_ours and arguments.get("attn_type", AttentionType.DECODER) in _WITHOUT_CACHE:
+            is_ours, arguments["kv_cache_dtype"] = False, "auto"
         self._kind: Any = PagedImpl if is_ours else CPUAttentionBackendImpl
-        self._kind.__init__(self, **given)
+        self._kind.__init__(self, **arguments)
 
     @property
     def is_paged(self) -> bool:

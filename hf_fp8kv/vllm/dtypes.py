@@ -1,4 +1,4 @@
-"""Names of `--kv-cache-dtype`. A name determines the number of bytes per token.
+"""The values of `--kv-cache-dtype`, each of which determines the number of bytes per token.
 
 vLLM's scheduler, connectors and workers identify a cache's dtype only by this name. The name
 therefore includes whether slots have room for dynamic scales. Static scales are not stored in

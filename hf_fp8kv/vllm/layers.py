@@ -28,7 +28,7 @@ def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config:
         (f"attention of type {attn_type!r}", attn_type != "decoder"),
         ("ALiBi", alibi_slopes is not None),
         ("attention that is not causal", config.attention_config.use_non_causal),
-        # With it, host copies of a step's sizes may not have arrived from the device yet.
+        # Host copies of a step's sizes may not have arrived from the device yet with this option.
         ("--kv-sharing-fast-prefill", config.cache_config.kv_sharing_fast_prefill),
     )
 
@@ -37,7 +37,7 @@ def refuse_spec(dtype: str, spec: Any) -> None:
     """Raise ConfigError if vLLM's description of a layer's pages does not fit our pages."""
     _refuse(
         dtype,
-        # An example is layers into whose pages vLLM itself writes tokens.
+        # vLLM itself writes tokens into the pages of some layers, for example.
         (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SPECS),
         ("attention that is not causal", getattr(spec, "non_causal", False)),
         ("values whose size differs from keys", spec.head_size != spec.head_size_v),
@@ -84,7 +84,7 @@ def bind_layers(
 def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
     """Raise ScaleError for scales of a different model than in vLLM's `ModelConfig`."""
     text = config.hf_text_config
-    # For a model with images, calibration stores the type of the whole model.
+    # Calibration of a model with images stores the type of the whole model.
     types = [x.model_type for x in (text, config.hf_config) if hasattr(x, "model_type")]
     storage.check_layers(indices, text.num_hidden_layers, types)
 
@@ -218,7 +218,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
-        # Not `super()`, which in a class with two bases is vLLM's builder with its own kernels.
+        # `super()` would be vLLM's builder with its own kernels in a class with two bases.
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self._dtype = next(iter(layers.values())).kv_cache_dtype

@@ -1,4 +1,4 @@
-"""vLLM's blocks as pages: each block is a page with the layout of `ops.page_layout`.
+"""View vLLM's blocks as pages with the layout of `ops.page_layout`.
 
 vLLM clears, copies, offloads and sends blocks as contiguous bytes, and groups of layers share one
 pool. K, V and scales of a page must therefore be in the same block.

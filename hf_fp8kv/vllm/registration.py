@@ -1,4 +1,4 @@
-"""Registration of our dtypes and attention in vLLM, depending on its version."""
+"""Register our dtypes and attention in vLLM, depending on its version."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Selection of the attention class on a CPU: vLLM's class, or ours for our dtypes.
+"""Select the attention class on a CPU: vLLM's class, or our class for our dtypes.
 
 vLLM's enum refers to this module, whose attributes are read when a model is created. Without our
 dtypes, vLLM uses nothing else of this plugin. With our dtypes, CPU_ATTN is our class, and attention
@@ -19,7 +19,7 @@ NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
 def __getattr__(name: str) -> Any:
-    """Return vLLM's class (the value of its enum) or ours. Raise ConfigError for MLA."""
+    """Return vLLM's class (the value of its enum) or our class. Raise ConfigError for MLA."""
     if name not in NAMES:
         raise AttributeError(name)
     config = get_current_vllm_config_or_none()

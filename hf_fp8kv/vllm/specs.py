@@ -1,4 +1,4 @@
-"""Sizes of our slots in vLLM's description of a layer's cache."""
+"""Put the sizes of our slots into vLLM's description of a layer's cache."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Conversion of a step of vLLM's scheduler to operations of `serving.step`."""
+"""Convert a step of vLLM's scheduler to operations of `serving.step`."""
 
 from dataclasses import dataclass
 from functools import cached_property

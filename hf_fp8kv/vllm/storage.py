@@ -1,4 +1,4 @@
-"""How each layer is stored, from vLLM's options, which are checked before serving.
+"""Read from vLLM's options how each layer is stored, and check the options before serving.
 
 Scales or a plan are set in vLLM's configuration, because unlike environment variables it reaches
 every process on every machine:
@@ -24,7 +24,7 @@ _OPTIONS = ("scales", "plan", "backend")
 
 @dataclass(frozen=True)
 class ModelStorage:
-    """How the layers of a model are stored, in one tensor-parallel rank."""
+    """The storage of a model's layers in one tensor-parallel rank."""
 
     config: ServingConfig
     dtype: CacheDType
@@ -80,7 +80,7 @@ def read_storage(
     dtype: str, additional_config: object, checkpoint: str, rank: int, size: int,
     revision: str | None = None, engine: str = "",
 ) -> ModelStorage:  # fmt: skip
-    """Read how a model is stored.
+    """Return the storage of a model.
 
     Args:
         dtype: Value of `--kv-cache-dtype`.
@@ -95,13 +95,13 @@ def read_storage(
     Raises:
         ConfigError, ScaleError: An option is invalid, or conflicts with another option.
     """
-    given = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
-    if not isinstance(given, Mapping) or set(given) - set(_OPTIONS):
+    config = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(config, Mapping) or set(config) - set(_OPTIONS):
         raise ConfigError(
             f"--additional-config {_KEY}: expected a dict of {', '.join(_OPTIONS)}, got "
-            f"{given!r}. Leave the rest out"
+            f"{config!r}. Leave the rest out"
         )
-    scales, plan, backend = given.get("scales"), given.get("plan"), given.get("backend", "auto")
+    scales, plan, backend = config.get("scales"), config.get("plan"), config.get("backend", "auto")
     for option, value, kinds, expected in (
         ("scales", scales, str | float | int | None, "a path, a repository id or a number"),
         ("plan", plan, str | None, "a path, a repository id or text"),
@@ -117,12 +117,12 @@ def read_storage(
 
 @functools.lru_cache(maxsize=8, typed=True)
 def _read(
-    name: str, given: str | float | None, plan: str | None, backend: str, checkpoint: str,
+    name: str, source: str | float | None, plan: str | None, backend: str, checkpoint: str,
     rank: int, size: int, revision: str | None, engine: str,
 ) -> ModelStorage:  # fmt: skip
     dtype = find_dtype(name)
-    scales: KVScales | str | float | None = given
-    if given is plan is None and not dtype.dynamic:
+    scales: KVScales | str | float | None = source
+    if source is plan is None and not dtype.dynamic:
         scales = resolve(checkpoint, tp_rank=rank, tp_size=size, revision=revision)
     ranks = TensorParallel(rank, size)
     config = ServingConfig.parse(

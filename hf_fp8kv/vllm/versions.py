@@ -1,4 +1,4 @@
-"""The versions of vLLM that the plugin was written for."""
+"""The versions of vLLM that the plugin supports."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""`hf-fp8kv bench`: its values are right, and a wrong step is not timed."""
+"""Tests of `hf-fp8kv bench speed` and `memory`: correct values, and no time for a wrong step."""
 
 import functools
 import json
@@ -26,8 +26,8 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_speed_of_every_cache_and_its_ratios(run, model, monkeypatch, tmp_path, device):
-    """With a single turn, a ratio is the ratio of the two times. The model gives the shape."""
+def test_speed_reports_every_cache_and_its_ratios(run, model, monkeypatch, tmp_path, device):
+    """A ratio of one turn is the quotient of two times. The model's config gives the shape."""
     small = functools.partial(speed.measure_speed, **SMALL)
     monkeypatch.setattr(speed, "measure_speed", small)
     path = tmp_path / "speed.json"

@@ -1,4 +1,4 @@
-"""The number of tokens that the engine's planner fits into the same memory."""
+"""Tests of the number of tokens that an engine's planner fits into the same memory."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def settings(**keywords: Any) -> ServingConfig:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_capacity_is_the_memory_over_the_bytes_per_token(name: str) -> None:
-    """The tokens in twenty more GiB match the memory over the bytes per token of all layers.
+    """Twenty GiB over the bytes per token of all layers is the number of tokens that they add.
 
     FP8 pages hold at least 1.9 times the tokens of bf16 with its best attention.
     """
@@ -69,7 +69,7 @@ def test_an_engine_has_the_planned_pages() -> None:
     manager.batch_processor = None
 
 
-def test_capacity_rows_have_bytes_and_ratios() -> None:
+def test_capacity_is_reported_with_bytes_and_ratios() -> None:
     reported: list[str] = []
     rows = {
         row["cache"]: row for row in plan_capacity({"q": shape("Qwen2.5-7B")}, 10, reported.append)

@@ -1,4 +1,4 @@
-"""The GPU benchmark in dry runs: tiny shapes on any machine, without a measurement.
+"""Tests of the GPU benchmark in dry runs, with tiny shapes on any machine and without timing.
 
 A contender with a wrong result must not get a time. A contender that fails must not end the run.
 """
@@ -51,7 +51,7 @@ def record() -> Record:
 
 
 def failures(record, measure, *args):
-    """Measure a section, and return the contenders that failed. They have no time."""
+    """Measure a section, check that failed contenders have no time, and return their names."""
     with torch.no_grad():
         measure(record, *args)
     assert record.rows
@@ -91,9 +91,9 @@ def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Replace torch.cuda by a fake over CPU tensors. Each event is a millisecond after the last."""
+    """Replace torch.cuda with a fake on CPU tensors. An event is 1 ms after the previous event."""
     if torch.cuda.is_available():
-        pytest.skip("there is a real GPU")
+        pytest.skip("this machine has a GPU")
     cuda = mock.MagicMock()
     cuda.Event.return_value.elapsed_time.return_value = 1.0
     cuda.max_memory_allocated.return_value = 12345
@@ -114,8 +114,8 @@ def gpu(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_the_whole_dry_run(device, request):
-    """The dry run needs a CPU, or a fake torch.cuda."""
+def test_a_dry_run_measures_every_section(device, request):
+    """The dry run works on the CPU, and on a fake torch.cuda."""
     cuda = request.getfixturevalue("gpu") if device == "gpu" else None
     result = suite.run_suite(**DRY, seconds=1200.0)
     assert [part["name"] for part in result["sections"]] == list(suite.SECTIONS)
@@ -135,8 +135,8 @@ def test_the_whole_dry_run(device, request):
         assert not [row for row in result["rows"] if "note" in row]
 
 
-def test_times_from_graphs(gpu):
-    """A graph takes two milliseconds by the clock. Without graphs, a note is added."""
+def test_kernels_are_timed_in_graphs(gpu):
+    """A graph takes two milliseconds by the fake clock. Without graphs, a note says why."""
     calls = []
     gpu.Event.return_value.elapsed_time.return_value = 0.4
     timing = Stage("cpu").time([lambda: calls.append(1)] * 3)
@@ -149,7 +149,7 @@ def test_times_from_graphs(gpu):
     assert timing["note"] == "no graph: operation not permitted when capturing"
 
 
-def test_the_command_line_without_a_gpu(tmp_path, capsys):
+def test_the_command_line_rejects_invalid_options(tmp_path, capsys):
     (quality_file := tmp_path / "other.json").write_text('{"suite": "quality"}')
     invalid = [(["--from", str(quality_file)], "that --json wrote")]
     for options, message in invalid + [([], "expected a CUDA")] * (not torch.cuda.is_available()):
@@ -270,7 +270,7 @@ def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
 
 
 def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp_path, capsys):
-    """The first row is measured, the second row loses the device, and no other row is tried."""
+    """The first row is measured, the second row loses the device, and the run ends."""
     saved, lost = tmp_path / "gpu.json", []
 
     def lose_device(record, _sizes, _backend):
@@ -310,7 +310,7 @@ def test_a_slow_compilation_does_not_skip_fast_rows_of_the_same_name(record, mon
 
 
 def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
-    """Nothing is timed, and attention of torch or transformers is not called."""
+    """Compiling times nothing, and calls no attention of torch or transformers."""
     times = []
     monkeypatch.setattr(Stage, "time", lambda *args, **_more: times.append(args) or {})
 
@@ -322,7 +322,7 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     single = share(0, 1)
     assert len(times) == single.total()
     assert share(0, 2) + share(1, 2) == single
-    assert {section for section, *_ in single} == set(suite.COMPILED)
+    assert {section for section, *_ in single} == set(suite.COMPILED_SECTIONS)
     for name in ("decode", "write", "latent"):
         assert {kind.name for kind in (E4M3, E3M4, BF16)} <= {n for s, _, n in single if s == name}
     assert not {goals.STOCK, goals.ABSORBED, "flex"} & {name for *_, name in single}
@@ -337,7 +337,7 @@ def test_a_step_is_compiled_once():
 
 
 def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
-    """Splits of sequences and the width of plans do not depend on longer sequences."""
+    """Longer sequences would change neither the splits nor the widths of the plans."""
     short = shorten(FULL)
     for name in ("decode", "layer", "latents", "others"):
         full, reduced = (
@@ -346,8 +346,7 @@ def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
         )
         assert full == reduced
         assert len(getattr(short, name)) == len(reduced)
-    # In 16 bits, K and V of a layer are at most a GiB, because 15 processes share a GPU.
-    # In 16 bits, K and V of a layer have at most a GiB, because 15 processes share a GPU.
+    # K and V of a layer take at most one GiB in 16 bits, because 15 processes share a GPU.
     assert {(bool(stored), new) for stored, new in short.extend} == {
         (bool(stored), new) for stored, new in FULL.extend
     }
@@ -367,7 +366,7 @@ def _hang(*_args):
 )
 def test_a_process_that_fails_or_hangs_does_not_end_the_run(monkeypatch, share, seconds, failed):
     monkeypatch.setattr(suite, "compile_share", share)
-    monkeypatch.setattr(suite, "COMPILING", seconds)
+    monkeypatch.setattr(suite, "COMPILE_SECONDS", seconds)
     result = suite.run_suite(**DRY, sections=("ceilings",), seconds=1000.0, processes=2)
     compiling = result["settings"]["compiling"]
     assert (compiling["processes"], compiling["failed"]) == (2, failed)
@@ -430,7 +429,7 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
 # -- Triton and other projects ---------------------------------------------------------------------
 
 
-def test_kernels_and_experiments_in_the_interpreter(interpreted, monkeypatch):
+def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = Record(Stage(device, dry=True))
     for name in ("SWITCHES", "LATENT_SWITCHES"):
@@ -481,7 +480,7 @@ VLLM_NAMES = {f"vllm triton {format_}" for format_ in ("bf16", "e4m3", "e4m3 per
 
 
 def test_the_kernel_of_vllm_is_measured(record, monkeypatch, tmp_path):
-    """A fake has the arguments of the real function."""
+    """A fake module replaces vLLM's file. Its function has the arguments of the real function."""
     pytest.importorskip("triton")
     (helpers := tmp_path / "helpers.py").write_text(
         f"import torch\n{inspect.getsource(attend_by_table)}"

@@ -1,4 +1,4 @@
-"""The authors' benchmarks: their values are right, and every command measures."""
+"""Tests of `benchmarks/`: the values are correct, and every command measures."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsy
 
 @pytest.mark.full
 def test_the_host_launches_only_the_kernels_of_a_step():
-    """In the separate process, Triton has a driver that launches nothing."""
+    """The driver of Triton in the separate process launches nothing."""
     program = """
 import json, torch, triton
 from benchmarks import host
@@ -105,7 +105,7 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
 
 
 @pytest.mark.full
-def test_the_memory_of_a_separate_process():
+def test_memory_is_measured_in_a_separate_process():
     result = measure_windows(models=("Gemma 3 270M",), tokens=(80,), progress=ignore)
     assert len(result["rows"]) == 6
     assert all(row["peak"] is None or row["peak"] >= 0 for row in result["rows"])
@@ -114,7 +114,7 @@ def test_the_memory_of_a_separate_process():
 
 
 @pytest.mark.full
-def test_the_first_answer_of_separate_processes(tmp_path: Path):
+def test_a_prefix_store_is_measured_in_separate_processes(tmp_path: Path):
     result = measure_prefix(model=save_chat_model(tmp_path), tokens=200, rounds=1, progress=ignore)
     stores = [(row["store"], row["found"]) for row in result["rows"]]
     assert stores == [("none", 0), ("empty", 0), ("full", 192)]
@@ -169,7 +169,7 @@ def test_all_servers_answer_under_load(tmp_path):
 
 
 def test_a_loop_restores_its_cache():
-    """All turns measure the same length."""
+    """The loop removes its tokens, so all turns measure the same length."""
     loops = make_loops("torch", "host, update, ")
     assert all(loop() > 0 for loop in loops.values() for _ in range(2))
 

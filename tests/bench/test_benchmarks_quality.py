@@ -1,4 +1,4 @@
-"""The authors' benchmarks of predictions: latents, outliers, and the tables of a GPU."""
+"""Tests of the benchmarks of accuracy, and of the tables of results in the docs."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_the_default_stores_latents_better_than_a_scale_per_128_values():
             assert saturated > 10 * rows["latents fp8_e3m4, positions fp8_e4m3"]["kl"]
 
 
-# The bias of K is also enlarged. In the second model, pairs of channels are neighbors.
+# The outliers also enlarge K's bias. The second model rotates neighboring channels.
 @pytest.mark.parametrize("name", ["qwen2", "cohere"])
 def test_a_model_with_planted_outliers_gives_the_same_logits(name):
     model, _ = tiny(name, num_hidden_layers=2)

@@ -1,4 +1,4 @@
-"""The goals of the GPU benchmark, judged on invented results."""
+"""Tests of the goals of the GPU benchmark, judged on made-up results."""
 
 from io import StringIO
 

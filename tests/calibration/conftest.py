@@ -1,4 +1,4 @@
-"""A tiny model with biased keys, and a trained model that is small enough for every run."""
+"""Fixtures of a tiny model with biased keys, and of a few layers of a trained model."""
 
 from pathlib import Path
 from typing import Any

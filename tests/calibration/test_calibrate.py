@@ -1,4 +1,4 @@
-"""Calibration: the observed values, the resulting scales, and the report."""
+"""Tests of `calibrate`: observed values, scales, centers, the report, and architectures."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from tests.helpers.tiny_models import VOCAB, tiny, type_names
 pytestmark = pytest.mark.text
 
 QUIET = {"max_length": 24, "held_out": 60, "progress": False}
-# Most of the time of a calibration goes into comparing predictions. Tests of a different subject
+# Comparing predictions takes most of the time of a calibration. Tests that need no comparison
 # hold out little text or none.
 FEW = QUIET | {"held_out": 24}
 NONE = QUIET | {"held_out": 0}
@@ -66,13 +66,13 @@ def llama_scales(llama):
 # -- scales ----------------------------------------------------------------------------------------
 
 
-# Grid: every granularity once, each format and margin at least once.
+# Grid: every granularity once, and every format and margin at least once.
 @pytest.mark.parametrize(
     ("granularity", "dtype", "margin"),
     [("tensor", "fp8_e4m3", 1.0), ("head", "fp8_e3m4", 2.0), ("channel", "fp8_e4m3", 1.5)],
 )
 def test_scales_cover_the_observed_values_closely(llama, granularity, dtype, margin):
-    windows = [t[:24] for t in texts(8)]
+    windows = [text[:24] for text in texts(8)]
     scales = calibrate(
         llama, windows, granularity=granularity, center=False, dtype=dtype, margin=margin, **NONE
     )
@@ -95,8 +95,8 @@ def test_scales_cover_the_observed_values_closely(llama, granularity, dtype, mar
 
 @pytest.mark.parametrize("name", ["llama", "biased"])
 def test_scales_per_channel_cover_other_positions(request, name):
-    """RoPE rotates pairs, so at some position a channel has the value of its partner."""
-    model, windows = request.getfixturevalue(name), [t[:24] for t in texts(16)]
+    """RoPE rotates pairs of channels, so at some position a channel has its partner's value."""
+    model, windows = request.getfixturevalue(name), [text[:24] for text in texts(16)]
     scales = calibrate(model, texts(16), granularity="channel", center=name == "biased", **NONE)
     assert scales.centered == (name == "biased")
     for index, (k, _) in observed(model, windows[:6], range(0, 231, 11)).items():
@@ -131,8 +131,8 @@ def test_centers_are_chosen_only_if_k_is_biased(biased, llama_scales):
     )
     assert with_center.centered
     assert with_center.report.centers.startswith("Centers in ")
-    # The center is the mean over the positions up to 192 instead of the mean within the windows.
-    windows = [t[:24] for t in texts(24)[:6]]
+    # The center is the mean over positions up to 192, not the mean within the windows.
+    windows = [text[:24] for text in texts(24)[:6]]
     near, everywhere = (
         observed(biased, windows, starts)[0][0].mean(0) for starts in ([0], range(0, 169, 12))
     )
@@ -164,13 +164,13 @@ def test_any_order_of_texts_gives_the_same_scales(biased, batch_size):
 
 
 def test_padding_has_no_effect():
-    """Token 0 fills up a batch. Here its embedding is far larger than any other."""
+    """Token 0 pads a batch. In this model its embedding is far larger than other embeddings."""
     model = tiny("llama")[0]
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
         for layer in model.model.layers:
             layer.input_layernorm.weight.fill_(1.0)
-            layer.input_layernorm.variance_epsilon = 1e12  # the norm no longer scales it down
+            layer.input_layernorm.variance_epsilon = 1e12  # keeps the norm from scaling it down
     single, batched = (calibrate(model, texts(5), batch_size=size, **NONE) for size in (1, 5))
     for index in single.layers:
         for side in ("k", "v"):
@@ -183,7 +183,7 @@ def test_padding_has_no_effect():
 # -- report ----------------------------------------------------------------------------------------
 
 
-def test_report_contents(llama, llama_scales):
+def test_the_report_describes_the_run_and_each_layer(llama, llama_scales):
     scales = llama_scales
     report = scales.report
     assert report.scales_digest == scales.digest
@@ -204,7 +204,7 @@ def test_report_contents(llama, llama_scales):
             assert 0.01 < side.error["fp8_e4m3"] < 0.04
             assert side.error["fp8_e3m4"] < 0.6 * side.error["fp8_e4m3"]
             assert side.error["fp8_e5m2"] > 1.7 * side.error["fp8_e4m3"]
-        k, _ = observed(llama, [t[:24] for t in texts()])[index]
+        k, _ = observed(llama, [text[:24] for text in texts()])[index]
         assert max(layer.k.amax) <= k.abs().max() * 1.001
 
 
@@ -296,7 +296,7 @@ ARCHITECTURES = {
         for name in ARCHITECTURES
     ],
 )
-def test_other_architectures(name):
+def test_every_architecture_is_calibrated_up_to_its_reach(name):
     """Every architecture is calibrated up to its reach, and a cache accepts the scales."""
     model_type, granularity, config, reach = ARCHITECTURES[name]
     model, inputs = tiny(model_type, **config)
@@ -343,7 +343,7 @@ def test_layers_without_attention_need_no_scales():
     assert set(scales.layers) == paged < set(range(2))
 
 
-def test_a_model_with_offloaded_weights():
+def test_a_model_with_offloaded_weights_gets_the_same_scales():
     from accelerate import cpu_offload
 
     expected = calibrate(tiny("llama")[0], texts(4), **NONE)
@@ -352,7 +352,7 @@ def test_a_model_with_offloaded_weights():
     assert actual.digest == expected.digest
 
 
-def test_the_model_is_unchanged(biased):
+def test_calibration_leaves_the_model_unchanged(biased):
     biased.train()
     biased.model.layers[0].eval()
     biased.set_attn_implementation("eager")
@@ -399,7 +399,7 @@ def test_invalid_arguments_are_rejected(llama, changes, message):
         calibrate(**{"model": llama, "texts": texts()} | QUIET | changes)
 
 
-def test_sub_configs_without_an_attention_implementation():
+def test_a_sub_config_without_an_attention_implementation_is_accepted():
     """dbrx has such a sub-config, and transformers rejects setting it again."""
     model = tiny("dbrx")[0]
     before = model.config.attn_config._attn_implementation
@@ -433,7 +433,7 @@ def test_unsupported_models_are_rejected():
 
 
 def test_a_model_that_accepts_one_token_at_a_time_is_not_scored(caplog):
-    """Its scales are calibrated, and a warning says that its predictions were not compared."""
+    """The scales are calibrated, and a warning says that the predictions are not compared."""
     scales = calibrate(tiny("prophetnet")[0], texts(6), **FEW)
     assert scales.report.quality == ()
     assert not scales.centered
@@ -441,8 +441,8 @@ def test_a_model_that_accepts_one_token_at_a_time_is_not_scored(caplog):
 
 
 @pytest.mark.full
-def test_a_real_model(real_model):
-    """Centers help, also at other positions. Static scales lose little against dynamic scales."""
+def test_centers_help_a_trained_model_at_all_positions(real_model):
+    """Centers reduce the KL at near and far positions. Static scales are nearly as good."""
     from pydoc_data.topics import topics
 
     model, tokenizer = real_model

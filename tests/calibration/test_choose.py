@@ -1,4 +1,4 @@
-"""Choice of scales: cost of errors, the scale of least cost, and the benefit of centers.
+"""Tests of the choice of scales: the cost of errors, the scale of least cost, and centers.
 
 The costs are compared with their definition in float64.
 """
@@ -36,7 +36,7 @@ def states() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor:
-    """Return the cost of errors `[N, Hkv, D]` per head and per channel, `[Hkv, 1 + D]`, float64."""
+    """Return the cost of `error`, `[N, Hkv, D]`, per head and channel: `[Hkv, 1 + D]`, float64."""
     w, e = queries.weights.double(), error.double().transpose(0, 1)[:, None]
     mean = (w[..., None] * e).sum(-2)
     if side == "v":
@@ -58,7 +58,7 @@ def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor
     ("window", "scaling", "at"),
     [(None, 1.0, [2, 4, 6]), (1, 0.3, [2, 4, 6]), (3, 1.0, [6, 0, 3]), (100, 0.3, [6, 0, 3])],
 )
-def test_attention_weights_of_queries_in_any_order(states, window, scaling, at):
+def test_attention_weights_do_not_depend_on_the_order_of_queries(states, window, scaling, at):
     (q, k), at = states, torch.tensor(at)
     queries = Queries.from_states(q, k, at, scaling, window)
     dots = torch.einsum("hgqd,nhd->hgqn", q.view(HEADS, GROUP, -1, DIM), k).double() * scaling
@@ -81,7 +81,7 @@ def test_queries_of_mismatched_shapes_are_none(states):
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_cost_of_errors(states, side):
+def test_the_cost_of_errors_matches_its_definition(states, side):
     q, k = states
     queries = Queries.from_states(q, k, AT, 1.0, None)
     error = torch.randn(TOKENS, HEADS, DIM) + 0.5
@@ -116,8 +116,8 @@ def candidate(side, first, reach=None, *, center=None, granularity="head", fmt=E
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
-def test_cost_of_scales(states, side, granularity):
-    """Test each scale of an octave, per head or channel as the granularity requires."""
+def test_the_cost_of_a_scale_is_the_cost_of_its_rounding_errors(states, side, granularity):
+    """Every scale of an octave is compared, per head or channel according to the granularity."""
     q, k = states
     queries = Queries.from_states(q, k, AT, 1.0, None)
     center = torch.randn(HEADS, DIM) if side == "k" and granularity != "tensor" else None
@@ -145,7 +145,7 @@ def test_cost_of_scales(states, side, granularity):
 
 
 def test_higher_octaves_are_tried_on_tokens_of_the_whole_text():
-    """384 tokens are zeros except one near the end, which is among the tried tokens."""
+    """All of 384 tokens are zero except one near the end, which is among the tried tokens."""
     x = torch.zeros(3 * 128, 1, 4)
     x[-3] = 0.3
     assert measure_costs(candidate("v", torch.ones(1, 1)), x, None)[1, 1] > 0
@@ -161,7 +161,7 @@ def chosen_scale(first, reach, cost, room, *, granularity="head", fmt=E4M3) -> t
 
 
 def minimum_at(*steps: int) -> torch.Tensor:
-    """Return costs `[16, len(steps), 1]` with the minimum of each head at its step."""
+    """Return costs, `[16, len(steps), 1]`, whose minimum for head `i` is at `steps[i]`."""
     cost = torch.full((SEARCH_STEPS, len(steps), 1), 5.0).double()
     for head, step in enumerate(steps):
         cost[step, head] = 1.0
@@ -173,7 +173,7 @@ COSTLY = torch.tensor([1.0, 2.0, 2.0, 2.0]).double()
 
 
 def octave_costs(*heads: torch.Tensor) -> torch.Tensor:
-    """Expand a cost per octave, `[4]`, of each head to `[4, 16, H, 1]`, equal for every step."""
+    """Expand the costs per octave, `[4]`, of H heads to `[4, 16, H, 1]`, equal for every step."""
     return torch.stack(heads, 1)[:, None, :, None].expand(-1, SEARCH_STEPS, -1, -1).clone()
 
 
@@ -183,7 +183,7 @@ def test_the_scale_of_least_cost_is_chosen(fmt):
     scale = chosen_scale(first, first, minimum_at(5, 12), octave_costs(COSTLY, COSTLY), fmt=fmt)
     expected = first * torch.tensor([[2 ** (5 / 16)], [2 ** (12 / 16)]])
     torch.testing.assert_close(scale, expected)
-    # Without queries all costs are zero, and the smallest scale is chosen.
+    # All costs are zero without queries, so the smallest scale is chosen.
     no_cost = torch.zeros(SEARCH_STEPS, 2, 1).double()
     assert chosen_scale(first, first, no_cost, octave_costs(COSTLY, COSTLY)).equal(first)
     # One scale for a whole layer is a scalar.
@@ -228,7 +228,7 @@ def test_higher_octaves_have_the_costs_of_the_chosen_step():
 
 
 def test_scales_do_not_grow_if_small_values_would_become_subnormal():
-    """One value is large. The other values are then subnormal in E3M4 but not in E4M3."""
+    """One large value makes all smaller values subnormal in E3M4 but not in E4M3."""
     x = 0.004 * torch.randn(64, 1, 64)
     x[0, 0, 0] = 1.0
     octaves = {}
@@ -247,7 +247,7 @@ def test_scales_do_not_grow_if_small_values_would_become_subnormal():
 
 @pytest.fixture
 def ranges() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the ranges of a K with a bias, a V with a different head size, and K's partners."""
+    """Return the ranges of a biased K and of a V with another head size, and K's partners."""
     k = torch.randn(20, HEADS, DIM) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + 5.0
     return k, torch.randn(20, HEADS, 6), torch.tensor([2, 1, 0, 3])
 
@@ -276,7 +276,7 @@ def first_candidates(k, v, partner, granularity, *, margin=1.0, center=True, fmt
 @pytest.mark.parametrize("fmt", [E4M3, E3M4], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("margin", [1.0, 1.5])
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
-def test_first_scales_and_reach_of_candidates(ranges, granularity, margin, fmt):
+def test_candidates_cover_the_observed_range_and_reach(ranges, granularity, margin, fmt):
     k, v, partner = ranges
     candidates = first_candidates(k, v, partner, granularity, margin=margin, fmt=fmt)
     dims = {"tensor": (0, 1), "head": (1,), "channel": ()}[granularity]
@@ -339,7 +339,7 @@ def observed(model, window: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch
     return pairs
 
 
-# Grid: windows and full attention, an unusual scaling, fewer and more tokens than queries.
+# Grid: full attention and windows, an unusual scaling, and fewer or more tokens than queries.
 @pytest.mark.parametrize(
     ("name", "config", "tokens", "window"),
     [
@@ -381,7 +381,7 @@ def choose_scales_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, 
     """Return the chosen scales and the candidates of each layer."""
     job = make_job(model)
     partners = measure_partners(model, windows[0], job.layers)
-    ranges = stages.collect_ranges(job, "text", [Batch((w,)) for w in windows], partners)
+    ranges = stages.collect_ranges(job, "text", [Batch((window,)) for window in windows], partners)
     candidates = {i: candidates_of(r, partners[i].k, job.options) for i, r in ranges.items()}
     scales = choose.make_scales(job, windows, candidates)
     return choose.choose_scales(job, windows, Beyond(0), scales, "a text")[0], candidates
@@ -419,7 +419,8 @@ def test_attention_without_queries_gets_the_smallest_scales(sliding, monkeypatch
     windows = random_windows(20, 24)
     chosen, _ = choose_scales_on(sliding, windows)
     for index in chosen:
-        amax = torch.cat([observed(sliding, w)[index][1] for w in windows]).abs().amax((0, 2))
+        values = [observed(sliding, window)[index][1] for window in windows]
+        amax = torch.cat(values).abs().amax((0, 2))
         torch.testing.assert_close(chosen[index].v, amax[:, None] / 448)
 
 
@@ -488,7 +489,7 @@ def test_the_center_is_the_weighted_mean_of_the_sample_and_its_scale_covers_it()
     torch.testing.assert_close(weighted.center, torch.tensor([[-3.0, 2.5]]))
     # The mean of the windows has a weight of one ninth.
     torch.testing.assert_close(evenly.center, torch.tensor([[-3.0, 2.0]]))
-    # The range goes from the center, -3, to 6, which only the near text has.
+    # The range reaches from the center, -3, to 6, which only the near text has.
     for tried in (weighted, evenly):
         assert tried.first.item() == pytest.approx(9 / 448, rel=1e-5)
 
@@ -544,7 +545,7 @@ def test_a_sample_is_weighted_by_the_queries_of_the_model(llama):
 
 
 def test_partners_must_choose_each_other():
-    """Channel 1 changes against channel 0, and more exactly against channel 2."""
+    """Channel 1 changes opposite to channel 0, and more exactly opposite to channel 2."""
     change = torch.randn(4096, dtype=torch.float64)
     noise = torch.randn(2, 4096, dtype=torch.float64)
     changes = [-change + 0.5 * noise[0], change, -change, noise[1]]

@@ -1,6 +1,6 @@
-"""Effect of 8 bits on the predictions of a model, as opposed to the parity of kernels.
+"""Tests of the effect of 8-bit K and V on predictions. Other files test that kernels agree.
 
-The bounds are means over several texts, because on one text a few tokens decide the mean.
+The bounds are means over several texts, because a few tokens decide the mean of one text.
 """
 
 import math
@@ -25,7 +25,7 @@ PREFILL, SCORED = 128, 64
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("real", marks=pytest.mark.full)])
 def measured(request: pytest.FixtureRequest) -> tuple[str, dict[str, QualityRow]]:
-    """Measure the caches. The demo model has real magnitudes, the tiny model the same ranking."""
+    """Measure each cache on the demo model, or on a tiny model that ranks the caches alike."""
     if request.param == "tiny":
         model, _ = tiny("llama")
         ids = torch.randint(3, VOCAB, (len(TEXTS), PREFILL + SCORED))
@@ -71,7 +71,7 @@ def test_divergence_is_lower_than_in_transformers(measured: Any) -> None:
     _, rows = measured
     stock = rows.get("transformers fp8")
     if stock is None:
-        pytest.skip("this transformers has no FP8 cache")
+        pytest.skip("this version of transformers has no FP8 cache")
     for name in ("e4m3", "e3m4"):
         assert rows[name].kl < stock.kl, (name, rows[name], stock)
 
@@ -89,7 +89,7 @@ def logprobs(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int
 
 
 @pytest.mark.parametrize("chunk", [5, 100, pytest.param(1, marks=pytest.mark.full)])
-def test_scores_match_logprobs(chunk: int) -> None:
+def test_scores_match_the_log_probabilities(chunk: int) -> None:
     model, _ = tiny("llama", attn_implementation="fp8_paged")
     ids = torch.randint(3, VOCAB, (2, 24))
     prefill = 8

@@ -1,4 +1,4 @@
-"""Channels that RoPE rotates together: measured, and compared with the code of each model."""
+"""Tests of finding the channels that RoPE rotates together, in models and in random values."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def neighbors(size: int) -> list[int]:
     ids=["halves", "neighbors-and-none", "a-quarter", "learned-positions", "two-thetas"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_partners_of_a_model(name, config, expected, dtype):
+def test_partners_match_the_code_of_the_model(name, config, expected, dtype):
     model = tiny(name, **config)[0].to(dtype)
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
     partners = measure_partners(model, window, paged_layers(model))
@@ -73,10 +73,10 @@ def rotate(x: torch.Tensor, position: int, base: float, partner: list[int]) -> t
     [halves(64), neighbors(64), halves(64, 32), halves(64, 32, 32), list(range(64))],
     ids=["halves", "neighbors", "first-half", "second-half", "none"],
 )
-# Grid: each pattern with both pairs. Noise and base do not depend on each other.
+# Grid: each pattern with two combinations, because noise and base are independent.
 @pytest.mark.parametrize(("noise", "base"), [(0.0, 1e6), (0.01, 1e4)], ids=["exact", "rounded"])
-def test_partners_of_random_values(partner, noise, base):
-    """Test pairs that rotate too slowly to show, and values that were rounded to 16 bits."""
+def test_partners_are_found_despite_slow_rotation_and_rounding(partner, noise, base):
+    """Some pairs rotate too slowly to be detected, and some values were rounded to 16 bits."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(128, 2, 64, generator=generator, dtype=torch.float64)
     x *= torch.logspace(-1, 1, 64)[torch.randperm(64, generator=generator)]

@@ -1,4 +1,4 @@
-"""Storage plans, chosen by a calibration with its scales or for a model without texts."""
+"""Tests of storage plans that a calibration or `choose_plan` chooses."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ EXPLICIT_PLAN = {
     1: LayerPlan.parse("fp8_e2m5", "auto"),
 }
 HELD_OUT_50 = QUIET | {"held_out": 50}
-# `choose_plan` reads at these positions.
+# Enough positions for `choose_plan` to try far positions.
 LONG_CONTEXT = {"max_position_embeddings": 8192}
 
 
@@ -85,7 +85,7 @@ def test_a_measured_plan_is_closer_at_all_positions(measured: KVScales) -> None:
 @pytest.mark.parametrize("name", ["measured", "explicit"])
 def test_scales_cover_the_stored_values(biased: Any, measured: Any, name: str) -> None:
     """The scales cover rotated and centered values at all positions, with little margin."""
-    windows = [t[:24] for t in texts(12)]
+    windows = [text[:24] for text in texts(12)]
     scales = measured
     if name == "explicit":
         scales = calibrate(biased, windows, plan=EXPLICIT_PLAN, **NONE)
@@ -108,7 +108,7 @@ def test_scales_cover_the_stored_values(biased: Any, measured: Any, name: str) -
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("plan", ["int8 rotated centered", "fp8_e2m5 rotated", "fp8_e4m3"])
 def test_cost_is_computed_from_the_dequantized_values(plan: str, side: str) -> None:
-    """The cost is measured in the model's basis, also if the stored values are rotated."""
+    """The cost is measured in the model's basis, even if the stored values are rotated."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(40, 2, 16, generator=generator) + 2
     q = torch.randn(4, 9, 16, generator=generator)
@@ -234,7 +234,7 @@ def chosen(llama: Any) -> StoragePlan:
 
 
 def compare(model: Any, plan: StoragePlan, tokens: int = 300) -> tuple[float, float]:
-    """Return the KL, in nats, of predictions with the default and with a plan, on other tokens."""
+    """Return the KL, in nats, with the default and with a plan, on tokens that chose neither."""
     ids = torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(9))
     caches = {
         name: lambda options=options: FP8PagedCache(model.config, **options)
@@ -370,11 +370,11 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
 def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
     tokenizer, text = words(), ["a b c d " * 40, "d c b a " * 30]
     plan = choose_plan(llama, text, tokenizer=tokenizer)
-    ids = [tokenizer(t).input_ids for t in text]
+    ids = [tokenizer(line).input_ids for line in text]
     assert plan.digest == choose_plan(llama, ids).digest
     assert plan.origin == "chosen on 280 tokens of text"
     assert choose_plan(llama, texts()).digest != plan.digest
-    rows = [{"body": t} for t in text]
+    rows = [{"body": line} for line in text]
     by_column = choose_plan(llama, rows, tokenizer=tokenizer, text_column="body")
     assert by_column.digest == plan.digest
 

@@ -1,4 +1,4 @@
-"""Positions beyond the windows: which are tried, and centers that must hold there."""
+"""Tests of calibration at positions beyond the windows, where centers must also help."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def rotating():
 
 @pytest.fixture(scope="module")
 def near(rotating):
-    """Return scales without a look at other positions. The center is the mean of the windows."""
+    """Return scales calibrated only on the windows. Their center is the mean of the windows."""
     return calibrate(rotating, texts(), max_position=24, **QUIET)
 
 
@@ -82,11 +82,11 @@ def test_the_report_compares_other_positions(rotating, near, plain):
 
 
 def test_failing_positions_are_skipped(rotating, monkeypatch, caplog):
-    """The model fails there. The scales are calibrated without centers."""
+    """Scales are calibrated without centers if the model fails at far positions."""
     original = rotating.model.rotary_emb.forward
 
     def forward(x, position_ids):
-        # These positions are beyond the half of 256, up to which the rotation is measured.
+        # The rotation is measured at positions up to 128, half of 256.
         if int(position_ids.max()) >= 160:
             raise IndexError("no such position")
         return original(x, position_ids)
@@ -102,7 +102,7 @@ def test_failing_positions_are_skipped(rotating, monkeypatch, caplog):
     assert "positions up to 192 are not tried" in caplog.text
 
 
-def test_spread_places_windows_over_all_positions():
+def test_windows_are_spread_over_all_positions():
     windows = [torch.arange(n) for n in (24, 20, 10)]
     batches = Beyond(200).spread(windows, 8)
     assert [batch.tokens for batch in batches] == [24, 20, 10] * 2 + [24, 20]
@@ -123,7 +123,7 @@ def test_spread_places_windows_over_all_positions():
     assert Beyond(200, "cannot").spread(windows, 8) == []
 
 
-def test_find_reach_and_max_position():
+def test_the_reach_is_at_most_the_positions_of_the_model():
     model = tiny("llama")[0]  # 256 positions
     assert [find_reach(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
     assert find_reach(model, 24, 256) == 256

@@ -1,4 +1,4 @@
-"""Statistics in the report of a calibration, and the digest of scales."""
+"""Tests of the statistics in a calibration's report, and of the digest of scales."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ OVER = {
 
 
 def measure(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3"):
-    """Return the statistics of a layer whose K and V are `texts`, a list of pairs `[N, Hkv, D]`."""
+    """Return the statistics of one layer. `texts` has its K and V, `[N, Hkv, D]`, of each text."""
     remaining = iter(texts)
 
     def observe(model, batch, layers, on_layer):
@@ -99,7 +99,7 @@ def test_the_center_is_subtracted_first(monkeypatch):
 
 
 def test_texts_are_weighted_by_their_values(monkeypatch):
-    """Three of 10 tokens of K saturate, in whichever text they are."""
+    """Three of 10 tokens of K saturate, and it does not matter which texts have them."""
     a, b = fill(500.0, 1.0), fill(*[500.0] * 2, *[1.0] * 6)
     stats = measure(monkeypatch, [(a, b[:2]), (b, a.repeat(4, 1, 1))], scales_of(1.0, 1.0))
     assert stats.k.saturated == pytest.approx(0.3)
@@ -131,7 +131,7 @@ def naive_error(x: torch.Tensor, stored: torch.Tensor, unit: torch.Tensor, fmt) 
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3fnuz"])
-def test_errors_of_every_format(monkeypatch, centered, name):
+def test_errors_of_every_format_match_the_codec(monkeypatch, centered, name):
     """Each head and channel has its own scale. K and V have different head sizes."""
     k, v = torch.randn(40, HEADS, 6) + 1.0, torch.randn(40, HEADS, 4)
     k[3, 1, 2] = 7.0  # saturates
@@ -160,7 +160,7 @@ def test_errors_of_every_format(monkeypatch, centered, name):
 
 
 def test_errors_are_measured_on_a_sample_of_all_texts(monkeypatch):
-    """Every second of 2,000 tokens is measured, in whichever text it is."""
+    """Every second of 2,000 tokens is measured, over the boundaries of texts."""
     texts = [(torch.randn(n, HEADS, 4), torch.randn(n, HEADS, 4)) for n in (1301, 699)]
     stats = measure(monkeypatch, texts, scales_of(0.01, 0.01))
     sample = torch.cat([k for k, _ in texts])[::2]

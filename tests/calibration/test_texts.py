@@ -1,4 +1,4 @@
-"""Input of a calibration: all kinds of texts, no lost tokens, the same windows in any order."""
+"""Tests of reading texts for a calibration: types, files, windows, and held-out windows."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ ALL_TOKENS = {"max_tokens": 1 << 20, "max_length": 1 << 10, "held_out": 0}
 def words(
     template: str | None = TEMPLATE, *, bos: bool = False, letters: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of words, or of letters. Its model has a context of 4 tokens."""
+    """Return a tokenizer of words or letters, for a model with a context of 4 tokens."""
     model = models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>")
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -76,7 +76,7 @@ CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
 class Dataset:
-    """Iterate over rows repeatedly, as a data set of the package datasets does."""
+    """A data set that can be iterated repeatedly, as in the package datasets."""
 
     def __init__(self, *rows) -> None:
         self.rows = rows
@@ -102,7 +102,7 @@ class Dataset:
         ([np.int64(A), B], [A, B]),
     ],
 )
-def test_types_of_items(item, expected):
+def test_each_type_of_item_is_tokenized(item, expected):
     for texts in ([item], (item,), iter([item]), Dataset(item)):
         corpus = read(texts)
         assert ids(corpus) == [expected]
@@ -111,7 +111,7 @@ def test_types_of_items(item, expected):
         assert corpus.held_out == ()
 
 
-def test_tensors_columns_and_token_ids():
+def test_columns_and_token_ids_are_read_as_given():
     rows = [[A, B], [C, D]]
     assert ids(read(torch.tensor(rows))) == rows
     assert ids(read(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body")) == rows
@@ -125,7 +125,7 @@ def test_tensors_columns_and_token_ids():
 def test_tensors_are_on_the_cpu_with_a_different_default_device():
     with torch.device("meta"):
         corpus = read(["a b", [A, B]])
-    assert {w.device.type for w in corpus.windows} == {"cpu"}
+    assert {window.device.type for window in corpus.windows} == {"cpu"}
 
 
 def test_chat_template_makes_a_text_the_turn_of_a_user():
@@ -167,7 +167,7 @@ LINES_IDS = [CHAT_IDS, CHAT_IDS, [A, B, C], [A, B], [A, B]]
 @pytest.mark.parametrize("name", ["x.jsonl", "x.JSONL"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
-def test_json_lines(tmp_path, name, newline, bom):
+def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom):
     path = tmp_path / name
     content = bom + newline.join(LINES).encode()
     path.write_bytes(content)
@@ -205,7 +205,7 @@ LONG = "b" * 15
         (" ".join([LONG] * 12), [" ".join([LONG] * 10), " ".join([LONG] * 2)]),
     ],
 )
-def test_split_positions_of_a_text_file(tmp_path, text, expected):
+def test_a_text_file_is_split_near_the_end_of_a_window(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
     corpus = read(path, max_length=11)  # one token is reserved for special tokens
     assert sorted(ids(corpus)) == sorted(TOKENIZER(piece)["input_ids"] for piece in expected)
@@ -225,7 +225,7 @@ def test_a_text_file_keeps_all_of_its_letters(tmp_path_factory, text, max_length
 
 
 def read_traced(*arguments, **options) -> tuple[Corpus, int]:
-    """Read a corpus, and return it and the peak memory in bytes."""
+    """Return a corpus, and the peak of the memory that reading it took, in bytes."""
     tracemalloc.start()
     try:
         return read(*arguments, **options), tracemalloc.get_traced_memory()[1]
@@ -249,7 +249,7 @@ def test_a_huge_file_is_streamed(tmp_path, text):
     writer.start()
     corpus, peak = read_traced(path, words(letters=True), max_tokens=1000, max_length=128)
     writer.join(60)
-    assert written < 1 << 20, "more of the file was read than the tokens need and a pipe buffers"
+    assert written < 1 << 20, "expected to read what the tokens need and the pipe buffers, no more"
     assert peak < 16 << 20
     assert 999 <= corpus.tokens <= 1000
 
@@ -394,11 +394,13 @@ def test_texts_and_files_need_a_tokenizer(tmp_path):
 # -- windows and held-out texts --------------------------------------------------------------------
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
-CORPORA = st.lists(TOKENS, min_size=1, max_size=12).filter(lambda c: any(len(t) > 1 for t in c))
+CORPORA = st.lists(TOKENS, min_size=1, max_size=12).filter(
+    lambda corpus: any(len(text) > 1 for text in corpus)
+)
 
 
 def windows_of(text: list[int], max_length: int) -> list[tuple[int, ...]]:
-    """Return the specified result: consecutive windows, without windows of one token."""
+    """Return the expected windows of a text: consecutive, without windows of one token."""
     windows = [tuple(text[i : i + max_length]) for i in range(0, len(text), max_length)]
     return [window for window in windows if len(window) > 1]
 
@@ -411,14 +413,14 @@ def tuples(windows) -> list[tuple[int, ...]]:
 def test_no_token_is_lost_or_added(corpus, max_length, held_out):
     result = read(corpus, max_length=max_length, held_out=held_out)
     calibration, held_out_windows = tuples(result.windows), tuples(result.held_out)
-    expected = Counter(w for text in corpus for w in windows_of(text, max_length))
+    expected = Counter(window for text in corpus for window in windows_of(text, max_length))
     assert Counter(calibration + held_out_windows) == expected
     assert result.tokens == sum(map(len, calibration))
     assert not set(calibration) & set(held_out_windows)
     assert calibration
     assert bool(held_out_windows) == (held_out > 0 and len(expected) > 1)
     for part in (calibration, held_out_windows):
-        assert [len(w) for w in part] == sorted(map(len, part), reverse=True)
+        assert [len(window) for window in part] == sorted(map(len, part), reverse=True)
     total, held = result.tokens + sum(map(len, held_out_windows)), sum(map(len, held_out_windows))
     if held > min(2 * held_out, total // 4):  # in this case one window is held out, with its copies
         assert len(set(held_out_windows)) <= 1
@@ -428,7 +430,7 @@ def test_no_token_is_lost_or_added(corpus, max_length, held_out):
 @given(st.data(), CORPORA, st.integers(2, 12), st.integers(0, 60))
 def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_out):
     permuted = data.draw(st.permutations(corpus))
-    total = sum(len(w) for text in corpus for w in windows_of(text, max_length))
+    total = sum(len(window) for text in corpus for window in windows_of(text, max_length))
     for max_tokens in (1 << 20, max(total, 2)):
         options = {"max_length": max_length, "held_out": held_out, "max_tokens": max_tokens}
         first, second = read(corpus, **options), read(permuted, **options)
@@ -440,7 +442,7 @@ def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_o
 @given(CORPORA, st.integers(2, 12), st.integers(2, 100))
 def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
     result = read(corpus, max_length=max_length, max_tokens=max_tokens)
-    total = sum(len(w) for text in corpus for w in windows_of(text, max_length))
+    total = sum(len(window) for text in corpus for window in windows_of(text, max_length))
     assert result.tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
     assert min(map(len, result.windows)) >= 2
     # The last window is cut.
@@ -503,10 +505,10 @@ def test_a_window_does_not_keep_its_text_in_memory():
         ([list(range(1000))], 4000, [10] * 25),
     ],
 )
-def test_number_of_held_out_windows(corpus, held_out, expected):
+def test_the_longest_windows_are_held_out_up_to_a_quarter(corpus, held_out, expected):
     max_length = 100 if [9] * 100 in corpus else 10
     result = read(corpus, None, held_out=held_out, max_length=max_length)
-    assert [len(w) for w in result.held_out] == expected
+    assert [len(window) for window in result.held_out] == expected
 
 
 def test_held_out_windows_do_not_depend_on_the_process():
@@ -517,7 +519,7 @@ def test_held_out_windows_do_not_depend_on_the_process():
 # -- a real tokenizer ------------------------------------------------------------------------------
 
 
-def test_the_demo_tokenizer(demo_model_path, tmp_path):
+def test_texts_are_tokenized_and_split_with_a_trained_tokenizer(demo_model_path, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     text = "The cache stores keys and values.\n\nÜber 日本語 🙂\n"
     chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
@@ -526,6 +528,6 @@ def test_the_demo_tokenizer(demo_model_path, tmp_path):
 
     (path := tmp_path / "x.txt").write_text(text * 500)
     corpus = read(path, tokenizer, max_length=256, held_out=1024)
-    lengths = [len(w) for w in (*corpus.windows, *corpus.held_out)]
+    lengths = [len(window) for window in (*corpus.windows, *corpus.held_out)]
     assert len(lengths) == corpus.texts  # no text is split into windows
     assert sum(lengths) / len(lengths) > 0.85 * 256

@@ -1,4 +1,4 @@
-"""Cards: their values are right, defects are found, and an interrupted card resumes."""
+"""Tests of `hf-fp8kv card`: correct values, findings about defects, and resuming a card."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def run(monkeypatch, capsys):
 
 
 def without_times(card: dict[str, Any]) -> dict[str, Any]:
-    """Return a card without the entries that differ between two runs."""
+    """Return a card without the measured times, which differ between runs."""
     for name in ("date", "command", "idle", "used_by_others"):
         del card[name]
     for cache in card["caches"].values():
@@ -130,8 +130,8 @@ def test_invalid_options_are_rejected(run, folder, options, code, message, tmp_p
     assert not (tmp_path / "card").exists()
 
 
-def test_a_card_without_free_answers_or_tasks(run, folder, monkeypatch, tmp_path):
-    """With this tokenizer, all words of the tasks are the same token, so no task is measured."""
+def test_a_card_omits_free_answers_and_tasks(run, folder, monkeypatch, tmp_path):
+    """This tokenizer has one token for all words of the tasks, so no task is measured."""
     monkeypatch.setitem(measure.SIZES, "quick", TINIEST)
     monkeypatch.chdir(folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
@@ -143,7 +143,7 @@ def test_a_card_without_free_answers_or_tasks(run, folder, monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
-def test_models_with_windows_latents_and_shared_layers(name):
+def test_cards_support_windows_latents_and_shared_layers(name):
     """Layers with a window count only the tokens in the window, with and without quantization."""
     model, _ = tiny(name)
     states = read_states(model, torch.randint(4, 90, (1, 80)))
@@ -166,7 +166,7 @@ def test_unsupported_models_are_rejected(name, folder, tmp_path):
 
 
 def test_a_broken_cache_is_described():
-    """Infinite divergences have a tier and no slope."""
+    """A cache with infinite divergences gets a tier but no slope."""
     broken = torch.full((4,), math.inf, dtype=torch.float64)
     row = measure.summarize([Scores(broken, torch.ones_like(broken), broken)] * 2)
     drift = describe_drift(torch.full((2, 16), math.inf, dtype=torch.float64), None)
@@ -176,7 +176,7 @@ def test_a_broken_cache_is_described():
 
 
 def test_changed_settings_discard_saved_parts(folder, tmp_path):
-    """Results of different caches or weights are never combined."""
+    """Results of different caches or weights are never combined in one card."""
     parts = measure.Parts(tmp_path / "parts.json", {"caches": ["default"]})
     assert parts.get("one", lambda: 1) == 1
     assert measure.Parts(tmp_path / "parts.json", {"caches": ["default"]}).get("one", dict) == 1
@@ -201,7 +201,7 @@ class ScaledValuesCache(FP8PagedCache):
         return super().update(key_states, 1.02 * value_states, layer_idx, *args, **kwargs)
 
 
-def _center_elsewhere(model) -> FP8PagedCache:
+def _wrongly_centered_cache(model) -> FP8PagedCache:
     """Return a cache with the centers of a different model."""
     torch.manual_seed(5)
     plan = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
@@ -225,7 +225,7 @@ def test_planted_defects_of_stored_states_are_found():
     defects = {
         "V is stored 2.": lambda model: ScaledValuesCache(model.config),
         "1 stored tokens are lost (at 40).": lambda model: TokenLossCache(model.config),
-        "The centers do not fit": _center_elsewhere,
+        "The centers do not fit": _wrongly_centered_cache,
     }
     for finding, make_cache in defects.items():
         findings = _findings(Contender("defect", make_cache), model, states)
@@ -245,7 +245,7 @@ def test_a_jump_is_found_and_a_trend_is_not():
 
 
 def test_an_answer_is_followed_as_it_was_decoded():
-    """A chunk has the same divergences as its tokens, decoded one at a time."""
+    """Scoring the answer in chunks gives the divergences of decoding it token by token."""
     model, _ = tiny("llama", num_hidden_layers=2)
     prompts = torch.randint(4, 90, (2, 24))
     with paged_attention(model):
@@ -291,7 +291,7 @@ def test_quantiles_match_students_t(probability, freedom, expected):
     assert quantile(probability, freedom) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_lost_token_shows_in_predictions():
+def test_a_lost_token_changes_predictions():
     model, _ = tiny("llama", num_hidden_layers=2)
     ids = torch.randint(4, 90, (1, 64))
     contenders = {
@@ -320,7 +320,7 @@ def test_an_answer_is_right_if_its_token_beats_all_wrong_tokens():
     whole = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}
     with paged_attention(model):
         result = run_task(model, [haystack], whole)
-        # Most answers are wrong, so the task is dropped.
+        # The model answers most questions wrongly, so the task is dropped.
         hard = run_task(model, [replace(haystack, questions=haystack.questions[7:])], whole)
     assert (result["asked"], result["right"]) == (10, 8)
     assert result["caches"] == {"whole": {"lost": 0, "won": 0}}
@@ -362,7 +362,7 @@ def test_lost_and_won_answers_cancel():
 
 @pytest.mark.parametrize(
     ("size", "rotated", "block_size"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
-)  # The last block of size 80 has 16 values. K is rotated over a power of two, V over 64.
+)  # With head size 80, the last block has 16 values. K is rotated over a power of two, V over 64.
 def test_q8_0_rounds_blocks_of_32_to_their_largest_value(size, rotated, block_size):
     states = torch.randn(1, 2, 5, size)
     states[..., 40] *= 50
@@ -377,7 +377,7 @@ def test_q8_0_rounds_blocks_of_32_to_their_largest_value(size, rotated, block_si
         assert (block - values).abs().max() > 0.3 * step.min()
 
 
-def test_standard_caches_and_plans(folder):
+def test_caches_are_selected_by_name_or_plan(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     contenders, rejected = choose_contenders(model)
     assert [*contenders] == ["default", "adaptive", "fp8", "QuantizedCache", "bf16"]

@@ -1,4 +1,4 @@
-"""A tiny model, scales, and the command line in this process."""
+"""Fixtures of a tiny model, saved scales, and the command line in this process."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.scales.test_export import random_scales
 
 
 class Command:
-    """Runs the command line in this process. A failing command writes nothing to stdout."""
+    """Runs commands in this process, and checks that a failing command writes nothing to stdout."""
 
     def __init__(self, call: command_line.Runner) -> None:
         self.call = call

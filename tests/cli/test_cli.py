@@ -1,4 +1,4 @@
-"""The command line in this process: its output and its exit codes."""
+"""Tests of `generate`, `check` and `--help` in this process: output and exit codes."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def generate(run, model):
 
 
 def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path):
-    # In float32, because two attentions that round to 16 bits may choose different tokens.
+    # The model is in float32, because two attentions with 16 bits may choose different tokens.
     folder = command_line.save_tiny_model(tmp_path, torch.float32)
     output = generate("--kv-cache-dtype", "auto", model=folder)
     dense, pages = output["runs"]
@@ -150,7 +150,7 @@ def test_memory_sizes_are_parsed(text, size):
 # -- errors ----------------------------------------------------------------------------------------
 
 
-# HERE is a folder with scales, OUT a folder that does not exist.
+# HERE stands for a folder with scales, and OUT for a folder that does not exist.
 GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "convert HERE "
 
 

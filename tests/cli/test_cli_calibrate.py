@@ -1,4 +1,4 @@
-"""`hf-fp8kv calibrate`: its options, output and errors. A fake replaces the calibration."""
+"""Tests of `hf-fp8kv calibrate`: options, output and errors. A fake replaces the calibration."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.scales.test_export import random_scales
 
 
 class FakeCalibrate:
-    """Returns scales of the tiny model, or raises `error` if it is set."""
+    """A fake `calibrate` that records calls, and returns scales or raises `error` if it is set."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, object]] = []
@@ -42,7 +42,7 @@ def text(tmp_path) -> Path:
 
 @pytest.fixture
 def run(run, model, text, tmp_path):
-    """Return the command line, with defaults for `calibrate`: a tiny model, a text and a folder."""
+    """Return a runner of `calibrate` whose default model, text and folder are small test data."""
     run_command = run.call
 
     def calibrate(*arguments: str, **kwargs: str) -> tuple[int, str, str]:
@@ -85,7 +85,7 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_every_format(run, calibration, tmp_path, format):
+def test_every_format_is_written(run, calibration, tmp_path, format):
     output = run.json("--format", format)
     assert output["num_layers"] == 2
     assert sorted(map(Path, output["files"])) == sorted((tmp_path / "out").iterdir())
@@ -113,7 +113,7 @@ def test_calibration_matches_the_format(run, calibration, format, options, expec
     assert {n: call[n] for n in ("granularity", "center") if n in call} == expected
 
 
-def test_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
+def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
     out, _ = run("--checkpoint", model, "--format", "compressed-tensors")
     folder, copy = tmp_path / "out", tmp_path / "out" / "checkpoint"
     assert KVScales.from_pretrained(folder).format == "hf_fp8kv"
@@ -122,7 +122,7 @@ def test_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
     assert str(copy / "model-kv-scales.safetensors") in out.splitlines()
 
 
-def test_a_copy_of_a_checkpoint_with_scales(run, calibration, model, tmp_path):
+def test_overwrite_replaces_the_scales_in_a_copy(run, calibration, model, tmp_path):
     old = tmp_path / "old"
     random_scales("tensor", layers=2).save_pretrained(
         old, format="compressed-tensors", checkpoint=model
@@ -150,7 +150,7 @@ def test_existing_scales_are_rejected_before_calibration(run, calibration, tmp_p
         (tmp_path / file).mkdir()
         (tmp_path / file / file).write_text("{}")
         assert file in run.fails("--out", tmp_path / file)
-    # Our own file is read first, so scales in a different format next to it would be ignored.
+    # kv_scales.safetensors is read first, so scales of another format next to it would be ignored.
     run.fails("--format", "vllm-json")
     assert "read before all others" in run.fails("--format", "vllm-json", "--overwrite")
     assert calibration.calls == []
@@ -202,7 +202,7 @@ def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
     assert KVScales.from_pretrained(tmp_path / "out").plan == dict(enumerate(PLANS[:2]))
 
 
-def test_unsuitable_scales_are_saved_in_the_own_format(run, calibration, tmp_path):
+def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(run, calibration, tmp_path):
     layers = random_scales("tensor").layers
     calibration.scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
     err = run.fails("--format", "vllm-json")
@@ -240,7 +240,7 @@ def test_missing_texts_are_rejected_before_calibration(run, calibration):
     assert len(calibration.calls[0]["texts"]) > 50
 
 
-def test_end_to_end(run, tmp_path, model, text):
+def test_calibrated_scales_are_measured_by_inspect(run, tmp_path, model, text):
     options = ["--max-length", "64", "--max-tokens", "160", "--held-out", "40"]
     out, _ = run(*options, "--granularity", "tensor")
     for part in ("unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "kv_scales.safetensors"):

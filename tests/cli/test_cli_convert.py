@@ -1,4 +1,4 @@
-"""`hf-fp8kv convert`: its files, output and errors."""
+"""Tests of `hf-fp8kv convert`: written files, output and errors."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.scales.test_sources import DATA, edit_json
 
 @pytest.fixture
 def convert(run, saved_scales, tmp_path):
-    """Return the command line with `convert`, a folder of scales, and the folder `out`."""
+    """Return a runner of `convert` from a folder of scales to the folder `out`."""
     run_command = run.call
     run.call = lambda *arguments, **kwargs: run_command(
         "convert", str(saved_scales), str(tmp_path / "out"), *arguments, **kwargs
@@ -23,7 +23,7 @@ def convert(run, saved_scales, tmp_path):
 
 @pytest.mark.parametrize("kind", ["tensor", "centered-head"])
 @pytest.mark.parametrize("format", [f for f in SCALE_FORMATS if f != "hf_fp8kv"])
-def test_conversion_to_every_format_and_back(run, tmp_path, format, kind):
+def test_scales_are_converted_to_every_format_and_back(run, tmp_path, format, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path / "own")
     own, middle, back = (tmp_path / name for name in ("own", "out", "back"))
@@ -52,7 +52,7 @@ def test_a_file_is_converted_and_its_warnings_are_printed_once(run, tmp_path):
     assert any("ranks differ" in message for message in warnings)
 
 
-def test_a_copy_of_a_checkpoint(convert, saved_scales, tmp_path, model):
+def test_scales_are_converted_into_a_copy_of_a_checkpoint(convert, saved_scales, tmp_path, model):
     layer = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
     KVScales({0: layer, 1: layer}, model_type="llama").save_pretrained(saved_scales, overwrite=True)
     out, _ = convert("--to", "compressed-tensors", "--checkpoint", model, "--weights", "link")
@@ -74,7 +74,7 @@ def test_existing_files_are_replaced_only_with_overwrite(convert, tmp_path):
     assert_holds(tmp_path / "out", random_scales("tensor"), "vllm-json")
 
 
-def test_ranks_of_the_json(convert, tmp_path):
+def test_tp_size_writes_a_json_with_ranks(convert, tmp_path):
     convert("--tp-size", 4, "--to", "vllm-json")
     data = json.loads((tmp_path / "out" / "kv_cache_scales.json").read_text())
     assert set(data["kv_cache"]["scaling_factor"]) == {"0", "1", "2", "3"}
@@ -111,7 +111,7 @@ def test_missing_layers_need_lenient(run, tmp_path):
     assert any("layers without scales" in message for message in warnings)
 
 
-def test_an_upload(run, saved_scales, monkeypatch):
+def test_converted_scales_are_uploaded(run, saved_scales, monkeypatch):
     monkeypatch.setattr(kv_scales, "HfApi", fake := FakeApi("kv_cache_scales.json"))
     arguments = ["convert", saved_scales, "--push-to-hub", "org/name", "--to", "vllm-json"]
     assert "--overwrite" in run.fails(*arguments)

@@ -1,4 +1,4 @@
-"""`hf-fp8kv inspect`: its output for scales and for measurements."""
+"""Tests of `hf-fp8kv inspect`: the output for scales, plans, measurements and reports."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The command line and the shell: completion, exit codes, interruptions, closed pipes."""
+"""Tests of the command line in a shell: completion, exit codes, interruptions, closed pipes."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""The results of a calibration: as JSON, as tables, and as a plot."""
+"""Tests of the report of a calibration as JSON, as tables and as a plot."""
 
 import io
 import itertools
@@ -25,7 +25,7 @@ ERRORS = [start + name for start in ("", DYNAMIC) for name in FORMATS]
 
 
 def side(amax: list[float], error: float) -> report.SideStatistics:
-    """Return statistics of one side. All its errors are different."""
+    """Return statistics of K or V, in which all errors are different."""
     errors = {name: error * (1 + index / 10) for index, name in enumerate(ERRORS)}
     return report.SideStatistics(tuple(amax), 0.00003, 0.125, errors)
 
@@ -74,7 +74,7 @@ def test_a_report_survives_json():
     result = replace(result, layers=layers)
     data = result.to_dict()
     loaded = report.CalibrationReport.from_dict(json.loads(json.dumps(data, allow_nan=False)), "x")
-    # Compare the texts, because 2 == 2.0 and True == 1. The types must also match.
+    # Compare strings, because the types must match and 2 == 2.0.
     assert (loaded, repr(loaded.to_dict())) == (result, repr(data))
     assert list(loaded.layers) == [3, 12]
     data["layers"]["3"]["k"]["error"].clear()  # the JSON does not share objects with the report
@@ -83,7 +83,7 @@ def test_a_report_survives_json():
 
 def test_json_of_other_versions_is_read_and_nonfinite_values_are_rejected():
     data = make_report().to_dict()
-    data["seconds"], data["layers"]["0"]["k"]["amax"][0] = 12, 10  # as JSON without a decimal point
+    data["seconds"], data["layers"]["0"]["k"]["amax"][0] = 12, 10  # integers in the JSON
     del data["far_quality"], data["max_position"]  # as written before these fields existed
     loaded = report.CalibrationReport.from_dict(data, "x")
     assert (type(loaded.seconds), type(loaded.layers[0].k.amax[0])) == (float, float)
@@ -156,11 +156,11 @@ def tables(text: str) -> list[dict[str, list[str]]]:
 
 
 def columns(text: str) -> dict[str, list[str]]:
-    """Return the cells of all tables with a row for K and a row for V of each layer."""
+    """Return the cells of all tables that have a row for K and a row for V of each layer."""
     return {name: cells for t in tables(text) if "layer" in t for name, cells in t.items()}
 
 
-def test_a_table_of_a_calibration():
+def test_the_table_of_a_calibration_has_all_measurements():
     result = make_report(2)
     text = render(scales_of(result, centered=(1,)), result)
     assert columns(text) == {
@@ -187,7 +187,7 @@ def test_a_table_of_a_calibration():
     }  # fmt: skip
 
 
-def test_a_table_of_scales_without_a_report():
+def test_a_table_without_a_report_shows_the_scales():
     scales = KVScales.uniform(2, k=0.015625, v=0.5)
     assert columns(render(scales, None)) == {
         "layer": ["0", "0", "1", "1"], "stored": ["K", "V"] * 2, "scale": ["0.0156", "0.5"] * 2,
@@ -340,7 +340,7 @@ def test_a_plot_omits_missing_layers_and_zeros():
     assert empty["error of K in 8 bits, by layer"].texts
 
 
-# Grid: labels collide first with many layers and heads, with and without measurements.
+# Grid: many layers and heads, whose labels overlap first, with and without measurements.
 @pytest.mark.parametrize(("layers", "heads", "measured"), [(80, 8, True), (80, 128, False)])
 def test_no_labels_overlap(layers, heads, measured):
     result = make_report(layers, heads, model="org/" + "a-long-name-" * 20)

@@ -1,7 +1,7 @@
-"""The cases of the distributed tests. All processes run all of them in this order.
+"""The cases of the distributed tests, which every process runs in this order.
 
 A case receives a model and the keyword `tensor_parallel` for its part of the model, or `{}` for the
-whole model, and returns a value that JSON can represent.
+whole model. It returns a value that JSON can represent.
 """
 
 import json
@@ -102,7 +102,7 @@ def as_heads(ranks: int, heads: int) -> KVScales:
     rank_scales = scales_of_ranks(ranks)
 
     def layer(index: int) -> LayerScales:
-        column = torch.tensor([n[str(index)] for n in rank_scales])
+        column = torch.tensor([layers[str(index)] for layers in rank_scales])
         column = column.repeat_interleave(heads // ranks)[:, None]
         return LayerScales(column, column.clone())
 
@@ -141,27 +141,27 @@ def beams_and_forks(model: Any, ranks: Ranks, work: Path) -> Any:
     inputs = {"input_ids": torch.tensor(first), "attention_mask": torch.ones(2, 17).long()}
     inputs["attention_mask"][0, :3] = 0
     continued = [
-        model.generate(**inputs, past_key_values=c, **{**GREEDY, "max_new_tokens": n}).tolist()
-        for c, n in ((fork, 6), (cache, 8))
+        model.generate(**inputs, past_key_values=each, **{**GREEDY, "max_new_tokens": new}).tolist()
+        for each, new in ((fork, 6), (cache, 8))
     ]
     new = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
     return [first, *continued, generate(model, new, num_beams=3)]
 
 
-def saved(model: Any, ranks: Ranks, work: Path) -> Any:
+def save_and_load(model: Any, ranks: Ranks, work: Path) -> Any:
     """Save the cache of a prompt in a file of each process, load it, and continue the text."""
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
     inputs = prompt()
     with torch.no_grad():
-        model(**{n: t[:, :9] for n, t in inputs.items()}, past_key_values=cache)
+        model(**{name: x[:, :9] for name, x in inputs.items()}, past_key_values=cache)
     path = cache.save(work / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")
     loaded = FP8PagedCache.load(path)
     assert loaded.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
     return generate(model, loaded)
 
 
-def latents(**keywords: Any) -> Case:
-    """Return a case with latents, which each process stores in full, and the path of the report."""
+def latents_case(**keywords: Any) -> Case:
+    """Return a case with latents, which each process stores in full. It also returns the path."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
@@ -185,7 +185,7 @@ def from_checkpoint(model: Any, ranks: Ranks, work: Path) -> Any:
     return generate(model, cache)
 
 
-def json_of(count: int) -> Case:
+def json_case(count: int) -> Case:
     """Return a case with vLLM's JSON with the scales of `count` ranks."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -196,13 +196,13 @@ def json_of(count: int) -> Case:
 
 
 def json_file(model: Any, ranks: Ranks, count: int) -> Any:
-    """Return the file, or for a process with the heads of all ranks, the scale of each head."""
+    """Return the path of the JSON, or scales per head for a process that has all ranks' heads."""
     if not ranks and count > 1:
         return as_heads(count, model.config.num_key_value_heads)
     return Path(model.config._name_or_path) / "ranks" / f"{count}.json"
 
 
-def served(kind: str | int, **config: Any) -> Case:
+def serve_case(kind: str | int, **config: Any) -> Case:
     """Return a case for `generate_batch`. An int is the number of ranks in vLLM's JSON."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -220,7 +220,7 @@ def served(kind: str | int, **config: Any) -> Case:
 
 
 def other_ranks_scales(model: Any, ranks: Ranks, work: Path) -> Any:
-    """Use the scales of the heads of rank 0 in every process, which is a mistake."""
+    """Use the scales of rank 0's heads in every process, which is wrong in rank 1."""
     wrong = {"tensor_parallel": TensorParallel(0, 2)} if ranks else {}
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **wrong)
     return generate(model, cache)
@@ -246,8 +246,8 @@ def failed(call: Callable[[], Any]) -> str:
     return ""
 
 
-def refused(**keywords: Any) -> Case:
-    """Return a case with a refused cache: error, contents, and the tokens of a valid cache."""
+def refused_case(**keywords: Any) -> Case:
+    """Return a case with a refused cache: its error, its contents, and a valid cache's tokens."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **keywords)
@@ -297,18 +297,18 @@ EQUAL: dict[str, tuple[str, Case]] = {
     "backend torch": ("4q-2kv", generate_case("fp8_paged", "head", backend="torch")),
     "gathered heads": ("gathered", generate_case("fp8_paged", "head")),
     "forks and beams": ("8q-4kv", beams_and_forks),
-    "a cache in files": ("8q-4kv", saved),
+    "a cache in files": ("8q-4kv", save_and_load),
     "enable": ("8q-4kv", enabled),
     "from_pretrained": ("8q-4kv", from_checkpoint),
-    "vLLM's JSON, a rank each": ("8q-4kv", json_of(2)),
-    "vLLM's JSON, one rank": ("8q-4kv", json_of(1)),
+    "vLLM's JSON, a rank each": ("8q-4kv", json_case(2)),
+    "vLLM's JSON, one rank": ("8q-4kv", json_case(1)),
     **{
-        f"latents, {keywords or 'default'}": ("latents", latents(**keywords))
+        f"latents, {keywords or 'default'}": ("latents", latents_case(**keywords))
         for keywords in ({}, {"dtype": "auto", "max_cache_len": 40})
         if "latents" in MODELS
     },
-    "generate_batch, chunked, centers": ("biased-keys", served("centers", max_batch_tokens=16)),
-    "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", served(2)),
+    "generate_batch, chunked, centers": ("biased-keys", serve_case("centers", max_batch_tokens=16)),
+    "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", serve_case(2)),
 }  # fmt: skip
 CASES: dict[str, tuple[str, Case]] = {
     **EQUAL,
@@ -316,8 +316,8 @@ CASES: dict[str, tuple[str, Case]] = {
     "ranks": ("8q-4kv", ranks_of),
     "ranks, gathered heads": ("gathered", ranks_of),
     "report": ("8q-4kv", report),
-    "scales of all heads, no ranks": ("8q-4kv", refused()),
-    "ranks, heads not split": ("gathered", refused(tensor_parallel=TensorParallel(0, 2))),
+    "scales of all heads, no ranks": ("8q-4kv", refused_case()),
+    "ranks, heads not split": ("gathered", refused_case(tensor_parallel=TensorParallel(0, 2))),
     "uneven heads": ("one-head", uneven),
     "calibrate": ("8q-4kv", calibrated),
 }

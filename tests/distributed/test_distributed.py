@@ -1,4 +1,4 @@
-"""Tensor parallelism: two processes, with gloo on the CPU, give the results of one process.
+"""Tests that two tensor-parallel processes (gloo, CPU) give the results of one process.
 
 The processes run all cases (`tests.distributed.cases`) in one launch, and are killed if they take
 too long. Each test then compares one case.
@@ -29,15 +29,15 @@ pytestmark = pytest.mark.text
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
-# On a busy machine, torch aborts a process in about one of 50 launches, while its threads end. In
-# about one of 200, the C library finds its lists of free memory damaged.
+# On a busy machine, about one of 50 launches is aborted by torch while its threads end. In about
+# one of 200, the C library reports damaged lists of free memory.
 # 56 rounds of the last cases in one launch, 30 launches with checks of each block of memory, and
 # 6,000 process groups alone have not shown the cause. The log has the stacks of all threads.
 ABORTED = ("terminate called without an active exception", "malloc(): unaligned tcache chunk")
 
 
 def launch(*command: str | Path, log: Path, tries: int = 3) -> str:
-    """Run Python in a new session, kill what remains of the session, and return the output."""
+    """Run Python in a new session, kill its remaining processes, and return the output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -129,7 +129,7 @@ def test_scales_of_the_wrong_rank_change_the_tokens(folder, results):
 
 
 def test_scales_and_kinds_of_cache_give_different_tokens(folder):
-    """If all cases gave the same tokens, they would show nothing."""
+    """The comparisons would prove nothing if all cases gave the same tokens."""
     names = [n for n, (model, _) in cases.EQUAL.items() if model == "8q-4kv"]
     answers = {json.dumps(alone(folder, n)) for n in names if "sdpa" not in n and "eager" not in n}
     # enable, from_pretrained and "per head" use the same scales.

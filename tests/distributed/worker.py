@@ -1,4 +1,4 @@
-"""The processes of the distributed tests. Each runs all cases on its part of the models.
+"""Program of the distributed tests: two processes run all cases on their parts of the models.
 
     python tests/distributed/worker.py FOLDER
 

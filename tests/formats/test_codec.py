@@ -1,7 +1,7 @@
-"""Every format against its definition: all codes, all 16-bit inputs, ties and edges of float32.
+"""Tests of every format against its definition: all codes, all 16-bit inputs, ties and edges.
 
 The references share no code with the library. They follow the papers in exact rational or float64
-arithmetic, and the table of formats is written a second time.
+arithmetic, and this file has its own table of formats.
 """
 
 import functools
@@ -47,7 +47,7 @@ SPECS = {
     "fp8_e5m2": Spec(2, 15, 57344.0, E5M2_NAN, frozenset({0x7C, 0xFC})),
     "fp8_e3m4": Spec(4, 3, 31.0, **ONLY_0X80, has_negative_zero=False),
     "fp8_e2m5": Spec(5, 1, 7.875, **ONLY_0X80, has_negative_zero=False),
-    # Without exponent bits, all steps are one.
+    # All steps are one without exponent bits.
     "int8": Spec(7, -6, 127.0, **ONLY_0X80, has_negative_zero=False),
 }
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
@@ -123,7 +123,7 @@ def from_bits(bits: npt.NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return the values, and whether their sign bits are set. numpy reads them from the bits."""
+    """Return the values, and whether their sign bits are set. Numpy reads both from the bits."""
     if x.dtype == torch.bfloat16:
         bits = x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
         narrow: npt.NDArray[np.floating] = bits.view(np.float32)
@@ -138,7 +138,7 @@ def as_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
 
 @functools.cache
 def float32_grid() -> torch.Tensor:
-    """Return all signs and exponents, with mantissas on, next to and between the bits of formats.
+    """Return all signs and exponents, with mantissas on, next to and between a format's mantissas.
 
     The last exponent gives infinities, and NaN with many payloads.
     """
@@ -152,7 +152,7 @@ def float32_grid() -> torch.Tensor:
 
 
 def float32_ties(spec: Spec) -> torch.Tensor:
-    """Return each value, each midpoint of neighbors and the saturation edge, and their neighbors.
+    """Return every value, midpoint and saturation edge, each with its neighbors in float32.
 
     One step past the largest value, the midpoint to the next value is also included.
     """
@@ -239,7 +239,7 @@ def test_a_value_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     assert_codes(x, encode(x.to(device), fmt), expected(kind, spec), spec)
 
 
-def test_shapes_and_strides_do_not_matter():
+def test_codes_do_not_depend_on_shapes_and_strides():
     fmt, x = FORMATS["fp8_e4m3"], torch.randn(6, 10) * 1000
     before = x.clone()
     codes = encode(x, fmt)
@@ -306,7 +306,7 @@ def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, de
 # -- compatibility ---------------------------------------------------------------------------------
 
 
-# As of 2026-11-22. A change of one of these would change the meaning of saved caches and scales.
+# Digests of 2026-11-22. A changed digest would change the meaning of saved caches and scales.
 GOLDEN = {
     "fp8_e4m3": "53f788649983ea3c",
     "fp8_e4m3fnuz": "e575762e9ff01098",
@@ -320,7 +320,7 @@ GOLDEN = {
 @pytest.mark.parametrize("name", SPECS)
 def test_codes_values_and_scales_match_earlier_versions(name):
     fmt = FORMATS[name]
-    # No generator is used, because different versions of torch may give different values.
+    # The values are computed, because a generator's values may differ between versions of torch.
     spread = (torch.arange(80 * 64) * 2654435761 % 2**32 - 2**31).float() * 2.0**-31
     vectors = spread.view(80, 64) ** 3 * 2.0 ** torch.arange(-40, 40)[:, None]
     results = [
@@ -423,7 +423,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "canonical"), NAMES.items(), ids=str)
-def test_names_of_storage_dtypes(name, canonical):
+def test_spellings_of_a_storage_dtype_have_one_canonical_name(name, canonical):
     assert parse_dtype(name) == canonical
 
 

@@ -1,4 +1,4 @@
-"""The rotation multiplies blocks by Hadamard's matrix and is its own inverse."""
+"""Tests of the rotation, which multiplies blocks by Hadamard's matrix and is its own inverse."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hf_fp8kv.formats.rotation import rotate, rotation_block
 
 
 def hadamard(size: int) -> torch.Tensor:
-    """Return the matrix by Sylvester's construction, in float64."""
+    """Return Hadamard's matrix by Sylvester's construction, `[size, size]`, float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

@@ -1,4 +1,4 @@
-"""The scale of K: identical bits in every backend, and its gain in accuracy."""
+"""Tests of the search for K's scale: identical bits in every backend, and the gain in accuracy."""
 
 import math
 
@@ -225,7 +225,7 @@ def test_the_largest_value_never_saturates(largest, name, others):
     x = torch.tensor([largest, *(other * largest for other in others)])
     scale = search_scale(x, fmt)
     scaled = x * scale.float().reciprocal()
-    # The reciprocal is rounded, so the quotient may be the next value after the largest.
+    # The reciprocal is rounded, so the quotient may be one step past the largest value.
     assert scaled[0] <= fmt.max * (1 + 2.0**-22)
     decoded = decode(encode(scaled, fmt), fmt)[0].double() * scale.double()
     step = max(largest * 2.0**-fmt.mantissa_bits, fmt.min_subnormal * scale.item())

@@ -1,4 +1,4 @@
-"""Helpers of the tests on a GPU. Without a GPU, models are tiny and use Triton's interpreter."""
+"""Helpers for tests on a GPU. Without a GPU, models are tiny and use Triton's interpreter."""
 
 import contextlib
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def random_llama(dtype: torch.dtype = torch.float32) -> Any:
 
 @contextlib.contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Raise an error if Python waits for the GPU in this context."""
+    """Make torch raise an error if Python waits for the GPU in this context."""
     if not ON_GPU:
         yield
         return

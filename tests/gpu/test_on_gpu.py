@@ -1,4 +1,4 @@
-"""Behavior that only a GPU shows: graphs, compiled steps, synchronization, far addresses, races.
+"""Tests that need a GPU: graphs, compiled steps, synchronization, far addresses, and races.
 
 Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton's interpreter, so
 that the tests themselves are tested.
@@ -59,7 +59,7 @@ def medium_model() -> tuple[Any, dict[str, torch.Tensor]]:
     model = random_llama()
     ids = torch.randint(1, 1000, (2, tokens), device=DEVICE)
     mask = torch.ones_like(ids)
-    # Full pages of padding, and a part of a page.
+    # The padding fills whole pages and a part of a page.
     mask[0, : tokens // 2] = 0
     return model, {"input_ids": ids, "attention_mask": mask}
 
@@ -131,9 +131,9 @@ def test_tokens_match_the_reference(name, keywords, form):
     cache = cache_for(model, inputs, form != "dynamic", **keywords)
     options = compiling() if form == "compiled" else {"disable_compile": True}
     if name == "medium" and "prefill" in keywords:
-        # The prompt reads codes. Rounding of float32 decides between two codes, and in each layer
-        # between more: 2e-4 of the logits (two backends of a CPU). A wrong page in one layer is
-        # 1e-2, and a doubled scale of its values is 0.3.
+        # The prompt reads codes. Float32 rounding may change codes in each layer, and the logits by
+        # 2e-4 (two backends of a CPU). A wrong page in one layer changes the logits by 1e-2, and a
+        # doubled scale of its values by 0.3.
         forced = LogitsProcessorList([ForcedTokens(expected)])
         output = answer(model, inputs, cache, logits_processor=forced, **LOGITS, **options)
         errors = map(relative_error, output.logits, reference_output.logits)
@@ -149,8 +149,8 @@ def test_tokens_match_the_reference(name, keywords, form):
 
 
 @pytest.mark.parametrize("extra", [{"max_new_tokens": 5}, {"num_beams": 3}], ids=str)
-def test_beams_and_crops_between_compiled_steps(extra):
-    """Beams are reordered. The same compiled step continues after a crop."""
+def test_compiled_steps_continue_after_beams_and_crops(extra):
+    """The same compiled step is used for reordered beams and after a crop."""
     model, inputs = make_model("gqa")
     outputs = []
     for backend, options in (("triton", compiling()), ("reference", {})):
@@ -184,7 +184,7 @@ def test_forks_continue_independently():
                     )
     half = len(logits) // 2
     for actual, expected in zip(logits[:half], logits[half:], strict=True):
-        # A different code of one token, due to rounding in float32, is 1e-3. A wrong token is 6e-2.
+        # A different code of one token changes the logits by 1e-3, and a wrong token by 6e-2.
         assert relative_error(actual, expected) < TOLERANCE
 
 
@@ -258,18 +258,18 @@ def test_copies_and_kernels_do_not_race():
 
 @only_gpu
 def test_offloading_uses_the_memory_of_two_layers():
-    """The bound holds if Python is ahead of the device."""
+    """The bound also holds while Python is ahead of the device."""
     layers, tokens = 8, 40_000
     layer_bytes = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
     gc.collect()
-    before = torch.cuda.memory_allocated()  # held by other tests
+    before = torch.cuda.memory_allocated()  # allocated by other tests
     cache = filled(layers, 1, tokens, dtype="fp8_e4m3", offloading=True)
     for _ in deep_steps(cache, layers, 1):
         pass
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() - before
-    assert held < 2.2 * layer_bytes
+    allocated = torch.cuda.memory_allocated() - before
+    assert allocated < 2.2 * layer_bytes
     for _ in deep_steps(cache, layers, 3):
         pass
     # Besides the pages, a step uses its queries and 16 MiB.
@@ -308,7 +308,7 @@ def layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}, {"dtype": "auto"}], ids=str)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_decode_step_does_not_synchronize(static, keywords):
-    """This holds within a page. A growing cache waits once for each new page."""
+    """The steps stay within a page, because a growing cache waits once for each new page."""
     room = {"max_cache_len": 200} if static else {}
     step = layer_step(filled(1, 2, 70, **keywords, **room))
     step()
@@ -321,7 +321,7 @@ def test_a_decode_step_does_not_synchronize(static, keywords):
 @only_gpu
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_no_step_compiles_a_kernel_again(static, monkeypatch):
-    """By default, Triton compiles a kernel again for a length of 1 or a multiple of 16.
+    """Triton by default compiles a kernel again for a length of 1 or a multiple of 16.
 
     The sequences have more than one page, so that kernels of split sequences are in the first step.
     """
@@ -345,7 +345,7 @@ def test_no_step_compiles_a_kernel_again(static, monkeypatch):
 @only_gpu
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}], ids=str)
 def test_a_replayed_graph_uses_the_current_lengths(keywords):
-    """One captured step, replayed over several pages and plans, writes and attends."""
+    """One captured step is replayed over several pages and plans."""
     start, count = 60, 1500
     keywords = {**keywords, "max_cache_len": start + count + 10}
     cache, eager = (filled(1, 2, start, **keywords) for _ in range(2))
@@ -377,13 +377,13 @@ def prepare(kind: Kind, case: Case) -> tuple[Callable[[], object], Callable[[], 
     return (
         make,
         functools.partial(attend, query, pages, ends, case, plan, "triton"),
-        lambda found: check(found, query, pages, case),
+        lambda output: check(output, query, pages, case),
     )
 
 
 @pytest.mark.parametrize("kind", [E4M3, STATIC, E3M4, BF16], ids=lambda kind: kind.name)
 def test_repeated_calls_give_the_same_bits(kind):
-    """A race would show in sequences that are split into many parts."""
+    """A race would change the result of sequences that are split into many parts."""
     lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
     case = Case(lengths, HEADS, label="repeats")
     with torch.no_grad():
@@ -429,7 +429,7 @@ LATENT = [
     Case((1500,), MANY, tokens=130, label="many tokens, 128 heads"),
     Case((5000, 4096), FEW, window=1024, label="window"),
 ]
-# Grid: All kinds with all cases, because each pair is a separate kernel.
+# Grid: all kinds with all cases, because each pair is a separate kernel.
 PAIRS = [
     *((kind, case) for kind in (E4M3, STATIC, BF16) for case in DENSE),
     *((kind, case) for kind in (E3M4, E4M3, BF16) for case in LATENT),
@@ -440,7 +440,7 @@ PAIRS = [
     ("kind", "case"), PAIRS,
     ids=[f"{kind.name}-{'latent ' * (case in LATENT)}{case}" for kind, case in PAIRS],
 )  # fmt: skip
-def test_attention_over_scattered_pages(kind, case):
+def test_attention_over_scattered_pages_matches_the_reference(kind, case):
     """Attention with a plan, in poisoned memory, matches the reference."""
     _, attend_again, error = prepare(kind, shrink(case))
     with torch.no_grad(), poison_memory():
@@ -451,7 +451,7 @@ def test_attention_over_scattered_pages(kind, case):
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
 @pytest.mark.parametrize("heads", [FEW, MANY], ids=["16 heads", "128 heads"])
 @pytest.mark.parametrize("kind", [E3M4, BF16], ids=lambda kind: kind.name)
-def test_layer_steps_with_latents(kind, heads, preallocated):
+def test_layer_steps_with_latents_match_the_reference(kind, heads, preallocated):
     """A layer of DeepSeek stores a token and attends to all tokens, as in the benchmark."""
     case = shrink(Case((4097,) * 2, heads))
     length = case.lengths[0]
@@ -487,7 +487,7 @@ def test_layer_steps_with_latents(kind, heads, preallocated):
     ids=str,
 )
 @pytest.mark.parametrize("kind", [E4M3, E3M4, BF16], ids=lambda kind: kind.name)
-def test_attention_in_a_step_of_generate(kind, case, preallocated):
+def test_attention_in_a_step_of_generate_matches_the_reference(kind, case, preallocated):
     """A step has a filled cache and transformers' mask, as in the benchmark."""
     if not ON_GPU:
         if not preallocated and kind != E3M4:
@@ -504,7 +504,7 @@ def test_attention_in_a_step_of_generate(kind, case, preallocated):
     assert check(output, steps.query, pages_of(steps.key), case) < TOLERANCE
 
 
-def test_gather_past_two_gigabytes():
+def test_gather_reads_pages_past_two_gigabytes():
     """The pages are at the end of a pool of more than 2 ** 31 bytes."""
     total_pages = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
     near = pages_for(STAGE, E4M3, Case((300,), HEADS), 1, 16)[0]
@@ -528,14 +528,14 @@ def test_gather_past_two_gigabytes():
     ("tokens", "stored", "limit"), [(1, 60_000, 2**23), (600, 60_000, 2**28), (600, 150_000, 2**27)]
 )
 def test_attention_memory_is_bounded(tokens, stored, limit):
-    """Cases: a step, a prompt whose codes are converted first, and a prompt with too many codes."""
+    """Cases are a step, a prompt whose codes are converted first, and one with too many codes."""
     _, attend_again, _ = prepare(E4M3, Case((stored,), HEADS, tokens=tokens, label="memory"))
     attend_again()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     out = attend_again()
-    grown = torch.cuda.max_memory_allocated() - held
+    grown = torch.cuda.max_memory_allocated() - allocated
     # A split sequence needs memory for partial sums. K and V of 60,000 tokens in bf16 take 246 MB.
     assert grown < out.numel() * out.element_size() + limit
 
@@ -544,7 +544,7 @@ def test_attention_memory_is_bounded(tokens, stored, limit):
 
 
 def test_calibration_on_a_gpu_matches_the_cpu():
-    """The model rounds differently. The range is the same, and the scales are close."""
+    """The model rounds differently on a GPU, so ranges are equal and scales are close."""
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 99, (40,), generator=generator) for _ in range(12)]
     results = {

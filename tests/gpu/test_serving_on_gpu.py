@@ -1,4 +1,4 @@
-"""Continuous batching on a GPU: tokens, streams, graphs, offloading and memory.
+"""Tests of continuous batching on a GPU: tokens, streams, graphs, offloading and memory.
 
 Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton's interpreter, so
 that the tests themselves are tested.
@@ -45,7 +45,7 @@ pytestmark = MARKS
 # Factor of all lengths. The interpreter can only compute a few tokens.
 LONGER = 9 if ON_GPU else 1
 PAGES = 32 * LONGER
-# On a CPU, "auto" would choose a different backend.
+# "auto" would choose a different backend on a CPU.
 TRITON = {"backend": "triton"}
 
 
@@ -142,9 +142,9 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_give_the_tokens_of_generate(name: str, kind: str, form: str) -> None:
-    """Cases: prefill, decoding and both at once, and full attention, rings, softcap and sinks."""
+    """The cases are prefill, decoding, and both, with full attention, rings, softcap and sinks."""
     if "async" in form and (kind != "static" or not ON_GPU):
-        pytest.skip("a GPU prepares steps, of any kind in the same way")
+        pytest.skip("only a GPU prepares steps in advance, in the same way for every kind")
     if not ON_GPU and name != "llama" and (kind != "static" or form == "whole"):
         pytest.skip("the interpreter needs minutes, and test_serving.py tests the CPU")
     model = MODELS[name]()
@@ -189,7 +189,7 @@ def test_prefixes_are_reused(served: Any) -> None:
     assert (usage.prefix_hits, usage.prefix_tokens) == (1, 32 * LONGER)
 
 
-def test_forks(served: Any) -> None:
+def test_forked_requests_give_the_tokens_of_generate(served: Any) -> None:
     model, _ = served
     prompts = serving_tools.prompts()[: 4 if ON_GPU else 2]
     expected = one_by_one(model, prompts, scales=head_scales(model), **TRITON)
@@ -223,7 +223,7 @@ def test_decoding_steps_use_graphs(kind: str, async_options: dict[str, bool]) ->
             count_calls(graph, "replay") as replayed,
         ):
             assert run(model, texts(), **options) == expected, chunk
-        # There are a few graphs, for each of two sets of inputs, and not a graph for each step.
+        # A few graphs are captured for each of two sets of inputs, and not one for each step.
         assert 0 < captured.call_count <= 8
         assert replayed.call_count > serving_tools.NEW / 2
 
@@ -240,7 +240,7 @@ def test_unsupported_graphs_are_refused() -> None:
 def test_unused_rows_do_not_change_tokens(served: Any) -> None:
     """Steps use a block table with padding, as in graphs."""
     model, expected = served
-    # Shared pages of a common prefix would be written twice.
+    # The shared pages of a common prefix would be written twice.
     config = batching(pages=PAGES, allow_block_sharing=False)
     manager = model.init_continuous_batching(greedy(), config)
     manager.continuous_batching_config.max_blocks_per_request = 4 * LONGER
@@ -275,7 +275,7 @@ def test_offloaded_requests_resume(name: str, kind: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("form", ["config", pytest.param("level", marks=only_gpu)])
-def test_a_compiled_model(served: Any, form: str) -> None:
+def test_a_compiled_model_gives_the_same_tokens(served: Any, form: str) -> None:
     model, expected = served
     backend = {"mode": "default"} if ON_GPU else {"backend": "eager", "mode": None}
     options = {"varlen_compile_config": CompileConfig(fullgraph=False, dynamic=True, **backend)}

@@ -1,4 +1,4 @@
-"""A model on two GPUs (device_map) gives the tokens of one GPU. Skipped with fewer GPUs."""
+"""Tests that a model on two GPUs (`device_map`) gives the tokens of a model on one GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ def test_two_gpus_give_the_tokens_of_one_gpu(models, form, kind):
     assert answers[0] == answers[1]
 
 
-def test_forks_and_files_over_two_gpus(models, tmp_path):
-    """A fork and a cache that was loaded to the CPU continue as the original."""
+def test_forks_and_loaded_caches_continue_on_two_gpus(models, tmp_path):
+    """A fork, and a cache that was loaded to the CPU, continue like the original."""
     _, model = models
     cache = FP8PagedCache(model.config, scales=scales(), prefill="stored")
     inputs = prompt()

@@ -18,7 +18,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def assert_same(
     got: torch.Tensor, expected: torch.Tensor, what: Any = "", axes: Axes | None = None
 ) -> None:
-    """Assert that two tensors hold equal values, like `torch.equal`. NaN equals nothing.
+    """Assert that two tensors have equal values, as `torch.equal` does. NaN does not equal NaN.
 
     Args:
         got: Tensor of any shape and dtype.
@@ -42,7 +42,7 @@ def assert_same_bytes(
 
 
 def assert_same_pool(got: Any, expected: Any, what: Any = "") -> None:
-    """Assert that two `Pages` hold the same bytes: codes of both sides, and dynamic scales."""
+    """Assert that two `Pages` hold the same bytes: codes of K and V, and dynamic scales."""
     for part, axes in (("k_codes", K), ("v_codes", V), ("token_scales", SCALES)):
         x, y = (getattr(pages, part) for pages in (got, expected))
         name = f"{what} {part}".strip()

@@ -1,4 +1,4 @@
-"""Counts instead of times: the bytes that an operation copies do not depend on the machine."""
+"""A count of the bytes that operations write, which does not depend on the machine as times do."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class BytesWritten(TorchDispatchMode):
-    """Counts the bytes of every tensor that torch makes or writes to, except views."""
+    """Counts the bytes of every tensor that torch allocates or writes to, except views."""
 
     def __init__(self) -> None:
         super().__init__()

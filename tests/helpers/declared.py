@@ -15,7 +15,7 @@ from hf_fp8kv import KVScales, LayerScales
 from tests.helpers.tiny_models import tiny
 
 LAYERS, HEADS = 2, 2
-# With codes up to 448 these scales reach 0.9 and 0.67. K and V of the model exceed both by far.
+# These scales reach 0.9 and 0.67 with codes up to 448. K and V of the model exceed both by far.
 TOO_SMALL = KVScales(
     {
         index: LayerScales(
@@ -43,13 +43,13 @@ _WEIGHTS = {
 
 
 def save_plain(folder: Path) -> Path:
-    """Save a tiny Llama without any quantization."""
+    """Save a tiny unquantized Llama, and return the folder."""
     tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0].save_pretrained(folder)
     return folder
 
 
 def save_w8a8(folder: Path) -> Path:
-    """Save the model with weights and activations in FP8, but without a declared KV cache."""
+    """Save the model with FP8 weights and activations, and without a declared KV cache."""
     model = tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
     tensors = model.state_dict()
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -87,7 +87,7 @@ def save_projections(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, attention: str = "sdpa", **more: Any) -> PreTrainedModel:
-    """Load a checkpoint as users do."""
-    more["attn_implementation"] = attention
-    return AutoModelForCausalLM.from_pretrained(folder, **more).eval()
+def load(folder: Path, attention: str = "sdpa", **options: Any) -> PreTrainedModel:
+    """Load a checkpoint with `from_pretrained`, in eval mode."""
+    options["attn_implementation"] = attention
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()

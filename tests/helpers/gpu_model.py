@@ -1,4 +1,4 @@
-"""A model of a GPU that runs the decode kernel: the time that a plan takes.
+"""A simulation of a GPU that runs the decode kernel, which computes the time of a work plan.
 
 The model covers the properties of an H200 (132 SMs, 4.3 TB/s of usable bandwidth) that the plan
 depends on. Programs start in order, each on an SM with a free place. An SM with one to six programs
@@ -55,7 +55,7 @@ class _SM:
     Attributes:
         read: Bytes read so far for each of its programs.
         since: `flow` at the last update of `read`.
-        ends: Values of `read` at which programs have read everything, and the programs, as a heap.
+        ends: Heap of the programs, by the value of `read` at which they have read everything.
         version: Number of changes of `ends`.
     """
 
@@ -66,47 +66,47 @@ class _SM:
 
 
 def run_parts(sizes: Iterable[int]) -> float:
-    """Return the microseconds until all programs are done. `sizes` are the bytes that each reads.
+    """Return the microseconds until all programs are done. Program `i` reads `sizes[i]` bytes.
 
     `flow` is the time in clocks that would have passed if the memory did not limit the SMs' rates.
     """
     waiting = enumerate(sizes)
     sms = [_SM() for _ in range(SM_COUNT)]
-    # Time, order, SM, program, bytes to read.
+    # Time, order, index of the SM, program, and bytes to read, or None at the end of a program.
     timers: list[tuple[float, int, int, int, float | None]] = []
-    drained: list[tuple[float, int, int]] = []  # flow, SM, its version
+    drained: list[tuple[float, int, int]] = []  # flow, index of the SM, its version
     order = itertools.count()
     now = flow = demand = 0.0
     running = 0
     most = BANDWIDTH / CLOCK
 
-    def issue(p: int) -> int:
+    def issue(index: int) -> int:
         program, size = next(waiting, (0, None))
         if size is None:
             return 0
-        heapq.heappush(timers, (now + START, next(order), p, program, float(size)))
+        heapq.heappush(timers, (now + START, next(order), index, program, float(size)))
         return 1
 
     def rate(count: int) -> float:
         return RATES[count - 1] if count else 0.0
 
-    def settle(p: int) -> _SM:
-        one, count = sms[p], len(sms[p].ends)
+    def settle(index: int) -> _SM:
+        sm, count = sms[index], len(sms[index].ends)
         if count:
-            one.read += (flow - one.since) * rate(count) / count
-        one.since = flow
-        return one
+            sm.read += (flow - sm.since) * rate(count) / count
+        sm.since = flow
+        return sm
 
-    def expect(p: int) -> None:
-        one, count = sms[p], len(sms[p].ends)
-        one.version += 1
+    def expect(index: int) -> None:
+        sm, count = sms[index], len(sms[index].ends)
+        sm.version += 1
         if count:
-            ends = flow + (one.ends[0][0] - one.read) * count / rate(count)
-            heapq.heappush(drained, (ends, p, one.version))
+            ends = flow + (sm.ends[0][0] - sm.read) * count / rate(count)
+            heapq.heappush(drained, (ends, index, sm.version))
 
     for _ in RATES:
-        for p in range(SM_COUNT):
-            running += issue(p)
+        for index in range(SM_COUNT):
+            running += issue(index)
     while running:
         while drained and drained[0][2] != sms[drained[0][1]].version:
             heapq.heappop(drained)
@@ -116,28 +116,28 @@ def run_parts(sizes: Iterable[int]) -> float:
         flow += (min(done, timer) - now) * speed
         now = min(done, timer)
         if timer <= done:
-            _, _, p, program, size = heapq.heappop(timers)
+            _, _, index, program, size = heapq.heappop(timers)
             if size is None:
-                running += issue(p) - 1
+                running += issue(index) - 1
                 continue
-            one = settle(p)
-            demand -= rate(len(one.ends))
-            heapq.heappush(one.ends, (one.read + size, program))
+            sm = settle(index)
+            demand -= rate(len(sm.ends))
+            heapq.heappush(sm.ends, (sm.read + size, program))
         else:
-            p = heapq.heappop(drained)[1]
-            one = settle(p)
-            demand -= rate(len(one.ends))
-            _, program = heapq.heappop(one.ends)
+            index = heapq.heappop(drained)[1]
+            sm = settle(index)
+            demand -= rate(len(sm.ends))
+            _, program = heapq.heappop(sm.ends)
             until = now + END
-            heapq.heappush(timers, (until, next(order), p, program, None))
-        demand += rate(len(one.ends))
-        expect(p)
+            heapq.heappush(timers, (until, next(order), index, program, None))
+        demand += rate(len(sm.ends))
+        expect(index)
     return now
 
 
 def time_of(parts: Sequence[Part], lengths: Sequence[int], heads: int) -> float:
-    """Return the microseconds of a plan."""
-    sizes = [(min(p.end * UNIT, lengths[p.sequence]) - p.begin * UNIT) for p in parts]
+    """Return the microseconds that a plan takes for sequences of these lengths."""
+    sizes = [min(part.end * UNIT, lengths[part.sequence]) - part.begin * UNIT for part in parts]
     read = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)])
     split = Counter(part.sequence for part in parts if not part.whole)
     return read + (MERGE + MERGE_STEP * max(split.values()) if split else 0.0)
@@ -149,7 +149,7 @@ def bound(lengths: Sequence[int], heads: int) -> float:
 
 
 def best_time(lengths: Sequence[int], heads: int) -> float:
-    """Return the best time of whole sequences and of even parts of several lengths."""
+    """Return the least microseconds over whole sequences and several sizes of even parts."""
 
     def cut_evenly(count: int) -> list[Part]:
         longest = -(-max(lengths) // UNIT)
@@ -161,7 +161,7 @@ def best_time(lengths: Sequence[int], heads: int) -> float:
             step = -(-units // number)
             spans = [(i, min(i + step, units)) for i in range(0, units, step)]
             parts += [Part(b, *span, len(spans) == 1) for span in spans]
-        return sorted(parts, key=lambda p: p.begin - p.end)
+        return sorted(parts, key=lambda part: part.begin - part.end)
 
     counts = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 48)
     return min(time_of(cut_evenly(n), lengths, heads) for n in counts)

@@ -1,4 +1,4 @@
-"""Grids of test cases."""
+"""Grids of test cases that cover pairs of choices instead of the full product."""
 
 import itertools
 from collections.abc import Sequence

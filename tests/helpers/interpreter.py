@@ -77,15 +77,15 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
     bits = np.ascontiguousarray(data).view(_SIGNED[data.dtype.itemsize])
     x = torch.from_numpy(bits.reshape(-1).copy()).view(_FLOATS[source])
     x = x.double() if source == tl.float64 else x.float()
-    to = _FLOATS[target]
+    dtype = _FLOATS[target]
     if rounding == interpreter._ir.ROUNDING_MODE.RTZ:
         assert target == tl.bfloat16, f"rounding towards zero is not repaired for {target}"
         x = (x.float().view(torch.int32) & -0x10000).view(torch.float32)
-    if to.itemsize == 1:
-        x = x.clamp(-torch.finfo(to).max, torch.finfo(to).max)
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[to.itemsize]
-    found = x.to(to).view(signed).numpy().view(_UNSIGNED[to.itemsize])
-    return found.reshape(data.shape)
+    if dtype.itemsize == 1:
+        x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    result = x.to(dtype).view(signed).numpy().view(_UNSIGNED[dtype.itemsize])
+    return result.reshape(data.shape)
 
 
 def _widened(handle: Any) -> Any:
@@ -133,10 +133,10 @@ def _repair_arithmetic() -> None:
             if _any_bfloat16(operands):
                 wide = (_widened(x) if isinstance(x, Handle) else x for x in operands)
                 return _narrowed(operation(self, *wide))
-            found = operation(self, *operands)
+            result = operation(self, *operands)
             # The result of a comparison has the type of its operands, and Triton 3.9 does not
             # accept a block of that type as a mask.
-            return Handle(found.data, tl.int1) if found.data.dtype == bool else found
+            return Handle(result.data, tl.int1) if result.data.dtype == bool else result
 
         return wrapped
 
@@ -145,8 +145,8 @@ def _repair_arithmetic() -> None:
 
     dot = Builder.create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, _widened(a), _widened(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, *options: Any) -> Any:
+        return dot(self, _widened(a), _widened(b), *options)
 
     Builder.create_dot = create_dot
 
@@ -166,7 +166,7 @@ def _repair_maximum() -> None:
 
 def _repair_reductions() -> None:
     reduce = interpreter.ReduceOps.apply_impl
-    of_numbers = {tl.standard._elementwise_max: np.fmax, tl.standard._elementwise_min: np.fmin}
+    ignoring_nan = {tl.standard._elementwise_max: np.fmax, tl.standard._elementwise_min: np.fmin}
 
     def wide(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -174,16 +174,16 @@ def _repair_reductions() -> None:
         kind = tl.block_type(tl.float32, x.shape) if x.type.is_block() else tl.float32
         return tl.tensor(_widened(x.handle), kind)
 
-    def apply_impl(self: Any, given: tuple[Any, ...]) -> Any:
-        inputs = tuple(wide(x) for x in given)
-        choose = of_numbers.get(self.combine_fn)
+    def apply_impl(self: Any, operands: tuple[Any, ...]) -> Any:
+        inputs = tuple(wide(x) for x in operands)
+        choose = ignoring_nan.get(self.combine_fn)
         if choose is not None and inputs[0].dtype.is_floating():
             data = choose.reduce(inputs[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
-            found = self.to_tensor(data, inputs[0].dtype)
+            output = self.to_tensor(data, inputs[0].dtype)
         else:
-            found = reduce(self, inputs)
-        results = found if isinstance(found, list | tuple) else [found]
-        for result, before, after in zip(results, given, inputs, strict=False):
+            output = reduce(self, inputs)
+        results = output if isinstance(output, list | tuple) else [output]
+        for result, before, after in zip(results, operands, inputs, strict=False):
             if before is not after and result.dtype.scalar == tl.float32:
                 result.handle = _narrowed(result.handle)
                 result.dtype = tl.bfloat16
@@ -192,7 +192,7 @@ def _repair_reductions() -> None:
                     if result.type.is_block()
                     else tl.bfloat16
                 )
-        return found
+        return output
 
     interpreter.ReduceOps.apply_impl = apply_impl
 
@@ -234,12 +234,12 @@ def _patch_once_per_launch() -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
-    def patch_attr(of: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+    def patch_attr(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
         def with_semantic(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **kwargs)
 
-        scope.set_attr(of, name, with_semantic)
+        scope.set_attr(owner, name, with_semantic)
 
     interpreter._patch_attr = patch_attr
     interpreter._patch_lang = lambda _: patch(everything)
@@ -247,12 +247,12 @@ def _patch_once_per_launch() -> None:
 
 
 def _look_types_up_once() -> None:
-    """Cache the numpy type of each type."""
-    of_scalar = functools.cache(interpreter._get_np_dtype)
+    """Cache the numpy dtype of each scalar type of Triton."""
+    scalar_dtype = functools.cache(interpreter._get_np_dtype)
 
     def get_np_dtype(kind: Any) -> np.dtype:
         scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
-        return _POINTER if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+        return _POINTER if isinstance(scalar, tl.pointer_type) else scalar_dtype(scalar)
 
     interpreter._get_np_dtype = get_np_dtype
 
@@ -261,19 +261,19 @@ def _make_types_once() -> None:
     """Cache the type of blocks for each element and shape, and the attributes of its tensors."""
     block, tensor = tl.block_type, tl.tensor
     make_block, make_tensor = block.__init__, tensor.__init__
-    made: dict[tuple[Any, ...], Any] = {}
+    blocks: dict[tuple[Any, ...], Any] = {}
     shapes: dict[tuple[int, ...], Any] = {}
 
     def new(kind: Any, element: Any, shape: Any) -> Any:
         if kind is not block:
             return object.__new__(kind)
         key = id(element), *(x.value if isinstance(x, tl.constexpr) else x for x in shape)
-        found = made.get(key)
-        if found is None:
-            found = object.__new__(kind)
-            make_block(found, element, shape)
-            made[key] = found  # keeps the element alive, so that no other element gets its id
-        return found
+        result = blocks.get(key)
+        if result is None:
+            result = object.__new__(kind)
+            make_block(result, element, shape)
+            blocks[key] = result  # keeps the element alive, so that no other element gets its id
+        return result
 
     def init_block(self: Any, element: Any, shape: Any) -> None:
         if type(self) is not block:
@@ -281,12 +281,12 @@ def _make_types_once() -> None:
 
     def init_tensor(self: Any, handle: Any, kind: Any) -> None:
         try:
-            self.shape, self.numel, self.dtype = kind.of_tensors
+            self.shape, self.numel, self.dtype = kind.tensor_attributes
         except AttributeError:
             make_tensor(self, handle, kind)
             sizes = tuple(x.value for x in self.shape)
             self.shape = shapes.setdefault(sizes, self.shape)
-            kind.of_tensors = self.shape, self.numel, self.dtype
+            kind.tensor_attributes = self.shape, self.numel, self.dtype
         self.handle, self.type = handle, kind
 
     block.__new__, block.__init__, tensor.__init__ = new, init_block, init_tensor
@@ -304,25 +304,25 @@ def _check_operands_once() -> None:
     """Cache the conversion of Python numbers next to blocks of a type, and skip equal types."""
     check = TritonSemantic.binary_op_type_checking_impl
     numbers = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
-    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    converted: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
-    def as_operand(self: Any, number: Any, beside: Any, rules: Any, turned: bool) -> Any:
-        key = id(beside.type), type(number), number, rules
-        found = known.get(key)
-        if found is None:
-            both = (number, beside) if turned else (beside, number)
-            both = check(self, *both, *rules)
-            one, other = both[::-1] if turned else both
-            if one is not beside:
-                return both
-            other.handle.data.flags.writeable = False
-            if len(known) > 4096:
-                known.clear()
-            found = known[key] = other, beside.type  # keeps the type alive, and so its id
-        return (found[0], beside) if turned else (beside, found[0])
+    def as_operand(self: Any, number: Any, block: Any, rules: Any, is_left: bool) -> Any:
+        key = id(block.type), type(number), number, rules
+        entry = converted.get(key)
+        if entry is None:
+            operands = (number, block) if is_left else (block, number)
+            operands = check(self, *operands, *rules)
+            same, operand = operands[::-1] if is_left else operands
+            if same is not block:
+                return operands
+            operand.handle.data.flags.writeable = False
+            if len(converted) > 4096:
+                converted.clear()
+            entry = converted[key] = operand, block.type  # keeps the type alive, and so its id
+        return (entry[0], block) if is_left else (block, entry[0])
 
-    def binary_op_type_checking_impl(self: Any, x: Any, y: Any, *rules: Any, **more: Any) -> Any:
-        if type(x) is tl.tensor and x.dtype.name in numbers and not more:
+    def binary_op_type_checking_impl(self: Any, x: Any, y: Any, *rules: Any, **options: Any) -> Any:
+        if type(x) is tl.tensor and x.dtype.name in numbers and not options:
             # Equal types are not converted, except for division.
             if type(y) is tl.tensor and x.dtype is y.dtype and len(rules) < 4:
                 return self.broadcast_impl_value(x, y)
@@ -330,7 +330,7 @@ def _check_operands_once() -> None:
                 return as_operand(self, y, x, rules, False)
         elif type(x) in (int, float) and type(y) is tl.tensor and y.dtype.name in numbers:
             return as_operand(self, x, y, rules, True)
-        return check(self, x, y, *rules, **more)
+        return check(self, x, y, *rules, **options)
 
     TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
 
@@ -358,7 +358,7 @@ def _make_handles_in_one_call() -> None:
 
 
 def _silence() -> None:
-    """Silence warnings of overflow, division by zero and NaN, which a GPU does not give."""
+    """Silence numpy's warnings of overflow, division by zero and NaN, which a GPU does not have."""
     run = interpreter.GridExecutor.__call__
 
     @functools.wraps(run)

@@ -1,4 +1,4 @@
-"""Greedy tokens that do not depend on the CPU: the best token wins by a margin."""
+"""Checks that greedy tokens do not depend on the CPU, because the best logit leads by a margin."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def wide_margins(least: float) -> LogitsProcessorList:
 
 @torch.no_grad()
 def greedy_deficit(model: Any, prompt: list[int], answer: list[int]) -> float:
-    """Return how far, at most, a token of the answer is below the best logit of its step.
+    """Return the largest distance of an answer's token from the best logit of its step.
 
     The model reads prompt and answer in one call, without a cache. In 16 bits, two CPUs may choose
     differently between two nearly equal tokens, and continue differently. Each answer is then still
@@ -40,5 +40,5 @@ def greedy_deficit(model: Any, prompt: list[int], answer: list[int]) -> float:
     """
     logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0].float()
     steps = logits[len(prompt) - 1 : -1]
-    chosen = steps.gather(1, torch.tensor(answer)[:, None])[:, 0]
-    return (steps.amax(1) - chosen).max().item()
+    logits_of_answer = steps.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return (steps.amax(1) - logits_of_answer).max().item()

@@ -36,13 +36,13 @@ def planned_scales(
             return spread / 4 / (fmt.min_subnormal * fmt.scale_from_e4m3)
         return None if is_dynamic else largest * spread / 448
 
-    made = {}
+    layer_scales = {}
     for index in range(layers):
         plan = PLANS[index % len(PLANS)]
         center = torch.randn(heads, dim, generator=chance) / 2 if plan.k.centered else None
-        made[index] = LayerScales(scale(6.0, plan.k), scale(4.0, plan.v), center, plan=plan)
+        layer_scales[index] = LayerScales(scale(6.0, plan.k), scale(4.0, plan.v), center, plan=plan)
     kind = StoragePlan if is_dynamic else KVScales
-    return kind(made, model_type="llama", origin="planned", weights_digest="ab" * 8)
+    return kind(layer_scales, model_type="llama", origin="planned", weights_digest="ab" * 8)
 
 
 def as_keyword(scales: KVScales) -> dict[str, KVScales]:

@@ -1,8 +1,8 @@
-"""Calls of the Triton backend with and without recordings: both must start the same kernels.
+"""Comparison of recorded and direct calls of the Triton backend, which must start equal kernels.
 
 Each call is recorded. Calls that differ from it in one argument are made before and after it. The
-arguments of launches are compared with those in a call without replay. Triton chooses kernels
-as on a GPU, but a compiled kernel is only a name. Use this only in a process without the
+arguments of launches are compared with the launches of a call without replay. Triton chooses
+kernels as on a GPU, but a compiled kernel is only a name. Use this only in a process without the
 interpreter, and end the process afterwards.
 """
 
@@ -54,7 +54,7 @@ def _compile(src: Any, **_: Any) -> SimpleNamespace:
 
 
 def pretend() -> None:
-    """Make Triton assume a GPU, and count the launches that go through Triton."""
+    """Make Triton assume a GPU, and record its launches in `started`."""
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -69,7 +69,7 @@ def pretend() -> None:
     jit.JITFunction.run = lambda *args, **kwargs: (next(by_jit), run(*args, **kwargs))[1]
 
 
-class Made(TorchDispatchMode):
+class Allocated(TorchDispatchMode):
     """Keeps every tensor that a call allocates."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Made(TorchDispatchMode):
 
 
 def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], at: int = -1) -> Any:
-    """Return arguments with the tensor number `at` changed. -1 means all tensors."""
+    """Return arguments in which tensor number `at` is changed. -1 means all tensors."""
     leaves, spec = tree_flatten(args)
     numbers = itertools.count()
     changed = [
@@ -98,25 +98,25 @@ def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], at: int = -1) 
 
 def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
     """Return launches, allocations and result of a call, with names instead of addresses."""
-    known: dict[int, str] = {}
+    names: dict[int, str] = {}
 
     def note(x: torch.Tensor) -> torch.Tensor:
-        known.setdefault(x.data_ptr(), f"tensor {len(known)}")
+        names.setdefault(x.data_ptr(), f"tensor {len(names)}")
         return x
 
     def named(x: Any) -> Any:
         if isinstance(x, int) and not isinstance(x, bool):
-            for i, tensor in enumerate(made.tensors):
+            for i, tensor in enumerate(allocated.tensors):
                 if 0 <= x - tensor.data_ptr() < tensor.nbytes:
                     return f"allocated {i} + {x - tensor.data_ptr()}"
-            return known.get(x, x)
+            return names.get(x, x)
         return x
 
     map_tensors(args, note)
     started.clear()
-    with Made() as made:
+    with Allocated() as allocated:
         result = operation(*args)
-    sizes = [(x.shape, x.dtype) for x in made.tensors]
+    sizes = [(x.shape, x.dtype) for x in allocated.tensors]
     returned = None if result is None else (named(result.data_ptr()), result.shape)
     return [*tree_map(named, started), sizes, returned]
 
@@ -141,7 +141,7 @@ def plan(rows: int) -> torch.Tensor:
 
 
 def make_pages() -> Pages:
-    """Return pages in blocks, with every kind of tensor."""
+    """Return pages in blocks that have every optional tensor."""
     k = torch.zeros(COUNT, HEADS, SLOTS, DIM, dtype=torch.uint8)
     v = torch.zeros(COUNT, HEADS, DIM, SLOTS, dtype=torch.uint8)
     scales = torch.zeros(COUNT, HEADS, SLOTS, 2, dtype=torch.bfloat16)
@@ -258,9 +258,9 @@ CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
 
 
 def check(operation: Any, first: Any, second: Any, what: str, around: Any = nullcontext) -> None:
-    """Raise AssertionError if a call differs after a recording of a similar call."""
-    for known in replay.recordings.values():
-        known.clear()
+    """Raise AssertionError if the second call differs after a recording of the first call."""
+    for recordings in replay.recordings.values():
+        recordings.clear()
     backend._NO_PAGES.recordings.clear()
     compare(operation, first, f"before {what}")
     with around():
@@ -269,7 +269,7 @@ def check(operation: Any, first: Any, second: Any, what: str, around: Any = null
 
 
 def compare_calls() -> dict[str, int]:
-    """Make each call both ways. Return the number of comparisons of each operation.
+    """Compare each call with and without replay. Return the number of comparisons per operation.
 
     Raises:
         AssertionError: A call differs.

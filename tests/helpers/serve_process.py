@@ -64,17 +64,17 @@ def step_of(sequences: Sequence[Any], place: int) -> list[Any]:
     """Return the engine's requests of a step with one new token at `place` of each sequence."""
     return [
         SimpleNamespace(
-            state=SimpleNamespace(logit_processor_kwargs={"sequence": one}, position_offset=place),
+            state=SimpleNamespace(logit_processor_kwargs={"sequence": item}, position_offset=place),
             has_new_token=True, query_length=1,
         )
-        for one in sequences
+        for item in sequences
     ]  # fmt: skip
 
 
 def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -> str:
     """Save a tiny Llama whose tokens are characters, without an end token. Return the folder."""
     letters = [chr(code) for code in range(32, 32 + tokens)]
-    inner = Tokenizer(models.WordLevel({x: at for at, x in enumerate(letters)}, unk_token="?"))
+    inner = Tokenizer(models.WordLevel({x: i for i, x in enumerate(letters)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
@@ -112,10 +112,10 @@ def generate_answer(folder: str, question: str, tokens: int, **options: object) 
     )
     cache = FP8PagedCache(model.config, prefill="stored", **options)
     with torch.inference_mode():
-        found = model.generate(
+        output = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=tokens, do_sample=False
         )
-    return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def events(text: str) -> list[Any]:
@@ -132,8 +132,8 @@ def text_in(answer: Any) -> str:
     if "output" in answer:
         return answer["output"][0]["content"][0]["text"]
     choice = answer["choices"][0]
-    said = choice.get("message") or choice.get("delta") or {}
-    return choice.get("text") or said.get("content") or ""
+    message = choice.get("message") or choice.get("delta") or {}
+    return choice.get("text") or message.get("content") or ""
 
 
 def ids(text: str) -> list[int]:
@@ -145,15 +145,15 @@ def generate(model: Any, prompt: str, count: int, *processors: LogitsProcessor) 
     """Return the greedy answer of `generate()` with transformers' own cache."""
     inputs = torch.tensor([ids(prompt)])
     with torch.inference_mode():
-        found = model.generate(
+        output = model.generate(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False,
             logits_processor=LogitsProcessorList(processors),
         )  # fmt: skip
-    return "".join(chr(token + 32) for token in found[0, inputs.shape[1] :].tolist())
+    return "".join(chr(token + 32) for token in output[0, inputs.shape[1] :].tolist())
 
 
 class Endpoint:
-    """A server that listens on this machine: requests, and its metrics. A `with` stops it."""
+    """A running server on this machine, and methods to send requests. A `with` block stops it."""
 
     model: str
     port: int
@@ -173,7 +173,7 @@ class Endpoint:
 
     @property
     def log(self) -> str:
-        """The lines that the server has written, if it is a process."""
+        """Lines that the server has written. Empty unless it is a process."""
         return ""
 
     def ask(
@@ -184,7 +184,7 @@ class Endpoint:
         raw: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, str, dict[str, str]]:
-        """Return the status, the text and the headers of an answer. Without a body, send GET."""
+        """Send POST, or GET without a body. Return the status, the text and the headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         with contextlib.closing(connection):
             data = raw if raw is not None else None if body is None else json.dumps(body).encode()
@@ -215,20 +215,20 @@ class Endpoint:
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("hf_fp8kv_"): float(value) for name, value in rows}
 
-    def wait_until(self, seconds: float = WAIT, **wanted: float) -> dict[str, float]:
-        """Return the values of /metrics as soon as they include the wanted values."""
+    def wait_until(self, seconds: float = WAIT, **expected: float) -> dict[str, float]:
+        """Return the values of /metrics as soon as they include the expected values."""
         until = time.monotonic() + seconds
         while True:
-            found = self.metrics()
-            if wanted.items() <= found.items():
-                return found
+            metrics = self.metrics()
+            if expected.items() <= metrics.items():
+                return metrics
             if time.monotonic() > until:
-                raise AssertionError(f"expected {wanted}, got {found}. The log:\n{self.log}")
+                raise AssertionError(f"expected {expected}, got {metrics}. The log:\n{self.log}")
             time.sleep(0.05)
 
 
 class HostedServer(Endpoint):
-    """`hf-fp8kv serve` on a free port, in a thread of this process: nothing is imported again."""
+    """`hf-fp8kv serve` on a free port, in a thread of this process, which saves the imports."""
 
     def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
         import uvicorn
@@ -312,12 +312,12 @@ class Server(Endpoint):
         """Wait until the log matches, and return the match."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if found := re.search(pattern, self.log):
-                return found
+            if match := re.search(pattern, self.log):
+                return match
             if self.process.poll() is not None:
                 self._reader.join(5)
-                if found := re.search(pattern, self.log):
-                    return found
+                if match := re.search(pattern, self.log):
+                    return match
                 break
             time.sleep(0.02)
         raise AssertionError(f"expected {pattern!r} in the log of the server, got:\n{self.log}")

@@ -1,9 +1,9 @@
-"""The rules of SGLang, TGI and old versions of vLLM for folders with KV scales, by their sources.
+"""The rules by which SGLang, TGI and old versions of vLLM read KV scales, from their source code.
 
 These servers were not run. vLLM's own loader reads our files in tests/vllm/test_checkpoints.py.
 
 Each function returns the scales that the server would use, a pair for each layer, or raises
-`Refused`. It uses the names, configs and defaults of the server, and nothing of this package.
+`Refused`. It uses the server's names, configs and defaults, and no code of this package.
 """
 
 import json
@@ -17,7 +17,7 @@ Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Refused(Exception):
-    """The server would not start, or would run at a scale of 1.0."""
+    """The server would not start, or would use a scale of 1.0."""
 
 
 def checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -44,11 +44,11 @@ def checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, 
 def quant_config(config: dict) -> dict:
     """Return the quantization config from the places that the server reads."""
     text = config.get("text_config") or {}
-    found = config.get("quantization_config") or text.get("quantization_config")
-    found = found or config.get("compression_config")
-    if not found:
+    quantization = config.get("quantization_config") or text.get("quantization_config")
+    quantization = quantization or config.get("compression_config")
+    if not quantization:
         raise Refused("without a quantization config no scale is loaded")
-    return found
+    return quantization
 
 
 # Patterns of scales' names in a checkpoint. The group is the side that a scale is loaded as.
@@ -123,7 +123,7 @@ def scaling_factors(
 
 
 def tgi(folder: Path) -> Pairs:
-    """Return the scales that TGI 3 uses: one number for each side, next to its attention.
+    """Return the scales that TGI 3 uses: one number for K and one for V of each layer.
 
     TGI reads every file in the folder, regardless of the index.
     """

@@ -1,4 +1,4 @@
-"""Tools for tests of continuous batching: prompts, scales, and two ways to generate."""
+"""Helpers for tests of continuous batching: prompts, scales, and generation with and without it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ NEW = 18
 PAGE = 16
 
 
-def batching(*, page_size: int = PAGE, pages: int | None = 64, **more: Any) -> Any:
-    more = {"max_batch_tokens": 256, **more}
-    return ContinuousBatchingConfig(page_size=page_size, num_blocks=pages, **more)
+def batching(*, page_size: int = PAGE, pages: int | None = 64, **options: Any) -> Any:
+    options = {"max_batch_tokens": 256, **options}
+    return ContinuousBatchingConfig(page_size=page_size, num_blocks=pages, **options)
 
 
 class OpenAIPenalties(LogitsProcessor):
-    """Presence and frequency penalties, as OpenAI defines them, after a prompt of some tokens."""
+    """OpenAI's presence and frequency penalties, after a prompt of `prompt` tokens."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
@@ -38,13 +38,13 @@ class OpenAIPenalties(LogitsProcessor):
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
-def greedy(**more: Any) -> GenerationConfig:
+def greedy(**options: Any) -> GenerationConfig:
     """Return the settings of greedy generation of NEW tokens, without an end token."""
-    found = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    for name, value in more.items():
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    for name, value in options.items():
         # Set afterwards because the constructor refuses several equal answers.
-        setattr(found, name, value)
-    return found
+        setattr(config, name, value)
+    return config
 
 
 def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
@@ -90,43 +90,43 @@ def prompts(vocab: int = 99, seed: int = 6) -> list[list[int]]:
 
 def one_by_one(model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any) -> list[list[int]]:
     """Return the tokens of generate() for each prompt alone, with a separate cache."""
-    found = []
+    answers = []
     for text in texts:
         pages = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **cache)
-        whole = model.generate(
+        output = model.generate(
             torch.tensor([text], device=model.device), past_key_values=pages, max_new_tokens=NEW,
             do_sample=False, eos_token_id=None, pad_token_id=0,
             logits_processor=wide_margins(1e-4) if model.dtype == torch.float32 else None,
         )  # fmt: skip
-        found.append(whole[0, len(text) :].tolist())
-    return found
+        answers.append(output[0, len(text) :].tolist())
+    return answers
 
 
-def are_exact(model: PreTrainedModel, texts: Sequence[list[int]], found: list[list[int]]) -> bool:
-    """Return whether these answers are the answers from unquantized pages."""
-    pairs = zip(texts, found, strict=True)
+def are_exact(model: PreTrainedModel, texts: Sequence[list[int]], answers: list[list[int]]) -> bool:
+    """Return whether the answers equal the answers from unquantized pages."""
+    pairs = zip(texts, answers, strict=True)
     return all(one_by_one(model, [text], dtype="auto") == [answer] for text, answer in pairs)
 
 
 def enable(model: PreTrainedModel, texts: Sequence[list[int]], **keywords: Any) -> list[list[int]]:
     """Enable serving with FP8 pages, and return the tokens of generate() with the same pages."""
     model.set_attn_implementation("fp8_paged")
-    wanted = one_by_one(model, texts, **keywords)
+    expected = one_by_one(model, texts, **keywords)
     serving.enable(model, **keywords)
-    return wanted
+    return expected
 
 
 def batched(
-    model: PreTrainedModel, texts: Sequence[list[int]], *, generation: Any = None, **more: Any
+    model: PreTrainedModel, texts: Sequence[list[int]], *, generation: Any = None, **options: Any
 ) -> list[list[int]]:
-    """Return the tokens of generate_batch in the order of the prompts. Fail if a request does."""
-    config = more.pop("config", None) or batching(**more)
-    found = model.generate_batch(
+    """Return the tokens of generate_batch in the order of the prompts. Assert that none failed."""
+    config = options.pop("config", None) or batching(**options)
+    outputs = model.generate_batch(
         list(texts), generation_config=generation or greedy(), continuous_batching_config=config
     )
-    errors = [out.error for out in found.values() if out.error is not None]
+    errors = [out.error for out in outputs.values() if out.error is not None]
     assert not errors, errors
-    return [list(out.generated_tokens) for out in found.values()]
+    return [list(out.generated_tokens) for out in outputs.values()]
 
 
 def managing(model: PreTrainedModel, generation: Any = None, **config: Any) -> Any:
@@ -147,14 +147,14 @@ def running(manager: Any) -> Iterator[None]:
 
 def results(manager: Any, count: int) -> dict[str, list[int]]:
     """Wait until `count` requests are finished, and return their tokens by request."""
-    found: dict[str, list[int]] = {}
-    while len(found) < count:
+    tokens: dict[str, list[int]] = {}
+    while len(tokens) < count:
         out = manager.get_result(timeout=60)
         assert out is not None
         assert out.error is None, out.error
         if out.is_finished():
-            found[out.request_id] = list(out.generated_tokens)
-    return found
+            tokens[out.request_id] = list(out.generated_tokens)
+    return tokens
 
 
 def answer_to(manager: Any, text: list[int], new: int | None = None) -> list[int]:
@@ -166,17 +166,17 @@ def answer_to(manager: Any, text: list[int], new: int | None = None) -> list[int
 def answers_to(manager: Any, texts: Sequence[list[int]]) -> list[list[int]]:
     """Return the tokens of new requests, in their order."""
     names = manager.add_requests(list(texts), max_new_tokens=NEW)
-    found = results(manager, len(names))
-    return [found[name] for name in names]
+    tokens = results(manager, len(names))
+    return [tokens[name] for name in names]
 
 
 def forked(model: PreTrainedModel, texts: Sequence[list[int]], times: int) -> list[list[int]]:
     """Return `times` answers to each prompt. Requests fork after the prefill."""
     with managing(model, greedy(num_return_sequences=times)) as manager:
         requests = manager.add_requests(list(texts), max_new_tokens=NEW)
-        found = results(manager, times * len(texts))
-    names = [[r, *(f"{r}__child#{i}" for i in range(times - 1))] for r in requests]
-    return [found[name] for of_one in names for name in of_one]
+        tokens = results(manager, times * len(texts))
+    children = [f"__child#{i}" for i in range(times - 1)]
+    return [tokens[request + suffix] for request in requests for suffix in ("", *children)]
 
 
 class _Unpinned:
@@ -185,18 +185,18 @@ class _Unpinned:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        return torch.empty(*shape, **more)
+    def empty(self, *shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.empty(*shape, **options)
 
 
 def note_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list to which each offload adds its requests. Offloading needs no accelerator."""
-    gone: list[Any] = []
-    kind: Any = offloading_manager.OffloadingManager
-    stock = kind._offload_to_cpu
+    """Return a list that collects the results of offloads. Offloading then needs no accelerator."""
+    offloaded: list[Any] = []
+    manager: Any = offloading_manager.OffloadingManager
+    offload = manager._offload_to_cpu
     monkeypatch.setattr(
-        kind, "_offload_to_cpu", lambda *args: gone.append(stock(*args)) or gone[-1]
+        manager, "_offload_to_cpu", lambda *args: offloaded.append(offload(*args)) or offloaded[-1]
     )
     if not torch.cuda.is_available():
         monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
-    return gone
+    return offloaded

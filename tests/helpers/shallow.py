@@ -1,4 +1,4 @@
-"""The first layers of the demo model, with its tokenizer and sizes, and a tenth of the work."""
+"""The first layers of the demo model as a checkpoint, which needs a tenth of the computation."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ LAYERS = 2
 
 def save_first_layers(model: Path, folder: Path, layers: int = LAYERS, **fields: str) -> Path:
     """Copy the first layers of a checkpoint, and set fields of its config. Return the folder."""
-    kept = {
+    tensors = {
         name: tensor
         for name, tensor in load_file(model / "model.safetensors").items()
         if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < layers
@@ -23,7 +23,7 @@ def save_first_layers(model: Path, folder: Path, layers: int = LAYERS, **fields:
     for path in model.glob("*"):
         if path.name != "model.safetensors":
             shutil.copy(path, folder)
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps({**config, "num_hidden_layers": layers, **fields})

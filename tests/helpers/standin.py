@@ -25,12 +25,12 @@ class Made(NamedTuple):
 
 
 def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[Made]:
-    """Replace backend="triton" by the reference with plans. Return a list of all later plans.
+    """Replace backend="triton" with the reference and plans. Return a list of all later plans.
 
-    A plan holds the lengths that it was made for, one per row.
+    Each row of a plan stores one of the lengths for which it was made.
 
     Args:
-        computes: Whether values are computed. False is for the device "meta".
+        computes: Whether attention is computed. False is for the device "meta".
     """
     made: list[Made] = []
     planned_rows = [0]
@@ -40,10 +40,10 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
             planned_rows[0] = rows
         return batch
 
-    def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *rest: int) -> None:
+    def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
         if computes:
             plan[:, 0] = lengths
-            made.append(Made(plan, lengths.tolist(), *rest, planned_rows[0]))
+            made.append(Made(plan, lengths.tolist(), *sizes, planned_rows[0]))
 
     def attend(
         query: torch.Tensor,

@@ -1,4 +1,4 @@
-"""The assertions locate the first difference."""
+"""Tests of the assertions for tensors, whose messages locate the first difference."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def pool(**changed: torch.Tensor) -> SimpleNamespace:
     return SimpleNamespace(**tensors)
 
 
-def test_the_first_of_several_is_named():
+def test_the_message_locates_the_first_difference():
     got, expected = (torch.zeros(2, 3, 9, 5) for _ in range(2))
     got[1, 2, 7, 3], got[1, 2, 8, 0] = 4.5, 1
     where = "sequence 1, head 2, token 7, dim 3"
@@ -28,7 +28,7 @@ def test_the_first_of_several_is_named():
 @pytest.mark.parametrize(
     ("name", "axes"), [("k_codes", K), ("v_codes", V), ("token_scales", SCALES)]
 )
-def test_a_byte_of_a_pool_has_page_head_slot_and_dim(name, axes):
+def test_a_byte_of_a_pool_is_located_by_page_head_slot_and_dim(name, axes):
     wrong = getattr(pool(), name).clone()
     place = {"page": 3, "head": 1, "slot": 6, "dim": 5, "side": 1}
     wrong[tuple(place[axis] for axis in axes)] = 7
@@ -37,14 +37,14 @@ def test_a_byte_of_a_pool_has_page_head_slot_and_dim(name, axes):
         assert_same_pool(pool(**{name: wrong}), pool(), "layer 2")
 
 
-def test_bits_differ_where_numbers_do_not():
+def test_bits_of_equal_values_may_differ():
     with pytest.raises(AssertionError, match=r"axis 0 0: got 0\.0, expected -0\.0"):
         assert_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
     with pytest.raises(AssertionError, match="got nan, expected nan"):
         assert_same(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
 
 
-def test_other_shapes_and_dtypes_differ():
+def test_different_shapes_and_dtypes_are_reported():
     for other in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
         with pytest.raises(AssertionError, match=r"^x: expected torch\.float32 of shape \[2, 3"):
             assert_same(other, torch.zeros(2, 3), "x")

@@ -121,7 +121,7 @@ SIZES: Options = {
 LATENT: Options = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
-    # With 16 heads few scores are 0. The choice among equal scores depends on their number.
+    # Few scores are 0 with 16 heads. The choice among equal scores depends on their number.
     "index_n_heads": 16,
     "index_topk": 8,
 }
@@ -460,10 +460,10 @@ _LEAVE_ALONE = (
 )
 
 
-def _set_std(weight: torch.Tensor, want: float) -> None:
+def _set_std(weight: torch.Tensor, target: float) -> None:
     std = float(weight.float().std())
-    if 1e-8 < std < want or std > 3 * want:
-        weight.mul_(want / std)
+    if 1e-8 < std < target or std > 3 * target:
+        weight.mul_(target / std)
 
 
 def causal_config(name: str, **config: Any) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""The kernels, compiled for GPUs on a machine without one, with tests/tools/kernels.
+"""Tests of the kernels' machine code, which tests/tools/kernels compiles without a GPU.
 
 Other processes compile, because this process may run kernels in Triton's interpreter.
 """
@@ -42,9 +42,9 @@ GOOD = Assembly(
 
 # -- compiled steps --------------------------------------------------------------------------------
 
-# Grid: Each operation on GPUs of both vendors, and on sm_90 each way to convert codes: by an
-# instruction (e4m3), by moving bits (e3m4, e2m5), not at all (auto). Growing and preallocated
-# caches launch these. With a bias, values are as large as float32 allows.
+# Grid: each operation on GPUs of both vendors, and on sm_90 each way to convert codes: by an
+# instruction (e4m3), by moving bits (e3m4, e2m5), or without conversion (auto). Growing and
+# preallocated caches launch these. With a bias, values are as large as float32 allows.
 STEPS = [
     "decode e4m3 D128", "decode auto D128", "decode e4m3 static D128", "decode e2m5 D128 rotated",
     "decode e4m3 D128 bias",
@@ -102,7 +102,7 @@ def test_kernels_of_a_step_obey_the_rules(compiled, target):
 
 
 def test_a_replayed_call_launches_as_triton_does(compiled):
-    """This holds after a change of any input of the call, before or after the recording."""
+    """Any input of the call is changed, before or after the recording."""
     (compared,) = compiled["replays"]["calls"]
     assert compared.keys() == {"attend", "write", "make_plan"}
     assert sum(compared.values()) > 120, compared
@@ -203,12 +203,12 @@ def test_each_rule_names_its_violation(change, options, broken):
         ("gfx942", 64, 4, 40000, 1),
     ],
 )
-def test_resident_programs_are_computed(target, registers, warps, shared, programs):
+def test_resident_programs_are_limited_by_resources(target, registers, warps, shared, programs):
     assert Target.parse(target).fit(registers, warps, shared) == programs
 
 
 def test_an_unlisted_gpu_is_described_by_its_resources():
-    """A chip with 100 KB of shared memory per SM, and a B300."""
+    """The GPUs are a chip with 100 KB of shared memory per SM, and a B300."""
     spark = Target("cuda", 121, 48, resources=Resources(100 << 10, 1536))
     assert spark.fit(168, 2, 37888) == 2
     assert tuning.expected_programs(spark) == 2
@@ -264,7 +264,7 @@ _decode:
 
 
 def test_assembly_is_parsed():
-    """NVIDIA's main loop is the shortest loop with products. Copies may outlast a wait."""
+    """NVIDIA's main loop is the shortest loop with products. A wait may leave copies in flight."""
     assembly = read_nvidia(SASS, "Function _decode:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
     assert assembly == Assembly(
         registers=168, spills=1, doubles=1, loop=3, wide_bytes=16, byte_loads=0, conversions=0
@@ -324,8 +324,8 @@ def test_packed_moves_convert_all_codes_in_all_positions(fmt, keep_nan, monkeypa
     actual = bits.T.view(torch.float16).float() * shifted.factor
     expected = decode(words.to(torch.uint8), fmt)
     if not nan:
-        kept = ~expected.isnan()
-        actual, expected = actual[kept], expected[kept]
+        is_number = ~expected.isnan()
+        actual, expected = actual[is_number], expected[is_number]
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
@@ -369,7 +369,7 @@ def run(monkeypatch, capsys):
 
 
 def test_the_command_fails_on_violations_and_shows_changes(run, tmp_path):
-    """A summary compiles only the kernels that read pages."""
+    """The option `--summary` compiles only the kernels that read pages."""
     code, out = run(rows=[ROW])
     assert code == 0
     assert all(f"{name} " in out for name in TARGETS)

@@ -1,4 +1,4 @@
-"""Kernels run from their PTX, and planted faults are detected, in a separate process."""
+"""Tests that run the kernels from their PTX, and that detect planted faults."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton compiles the kernels")
 
 
 def test_kernels_run_from_their_ptx_and_faults_are_detected():
-    """The process is separate, because this process uses Triton's interpreter."""
+    """A separate process runs the PTX, because this process uses Triton's interpreter."""
     environment = {k: v for k, v in make_environment().items() if not k.startswith("PYTEST_")}
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.tools.ptx.plugin", "tests/ops/test_ptx.py"],

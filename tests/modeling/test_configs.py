@@ -1,4 +1,4 @@
-"""Properties of configs that no model of transformers has."""
+"""Tests of configs with properties that no model of transformers has."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_each_layer_of_a_heterogeneous_config_has_its_heads() -> None:
     assert [kv_heads(config, index) for index in range(2)] == [2, 4]
 
 
-def test_latents_of_code_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_without_source_code_is_treated_as_mla(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention without source code counts as MLA if transformers does not list its class."""
     namespace: dict[str, type] = {}
     exec(f"class Attention:\n    {EXPAND} = forward = lambda self: None\n", namespace)

@@ -1,4 +1,4 @@
-"""Models whose K and V compressed-tensors rounds give the results of the original weights.
+"""Tests of models whose K and V compressed-tensors rounds: caches get the unrounded K and V.
 
 `original` is a model without a declared KV cache. `declared` has the same weights and declares one
 whose scales are much too small.
@@ -51,7 +51,7 @@ def pair(dense_folders):
 
 @torch.no_grad()
 def run(model: Any, cache: Any, ids: torch.Tensor = IDS, prompt: int = 63) -> list[torch.Tensor]:
-    """Return the logits of a prompt, and of each token after it."""
+    """Return the logits of a prompt of `prompt` tokens, and of each token after it."""
     parts = (ids[:, :prompt], *ids[:, prompt:].split(1, 1))
     return [model(part, past_key_values=cache).logits for part in parts]
 
@@ -72,7 +72,7 @@ def are_far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 @needs_rounding
-# Grid: each attention, and quantized weights under one of them.
+# Grid: each attention once, with quantized weights in one case.
 @pytest.mark.parametrize(
     ("weights", "attention"),
     [("dense", "fp8_paged"), ("dense", "sdpa"), ("dense", "eager"), ("w8a8", "fp8_paged")],
@@ -97,7 +97,7 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     # The prefill is exact: the logits of the original weights without a quantized cache.
     exact = run(original, DynamicCache(config=original.config))[0]
     assert torch.equal(run(declared, FP8PagedCache(declared.config))[0], exact)
-    # A cache of transformers still gets rounded K and V, also after a cache of this package.
+    # A cache of transformers still gets rounded K and V, even after a cache of this package.
     assert_same(run(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 
@@ -135,13 +135,13 @@ def test_a_cache_created_before_compressed_tensors_is_loaded(pair, monkeypatch):
 def test_no_cache_is_kept_alive(pair):
     cache = FP8PagedCache(pair[1].config)
     run(pair[1], cache)
-    wrappers = [m.kv_cache for m in pair[1].modules() if hasattr(m, "kv_cache")]
+    wrappers = [layer.kv_cache for layer in pair[1].modules() if hasattr(layer, "kv_cache")]
     assert [wrapper.past_key_values for wrapper in wrappers] == [None, None]
     gc.collect()
-    assert not [x for x in gc.get_referrers(cache) if x in wrappers]
+    assert not [referrer for referrer in gc.get_referrers(cache) if referrer in wrappers]
 
 
-def test_forks_beams_and_padding(pair):
+def test_beams_padding_and_forks_give_the_results_of_the_original_weights(pair):
     inputs = {"attention_mask": torch.ones_like(IDS)}
     inputs["attention_mask"][0, :5] = 0
     results = []
@@ -157,7 +157,7 @@ def test_forks_beams_and_padding(pair):
 
 
 @needs_rounding
-def test_enable_and_disable(pair):
+def test_enabled_models_give_the_results_of_the_original_weights(pair):
     original, declared = pair
     options = {
         "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True,
@@ -229,7 +229,7 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     assert_same(run(copied, FP8PagedCache(copied.config)), exact)
 
 
-def test_calibrate_and_measure(pair):
+def test_calibration_and_measurement_use_unrounded_k_and_v(pair):
     texts = [row.tolist() for row in torch.randint(3, 99, (6, 40), generator=torch.Generator())]
     quiet = {"max_length": 40, "held_out": 60, "progress": False}
     expected, actual = (calibrate(model, texts, **quiet) for model in pair)
@@ -240,7 +240,7 @@ def test_calibrate_and_measure(pair):
         assert (layer.k > 2 * TOO_SMALL.layers[index].k).all()
     assert actual.report.quality == expected.report.quality
     assert actual.report.layers == expected.report.layers
-    # The error of scales that are too small is measured: K is not clipped to them beforehand.
+    # The measured error includes the clipping by scales that are too small, because K is unrounded.
     reports = [measure(model, TOO_SMALL, texts, progress=False) for model in pair]
     assert reports[0].quality == reports[1].quality
     static, dynamic = (reports[1].quality[row].kl for row in (1, 2))
@@ -248,7 +248,7 @@ def test_calibrate_and_measure(pair):
 
 
 @needs_rounding
-def test_serving(pair):
+def test_serving_gives_the_answers_of_the_original_weights(pair):
     texts = prompts()[:4]
     answers = []
     for model in pair:
@@ -283,7 +283,7 @@ def test_exact_states_do_not_affect_other_threads(pair):
     assert_same(run(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 
-def test_compiled(pair):
+def test_a_compiled_step_gives_the_logits_of_the_original_weights(pair):
     original, declared = pair
     for model in pair:
         model.set_attn_implementation("fp8_paged")
@@ -292,7 +292,7 @@ def test_compiled(pair):
     torch.compiler.reset()
     with torch.no_grad():
         declared(IDS[:, :63], past_key_values=caches[1])
-        # Before 0.20 the package's own hooks cannot be compiled without graph breaks.
+        # The package's own hooks cannot be compiled without graph breaks before 0.20.
         fullgraph = "__getattr__" in vars(module._wrapper_class())
         step = torch.compile(declared, fullgraph=fullgraph, backend="aot_eager")
         for position in (63, 64):

@@ -1,4 +1,4 @@
-"""A checkpoint that tests add scales to."""
+"""Fixture of a small checkpoint, to which tests add scales."""
 
 from pathlib import Path
 

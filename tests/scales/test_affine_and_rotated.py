@@ -1,4 +1,4 @@
-"""Scales of shifted or rotated values: FP8_AFFINE of ModelOpt, and rotations of K."""
+"""Tests of reading scales of shifted or rotated values: ModelOpt's FP8_AFFINE, and rotated K."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def plain(tmp_path_factory):
 
 
 def states(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the logits of a model, and K and V of its layers, `[1, Hkv, T, D]`."""
+    """Return the logits of the model in a folder, and K and V of its layers, `[1, Hkv, T, D]`."""
     cache = DynamicCache()
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(IDS, past_key_values=cache).logits
@@ -46,7 +46,7 @@ def write_checkpoint(
 
 
 def save_affine(plain: Path, folder: Path, shift: float) -> Path:
-    """Save a checkpoint as ModelOpt exports FP8_AFFINE, with the means and scales without means."""
+    """Save a checkpoint in ModelOpt's FP8_AFFINE: means, and scales of values minus the means."""
     tensors: dict[str, torch.Tensor] = {}
     for index, pair in enumerate(states(plain)[1]):
         for side, x in zip("kv", pair, strict=True):
@@ -79,7 +79,7 @@ def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain, tmp_path, shi
     assert (output - logits).norm() < 0.05 * logits.norm()
 
 
-def test_replaced_scales_have_no_biases(plain, tmp_path):
+def test_replacing_scales_removes_biases(plain, tmp_path):
     folder = save_affine(plain, tmp_path / "affine", 0.0)
     new = KVScales.uniform(LAYERS, 0.5)
     new.save_pretrained(tmp_path / "new", format="modelopt", checkpoint=folder, overwrite=True)
@@ -154,7 +154,7 @@ K_CACHE = {"targets": ["LlamaAttention"], "location": "k_cache"}
     ],
     ids=str,
 )
-def test_different_rotations_are_rejected(plain, tmp_path, changes):
+def test_other_rotations_of_k_are_rejected(plain, tmp_path, changes):
     folder = save_rotated(plain, tmp_path / "rotated", **changes)
     with scale_error("K rotated (by type|in blocks)", folder):
         KVScales.from_pretrained(folder)

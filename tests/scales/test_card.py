@@ -1,4 +1,4 @@
-"""Model cards: their description of scales, and the preserved parts of an existing card."""
+"""Tests of model cards: the description of the scales, and the parts of a card that are kept."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ Text with Grüße.
 
 
 def write_card(model: Path, target: Path, old: str | None, scales: KVScales, **options) -> str:
-    """Save a copy of the model, which has `old` as its card, and return the new card."""
+    """Save a copy of a model whose card is `old`, and return the card of the copy."""
     source = Path(shutil.copytree(model, target.parent / f"{target.name}-source"))
     if old is not None:
         (source / "README.md").write_bytes(old.encode("utf-8", "surrogateescape"))

@@ -1,4 +1,4 @@
-"""Saving scales: every format is saved and loaded, alone and in a copy of a checkpoint."""
+"""Tests of saving scales: alone, into a checkpoint, in a copy of a checkpoint, and on the Hub."""
 
 import itertools
 import json
@@ -118,9 +118,9 @@ def test_saved_scales_are_loaded(tmp_path, caplog, format, kind):
 
 @given(
     values=st.lists(st.tuples(*[st.floats(2**-60, 2**60, width=32)] * 2), min_size=1, max_size=4),
-    format=st.sampled_from([f for f in SCALE_FORMATS if f != "vllm-json"]),
+    format=st.sampled_from([name for name in SCALE_FORMATS if name != "vllm-json"]),
 )
-def test_any_pair_survives_bitwise(tmp_path_factory, values, format):
+def test_any_pair_of_scales_is_loaded_bitwise(tmp_path_factory, values, format):
     folder = tmp_path_factory.mktemp("pair")
     # Layers without attention have no scales.
     layers = {
@@ -259,7 +259,7 @@ def test_a_full_disk_changes_no_files(tmp_path, monkeypatch, format, index):
 
 
 def fail_at(monkeypatch, index: int, failure: BaseException) -> None:
-    """Let the write of the file with this index and all later writes fail."""
+    """Make the write of file number `index` and all later writes fail."""
     calls = itertools.count()
 
     def sync(fd: int) -> None:
@@ -270,7 +270,7 @@ def fail_at(monkeypatch, index: int, failure: BaseException) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files of a folder, by path."""
+    """Return the bytes of all files in a folder, by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -279,7 +279,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def shards(model, tmp_path_factory) -> Path:
-    """Return the same checkpoint in several files with an index."""
+    """Return the checkpoint split into several files with an index."""
     folder = tmp_path_factory.mktemp("shards")
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(folder, max_shard_size="1KB")
     assert (folder / "model.safetensors.index.json").exists()
@@ -297,7 +297,7 @@ def weights_of(folder: Path) -> dict[str, bytes]:
 
 
 def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **options) -> Path:
-    """Copy a checkpoint, and add random scales."""
+    """Copy a checkpoint, add random scales to the copy, and return its path."""
     random_scales(kind).save_pretrained(target, format=format, checkpoint=source, **options)
     return target
 
@@ -330,7 +330,7 @@ def test_a_copy_has_the_same_weights_and_can_be_loaded(tmp_path, request, source
 
 
 def assert_loads_the_same(source: Path, copy: Path) -> None:
-    """Check that transformers loads the same model from both folders, without missing keys."""
+    """Check that transformers loads equal weights from both folders, without missing keys."""
     plain = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     loaded, info = AutoModelForCausalLM.from_pretrained(
         copy, dtype="auto", output_loading_info=True
@@ -397,28 +397,33 @@ def test_linked_weights_are_the_same_file(tmp_path, model, format):
 
 
 BAD_SOURCES = {
-    "no-config": (lambda f: (f / "config.json").unlink(), "config.json, got none"),
-    "config-cut-off": (lambda f: (f / "config.json").write_text("{"), "expected a JSON file"),
+    "no-config": (lambda folder: (folder / "config.json").unlink(), "config.json, got none"),
+    "config-cut-off": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "expected a JSON file",
+    ),
     "weights-cut-off": (
-        lambda f: (f / "model.safetensors").write_bytes(b"x"),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
         "expected a safetensors file",
     ),
     "pickled-weights": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "expected weights in safetensors",
     ),
     "existing-scales": (
-        lambda f: save_file(
-            load_file(f / "model.safetensors")
+        lambda folder: save_file(
+            load_file(folder / "model.safetensors")
             | {"model.layers.0.self_attn.k_scale": torch.ones(1)},
-            f / "model.safetensors",
+            folder / "model.safetensors",
         ),
         "expected a checkpoint without KV scales",
     ),
     "a-different-model": (spoil_config(model_type="qwen2"), "expected a 'llama' model"),
     "more-layers": (spoil_config(num_hidden_layers=9), "without layers 3, 4"),
     "no-attention": (
-        lambda f: save_file({"model.norm.weight": torch.ones(1)}, f / "model.safetensors"),
+        lambda folder: save_file(
+            {"model.norm.weight": torch.ones(1)}, folder / "model.safetensors"
+        ),
         "expected one attention module in layer 0, got none",
     ),
     "int8-cache-declared": (spoil_config(kv_cache_dtype="int8"), "'int8'"),
@@ -551,7 +556,7 @@ def test_other_files_in_the_folder_of_a_model_are_kept(tmp_path, model, folder):
     after = content(folder)
     assert {name: after[name] for name in other_files} == other_files
     assert_loads_the_same(model, folder)
-    # With two files of weights, one file would be replaced.
+    # The added scales would replace one of two weight files.
     save_file({"a": torch.ones(1)}, ambiguous / "model-00001-of-00001.safetensors")
     before = content(ambiguous)
     with scale_error("got two files"):
@@ -571,7 +576,7 @@ def test_a_config_without_weights_keeps_its_entries(tmp_path, model, format):
     assert {name: written[name] for name in entries} == entries
 
 
-def test_our_own_file_is_separate_from_weights(model, folder):
+def test_our_file_is_saved_in_a_folder_next_to_the_weights(model, folder):
     before = content(folder)
     first, second = random_scales("centered-head", 1), random_scales("channel", 2)
     paths = first.save_pretrained(folder)
@@ -617,7 +622,7 @@ def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model, caplo
     assert KVScales.from_pretrained(folder).digest == scales.digest
 
 
-# Grid: each replaced format once, and each way to declare a cache.
+# Grid: every replaced format once, and every way to declare a cache.
 @pytest.mark.parametrize(
     ("before", "after", "has_entries"),
     [
@@ -654,7 +659,7 @@ def test_weights_in_a_file_with_the_name_of_scales_are_kept(tmp_path, shards):
 
 
 def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, model):
-    """The folder looks like the Hub's cache. Broken and circular links and pipes are skipped."""
+    """The folder has links like the Hub's cache. Broken or circular links and pipes are skipped."""
     folder, blobs = Path(shutil.copytree(model, tmp_path / "folder")), tmp_path / "blobs"
     blobs.mkdir()
     for index, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
@@ -706,7 +711,7 @@ def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, neste
     assert KVScales.from_pretrained(copy).format == format
 
 
-def test_weights_declared_only_in_the_second_config(tmp_path, folder):
+def test_a_second_config_that_declares_the_weights_is_extended(tmp_path, folder):
     second = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(second))
     with pytest.raises(ScaleError, match="expected unquantized weights"):
@@ -720,7 +725,7 @@ def test_weights_declared_only_in_the_second_config(tmp_path, folder):
 @pytest.mark.parametrize(
     "prefix", ["model.language_model.layers", "transformer.h", "backbone.layers"]
 )
-def test_scales_have_the_path_of_their_attention(tmp_path, prefix):
+def test_scales_are_named_after_their_attention_module(tmp_path, prefix):
     module = {"transformer.h": "attn", "backbone.layers": "mixer"}.get(prefix, "self_attn")
     source = tmp_path / "source"
     source.mkdir()
@@ -844,7 +849,7 @@ def test_no_partial_folder_exists_at_any_write(tmp_path, model, monkeypatch):
 
 
 class FakeApi:
-    """The requests of an upload, answered from a list of files and recorded."""
+    """A fake `HfApi` that records the requests of an upload and lists the given files."""
 
     def __init__(self, *files: str, failing: str = "") -> None:
         self.files, self.failing = list(files), failing
@@ -881,15 +886,15 @@ class FakeApi:
 
     def create_commit(self, repo_id: str, operations: list, **options: object):
         self.answer("commit")
-        added = [x for x in operations if isinstance(x, CommitOperationAdd)]
-        self.uploaded = {x.path_in_repo: x.path_or_fileobj for x in added}
-        self.deleted = [x.path_in_repo for x in operations if x not in added]
+        added = [item for item in operations if isinstance(item, CommitOperationAdd)]
+        self.uploaded = {item.path_in_repo: item.path_or_fileobj for item in added}
+        self.deleted = [item.path_in_repo for item in operations if item not in added]
         return SimpleNamespace(commit_url=f"https://hf.co/{repo_id}/{options['commit_message']}")
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path_factory):
-    """Return a function that replaces the Hub by one with these files."""
+    """Return a function that replaces the Hub's client with a fake that lists the given files."""
 
     def install(*files: str, **options: str) -> FakeApi:
         fake = FakeApi(*files, **options)
@@ -928,7 +933,7 @@ def test_files_of_a_repository_are_replaced_only_with_overwrite(hub):
     assert fake.deleted == ["kv_scales.safetensors"]
 
 
-# Grid: every format once, each kind of weights and none with two formats.
+# Grid: every format once. Each kind of weights, and no weights, appears with up to two formats.
 @pytest.mark.parametrize(
     ("format", "weights"),
     [*zip(ROW_FORMATS, 2 * (("model.safetensors",), ("pytorch_model.bin",), ()), strict=False)],
@@ -960,7 +965,7 @@ def test_an_unreachable_hub_is_a_scale_error(hub, failing):
 
 
 @pytest.mark.parametrize(("checkpoint", "size"), [(False, 1), (True, 2)], ids=["alone", "copy"])
-def test_servers_accept_the_json(tmp_path, model, size, checkpoint):
+def test_servers_read_the_larger_scale_from_the_json(tmp_path, model, size, checkpoint):
     scales = random_scales("tensor")
     scales.save_pretrained(
         tmp_path / "out", format="vllm-json", tp_size=size, checkpoint=model if checkpoint else None

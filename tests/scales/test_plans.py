@@ -1,4 +1,4 @@
-"""Scales with a plan: valid combinations, their files, and formats that cannot store them."""
+"""Tests of scales with a storage plan: validation, files, and formats that cannot store them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Copies of checkpoints with KV scales, in which other scales replace them (`overwrite=True`)."""
+"""Tests of `save_pretrained(overwrite=True)`, which replaces the KV scales of a checkpoint."""
 
 import contextlib
 import itertools
@@ -41,7 +41,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# Grid: every format by itself, and each way from one location of scales to a different one.
+# Grid: every format replaces itself, and scales move between each pair of locations.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -105,7 +105,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain, weight
         assert written["metadata"] == {"mine": 2}  # the size of the old tensors is removed
         with safe_open(new / first, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-    # In the same folder, the shards are rewritten, each as a whole.
+    # Each shard in the same folder is rewritten as a whole.
     NEW.save_pretrained(old, format="compressed-tensors", overwrite=True)
     assert_same(KVScales.from_pretrained(old), NEW)
     assert all_tensors(old).keys() == all_tensors(tmp_path / "compressed-tensors").keys()
@@ -165,7 +165,7 @@ def test_an_interrupted_replacement_leaves_a_complete_folder(tmp_path, plain, mo
     assert num_steps > 4
 
 
-def test_a_full_disk_while_weights_are_rewritten(tmp_path, plain):
+def test_a_full_disk_while_weights_are_rewritten_changes_no_files(tmp_path, plain):
     resource = pytest.importorskip("resource")
     save_in_files(tmp_path / "old", plain, 1)
     before, limits = content(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)

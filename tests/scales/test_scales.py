@@ -1,4 +1,4 @@
-"""The data model of static scales: validation, expansion for a layer, copies and files."""
+"""Tests of `KVScales` and `LayerScales`: validation, expansion for a layer, copies and files."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def two_layers(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
 
 
 def assert_same(left: KVScales, right: KVScales) -> None:
-    """Check that both have the same layers, shapes and bits."""
+    """Check that two sets of scales have the same layers, shapes and bits."""
     assert list(left.layers) == list(right.layers)
     for index, layer in left.layers.items():
         other = right.layers[index]
@@ -49,7 +49,7 @@ def assert_same(left: KVScales, right: KVScales) -> None:
 @pytest.mark.parametrize(
     ("shape", "granularity"), [((4, 1), "head"), ((4, 8), "channel"), ((1, 8), "channel")]
 )
-def test_two_dimensions_are_copied_and_kept(shape, granularity):
+def test_scales_are_copied_and_keep_two_dimensions(shape, granularity):
     k = torch.full(shape, 3.0, requires_grad=True)
     layer = LayerScales(k, ONE)
     with torch.no_grad():
@@ -85,7 +85,7 @@ BAD_TENSORS = {
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bad", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_bad_scales_are_rejected(bad, side):
+def test_invalid_scales_are_rejected(bad, side):
     good = {"k": ONE, "v": ONE, "source": "file.safetensors: name"}
     with pytest.raises(ScaleError, match=rf"{side.upper()} scale \(file.safetensors: name\).*got"):
         LayerScales(**(good | {side: bad}))
@@ -96,7 +96,7 @@ def test_bad_scales_are_rejected(bad, side):
     [torch.full((2, 4), NAN), torch.full((2, 4), INF), torch.ones(4), ONE, torch.ones(2, 4).int()],
     ids=["nan", "infinity", "one-dimension", "scalar", "int32"],
 )
-def test_bad_centers_are_rejected(bad):
+def test_invalid_centers_are_rejected(bad):
     with pytest.raises(ScaleError, match="center of K"):
         LayerScales(ONE, ONE, bad)
 
@@ -118,7 +118,7 @@ def test_sides_with_different_heads_are_rejected(k, v, center):
 # -- a model ---------------------------------------------------------------------------------------
 
 
-def test_layers_are_sorted_and_checked():
+def test_layers_are_sorted_by_index():
     scales = two_layers()
     assert list(scales.layers) == [0, 1]
     assert scales.layers[0].v.item() == 0.25
@@ -139,7 +139,7 @@ BAD_LAYERS = {
 
 
 @pytest.mark.parametrize("layers", BAD_LAYERS.values(), ids=BAD_LAYERS)
-def test_bad_layers_are_rejected(layers):
+def test_invalid_layers_are_rejected(layers):
     with pytest.raises(ScaleError, match="expected"):
         KVScales(layers)
 
@@ -155,14 +155,16 @@ def test_uniform_does_not_depend_on_the_default_dtype():
 @pytest.mark.parametrize(
     "value", [0, -1.0, NAN, INF, True, "1", None, 1e-40, pytest.param(10**400, id="huge-integer")]
 )
-def test_uniform_rejects_a_bad_constant_or_number_of_layers(value):
+def test_uniform_rejects_an_invalid_constant_or_number_of_layers(value):
     with pytest.raises(ScaleError, match="expected a finite number above 0"):
         KVScales.uniform(1, v=value)
     with pytest.raises(ScaleError, match="num_layers"):
         KVScales.uniform(value if value != 10**400 else 1.0)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda scales: pickle.loads(pickle.dumps(scales))]
+)
 def test_copies_are_equal(clone):
     assert_same(clone(two_layers()), two_layers())
 
@@ -188,7 +190,7 @@ def test_for_layer_expands_scales(k, v, expanded_k, expanded_v):
     assert layer.k_center is None
     assert layer.k.is_contiguous()
     assert layer.v.is_contiguous()
-    layer.k[0] = 9  # in separate memory
+    layer.k[0] = 9  # The expanded scales do not share memory with the original.
     assert torch.equal(scales.layers[0].k, torch.tensor(k).float())
 
 
@@ -204,7 +206,7 @@ def test_for_layer_returns_the_heads_of_its_rank(rank):
     assert torch.equal(layer.k_center, whole.k_center[heads])
 
 
-def test_for_layer_with_the_heads_of_one_rank_and_with_more_ranks_than_heads():
+def test_ranks_share_heads_if_there_are_more_ranks_than_heads():
     layer = two_layers().for_layer(
         1, num_kv_heads=4, k_head_dim=3, v_head_dim=5, tp_rank=1, tp_size=2
     )
@@ -230,7 +232,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_for_layer_rejects_different_sizes(change, message):
+def test_for_layer_rejects_sizes_that_do_not_match(change, message):
     call = {"index": 1, "num_kv_heads": 4, "k_head_dim": 3, "v_head_dim": 5} | change
     with pytest.raises(ScaleError, match=message):
         two_layers().for_layer(call.pop("index"), **call)
@@ -283,7 +285,7 @@ def test_saving_into_a_file_is_rejected(tmp_path):
 # -- the argument of a cache -----------------------------------------------------------------------
 
 
-def test_resolve(tmp_path):
+def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
     scales = two_layers()
     assert resolve(None) is None
     assert resolve(scales) is scales
@@ -391,5 +393,5 @@ def test_declared_scales_are_described(config, convert):
 
 @pytest.mark.parametrize("convert", [dict, as_objects, as_config])
 @pytest.mark.parametrize("config", SILENT.values(), ids=SILENT)
-def test_other_configs_declare_no_static_scales(config, convert):
+def test_configs_without_static_scales_have_no_description(config, convert):
     assert declared_kv_scales(convert(config)) is None

@@ -1,4 +1,4 @@
-"""Readers of static scales: golden files of every dialect, their rules, and invalid input."""
+"""Tests of reading static scales: golden files of every dialect, their rules, and invalid input."""
 
 import json
 import logging
@@ -108,7 +108,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_checkpoints(name):
+def test_a_golden_checkpoint_is_read(name):
     format, k, v, dtype = GOLDEN[name]
     scales = KVScales.from_pretrained(DATA / name)
     assert scales.format == format
@@ -118,7 +118,7 @@ def test_golden_checkpoints(name):
     assert scales.model_type == (None if name == "vllm-two-ranks" else "llama")
 
 
-def test_golden_per_head_scales_in_shards():
+def test_scales_per_head_are_read_from_shards():
     scales = KVScales.from_pretrained(DATA / "compressed-tensors-heads")
     assert scales.format == "compressed-tensors"
     for index, (k, v) in enumerate(zip(K, V, strict=True)):
@@ -159,7 +159,7 @@ def test_a_written_tensor_name_is_recognized(entry):
 
 
 # `test_sources_formats` has no dialect with these names.
-OURS = [
+LANGUAGE_MODEL_NAMES = [
     "model.layers.0.self_attn.attn.k_scale",
     "model.layers.0.self_attn.mla_attn.mla_attn.k_scale",
     "language_model.model.layers.0.self_attn.k_scale",
@@ -168,7 +168,7 @@ OURS = [
     "transformer.h.0.attn.k_scale",
     "layers.0.self_attn.k_scale",
 ]
-FOREIGN = [
+OTHER_NAMES = [
     "model.vision_tower.vision_model.encoder.layers.0.self_attn.k_scale",
     "vision_model.transformer.layers.0.self_attn.k_scale",
     "model.visual.blocks.0.attn.k_scale",
@@ -194,7 +194,7 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", LANGUAGE_MODEL_NAMES)
 def test_names_of_the_language_model_are_used(tmp_path, name):
     v_name = name.replace(".k_", ".v_").replace("k_scale", "v_scale")
     folder = tmp_path / "model"
@@ -207,7 +207,7 @@ def test_names_of_the_language_model_are_used(tmp_path, name):
 
 def test_names_of_other_modules_are_ignored(tmp_path):
     folder = copy_golden("autofp8", tmp_path)
-    edit_tensors(folder, {name: torch.tensor(9.0) for name in FOREIGN})
+    edit_tensors(folder, {name: torch.tensor(9.0) for name in OTHER_NAMES})
     scales = KVScales.from_pretrained(folder)
     assert scales.format == "autofp8"
     assert list(scales.layers) == [0, 1, 2]
@@ -221,7 +221,7 @@ def test_names_of_other_modules_are_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.float64, ()), (F32, (1,)), (F16, (1, 1)), (BF16, (1, 1, 1))]
 )
-def test_every_dtype_and_shape_of_a_scalar(tmp_path, dtype, shape):
+def test_a_scalar_of_any_float_dtype_and_shape_is_read(tmp_path, dtype, shape):
     folder = copy_golden("autofp8", tmp_path)
     edit_tensors(folder, {ATTENTION.format(1) + "k_scale": torch.full(shape, 0.3, dtype=dtype)})
     scales = KVScales.from_pretrained(folder)
@@ -230,7 +230,7 @@ def test_every_dtype_and_shape_of_a_scalar(tmp_path, dtype, shape):
 
 
 @pytest.mark.parametrize(("kv", "warned"), [(None, True), (LARGER, False)])
-def test_a_pair_wins_over_kv_scale(tmp_path, caplog, kv, warned):
+def test_a_pair_takes_precedence_over_kv_scale(tmp_path, caplog, kv, warned):
     folder = copy_golden("autofp8", tmp_path)
     shared = kv or (9.0, 9.0, 9.0)
     edit_tensors(folder, {ATTENTION.format(i) + "kv_scale": torch.tensor(shared[i])
@@ -241,7 +241,7 @@ def test_a_pair_wins_over_kv_scale(tmp_path, caplog, kv, warned):
     assert len(caplog.records) == warned
 
 
-def test_an_incomplete_pair_loses_to_kv_scale(tmp_path):
+def test_kv_scale_takes_precedence_over_an_incomplete_pair(tmp_path):
     folder = copy_golden("autofp8-kv", tmp_path)
     edit_tensors(folder, {ATTENTION.format(0) + "k_scale": torch.tensor(9.0)})
     scales = KVScales.from_pretrained(folder)
@@ -334,8 +334,7 @@ def test_missing_scales_are_a_warning_if_not_strict(tmp_path, caplog):
 # -- choice of the file ----------------------------------------------------------------------------
 
 
-def test_order_in_which_files_are_tried(tmp_path, caplog):
-    """Our own file is read before tensors, and tensors before the JSON."""
+def test_our_file_is_read_before_tensors_and_tensors_before_the_json(tmp_path, caplog):
     folder = copy_golden("autofp8", tmp_path)
     shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
     assert KVScales.from_pretrained(tmp_path, subfolder="autofp8").format == "autofp8"
@@ -365,7 +364,7 @@ TWO_RANKS = {"0": {"0": 0.5, "1": 0.25}, "1": {"0": 0.125, "1": 1.0}}
 
 
 def test_variants_of_a_json_are_accepted(tmp_path):
-    """Values as text, layers in any order, a byte order mark, more entries, and no model type."""
+    """Accepted are scales as strings, any order of layers, a byte order mark and extra entries."""
     ranks = {"0": {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))}}
     ranks["0"] |= {"0": "0.5", "2": " 1e-2 "}
     path = write_scales(tmp_path / "s.json", ranks, more=[1, 2], model_type=None)
@@ -405,20 +404,20 @@ def test_strict_errors_are_warnings_if_not_strict(tmp_path, caplog):
 
 
 # Invalid input. Each entry has a function that damages a valid folder or path, and the message.
-# The result is a ScaleError with the path. It is never scales or a traceback of a library.
+# The result is a ScaleError that names the path, never scales or an error of another library.
 
 Spoil = Callable[[Path], object]
 
 
 def assert_rejected(folder: Path, spoil: Spoil, message: str, path: Path | str = "") -> None:
-    """Damage a checkpoint, and expect that it is rejected."""
+    """Damage a checkpoint, and check that reading it raises a ScaleError with this message."""
     spoil(folder)
     with scale_error(message, path):
         KVScales.from_pretrained(folder)
 
 
 def spoil_json(old: str, new: str) -> Spoil:
-    """Replace text of the golden kv_cache_scales.json."""
+    """Return a change of kv_cache_scales.json that replaces `old` with `new`."""
 
     def spoil(folder: Path) -> None:
         path = folder / "kv_cache_scales.json"
@@ -430,7 +429,7 @@ def spoil_json(old: str, new: str) -> Spoil:
 
 
 def spoil_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
-    """Replace the bytes of a file."""
+    """Return a change of the bytes of a file."""
 
     def spoil(folder: Path) -> None:
         (folder / file).write_bytes(change((folder / file).read_bytes()))
@@ -438,18 +437,23 @@ def spoil_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
     return spoil
 
 
+def truncate(file: str, size: int) -> Spoil:
+    """Return a change that keeps `size` bytes of a file, or removes bytes if it is negative."""
+    return spoil_bytes(file, lambda data: data[:size])
+
+
 def delete(name: str) -> Spoil:
-    """Delete a file."""
+    """Return a change that deletes a file."""
     return lambda folder: (folder / name).unlink()
 
 
 def spoil_config(**entries: object) -> Spoil:
-    """Set entries of config.json."""
+    """Return a change that sets entries of config.json."""
     return lambda folder: edit_json(folder / "config.json", **entries)
 
 
 def spoil_tensor(tail: str, tensor: torch.Tensor | None, layer: int = 1) -> Spoil:
-    """Set a tensor of a layer's attention."""
+    """Return a change that sets a tensor of a layer's attention. None deletes the tensor."""
     return lambda folder: edit_tensors(folder, {ATTENTION.format(layer) + tail: tensor})
 
 
@@ -490,18 +494,18 @@ BAD_JSON: dict[str, tuple[Spoil, str]] = {
     "cache-missing": (spoil_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
     "model-type-missing": (spoil_json('"model_type"', '"type"'), "model_type"),
     "model-type-a-number": (spoil_json('"llama"', "1"), "model_type: expected a string"),
-    "cut-off": (spoil_bytes("kv_cache_scales.json", lambda b: b[:90]), "expected a JSON file"),
-    "binary": (spoil_bytes("kv_cache_scales.json", lambda b: b"\xff\xfe\x00"), "UnicodeDecode"),
-    "an-array": (spoil_bytes("kv_cache_scales.json", lambda b: b"[1]"), "JSON object, got list"),
+    "cut-off": (truncate("kv_cache_scales.json", 90), "expected a JSON file"),
+    "binary": (spoil_bytes("kv_cache_scales.json", lambda _: b"\xff\xfe\x00"), "UnicodeDecode"),
+    "an-array": (spoil_bytes("kv_cache_scales.json", lambda _: b"[1]"), "JSON object, got list"),
     "very-deep": (
-        spoil_bytes("kv_cache_scales.json", lambda b: b'{"a":' * 10**5),
+        spoil_bytes("kv_cache_scales.json", lambda _: b'{"a":' * 10**5),
         "expected a JSON file",
     ),
 }
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_JSON.values(), ids=BAD_JSON)
-def test_a_bad_json_is_rejected(tmp_path, spoil, message):
+def test_an_invalid_json_is_rejected(tmp_path, spoil, message):
     folder = copy_golden("vllm", tmp_path)
     spoil(folder)
     path = folder / "kv_cache_scales.json"
@@ -522,7 +526,7 @@ def test_a_large_json_is_rejected_unread(tmp_path):
 
 
 def test_a_duplicate_is_found_in_linear_time(tmp_path):
-    """Sixteen times the keys take less than 64 times the work."""
+    """Sixteen times as long a list of keys takes less than 64 times as long to read."""
     path, times = tmp_path / "kv_cache_scales.json", []
     for count in (1_000, 16_000):
         keys = [*range(count), count - 1]
@@ -605,7 +609,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
         "center of K.*got nan",
     ),
     "bias-without-a-scale": (
-        lambda f: edit_tensors(f, {ATTENTION.format(9) + "k_proj.k_bias": torch.ones(())}),
+        spoil_tensor("k_proj.k_bias", torch.ones(()), layer=9),
         "expected a scale with model.layers.9.self_attn.k_proj.k_bias, got none",
     ),
     "ascend-int8": (spoil_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
@@ -614,8 +618,8 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "dynamic-local-scheme": (scheme(dynamic="local"), "dynamic, which needs none"),
     "unknown-word": (spoil_config(kv_cache_dtype="turbo3"), "'turbo3'"),
     "config-missing": (delete("config.json"), "expected a config.json"),
-    "config-cut-off": (spoil_bytes("config.json", lambda b: b[:40]), "config.json.*JSON file"),
-    "cut-off": (spoil_bytes("model.safetensors", lambda b: b[:-4]), "a safetensors file"),
+    "config-cut-off": (truncate("config.json", 40), "config.json.*JSON file"),
+    "cut-off": (truncate("model.safetensors", -4), "a safetensors file"),
     "no-scales": (
         lambda folder: save_file({"model.norm": torch.ones(2)}, folder / "model.safetensors"),
         "expected kv_scales.safetensors, kv_cache_scales.json, or scale tensors such as "
@@ -636,12 +640,12 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
 }
 
 
-# Checkpoints that are also rejected if not strict.
+# Checkpoints that are rejected even with strict=False.
 ALWAYS_INVALID = ("zero", "int64", "zero-point", "channel-scheme", "cut-off")
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
-def test_a_bad_checkpoint_is_rejected(tmp_path, spoil, message):
+def test_an_invalid_checkpoint_is_rejected(tmp_path, spoil, message):
     folder = copy_golden("autofp8", tmp_path)
     assert_rejected(folder, spoil, message, folder)
     with pytest.raises(ScaleError):
@@ -652,7 +656,7 @@ def test_a_bad_checkpoint_is_rejected(tmp_path, spoil, message):
 
 
 def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
-    """Replace the weight map of the index."""
+    """Return a change of the weight map of the index."""
 
     def spoil(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
@@ -662,28 +666,32 @@ def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
     return spoil
 
 
+def list_in(file: object) -> Spoil:
+    """Return a change that lists all tensors of the index in one file."""
+    return edit_index(lambda old: dict.fromkeys(old, file))
+
+
 SHARD = "model-00002-of-00002.safetensors"
 BAD_INDICES: dict[str, tuple[Spoil, str]] = {
     "shard-missing": (delete(SHARD), f"expected the file {SHARD}"),
-    "shard-cut-off": (spoil_bytes(SHARD, lambda b: b[:-1]), "a safetensors file"),
+    "shard-cut-off": (truncate(SHARD, -1), "a safetensors file"),
     "tensor-missing": (
-        edit_index(lambda m: m | dict.fromkeys(list(m)[-1:], "model-00001-of-00002.safetensors")),
+        edit_index(
+            lambda old: old | dict.fromkeys(list(old)[-1:], "model-00001-of-00002.safetensors")
+        ),
         "which the index lists here",
     ),
-    "outside": (edit_index(lambda m: dict.fromkeys(m, "../x.safetensors")), "expected file names"),
-    "absolute": (edit_index(lambda m: dict.fromkeys(m, "/x.safetensors")), "expected file names"),
-    "not-a-name": (edit_index(lambda m: dict.fromkeys(m, 3)), "expected file names.*got 3"),
-    "empty-map": (edit_index(lambda m: {}), "expected file names of tensors in weight_map"),
+    "outside": (list_in("../x.safetensors"), "expected file names"),
+    "absolute": (list_in("/x.safetensors"), "expected file names"),
+    "not-a-name": (list_in(3), "expected file names.*got 3"),
+    "empty-map": (edit_index(lambda _: {}), "expected file names of tensors in weight_map"),
     "list-map": (edit_index(list), "expected file names of tensors in weight_map"),
-    "cut-off": (
-        spoil_bytes("model.safetensors.index.json", lambda b: b[:50]),
-        "expected a JSON file",
-    ),
+    "cut-off": (truncate("model.safetensors.index.json", 50), "expected a JSON file"),
 }
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
-def test_a_bad_index_is_rejected(tmp_path, spoil, message):
+def test_an_invalid_index_is_rejected(tmp_path, spoil, message):
     assert_rejected(copy_golden("compressed-tensors-heads", tmp_path), spoil, message)
 
 
@@ -691,7 +699,7 @@ OWN = "kv_scales.safetensors"
 
 
 def own(tensors: dict[str, torch.Tensor], **entries: object) -> Spoil:
-    """Write our own file with these tensors and header entries."""
+    """Return a change that writes kv_scales.safetensors with these tensors and header entries."""
     header = {"version": 1, "dtype": "float8_e4m3fn", "model_type": None} | entries
     return lambda folder: save_file(
         tensors, folder / OWN, metadata={"hf_fp8kv": json.dumps(header)}
@@ -699,7 +707,7 @@ def own(tensors: dict[str, torch.Tensor], **entries: object) -> Spoil:
 
 
 def pair(k: float = 0.5, v: float = 0.25) -> dict[str, torch.Tensor]:
-    """Return the tensors of layer 0 of our own file."""
+    """Return the tensors of layer 0, as kv_scales.safetensors names them."""
     return {"layers.0.k_scale": torch.tensor(k), "layers.0.v_scale": torch.tensor(v)}
 
 
@@ -712,18 +720,18 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "other-part": (own(pair() | {"layers.0.q_scale": torch.ones(())}), "argument 'q_scale'"),
     "other-unit": (own(pair(), dtype="float8_e5m2"), "'float8_e5m2'"),
     "no-header": (
-        lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "{"}),
+        lambda folder: save_file(pair(), folder / OWN, metadata={"hf_fp8kv": "{"}),
         "as save_pretrained writes it, got JSONDecodeError",
     ),
     "header-of-a-number": (
-        lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "1"}),
+        lambda folder: save_file(pair(), folder / OWN, metadata={"hf_fp8kv": "1"}),
         "as save_pretrained writes it, got TypeError",
     ),
 }
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_OWN.values(), ids=BAD_OWN)
-def test_a_bad_file_of_ours_is_rejected_without_a_fallback(tmp_path, spoil, message):
+def test_an_invalid_kv_scales_file_is_rejected_without_a_fallback(tmp_path, spoil, message):
     folder = copy_golden("autofp8", tmp_path)
     assert_rejected(folder, spoil, message, folder / OWN)
 
@@ -758,7 +766,7 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-def test_a_bad_rank_is_rejected(options, message):
+def test_an_invalid_rank_is_rejected(options, message):
     with scale_error(message):
         KVScales.from_file(DATA / "vllm-two-ranks" / "kv_cache_scales.json", **options)
 
@@ -791,7 +799,7 @@ def test_a_repository_outside_the_cache_is_an_error(tmp_path):
 
 
 class FakeHub:
-    """The two requests of the Hub's client, answered from a folder and recorded."""
+    """A fake Hub client that answers its two requests from a folder and records them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -839,7 +847,7 @@ def test_the_usual_options_reach_the_hub(hub, tmp_path):
 
 def test_only_files_with_scales_are_fetched(hub):
     fake = hub("compressed-tensors-heads")
-    edit_index(lambda m: m | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
+    edit_index(lambda old: old | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
     save_file({"model.norm.weight": torch.ones(2)}, fake.folder / "model-9.safetensors")
     assert list(KVScales.from_pretrained("org/model").layers) == [0, 1, 2]
     assert set(fake.fetched) == {

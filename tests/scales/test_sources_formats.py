@@ -1,7 +1,7 @@
-"""Every dialect as its tool writes it, one folder each, and similar folders that are invalid.
+"""Tests of reading checkpoints in the dialect of each tool, and of rejecting similar invalid ones.
 
-The golden files of `test_sources` and the files of tools in `test_tools` are on disk. The folders
-here are created by the tests, because they differ from those only in a name or a config entry.
+The golden files of `test_sources` and the files of tools in `test_tools` are on disk. These tests
+write their folders, which differ from the files on disk only in a name or a config entry.
 """
 
 import json
@@ -37,10 +37,8 @@ TENSORRT = {
 Tensors = dict[str, torch.Tensor]
 
 
-def fill(
-    name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers", **kwargs: float
-) -> Tensors:
-    """Return a tensor per layer. With `{side}` in `name` there are K and V, else they share one."""
+def fill(name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers") -> Tensors:
+    """Return the scales of every layer: of K and V if `name` has "{side}", else shared by both."""
     sides = {"k": K, "v": V} if "{side}" in name else {"kv": BOTH}
     return {
         f"{prefix}.{layer}.{name.format(side=side)}": torch.full(shape, scale)
@@ -50,13 +48,13 @@ def fill(
 
 
 def outputs_of(*targets: str, **changes: object) -> dict[str, object]:
-    """Return the group of compressed-tensors for the outputs of K's and V's projections."""
+    """Return config groups of compressed-tensors that quantize the outputs of these targets."""
     group = {"targets": list(targets), "weights": None, "output_activations": SCHEME | changes}
     return {"config_groups": GROUPS | {"group_1": group}}
 
 
 def quark(*layers: str, **changes: object) -> dict[str, object]:
-    """Return Quark's own config, with these entries for K's and V's projections."""
+    """Return a quantization config of Quark with output scales for these layers."""
     entry = {"weight": None, "output_tensors": OUTPUT | changes}
     return {
         "quant_method": "quark",
@@ -72,7 +70,7 @@ def folder_of(
     tensors: Tensors | dict[str, Tensors],
     second: dict[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint: its config, its file or named files, and ModelOpt's second config."""
+    """Write a checkpoint: its config, one or several named files, and ModelOpt's second config."""
     folder.mkdir(exist_ok=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -99,7 +97,7 @@ TOWERS = {
     **fill("self_attn.{side}_proj.output_scale", prefix="audio_tower.layers"),
 }
 TOWERS = {name: tensor * 64 for name, tensor in TOWERS.items()}
-GOOD = {
+VALID_FOLDERS = {
     "compressed-tensors-with-null-strategy": (
         "compressed-tensors",
         quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
@@ -215,9 +213,9 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", VALID_FOLDERS)
 def test_every_dialect_is_read(tmp_path, caplog, name):
-    format, config, tensors, *second = GOOD[name]
+    format, config, tensors, *second = VALID_FOLDERS[name]
     folder = folder_of(tmp_path, config, tensors, *second)
     scales = KVScales.from_pretrained(folder)
     assert scales.format == format
@@ -243,7 +241,7 @@ def test_scales_from_before_rope_cause_a_warning(tmp_path, caplog, entry):
     assert "Quark measured the scales of K before RoPE" in record.message
 
 
-def test_a_vector_with_one_scale_per_head_is_per_head(tmp_path):
+def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
     tensors = {n: torch.stack([t, t / 2]) for n, t in fill(ATTENTION).items()}
     scales = KVScales.from_pretrained(folder_of(tmp_path, PER_HEAD, tensors))
     assert [s.k.tolist() for s in scales.layers.values()] == [[[k], [k / 2]] for k in K]
@@ -253,7 +251,7 @@ def test_a_vector_with_one_scale_per_head_is_per_head(tmp_path):
 @pytest.mark.parametrize(
     "name", ["self_attn.k_proj.pre_quant_scale", "attention.qkv.activation_scaling_factor"]
 )
-def test_scales_of_activations_are_not_mentioned(tmp_path, caplog, name):
+def test_scales_of_activations_cause_no_warning(tmp_path, caplog, name):
     tensors = PAIR | {f"model.layers.0.{name}": torch.ones(4)}
     KVScales.from_pretrained(folder_of(tmp_path, COMPRESSED_OK, tensors))
     assert not caplog.records
@@ -265,13 +263,13 @@ FACTOR = "attention.kv_cache_scaling_factor"
 
 
 def ranks(*factors: float) -> dict[str, Tensors]:
-    """Return one file per rank. Its scales are multiplied by a factor."""
+    """Return one file per rank, with the scales multiplied by the rank's factor."""
     tensors = fill(FACTOR, (1,), "transformer.layers")
     return {f"rank{r}": {n: t * f for n, t in tensors.items()} for r, f in enumerate(factors)}
 
 
 def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
-    """Each rank reads its own file. One process reads the largest scales of all ranks."""
+    """Each rank reads its file. A single process reads the largest scales of all ranks."""
     folder = folder_of(tmp_path / "two", TENSORRT, ranks(1.0, 4.0))
     for rank, factor in enumerate((1, 4)):
         scales = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=2)
@@ -283,20 +281,19 @@ def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
     assert "the scales of its 3 ranks differ" in caplog.text
 
 
-def test_an_ordinary_checkpoint_wins_over_rank_files(tmp_path):
+def test_an_ordinary_checkpoint_is_read_before_rank_files(tmp_path):
     folder_of(tmp_path, TENSORRT, ranks(8.0, 8.0))
     folder = folder_of(tmp_path, quantized(**STATIC), fill(ATTENTION))
     assert KVScales.from_pretrained(folder).format == "autofp8"
 
 
-# Invalid folders. Each is a valid folder with a change: to the config, the tensors, or the file
-# next to them.
+# Invalid folders. Each is a valid folder with a changed config, tensors, or second file.
 
 LAYER_1 = "model.layers.1.self_attn."
 
 
 def without(tensors: Tensors, *names: str) -> Tensors:
-    """Return the tensors except these."""
+    """Return the tensors except those named `names`."""
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
@@ -306,7 +303,7 @@ PAIR = fill(ATTENTION, (1,))
 WEIGHT = {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)}
 COMPRESSED_OK = quantized(**COMPRESSED, kv_cache_scheme=SCHEME)
 TRT = fill(FACTOR, (1,), "transformer.layers")
-BAD: dict[str, tuple[Any, ...]] = {
+INVALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     "heads-of-a-different-model": (
         PER_HEAD, fill(ATTENTION, (3, 1, 1)), r"heads in config.json .*got \[3, 1, 1\]"
     ),
@@ -500,15 +497,15 @@ BAD: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", INVALID_FOLDERS)
 def test_invalid_dialects_are_rejected(tmp_path, name):
-    config, tensors, message, *second = BAD[name]
+    config, tensors, message, *second = INVALID_FOLDERS[name]
     folder = folder_of(tmp_path, config, tensors, *second)
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)
 
 
-# -- random damage: the result is a ScaleError or real scales --------------------------------------
+# -- random damage: the result is a ScaleError or valid scales -------------------------------------
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "fp8", "static", "x"]),
@@ -527,16 +524,16 @@ def spoiled(value: Any, junk: object, data: st.DataObject) -> Any:
 
 
 def read_or_reject(folder: Path) -> KVScales | None:
-    """Return the scales, or None for a ScaleError. Other errors are raised."""
+    """Return the scales, or None after a ScaleError. Other errors propagate."""
     try:
         return KVScales.from_pretrained(folder)
     except ScaleError:
         return None
 
 
-@given(name=st.sampled_from(sorted(GOOD)), data=st.data(), junk=JUNK)
-def test_a_config_with_junk_is_rejected_or_gives_real_scales(tmp_path_factory, name, data, junk):
-    _, config, tensors, *second = GOOD[name]
+@given(name=st.sampled_from(sorted(VALID_FOLDERS)), data=st.data(), junk=JUNK)
+def test_a_config_with_junk_is_rejected_or_read_correctly(tmp_path_factory, name, data, junk):
+    _, config, tensors, *second = VALID_FOLDERS[name]
     folder = folder_of(
         tmp_path_factory.mktemp("junk"), spoiled(config, junk, data), tensors, *second
     )
@@ -550,7 +547,7 @@ def test_a_config_with_junk_is_rejected_or_gives_real_scales(tmp_path_factory, n
 
 
 @given(name=st.sampled_from(sorted(GOLDEN)), data=st.data())
-def test_a_file_with_changed_bytes_is_rejected_or_gives_real_scales(tmp_path_factory, name, data):
+def test_a_file_with_changed_bytes_is_rejected_or_valid(tmp_path_factory, name, data):
     folder = tmp_path_factory.mktemp("bytes")
     for path in (DATA / name).iterdir():
         (folder / path.name).write_bytes(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Files of quantization tools: config and scale tensors of tiny models, on disk.
+"""Tests of reading files that quantization tools wrote for tiny models.
 
-The files are in `tests/data/tools/TOOL-VERSION/LAYOUT`. `make tools` writes them again. The values
-to read are in the tool's tensors, under the names in the table of this module.
+The files are in `tests/data/tools/TOOL-VERSION/LAYOUT`. `make tools` writes them again. The tables
+in this module name the tensors that hold the expected values.
 """
 
 import re
@@ -86,7 +86,7 @@ REJECTED = {
 
 
 def tool_scales(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
-    """Return the largest scale (or bias) of each layer that any file has under the name."""
+    """Return the largest scale (or bias) of each layer, over all tensors that `tail` names."""
     pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(tail.format(side))}")
     values: dict[int, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):

@@ -1,4 +1,4 @@
-"""The digest of the weights of scales and plans, and warnings about outdated scales."""
+"""Tests of the digest of a model's weights, and of warnings about outdated scales and plans."""
 
 import json
 import logging
@@ -71,7 +71,7 @@ def test_any_changed_value_changes_the_digest(calibrated: KVScales, name: str) -
         assert digest_weights(model) != exact
 
 
-def test_the_output_head_does_not_count(calibrated: KVScales) -> None:
+def test_the_digest_leaves_out_the_output_head(calibrated: KVScales) -> None:
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
@@ -90,7 +90,7 @@ def test_the_digest_survives_saving_and_wrapping(calibrated: KVScales, tmp_path:
     assert digest_decoder(torch.nn.Sequential(loaded)) == expected
 
 
-def test_an_adapter_counts_if_it_has_an_effect(calibrated: KVScales) -> None:
+def test_an_adapter_changes_the_digest_if_it_has_an_effect(calibrated: KVScales) -> None:
     """The modules have the names of PEFT's layers, which contain the projection."""
     model = llama()
     attention = model.model.layers[0].self_attn
@@ -107,14 +107,14 @@ def test_an_adapter_counts_if_it_has_an_effect(calibrated: KVScales) -> None:
         assert calibrated.made_for(model) is False
 
 
-def test_weights_on_the_meta_device_give_no_answer(calibrated: KVScales) -> None:
+def test_weights_on_the_meta_device_have_no_digest(calibrated: KVScales) -> None:
     model = llama()
     model.model.layers[1].to("meta")
     assert calibrated.made_for(model) is None
     assert calibrated.made_for(torch.nn.Linear(2, 2)) is None
 
 
-def test_files_contain_the_digest(calibrated: KVScales, tmp_path: Path) -> None:
+def test_the_digest_is_saved_in_the_file(calibrated: KVScales, tmp_path: Path) -> None:
     calibrated.save_pretrained(tmp_path)
     loaded = KVScales.from_pretrained(tmp_path)
     assert loaded.weights_digest == calibrated.weights_digest

@@ -1,4 +1,4 @@
-"""Real runs of clients of OpenAI's API. Each function here runs one feature of a client.
+"""Runs of real clients of OpenAI's API. Each function runs one feature of a client.
 
     python -m tests.tools.client_runs CLIENT URL TOKENIZER
 
@@ -29,7 +29,7 @@ SCHEMA = {
 }
 WEATHER = {
     "name": "get_weather",
-    "description": "Tell the weather of a city.",
+    "description": "Return the weather of a city.",
     "parameters": {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 20}},
@@ -390,13 +390,13 @@ def _litellm__structured_output(target: Target) -> None:
 
     ask = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
     for form in (Person, {"type": "json_object"}):
-        found = litellm.completion(
+        response = litellm.completion(
             **_litellm(target), messages=ask, max_tokens=400, response_format=form, temperature=0
         )
-        if found.choices[0].finish_reason == "length":  # an object may have any length
+        if response.choices[0].finish_reason == "length":  # an object may have any length
             assert form is not Person
             continue
-        content = json.loads(found.choices[0].message.content)
+        content = json.loads(response.choices[0].message.content)
         assert form is not Person or Person(**content)
 
 
@@ -469,7 +469,7 @@ def _ask_with(mode: str, **options: Any) -> Run:
     return ask
 
 
-# MD_JSON is the only mode in which nothing else makes the model write JSON.
+# The requests of all other modes make the model write JSON.
 _FENCED = r'```json\n\{"name": "[A-Za-z ]{1,20}", "age": [0-9]{1,3}\}\n```'
 CLIENTS["instructor"] = {
     f"mode {mode}": _ask_with(mode)
@@ -778,16 +778,16 @@ def main(client: str, url: str, tokenizer: str) -> int:
         model = json.loads(answer.read())["data"][0]["id"]
     failed = 0
     print(json.dumps({"client": client, "version": version(PACKAGES.get(client, client))}))
-    wanted = os.environ.get("ONLY", "")
+    only = os.environ.get("ONLY", "")
     for name, run in CLIENTS[client].items():
-        if wanted not in name:
+        if only not in name:
             continue
         error = None
         try:
             run(Target(url, model, tokenizer))
-        except Exception as found:
+        except Exception as caught:
             failed += 1
-            error = f"{type(found).__name__}: {found}"[:600]
+            error = f"{type(caught).__name__}: {caught}"[:600]
             traceback.print_exc()
         print(json.dumps({"run": name, "error": error}), flush=True)
     return failed

@@ -1,4 +1,4 @@
-"""`make clients`: real runs of clients of OpenAI's API against `hf-fp8kv serve`.
+"""`make clients` runs real clients of OpenAI's API against `hf-fp8kv serve`.
 
     python -m tests.tools.clients --python .venv-clients/bin/python
     python -m tests.tools.clients ... --record tests/serving/client_requests.json
@@ -33,7 +33,7 @@ ROOM = ("--cb-num-blocks", "512", "--max-model-len", "2048")
 
 
 class Recorder(http.server.ThreadingHTTPServer):
-    """Forwards requests to a server, and keeps requests that generate, by client."""
+    """Forwards requests to a server, and keeps the requests that generate text, by client."""
 
     def __init__(self, port: int) -> None:
         self.target, self.client, self.requests = port, "", {name: {} for name in CLIENTS}
@@ -43,14 +43,14 @@ class Recorder(http.server.ThreadingHTTPServer):
         """Print nothing, because a client may close its connection."""
 
     def note(self, path: str, content: bytes) -> None:
-        """Keep a request, if it is the first of its form."""
+        """Keep the request if no kept request of the client has its form."""
         body = json.loads(content)
         key = json.dumps([path, form_of(body)])
         self.requests[self.client].setdefault(key, {"path": path, "body": body})
 
 
 class Passing(http.server.BaseHTTPRequestHandler):
-    """One connection of a Recorder. It uses HTTP/1.0, so that it ends with the answer."""
+    """One connection of a Recorder. It uses HTTP/1.0, so the connection ends with the answer."""
 
     server: Recorder
 
@@ -76,32 +76,32 @@ class Passing(http.server.BaseHTTPRequestHandler):
 
 
 def form_of(value: Any) -> Any:
-    """Return a JSON value with types instead of texts and numbers. Names of kinds are kept."""
+    """Return a JSON value with the types of its strings and numbers, except kinds and roles."""
     if isinstance(value, dict):
-        kept = ("type", "role", "tool_choice", "stream")
-        return {n: v if n in kept else form_of(v) for n, v in sorted(value.items())}
+        recorded = ("type", "role", "tool_choice", "stream")
+        return {n: v if n in recorded else form_of(v) for n, v in sorted(value.items())}
     if isinstance(value, list):
-        forms = [form_of(one) for one in value]
-        return [form for at, form in enumerate(forms) if form not in forms[:at]]
+        forms = [form_of(item) for item in value]
+        return [form for i, form in enumerate(forms) if form not in forms[:i]]
     return type(value).__name__
 
 
 @contextlib.contextmanager
 def recording(port: int) -> Iterator[Recorder]:
-    """Run a Recorder inside the context."""
-    with Recorder(port) as found:
-        thread = threading.Thread(target=found.serve_forever, daemon=True)
+    """Run a Recorder for the server at `port` inside the context."""
+    with Recorder(port) as recorder:
+        thread = threading.Thread(target=recorder.serve_forever, daemon=True)
         thread.start()
-        yield found
-        found.shutdown()
+        yield recorder
+        recorder.shutdown()
 
 
 def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[str, Any]]:
     """Run one client, and return the objects that it printed, one per line."""
-    given = [python, "-m", "tests.tools.client_runs", name]
+    command = [python, "-m", "tests.tools.client_runs", name]
     try:
         done = subprocess.run(
-            [*given, f"http://127.0.0.1:{port}/v1", tokenizer], cwd=ROOT, text=True,
+            [*command, f"http://127.0.0.1:{port}/v1", tokenizer], cwd=ROOT, text=True,
             capture_output=True, timeout=SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--python", required=True, help="an interpreter with the clients")
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
     parser.add_argument("--record", type=Path, help="the file of requests to write")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     failed = 0
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -127,13 +127,13 @@ def main() -> int:
         server = stack.enter_context(
             serving(model, *ROOM, "--chat-template", str(folder / "template"))
         )
-        recorder = stack.enter_context(recording(server.port)) if chosen.record else None
+        recorder = stack.enter_context(recording(server.port)) if options.record else None
         print(f"{'client':17} {'version':9} {'passed':>7}")
-        for name in chosen.only:
+        for name in options.only:
             port = server.port
             if recorder is not None:
                 recorder.client, port = name, recorder.server_address[1]
-            first, *runs = run_client(chosen.python, name, port, model)
+            first, *runs = run_client(options.python, name, port, model)
             runs = runs if "client" in first else [first, *runs]
             wrong = [run for run in runs if run["error"] is not None]
             failed += len(wrong)
@@ -142,16 +142,16 @@ def main() -> int:
             for run in wrong:
                 print(f"    {run['run']}: {run['error']}")
             if recorder is not None:
-                old = json.loads(chosen.record.read_text()) if chosen.record.exists() else {}
+                old = json.loads(options.record.read_text()) if options.record.exists() else {}
                 new = {name: [*recorder.requests[name].values()]}
-                chosen.record.write_text(format_requests(old | new))
+                options.record.write_text(format_requests(old | new))
     return failed
 
 
-def format_requests(kept: dict[str, list[dict[str, Any]]]) -> str:
-    """Return JSON with one request a line."""
+def format_requests(recorded: dict[str, list[dict[str, Any]]]) -> str:
+    """Return JSON with one request per line."""
     parts = []
-    for name, requests in kept.items():
+    for name, requests in recorded.items():
         lines = ",\n".join(f"  {json.dumps(request, ensure_ascii=False)}" for request in requests)
         parts.append(f"{json.dumps(name)}: [\n{lines}\n]")
     return "{\n" + ",\n".join(parts) + "\n}\n"

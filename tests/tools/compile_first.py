@@ -1,9 +1,9 @@
-"""torch.compile and torch.export of a model before its first eager call in a process.
+"""Check torch.compile and torch.export of a model before its first eager call in a process.
 
     python -m tests.tools.compile_first
 
 An eager call would load code and fill caches that tracing could then use. The program empties the
-caches of the process between the cases, so that each case is like the first.
+caches of the process between the cases, so each case starts as the first case does.
 """
 
 import warnings
@@ -46,7 +46,7 @@ def new_cache(case: str, config: Any) -> Any:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Empty the caches that an earlier call would have filled."""
+    """Empty the caches that earlier calls filled."""
     torch._dynamo.reset()
     counters.clear()
     model_class.cache_clear()

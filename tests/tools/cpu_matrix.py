@@ -1,11 +1,11 @@
-"""Run tests under the settings that change how a CPU rounds.
+"""Run tests under environment variables that change how a CPU rounds.
 
     python -m tests.tools.cpu_matrix                    the tests marked text, nine settings
     python -m tests.tools.cpu_matrix --product          all eighteen combinations
     python -m tests.tools.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
     python -m tests.tools.cpu_matrix -- -k quickstart   further arguments go to pytest
 
-A library picks its kernels by the instruction sets of the CPU. These variables hide some of them,
+A library selects kernels by the CPU's instruction sets. These variables hide some instruction sets,
 so sums run in a different order, as on a different machine. The nine settings contain every pair of
 choices.
 """
@@ -35,21 +35,21 @@ Setting = dict[str, str]
 def settings(product: bool) -> list[Setting]:
     """Return the settings to run: one for each pair of instruction sets, or all combinations."""
     if product:
-        chosen = list(itertools.product(*CHOICES.values()))
+        values_of_settings = list(itertools.product(*CHOICES.values()))
     else:
         isas = itertools.product(*list(CHOICES.values())[:2])
-        chosen = [(*isa, CHOICES["threads"][i % 2]) for i, isa in enumerate(isas)]
-    return [dict(zip(CHOICES, values, strict=True)) for values in chosen]
+        values_of_settings = [(*isa, CHOICES["threads"][i % 2]) for i, isa in enumerate(isas)]
+    return [dict(zip(CHOICES, values, strict=True)) for values in values_of_settings]
 
 
 def parse_only(text: str) -> Setting:
     """Return the choices that `text` names, such as "ATEN_CPU_CAPABILITY=default,threads=1"."""
-    chosen = dict(part.partition("=")[::2] for part in text.split(","))
-    for name, value in chosen.items():
+    choices = dict(part.partition("=")[::2] for part in text.split(","))
+    for name, value in choices.items():
         if value not in CHOICES.get(name, ()):
-            known = "; ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
-            raise argparse.ArgumentTypeError(f"expected one of {known}, got {name}={value}")
-    return chosen
+            allowed = "; ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
+            raise argparse.ArgumentTypeError(f"expected one of {allowed}, got {name}={value}")
+    return choices
 
 
 def environment(setting: Setting, logs: Path) -> dict[str, str]:
@@ -57,12 +57,12 @@ def environment(setting: Setting, logs: Path) -> dict[str, str]:
 
     Each setting has its own cache, because torch would reuse code compiled for a different one.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
-    chosen = {name: value for name, value in setting.items() if value != UNSET}
+    others = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    values = {name: value for name, value in setting.items() if value != UNSET}
     cache = logs / "inductor" / "-".join(setting.values())
     return {
-        **kept, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": chosen.pop("threads"),
-        **chosen,
+        **others, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": values.pop("threads"),
+        **values,
     }  # fmt: skip
 
 

@@ -30,23 +30,23 @@ ANSWER = (
 
 def measure(tokenizer: object, guide: Guide, rows: int, guides: int) -> float:
     """Return the median time of a step, in microseconds: make masks, apply them, and advance."""
-    vocabulary, found = len(tokenizer), []
+    vocabulary, times = len(tokenizer), []
     sampler, scores = Sampler([], vocabulary), torch.ones(rows, vocabulary)
     arguments, ends = torch.zeros(5, rows, dtype=torch.int32), frozenset({vocabulary - 1})
     sampler.fill_defaults(arguments)
     for _ in range(5):
         forks = [guide.fork() for _ in range(guides)] + [None] * (rows - guides)
-        sequences = [Sequence([0], 999, ends, guide=one) for one in forks]
+        sequences = [Sequence([0], 999, ends, guide=fork) for fork in forks]
         requests = step_of(sequences, 1)
         for token in tokenizer(ANSWER)["input_ids"][:-1]:
             scores.fill_(0.5)
             begin = time.perf_counter()
             sampler.prepare_tensor_args(requests, arguments)
             sampler(arguments[0], scores, arguments)
-            for one in sequences:
-                check_token(one, token, vocabulary)
-            found.append(time.perf_counter() - begin)
-    return statistics.median(found) * 1e6
+            for sequence in sequences:
+                check_token(sequence, token, vocabulary)
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
 
 
 def main() -> None:
@@ -54,19 +54,19 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in (save_chat_model(Path(tempfile.mkdtemp())), demo_model_path()):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        made = Grammars(tokenizer, len(tokenizer), None)
+        grammars = Grammars(tokenizer, len(tokenizer), None)
         grammar = read_grammar(CompletionRequest(prompt="x", structured_outputs={"json": PERSON}))
         assert grammar is not None
         times = []
         for _ in range(20):
             begin = time.perf_counter()
-            guide = made._compile(*grammar)
+            guide = grammars._compile(*grammar)
             times.append((time.perf_counter() - begin) * 1e3)
         later = statistics.median(times[1:])
         print(f"{len(tokenizer)} tokens: first request {times[0]:.0f} ms, later {later:.1f} ms")
         for rows, guides in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
-            found = measure(tokenizer, guide, rows, guides)
-            print(f"  {rows} requests, {guides} with a grammar: {found:.0f} us per step")
+            microseconds = measure(tokenizer, guide, rows, guides)
+            print(f"  {rows} requests, {guides} with a grammar: {microseconds:.0f} us per step")
 
 
 if __name__ == "__main__":

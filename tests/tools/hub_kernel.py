@@ -1,4 +1,4 @@
-"""The Triton kernels as a kernel for the Hub, in the layout of Hugging Face's package `kernels`.
+"""Write the Triton kernels as a Hub kernel, in the layout of Hugging Face's package `kernels`.
 
     python -m tests.tools.hub_kernel build/kernel
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fp8kv"
 NAME, TITLE = "fp8_paged_attention", "fp8-paged-attention"
 VERSION = 1
-# Triton needs no build. "cpu" is for its interpreter.
+# Triton needs no build. "cpu" is for Triton's interpreter.
 BACKENDS = ("cuda", "rocm", "cpu")
 _FIRST = "ops/triton/backend.py"
 

@@ -1,11 +1,11 @@
-"""Mutation test: `make mutants` breaks the package in named ways, and the tests must notice.
+"""Mutation test: `make mutants` applies named faults to the package, and the tests must fail.
 
     python -m tests.tools.mutants [--only NAME ...] [--jobs N] [--list]
 
-Each mutant replaces one piece of text in a copy of the tree. The test files that should notice it
-run first, up to the first failure. A survivor meets the whole fast tier, and then the full one. The
-command fails if a patch does not apply, if the named tests fail without any mutation, if a mutant
-cannot be imported, or if more than `ALLOWED` mutants survive the fast tier or one the full tier.
+Each mutant replaces one piece of text in a copy of the tree. Its named test files run first, up to
+the first failure. If they pass, the whole fast tier runs, and then the full tier. The command fails
+if a patch does not apply, if the named tests fail without a mutation, if a mutant cannot be
+imported, if more than `ALLOWED` mutants survive the fast tier, or if one survives the full tier.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PARALLEL = ["-n", "2", "--dist", "worksteal"]
 
 
 class Mutant(NamedTuple):
-    """A fault: the only occurrence of `old` in `file` becomes `new`. `tests` should notice it."""
+    """A fault that replaces the only `old` in `file` with `new`. The files `tests` should fail."""
 
     name: str
     file: str
@@ -353,7 +353,7 @@ MUTANTS = (
     # Scales and calibration.
     Mutant(
         "scales: every rank takes the first heads", "scales/kv_scales.py",
-        "return slice(tp_rank * wanted, (tp_rank + 1) * wanted)", "return slice(0, wanted)",
+        "return slice(tp_rank * count, (tp_rank + 1) * count)", "return slice(0, count)",
         "tests/scales/test_scales.py",
     ),
     Mutant(
@@ -424,9 +424,9 @@ def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
 
 
 def judge(tree: Path, mutant: Mutant) -> str:
-    """Return what noticed the mutant: "named tests", "fast tier", "full tier", or "" if nothing.
+    """Return which tests failed: "named tests", "fast tier", "full tier", or "" for none.
 
-    "timeout" means that a run took `TIMEOUT` seconds, which counts as noticed by nothing.
+    "timeout" means that a run took `TIMEOUT` seconds, which does not count as a failure.
     """
     stages = {
         "named tests": mutant.tests.split(),
@@ -460,22 +460,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="names, or parts of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--list", action="store_true", help="name the mutants, and run nothing")
-    given = parser.parse_args()
+    options = parser.parse_args()
     names = [mutant.name for mutant in MUTANTS]
-    assert len(set(names)) == len(names), "two mutants have one name"
-    chosen = [m for m in MUTANTS if not given.only or any(part in m.name for part in given.only)]
-    began, found = time.monotonic(), dict[str, str]()
+    assert len(set(names)) == len(names), "two mutants have the same name"
+    parts = options.only or [""]
+    chosen = [mutant for mutant in MUTANTS if any(part in mutant.name for part in parts)]
+    began, noticed_by = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = SimpleQueue[Path]()
-        for number in range(1 if given.list else given.jobs):
+        for number in range(1 if options.list else options.jobs):
             trees.put(shutil.copytree(ROOT, Path(folder) / str(number), ignore=NOT_COPIED))
         first = trees.get()
         for mutant in chosen:
             apply(first, mutant)
             restore(first, mutant)
-            if given.list:
+            if options.list:
                 print(f"{mutant.name}  ({mutant.file})")
-        if given.list:
+        if options.list:
             return
         trees.put(first)
         check_unmutated(first, chosen)
@@ -484,16 +485,16 @@ def main() -> None:
         def run(mutant: Mutant) -> None:
             tree = trees.get()
             try:
-                found[mutant.name] = stage = judge(tree, mutant)
+                noticed_by[mutant.name] = stage = judge(tree, mutant)
             finally:
                 trees.put(tree)
             now = time.monotonic() - began
             print(f"{now:.0f} s: {mutant.name}: {stage or 'SURVIVED'}", flush=True)
 
-        with ThreadPoolExecutor(given.jobs) as pool:
+        with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(run, chosen))
-    fast = sum(stage in ("named tests", "fast tier") for stage in found.values())
-    alive = [name for name, stage in found.items() if stage in ("", "timeout")]
+    fast = sum(stage in ("named tests", "fast tier") for stage in noticed_by.values())
+    alive = [name for name, stage in noticed_by.items() if stage in ("", "timeout")]
     minutes = (time.monotonic() - began) / 60
     print(f"{fast} of {len(chosen)} mutants noticed by the fast tier, {len(alive)} by none, "
           f"{minutes:.1f} minutes")  # fmt: skip

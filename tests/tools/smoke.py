@@ -1,4 +1,4 @@
-"""Try the installed package: `python -I smoke.py`, outside the repository (`make dist`)."""
+"""Check the installed package outside the repository: `python -I smoke.py` (`make dist`)."""
 
 import sys
 from importlib.metadata import distribution, version
@@ -11,7 +11,7 @@ import hf_fp8kv
 
 
 def main() -> None:
-    """Check the installed files, and generate some tokens."""
+    """Check the installed files, and the tokens of a tiny model."""
     package = Path(hf_fp8kv.__file__).parent
     assert "site-packages" in package.parts, package
     assert (package / "py.typed").is_file()

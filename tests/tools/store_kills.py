@@ -1,4 +1,4 @@
-"""Processes that share a `PrefixStore` and are killed while they write.
+"""Test a `PrefixStore` that processes share and that are killed while they write.
 
     python -m tests.tools.store_kills --kills 200
 
@@ -107,7 +107,7 @@ class Workload:
 
 
 def kill_writers(workload: Workload, kills: int) -> dict[str, int]:
-    """Kill a writing process `kills` times at random moments. Return the sums of all reads."""
+    """Kill a writing process `kills` times at random moments. Return the counts of all reads."""
     started = time.monotonic()
     workload.answer(PROMPTS, 0)
     span = time.monotonic() - started
@@ -129,7 +129,7 @@ def kill_writers(workload: Workload, kills: int) -> dict[str, int]:
 
 
 def write_together(workload: Workload, processes: int) -> dict[str, int]:
-    """Run processes that answer prompts at the same time. Return the sums over the processes."""
+    """Run processes that answer prompts at the same time. Return their summed counts."""
     results = [workload.folder.with_name(f"result{number}") for number in range(processes)]
     children = [workload.fork(30, number, result) for number, result in enumerate(results)]
     total = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}

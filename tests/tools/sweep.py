@@ -1,4 +1,4 @@
-"""Model types that run with `FP8PagedCache`, measured for every type that transformers builds here.
+"""Measure which model types of transformers run with `FP8PagedCache`, and write a table.
 
     python -m tests.tools.sweep [--types llama,t5] [--out docs/architectures.md] [--json FILE]
 
@@ -49,7 +49,7 @@ CacheMaker = Callable[[str], Any]
 
 
 class TooSlow(BaseException):
-    """A type took longer than its limit. No handler of a failing type catches it."""
+    """A type took longer than its limit. Handlers of `Exception` do not catch this."""
 
 
 class Answer(NamedTuple):
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an answer compares with the baseline's.
+    """Comparison of an answer with the baseline's answer.
 
     Attributes:
         status: "equal", "close" (equal tokens, but logits farther apart than rounding explains),
@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class Row:
-    """One type. `baseline` is the reason why it does not run under `DynamicCache`, or ""."""
+    """Results of one type. `baseline` is the reason why `DynamicCache` does not run it, or ""."""
 
     name: str
     baseline: str = ""
@@ -101,7 +101,7 @@ class Row:
         return self.runs and bool(self.path) and not self.path.startswith(("refused", "not"))
 
     def failures(self) -> list[str]:
-        """Return the broken outcomes. A type that is clearly refused has none."""
+        """Return the labels of failed outcomes. A refused type has none."""
         failures = []
         for label in SIDES if self.runs else ():
             good = {"equal"} | ({"refused"} if label.startswith("paged") else set())
@@ -162,7 +162,7 @@ def cache_makers(model: PreTrainedModel, bare: bool) -> dict[str, CacheMaker]:
     if bare:
         makers["alone"] = lambda dtype: make(dtype, model.config)
     if model.config.is_encoder_decoder:
-        # As in transformers for models with a window: the encoder's keys have no window.
+        # The encoder's keys have no window, as in transformers.
         makers["pair"] = lambda dtype: EncoderDecoderCache(
             make(dtype, model.config), DynamicCache() if remakes else make(dtype)
         )
@@ -178,10 +178,10 @@ def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
-    found = answer(model, inputs, cache)
+    result = answer(model, inputs, cache)
     if not cache.get_seq_length():
         raise ValueError("stores no keys and values")
-    return found
+    return result
 
 
 def takes_bare(model: PreTrainedModel, inputs: Inputs, expected: Answer) -> bool:
@@ -193,12 +193,12 @@ def takes_bare(model: PreTrainedModel, inputs: Inputs, expected: Answer) -> bool
 
 
 def compared(
-    want: Answer, model: PreTrainedModel, inputs: Inputs, dtype: str, makers: dict[str, CacheMaker]
+    base: Answer, model: PreTrainedModel, inputs: Inputs, dtype: str, makers: dict[str, CacheMaker]
 ) -> Outcome:
     """Return the worst outcome over all ways to pass the cache."""
     outcomes = []
     for label, make in makers.items():
-        outcome = attempt(lambda make=make: compare(want, answer(model, inputs, make(dtype))))
+        outcome = attempt(lambda make=make: compare(base, answer(model, inputs, make(dtype))))
         note = outcome.note and f"{label}: {outcome.note}"
         outcomes.append(dataclasses.replace(outcome, note=note))
     order = ("error", "refused", "differs", "close", "equal")
@@ -254,15 +254,15 @@ class Watch:
 
 
 def under_fp8_paged(
-    row: Row, want: Answer, model: PreTrainedModel, inputs: Inputs, makers: dict[str, CacheMaker]
+    row: Row, base: Answer, model: PreTrainedModel, inputs: Inputs, makers: dict[str, CacheMaker]
 ) -> None:
     """Set the fields of `attn_implementation="fp8_paged"`."""
     watch = Watch()
     model.set_attn_implementation(NAME)
     if decoder_attention(model) == NAME:
         with watch():
-            row.paged = compared(want, model, inputs, "auto", makers)
-            row.paged_fp8 = compared(want, model, inputs, FP8, makers)
+            row.paged = compared(base, model, inputs, "auto", makers)
+            row.paged_fp8 = compared(base, model, inputs, FP8, makers)
         row.path = watch.path()
         return
 
@@ -271,7 +271,7 @@ def under_fp8_paged(
         model, inputs = build(row.name, attn_implementation=NAME)
         bare = not model.config.is_encoder_decoder
         with watch():
-            return compared(want, model, inputs, "auto", cache_makers(model, bare))
+            return compared(base, model, inputs, "auto", cache_makers(model, bare))
 
     row.paged = attempt(forced)
     row.path = f"not switched; from_pretrained: {watch.path()}"
@@ -285,7 +285,7 @@ def decoder_attention(model: PreTrainedModel) -> str:
 
 
 def check_type(name: str, *, only_baseline: bool = False) -> Row:
-    """Return the row of a type. Raises nothing except TooSlow and KeyboardInterrupt."""
+    """Return the row of a type. Only TooSlow and KeyboardInterrupt propagate."""
     row, start = Row(name), time.perf_counter()
     try:
         model, inputs = build(name)
@@ -293,15 +293,15 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
             # sdpa, which older versions choose here, omits the softcap.
             model.set_attn_implementation("eager")
         row.attention = decoder_attention(model)
-        want = baseline(model, inputs)
+        base = baseline(model, inputs)
     except Exception as error:  # a type that cannot run here is listed with the reason
         row.baseline = short(error)
     else:
         if not only_baseline:
-            makers = cache_makers(model, takes_bare(model, inputs, want))
-            row.own = compared(want, model, inputs, "auto", makers)
-            row.own_fp8 = compared(want, model, inputs, FP8, makers)
-            under_fp8_paged(row, want, model, inputs, makers)
+            makers = cache_makers(model, takes_bare(model, inputs, base))
+            row.own = compared(base, model, inputs, "auto", makers)
+            row.own_fp8 = compared(base, model, inputs, FP8, makers)
+            under_fp8_paged(row, base, model, inputs, makers)
             report = attempt(lambda: Outcome(check_model(model).path))
             row.report = report.note or report.status
     row.seconds = time.perf_counter() - start
@@ -310,7 +310,7 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
 
 @contextlib.contextmanager
 def limit(seconds: int) -> Iterator[None]:
-    """Raise TooSlow inside when the time is over, if the system has alarms."""
+    """Raise TooSlow in the context when the time is over, if the system has alarms."""
 
     def ring(signum: int, frame: Any) -> None:
         raise TooSlow(f"took more than {seconds} s")

@@ -1,4 +1,4 @@
-"""Model types that run in transformers' engine, with its own cache and with our pages.
+"""Measure which model types run in transformers' engine, with its own cache and with our pages.
 
     python -m tests.tools.sweep_serving [--json PATH]
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def compare(name: str) -> list[str] | None:
-    """Return the outcomes with transformers' cache and with ours, and a reason.
+    """Return the outcome with transformers' cache, the outcome with ours, and a reason.
 
     The result is None if `generate()` does not run for the type.
     """

@@ -219,7 +219,7 @@ def modelopt() -> dict[str, Save]:
     }
 
 
-# For each tool, the package whose version is in the folder's name, and the function.
+# The package whose version is in the folder's name, and the function, for each tool.
 TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
     "auto-round": ("auto-round", auto_round),
     "llm-compressor": ("llmcompressor", llm_compressor),
@@ -229,7 +229,7 @@ TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
 
 
 def main(tool: str, target: Path, only: list[str]) -> int:
-    """Write the layouts of a tool (`only` these, or all). Return the number of failed layouts."""
+    """Write the layouts of a tool, all or those in `only`. Return the number of failed layouts."""
     package, layouts = TOOLS[tool]
     folder = target / f"{tool}-{importlib.metadata.version(package)}"
     failed = 0

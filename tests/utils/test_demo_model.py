@@ -1,4 +1,4 @@
-"""The demo model: it is found without an import of its package and converted completely."""
+"""Tests of the demo model: its package is found without an import, and converted completely."""
 
 import math
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.text
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Return the future folder of the model, in an empty cache folder."""
+    """Return the path that the converted model will have, in an empty cache folder."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     return tmp_path / "hf_fp8kv" / demo_model.NAME
 

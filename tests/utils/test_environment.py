@@ -1,4 +1,4 @@
-"""The description of a run: its commit, its machine, and whether the machine was idle."""
+"""Tests of the description of a benchmark run: the commit, the machine, and the machine's load."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_a_run_is_described(monkeypatch):
 
 
 @pytest.mark.parametrize(("busy", "share", "idle"), [(25, 0.25, False), (0, 0, True)])
-def test_used_by_others_and_idle(monkeypatch, busy, share, idle):
+def test_a_machine_is_idle_if_other_processes_use_little_of_it(monkeypatch, busy, share, idle):
     monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: busy)
     assert share_of_others(100) == pytest.approx(share, abs=0.01)
     assert describe_run("speed")["idle"] is idle

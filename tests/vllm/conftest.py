@@ -1,4 +1,4 @@
-"""vLLM on a CPU, in this process. Tests are skipped without vLLM (`make vllm` installs it)."""
+"""Fixtures of vLLM on a CPU in this process. `make vllm` installs vLLM, without it tests skip."""
 
 import functools
 import gc
@@ -40,10 +40,10 @@ _MODELS = {
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Return a function that returns a model and its folder for a key of `_MODELS`."""
-    made = {}
+    built = {}
 
     def make(name):
-        if name not in made:
+        if name not in built:
             from transformers import AutoConfig, AutoModelForCausalLM
 
             config = AutoConfig.for_model(name, **SIZES, **_MODELS[name])
@@ -62,8 +62,8 @@ def models(tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder)
             model.set_attn_implementation("fp8_paged")
-            made[name] = model, str(folder)
-        return made[name]
+            built[name] = model, str(folder)
+        return built[name]
 
     return make
 
@@ -75,7 +75,7 @@ def prompts():
 
 
 def make_scales(granularity, *, centered=False, layers=LAYERS, heads=HEADS, model_type=None):
-    """Return scales that all differ, also between K and V."""
+    """Return scales that differ between layers, heads, and K and V."""
     shape = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM)}[granularity]
     generator = torch.Generator().manual_seed(3)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that this package writes: vLLM's own loader reads the scales."""
+"""Tests that vLLM's own loader reads the scales in checkpoints that this package writes."""
 
 import shutil
 
@@ -23,7 +23,7 @@ def loaded_scales(llm):
 )
 class TestLoader:
     @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8", "quark"])
-    def test_per_tensor(self, models, serve, tmp_path, format):
+    def test_vllm_reads_scales_per_tensor(self, models, serve, tmp_path, format):
         rounded = format != "compressed-tensors"  # the loader rounds these to the model's dtype
         scales, copy = make_scales("tensor"), str(tmp_path / "copy")
         scales.save_pretrained(copy, format=format, checkpoint=models("llama")[1])
@@ -32,35 +32,37 @@ class TestLoader:
             assert [k.item(), v.item()] == [x.item() for x in ours]
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
-    def test_scales_that_it_does_not_take(self, models, serve, tmp_path, format):
-        """Without a quantization config, vLLM would fail at scales among the weights."""
+    def test_vllm_ignores_formats_that_it_does_not_read(self, models, serve, tmp_path, format):
+        """vLLM would fail at scales among the weights without a quantization config."""
         copy = str(tmp_path / "copy")
         make_scales("tensor").save_pretrained(copy, format=format, checkpoint=models("llama")[1])
         assert all(k == v == 1 for k, v in loaded_scales(serve(copy, "fp8")))
 
     @pytest.mark.parametrize(
-        ("granularity", "given"),
+        ("granularity", "source"),
         [("tensor", "shards"), ("head", "its own folder"), ("head", "a checkpoint")],
     )
-    def test_checkpoints(self, models, serve, tmp_path, granularity, given):
-        """The index of several files lists the scales. Scales may join an existing checkpoint."""
+    def test_vllm_reads_scales_in_shards_and_in_extended_checkpoints(
+        self, models, serve, tmp_path, granularity, source
+    ):
+        """The index of several files lists the scales. Scales can also be added to a checkpoint."""
         model, folder = models("llama")
         scales, copy, options = make_scales(granularity), tmp_path / "copy", {"checkpoint": folder}
-        if given == "shards":
+        if source == "shards":
             options["checkpoint"] = tmp_path / "shards"
             model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
             assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
-        elif given == "its own folder":
+        elif source == "its own folder":
             copy, options = shutil.copytree(folder, copy), {"overwrite": True}
         scales.save_pretrained(copy, format="compressed-tensors", **options)
         for index, loaded in enumerate(loaded_scales(serve(str(copy), "fp8"))):
-            for found, scale in zip(loaded, scales.layers[index].static, strict=True):
-                assert torch.equal(found.flatten(), scale.flatten())
-                assert granularity == "tensor" or found.shape == (HEADS,)
+            for actual, scale in zip(loaded, scales.layers[index].static, strict=True):
+                assert torch.equal(actual.flatten(), scale.flatten())
+                assert granularity == "tensor" or actual.shape == (HEADS,)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
-def test_a_checkpoints_own_scales(models, prompts, serve, tmp_path, granularity):
+def test_static_dtypes_use_scales_of_the_checkpoint(models, prompts, serve, tmp_path, granularity):
     """A dtype with static scales uses the scales of the served checkpoint."""
     model, folder = models("llama")
     scales = make_scales(granularity)

@@ -1,4 +1,4 @@
-"""Unsupported models and options are refused before serving, with a remedy."""
+"""Tests that unsupported models and options are refused before serving, with a remedy."""
 
 import importlib.metadata
 import sys
@@ -22,11 +22,11 @@ def read(dtype, config=None, checkpoint="nowhere", rank=0, size=1):
 
 
 class TestWithoutVLLM:
-    def test_names_say_how_many_bytes_a_token_has(self):
+    def test_the_dtype_determines_the_bytes_of_a_token(self):
         assert find_dtype("hf_fp8kv_e3m4").slot_bytes(64, 64) == 132
         assert find_dtype("hf_fp8kv_e3m4_static").slot_bytes(64, 64) == 128
 
-    def test_unknown_dtype(self):
+    def test_an_unknown_dtype_is_refused_with_the_known_names(self):
         with pytest.raises(ConfigError, match=r"expected one of hf_fp8kv, .*got 'fp8_e4m3'"):
             find_dtype("fp8_e4m3")
 
@@ -41,7 +41,7 @@ class TestWithoutVLLM:
             ({"scales": True}, "expected a finite number above 0"),
         ],
     )
-    def test_invalid_options(self, option, message):
+    def test_invalid_options_are_refused(self, option, message):
         assert read("hf_fp8kv_static", {"scales": 1.0}).config.options.scales == 1.0
         error = ScaleError if option.get("scales") is True else ConfigError
         with pytest.raises(error, match=message):
@@ -55,7 +55,7 @@ class TestWithoutVLLM:
             model = read_storage("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
             assert model.config.options.scales.layers[0].k.shape == shape
 
-    def test_the_revision_of_a_checkpoint(self, monkeypatch, tmp_path):
+    def test_scales_are_read_from_the_revision_of_the_checkpoint(self, monkeypatch, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
         requested = []
 
@@ -67,12 +67,12 @@ class TestWithoutVLLM:
         read_storage("hf_fp8kv_static", {}, "org/model", 0, 1, revision="v2")
         assert requested == [("org/model", "v2")]
 
-    def test_static_scales_for_slots_with_scales(self, tmp_path):
+    def test_static_scales_are_refused_for_a_dynamic_dtype(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="Use hf_fp8kv_e4m3_static"):
             read("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
 
-    def test_a_plan_for_slots_with_scales(self, tmp_path):
+    def test_a_plan_is_accepted_only_for_the_dynamic_dtype(self, tmp_path):
         plan = planned_scales(2, dim=32, is_dynamic=True)
         plan.save_pretrained(tmp_path)
         config = {"plan": str(tmp_path)}
@@ -91,11 +91,11 @@ class TestWithoutVLLM:
             with pytest.raises(ConfigError, match=message):
                 read(dtype, config | extra)
 
-    def test_a_checkpoint_without_scales(self, tmp_path):
+    def test_a_checkpoint_without_scales_is_refused(self, tmp_path):
         with pytest.raises(ScaleError, match="expected"):
             read("hf_fp8kv_static", checkpoint=str(tmp_path))
 
-    def test_scales_of_another_model(self, tmp_path):
+    def test_scales_of_another_model_fail(self, tmp_path):
         make_scales("head", model_type="mistral").save_pretrained(tmp_path)
         model = read("hf_fp8kv_static", {"scales": str(tmp_path)})
         model.check_layers([0, 1], 2, ["mistral"])
@@ -107,7 +107,7 @@ class TestWithoutVLLM:
         with pytest.raises(ScaleError, match="expected layers from 0 to 0"):
             model.check_layers([0], 1, ["mistral"])
 
-    def test_scales_of_each_rank(self, tmp_path):
+    def test_each_rank_gets_the_scales_of_its_heads(self, tmp_path):
         """Rank 1 of two has the second half of the heads. A rank of four shares a head."""
         scales = make_scales("head", centered=True)
         scales.save_pretrained(tmp_path)
@@ -120,12 +120,14 @@ class TestWithoutVLLM:
             assert torch.equal(layer.v, scales.layers[1].v[head].expand(1, 32))
             assert torch.equal(layer.center, scales.layers[1].k_center[head][None])
 
-    def test_no_vllm(self, monkeypatch):
+    def test_registering_without_vllm_does_nothing(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
         hf_fp8kv.vllm.register()  # would fail without vLLM if it imported from vLLM
 
     @pytest.mark.parametrize("version", ["0.31.2", "0.34.1", "1.0", "unknown", "0.33.9"])
-    def test_another_version_or_hook_registers_nothing(self, monkeypatch, caplog, version):
+    def test_an_unsupported_version_or_a_missing_hook_registers_nothing(
+        self, monkeypatch, caplog, version
+    ):
         """An error would keep vLLM from starting with any dtype. 0.33.9 lacks a hook."""
         changed = version == "0.33.9"
         module = SimpleNamespace(register_dtypes=lambda: {}["no such hook"]) if changed else None
@@ -146,7 +148,7 @@ class TestWithVLLM:
         pytest.importorskip("vllm")
 
     @pytest.mark.parametrize("backend", ["torch", "cpu"])
-    def test_a_backend_that_a_cuda_graph_cannot_hold(self, backend):
+    def test_backends_without_cuda_graphs_are_refused_on_a_gpu(self, backend):
         from hf_fp8kv.vllm.layers import BoundLayer
 
         model = read("hf_fp8kv", {"backend": backend})
@@ -177,7 +179,7 @@ class TestWithVLLM:
         parsed = parser.parse_args(["--kv-cache-dtype", "hf_fp8kv_e3m4"])
         assert parsed.kv_cache_dtype == "hf_fp8kv_e3m4"
 
-    def test_another_dtype_is_vllms_own(self, models, prompts, serve):
+    def test_other_dtypes_keep_the_attention_of_vllm(self, models, prompts, serve):
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
         _, folder = models("llama")
@@ -185,7 +187,7 @@ class TestWithVLLM:
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         assert {type(layer.impl) for layer in layers.values()} == {CPUAttentionBackendImpl}
 
-    def test_an_unknown_dtype(self, models, serve):
+    def test_vllm_refuses_an_unknown_dtype(self, models, serve):
         with pytest.raises(ValueError, match="hf_fp8kv_e3m4"):
             serve(models("llama")[1], "hf_fp8kv_e9m9")
 
@@ -197,17 +199,17 @@ class TestWithVLLM:
             ({"model_type": "mistral"}, "expected scales of a 'llama' model"),
         ],
     )
-    def test_scales_of_another_model(self, models, serve, tmp_path, scales, message):
+    def test_scales_of_another_model_fail(self, models, serve, tmp_path, scales, message):
         make_scales("head", **scales).save_pretrained(tmp_path)
         with pytest.raises(ScaleError, match=message):
             serve(models("llama")[1], "hf_fp8kv_static", tmp_path)
 
-    def test_block_size(self, models, serve):
+    def test_a_block_size_must_be_a_power_of_two(self, models, serve):
         with pytest.raises(ConfigError, match="power of two from 16"):
             serve(models("llama")[1], "hf_fp8kv", block_size=96)
 
     @pytest.mark.parametrize("name", ["CPU_MLA", "AMX_MLA"])
-    def test_latents(self, name):
+    def test_attention_with_latents_is_refused(self, name):
         from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -222,7 +224,7 @@ class TestWithVLLM:
         ):
             attention.get_class()
 
-    def test_what_pages_are_not_for(self):
+    def test_unsupported_kinds_of_attention_are_refused(self):
         from vllm.config import CacheConfig, VllmConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAttentionSpec
 

@@ -1,4 +1,4 @@
-"""The attention for GPUs, run by vLLM on a CPU with kernels for CPUs, and vLLM 0.33."""
+"""Tests of the attention for GPUs in vLLM on a CPU, and of the registrations in vLLM 0.33."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def gpu_attention():
 
 @pytest.mark.usefixtures("gpu_attention")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_tokens(models, prompts, serve, tmp_path, name):
+def test_attention_for_gpus_gives_the_same_tokens(models, prompts, serve, tmp_path, name):
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
 
     model, folder = models(name)
@@ -42,7 +42,7 @@ def test_tokens(models, prompts, serve, tmp_path, name):
     assert generate(llm, prompts)[0] == generate_here(model, prompts, scales=scales)
 
 
-def test_what_vllm_selects_it_for():
+def test_attention_for_gpus_is_selected_for_supported_models():
     from vllm.platforms.interface import DeviceCapability
 
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
@@ -86,7 +86,7 @@ print("version", vllm.__version__)
 """
 
 
-def test_vllm_0_33(tmp_path):
+def test_the_plugin_registers_in_vllm_0_33(tmp_path):
     """The plugin registers in the Python files of vLLM's wheel, in the folder VLLM_0_33."""
     folder = os.environ.get("VLLM_0_33")
     if folder is None:

@@ -1,6 +1,6 @@
-"""Layers with classes that vLLM derives from an attention, and layers that share pages.
+"""Tests of chunked attention, encoders, and layers that share pages, in vLLM.
 
-They are tested with our dtypes, and with vLLM's dtypes, for which our package must change nothing.
+They run with our dtypes, and with vLLM's dtypes, for which this package must change nothing.
 """
 
 import pytest
@@ -43,7 +43,7 @@ def make_model(name, folder):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_int8"])
-def test_chunks(prompts, serve, tmp_path, dtype):
+def test_chunked_attention_gives_the_tokens_of_transformers(prompts, serve, tmp_path, dtype):
     model = make_model("llama4_text", tmp_path)
     first = generate(serve(str(tmp_path), dtype), prompts, tokens=1)[0]
     with torch.no_grad():
@@ -52,8 +52,8 @@ def test_chunks(prompts, serve, tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
-def test_layers_that_share_pages(prompts, serve, tmp_path, dtype):
-    """They read with the scales of the layer that wrote the pages, and have no separate scales."""
+def test_layers_that_share_pages_give_the_tokens_of_transformers(prompts, serve, tmp_path, dtype):
+    """Sharing layers have no scales. They use the scales of the layer that wrote the pages."""
     model = make_model("gemma3n_text", tmp_path / "model")
     model.set_attn_implementation("fp8_paged")
     options, path = store_options(dtype, tmp_path, layers=4)
@@ -62,8 +62,8 @@ def test_layers_that_share_pages(prompts, serve, tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_e3m4"])
-def test_an_encoder(prompts, serve, tmp_path, dtype):
-    """Its attention is not causal, and has no cache."""
+def test_an_encoder_is_unchanged(prompts, serve, tmp_path, dtype):
+    """The attention of an encoder is not causal, and has no cache."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
     from vllm.config import PoolerConfig
@@ -81,6 +81,6 @@ def test_an_encoder(prompts, serve, tmp_path, dtype):
     )
     for prompt, x in zip(prompts, out, strict=True):
         with torch.no_grad():
-            want = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+            expected = model(torch.tensor([prompt])).last_hidden_state[0, 0]
         got = x.outputs.data.float().flatten()
-        assert torch.cosine_similarity(got, want, dim=0) > 0.999
+        assert torch.cosine_similarity(got, expected, dim=0) > 0.999

@@ -1,4 +1,4 @@
-"""vLLM as users start it, with separate processes that load the plugin by its entry point."""
+"""Tests of vLLM as users start it: separate processes load the plugin by its entry point."""
 
 import ast
 import json
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tensor_parallel(models, prompts, tmp_path, ranks):
+def test_tensor_parallel_ranks_give_the_tokens_of_one_process(models, prompts, tmp_path, ranks):
     """Each rank has one of two heads, whose scales and centers differ."""
     pytest.importorskip("vllm")
     if ranks > (os.cpu_count() or 1):
@@ -65,8 +65,8 @@ def test_tensor_parallel(models, prompts, tmp_path, ranks):
     assert json.loads(tokens[0].removeprefix("TOKENS")) == expected
 
 
-def test_the_example():
-    """A real model is calibrated here. Its engine is a process that vLLM starts.
+def test_the_example_gives_greedy_answers():
+    """The example calibrates the demo model. vLLM starts its engine as a process.
 
     With 8-bit pages, CPUs may choose differently between two nearly equal tokens. Each answer must
     therefore be greedy to within that rounding, and not an answer to a different prompt.
@@ -79,11 +79,11 @@ def test_the_example():
         [sys.executable, example, *arguments], env=environment, capture_output=True, text=True,
         timeout=400, check=False,
     )  # fmt: skip
-    found = re.findall(r"^(['\"].*): (['\"].*), (?:the same|other) tokens$", run.stdout, re.M)
-    assert len(found) == 3, run.stdout[-2000:] + run.stderr[-2000:]
+    matches = re.findall(r"^(['\"].*): (['\"].*), (?:the same|other) tokens$", run.stdout, re.M)
+    assert len(matches) == 3, run.stdout[-2000:] + run.stderr[-2000:]
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
-    pairs = [tuple(map(ast.literal_eval, pair)) for pair in found]
+    pairs = [tuple(map(ast.literal_eval, pair)) for pair in matches]
     texts = [tokenizer(prompt).input_ids for prompt, _ in pairs]
     answers = [
         tokenizer(prompt + answer).input_ids[len(ids) :]

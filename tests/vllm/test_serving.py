@@ -1,4 +1,4 @@
-"""vLLM with our pages returns the tokens of `FP8PagedCache(prefill="stored")`: float32, greedy."""
+"""Tests that vLLM with our pages gives the greedy tokens of `FP8PagedCache(prefill="stored")`."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ STATIC = {
 
 
 @pytest.mark.parametrize("dtype", DYNAMIC)
-def test_llama_with_dynamic_scales(models, prompts, serve, dtype):
+def test_dynamic_scales_give_equal_tokens(models, prompts, serve, dtype):
     model, folder = models("llama")
     tokens, _ = generate(serve(folder, dtype), prompts)
     assert tokens == generate_here(model, prompts, **DYNAMIC[dtype])
@@ -33,7 +33,7 @@ def test_llama_with_dynamic_scales(models, prompts, serve, dtype):
 
 @pytest.mark.parametrize("centered", [False, True], ids=["plain", "centered"])
 @pytest.mark.parametrize("granularity", STATIC)
-def test_llama_with_static_scales(models, prompts, serve, tmp_path, granularity, centered):
+def test_static_scales_give_equal_tokens(models, prompts, serve, tmp_path, granularity, centered):
     model, folder = models("llama")
     scales = make_scales(granularity, centered=centered)
     scales.save_pretrained(tmp_path)
@@ -42,8 +42,8 @@ def test_llama_with_static_scales(models, prompts, serve, tmp_path, granularity,
     assert tokens == generate_here(model, prompts, scales=scales, **options)
 
 
-def test_each_scale_counts(models, prompts):
-    """The tests above can fail: with different scales, or none, the tokens differ."""
+def test_different_scales_change_the_tokens(models, prompts):
+    """The tests of static scales could otherwise pass with any scales."""
     model, _ = models("llama")
     scales = make_scales("head", centered=True)
     tokens = generate_here(model, prompts, scales=scales)
@@ -54,7 +54,7 @@ def test_each_scale_counts(models, prompts):
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2", "gpt_oss"])
-def test_other_models(models, prompts, serve, tmp_path, name, dtype):
+def test_other_models_give_equal_tokens(models, prompts, serve, tmp_path, name, dtype):
     model, folder = models(name)
     options, path = store_options(dtype, tmp_path)
     tokens, _ = generate(serve(folder, dtype, path), prompts)
@@ -62,7 +62,7 @@ def test_other_models(models, prompts, serve, tmp_path, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_e3m4_static"])
-def test_layers_that_vllm_keeps_in_the_models_dtype(models, prompts, serve, tmp_path, dtype):
+def test_skipped_layers_keep_the_dtype_of_the_model(models, prompts, serve, tmp_path, dtype):
     model, folder = models("llama")
     options, path = store_options(dtype, tmp_path)
     llm = serve(folder, dtype, path, kv_cache_dtype_skip_layers=["0"])
@@ -81,7 +81,7 @@ def test_prefixes_of_earlier_requests_are_read(models, prompts, serve):
     assert cached == [(len(x) - 1) // 32 * 32 for x in longer]
 
 
-def test_few_blocks_are_given_from_one_request_to_the_next(models, prompts, serve):
+def test_reused_blocks_do_not_change_the_tokens(models, prompts, serve):
     """Requests wait, are preempted and recomputed. Blocks hold old bytes of earlier requests."""
     model, folder = models("llama")
     llm = serve(folder, "hf_fp8kv_e3m4", num_gpu_blocks_override=17, enable_prefix_caching=False)
@@ -90,7 +90,7 @@ def test_few_blocks_are_given_from_one_request_to_the_next(models, prompts, serv
         assert generate(llm, prompts)[0] == expected
 
 
-def test_a_plan_chosen_once(models, prompts, serve, tmp_path):
+def test_a_saved_plan_gives_the_tokens_of_transformers(models, prompts, serve, tmp_path):
     model, folder = models("qwen2")
     plan = choose_plan(model, prompts)
     assert any(layer.v.rotated for layer in plan.plan.values())
@@ -99,7 +99,7 @@ def test_a_plan_chosen_once(models, prompts, serve, tmp_path):
     assert tokens == generate_here(model, prompts, plan=plan)
 
 
-def test_transformers_models_in_vllm(models, prompts, serve):
+def test_the_transformers_backend_of_vllm_gives_the_same_tokens(models, prompts, serve):
     model, folder = models("qwen3")
     # This comes first, because vLLM changes transformers' class and breaks existing instances.
     expected = generate_here(model, prompts, dtype="fp8_e4m3")
@@ -108,7 +108,7 @@ def test_transformers_models_in_vllm(models, prompts, serve):
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "auto"])
-def test_number_of_blocks(models, serve, tmp_path, dtype):
+def test_the_number_of_blocks_matches_the_bytes_of_a_token(models, serve, tmp_path, dtype):
     (_, folder), dim = models("llama"), conftest.DIM
     make_scales("tensor").save_pretrained(tmp_path)
     scales = tmp_path if dtype == "hf_fp8kv_static" else None
@@ -120,16 +120,16 @@ def test_number_of_blocks(models, serve, tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "hf_fp8kv"])
-def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, dtype):
+def test_the_pool_holds_the_bytes_of_the_cache(models, prompts, serve, tmp_path, dtype):
     """Compare each code and scale in vLLM's pool, token by token."""
     model, folder = models("llama")
     if dtype == "hf_fp8kv":
-        plan, path, given = choose_plan(model), None, {"plan": tmp_path}
+        plan, path, plan_options = choose_plan(model), None, {"plan": tmp_path}
         plan.save_pretrained(tmp_path)
         options = {"plan": plan}
     else:
-        (options, path), given = store_options(dtype, tmp_path), {}
-    llm = serve(folder, dtype, path, enable_prefix_caching=False, **given)
+        (options, path), plan_options = store_options(dtype, tmp_path), {}
+    llm = serve(folder, dtype, path, enable_prefix_caching=False, **plan_options)
     prompt = prompts[-1]
     generate(llm, [prompt], tokens=1)
     config = llm.llm_engine.vllm_config
@@ -148,7 +148,7 @@ def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, d
             size = min(32, len(prompt) - start)
             for theirs, ours in stored:
                 # Block 0 is vLLM's own. The first request gets the next blocks in order.
-                found = ours[own.table[0, block]]
-                others = (theirs[block + 1, :, :size] != found[:, :size]).sum()
+                block_bytes = ours[own.table[0, block]]
+                others = (theirs[block + 1, :, :size] != block_bytes[:, :size]).sum()
                 # The last bit of a sum before layer 1 may decide a code.
                 assert others <= index

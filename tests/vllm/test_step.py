@@ -1,4 +1,4 @@
-"""Operations for a step of vLLM's scheduler, on pages in blocks of bytes, without vLLM.
+"""Tests of one step of vLLM's scheduler on pages in blocks of bytes, without vLLM.
 
 The backend "triton" is interpreted, which tests the calls that vLLM would make on a GPU.
 """
@@ -154,15 +154,15 @@ ATTENTIONS = {
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("interpreted")
-def test_steps(backend, gap, kind, attention):
+def test_a_step_stores_and_attends_as_the_reference(backend, gap, kind, attention):
     layer = Layer(kind, backend, gap=gap, **ATTENTIONS[attention])
     memory, requests = layer.memory, Requests(seed=6)
     for counts in STEPS[: 3 if backend == "triton" else None]:
         query, starts, out = requests.step(counts, layer.attend)
         for number, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
-                want = expected(requests, number, query[start:stop], layer)
-                torch.testing.assert_close(out[start:stop], want, rtol=2e-4, atol=2e-4)
+                attended = expected(requests, number, query[start:stop], layer)
+                torch.testing.assert_close(out[start:stop], attended, rtol=2e-4, atol=2e-4)
     assert (memory[:, memory.shape[1] - gap :] == 0xFF).all()
     used = requests.table[:, : -(-max(map(len, requests.keys)) // SLOTS)].unique()
     unused = torch.ones(BLOCKS, dtype=torch.bool)
@@ -172,8 +172,8 @@ def test_steps(backend, gap, kind, attention):
 
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.usefixtures("interpreted")
-def test_a_captured_decode_step(kind):
-    """As in the replay of a CUDA graph, the same tensors hold different requests in each step.
+def test_a_replayed_step_uses_the_current_requests(kind):
+    """The same tensors describe other requests in each step, as in the replay of a CUDA graph.
 
     The second request of the first step has no slot. Its table belongs to a waiting request.
     """
@@ -207,15 +207,15 @@ def test_a_captured_decode_step(kind):
                 assert torch.equal(memory[pages_of_row], before[pages_of_row])
                 assert not out[place].any()
                 continue
-            want = expected(requests, row, new[0][place : place + 1], layer)
-            torch.testing.assert_close(out[place : place + 1], want, rtol=2e-4, atol=2e-4)
+            attended = expected(requests, row, new[0][place : place + 1], layer)
+            torch.testing.assert_close(out[place : place + 1], attended, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(
     ("starts", "decoding"),
     [([0, 1, 2], True), ([0, 1, 2, 2], True), ([0, 0, 1], False), ([0, 2, 2], False), ([0], True)],
 )
-def test_steps_that_a_graph_can_hold(starts, decoding):
+def test_only_decode_steps_can_be_captured(starts, decoding):
     assert is_decoding(np.array(starts, np.int32)) is decoding
 
 

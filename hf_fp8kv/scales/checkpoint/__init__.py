@@ -1,1 +1,1 @@
-"""A checkpoint as the readers and writers of scales see it: its files, configs and tensor names."""
+"""The files, configs and tensor names of checkpoints, for readers and writers of scales."""

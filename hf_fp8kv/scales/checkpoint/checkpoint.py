@@ -1,4 +1,4 @@
-"""Checkpoints: files on this machine or the Hub, their tensors, and declarations in configs."""
+"""Checkpoints in local folders and on the Hub: their files, tensors and configs."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ OWN_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
 OWN_FOLDER = "kv_scales"
 # The file of formats whose scales are tensors of the checkpoint.
 SCALES_FILE = "model-kv-scales.safetensors"
-# The base of HfHubHTTPError is the base error of the HTTP library of the Hub's client.
+# The base class of HfHubHTTPError is the base error of the Hub client's HTTP library.
 _HUB_ERRORS: tuple[type[Exception], ...]
 _HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsingError)
 
@@ -128,7 +128,7 @@ class HubFolder:
             if isinstance(cached, str) and not self.force_download:
                 return read_header(Path(cached))[0]
             if not self.offline:
-                # A request of some kilobytes instead of the complete file.
+                # This request fetches some kilobytes instead of the complete file.
                 metadata = HfApi().parse_safetensors_file_metadata(
                     self.repo, file, revision=self.revision, token=self.token
                 )

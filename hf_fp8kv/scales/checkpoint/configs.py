@@ -1,4 +1,4 @@
-"""Configs of a checkpoint: its layers and heads, and the KV cache that each tool declares."""
+"""Read the layers, the heads and the declared KV cache from the configs of a checkpoint."""
 
 import copy
 import re
@@ -54,7 +54,7 @@ class Declaration:
     """
 
     kind: Kind = "none"
-    what: str = "nothing about a KV cache"  # the entry and its value, for messages
+    description: str = "nothing about a KV cache"  # the entry and its value, for messages
     dialect: str = ""  # format of the tensor names
     fnuz: bool = False  # whether the scales are for E4M3FNUZ, twice the scales for E4M3FN
     remark: str = ""  # an oddity of the scales, in words
@@ -144,7 +144,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
 def declared_kv_scales(config: object) -> str | None:
     """Describe the static FP8 KV scales that a config or its dict declares, or return None."""
     declared = find_declaration(config)
-    return declared.what if declared.kind == "static" else None
+    return declared.description if declared.kind == "static" else None
 
 
 def find_dialect(entry: str, block: Mapping[str, object]) -> str:
@@ -172,7 +172,7 @@ def _parse_block(where: str, block: Mapping[str, object]) -> Iterator[Declaratio
         if _targets_projections(group):  # older tools declared their outputs as the cache
             place = f"{where}.config_groups.{name}.output_activations (kv_cache)"
             yield from _parse_entry(place, as_mapping(group).get("output_activations"))
-    # In its mode "fp8" Quark also writes this list, but declares the cache as AutoFP8 does.
+    # Quark's mode "fp8" writes this list as well, but declares the cache as AutoFP8 does.
     projections = as_mapping(block.get("export")).get("kv_cache_group")
     if projections and block.get("quant_method") != "fp8":
         yield _parse_projections(f"{where}.export.kv_cache_group", projections, block)
@@ -202,14 +202,14 @@ def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
     symmetric, dynamic = entry("symmetric", True), entry("dynamic", False)
     fp8 = (bits, number) == (8, "float")
     name = "" if fp8 else f" ({_name_format(bits, number, entry('group_size'))})"
-    what = (
+    description = (
         f"{where}: {bits}-bit {number}{name}, "
         f"strategy {strategy or 'tensor'}, "
         f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
     )
     if not fp8 or not symmetric or strategy not in (None, "tensor", "attn_head"):
-        return Declaration("refused", what)
-    return Declaration("dynamic" if dynamic else "static", what)
+        return Declaration("refused", description)
+    return Declaration("dynamic" if dynamic else "static", description)
 
 
 def _name_format(bits: object, number: object, group_size: object) -> str:
@@ -229,12 +229,12 @@ def _parse_transform(where: str, scheme: Mapping[str, object]) -> Iterator[Decla
     kind, size, random = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
     targets = [place.get("targets") for place in locations]
     names = [n for part in targets for n in (part if isinstance(part, list) else [part])]
-    what = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
+    description = f"{where}: K rotated by type {kind!r}, head_dim {size!r}, randomize {random!r}"
     ignored = any(place.get("ignore") for place in locations)
     if kind != "hadamard" or random or type(size) is not int or ignored or not names:
-        yield Declaration("refused", what)
+        yield Declaration("refused", description)
     else:
-        yield Declaration(what=what, rotations=tuple((size, str(name)) for name in names))
+        yield Declaration("none", description, rotations=tuple((size, str(n)) for n in names))
 
 
 def _targets_projections(group: object) -> bool:
@@ -259,12 +259,12 @@ def _parse_projections(where: str, group: object, block: Mapping[str, object]) -
             dtype, scheme = output.get("dtype"), output.get("qscheme")
             symmetric = output.get("symmetric") is not False
             if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not symmetric:
-                what = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
+                description = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
                 four_bits = "fp4" in (dtype, output.get("mx_element_dtype"))
                 size = output.get("group_size") or output.get("block_size")
-                what += f" ({_name_format(4, 'float', size)})" if four_bits else ""
-                what += "" if symmetric else " (asymmetric)"
-                return Declaration("refused", what)
+                description += f" ({_name_format(4, 'float', size)})" if four_bits else ""
+                description += "" if symmetric else " (asymmetric)"
+                return Declaration("refused", description)
             dynamic = dynamic or bool(output.get("is_dynamic"))
     remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
     kind: Kind = "dynamic" if dynamic else "static"
@@ -302,7 +302,7 @@ def remove_declaration(origin: str, config: Config, second: Config | None, forma
     if not stays and left.kind != "none":
         raise ScaleError(
             f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "
-            f"{format!r}, got a declaration that stays: {left.what}. Choose {left.dialect}"
+            f"{format!r}, got a declaration that stays: {left.description}. Choose {left.dialect}"
         )
     return config
 

@@ -1,4 +1,4 @@
-"""Scales among a checkpoint's tensors: selected by name, checked, and paired by layer."""
+"""Select the scales among a checkpoint's tensors by name, check them, and pair them by layer."""
 
 import logging
 import re
@@ -39,11 +39,11 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     if declared.kind == "refused":
         raise ScaleError(
             f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
-            f"per head), got {declared.what}. Use scales=None, which is dynamic"
+            f"per head), got {declared.description}. Use scales=None, which is dynamic"
         )
     if declared.kind == "dynamic":
         raise ScaleError(
-            f"{origin}: expected a config that declares static scales, got {declared.what}, "
+            f"{origin}: expected a config that declares static scales, got {declared.description}, "
             "which needs none. Use scales=None (dynamic), or correct the config"
         )
     scale_tensors, unknown = match_tensors(checkpoint.files, declared)
@@ -74,11 +74,11 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
 def _check_foreign(checkpoint: Checkpoint) -> None:
     """Refuse tensors of INT8 and NVFP4 caches, and zero points other than zero."""
     for name in checkpoint.files:
-        for pattern, what in FOREIGN:
+        for pattern, cache in FOREIGN:
             if pattern.fullmatch(name):
                 raise ScaleError(
-                    f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of {what}. "
-                    "Use scales=None, which is dynamic"
+                    f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of "
+                    f"{cache}. Use scales=None, which is dynamic"
                 )
     for name, value in _load(checkpoint, filter(ZERO_POINT.fullmatch, checkpoint.files)).items():
         if bool(value.ne(0).any()):
@@ -194,7 +194,7 @@ def _is_target(path: str, target: str) -> bool:
 def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dict[int, LayerScales]:
     """Return one pair for each layer, in the unit of E4M3FN. Log oddities once for each file.
 
-    The pair has the first priority that has K and V, or else the best tensor of each side.
+    A pair has the first priority that has K and V, or otherwise the best tensor of each side.
     """
     unit = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
@@ -247,5 +247,5 @@ def _no_scales(checkpoint: Checkpoint) -> ScaleError:
     return ScaleError(
         f"{checkpoint.origin}: expected {OWN_FILE}, {JSON_FILE}, or scale tensors such as "
         f"self_attn.{names} in the layers of the language model, {got}. The config declares "
-        f"{declared.what}{servers}. Use scales=None, which is dynamic, or calibrate"
+        f"{declared.description}{servers}. Use scales=None, which is dynamic, or calibrate"
     )

@@ -70,8 +70,8 @@ TENSOR_NAMES = (
 BIAS = re.compile(LAYER + _ATTENTION + r"(?P<side>[kv])_proj\.(?P=side)_bias")
 # Names of tensors that only caches other than FP8 have.
 FOREIGN = tuple(
-    (re.compile(LAYER + _ATTENTION + tail), what)
-    for tail, what in (
+    (re.compile(LAYER + _ATTENTION + tail), cache)
+    for tail, cache in (
         (r"[kv]_global_scale", "an NVFP4 cache"),
         (r"(?:[kv]_proj\.)?kv_cache_(?:scale|offset)", "an INT8 cache"),
     )

@@ -1,4 +1,4 @@
-"""The formats that scales are written in, and their registry."""
+"""The registry of the formats in which scales are written."""
 
 from .base import ScaleFormat
 from .checkpoints import AutoFP8, CompressedTensors, ModelOpt, Quark, Tgi

@@ -1,4 +1,4 @@
-"""ScaleFormat: a format of static scales, its properties and its files.
+"""The base classes of formats of static scales: their properties and files.
 
 Scales that a format cannot hold are reduced, so that no further value saturates.
 """
@@ -50,7 +50,7 @@ class ScaleFormat:
     ) -> dict[str, bytes]:
         """Return the files of scales from `reduce_scales`. The file that is read first comes last.
 
-        With a checkpoint, they replace its files of the same name, or are added.
+        They replace files of the same name in a checkpoint, or are added to it.
         """
         raise NotImplementedError(self.name)
 
@@ -127,7 +127,7 @@ class TensorFormat(ScaleFormat):
     def quantization_block(self, config: Config, new: Config) -> Config:
         """Return the quantization config of the weights. Raise ScaleError for a different tool's.
 
-        Without such a config, add `new` with the tool's `quant_method`, for the cache only.
+        If it has none, add `new` with the tool's `quant_method`, for the cache only.
         """
         for _, owner in nested_configs(config):
             for entry in ("quantization_config", "compression_config"):
@@ -176,7 +176,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
             k = k + (room if k.ndim else room.max())
         pairs[index] = k, v
     counts = {index: max(len(x) if x.ndim else 1 for x in pair) for index, pair in pairs.items()}
-    # A layer with one number gets the heads of all other layers, because all have one strategy.
+    # A layer with one number gets the heads of the remaining layers, because all share a strategy.
     head_counts = {*counts.values()} - {1}
     default = head_counts.pop() if len(head_counts) == 1 else 0
     counts = {index: count if count > 1 else default for index, count in counts.items()}

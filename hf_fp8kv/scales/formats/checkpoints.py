@@ -1,4 +1,4 @@
-"""Formats of checkpoints with scales: each tool's tensor names and declaration of a cache.
+"""The formats of checkpoints with scales: each tool's tensor names and declaration of a cache.
 
 docs/scales.md has the parts that servers read.
 """

@@ -181,11 +181,11 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     for rank, entries in _parse_keys(where, factors, "rank", "(?:rank)?").items():
         ranks[rank] = {}
         for layer, value in _parse_keys(f"{path}: rank {rank}", entries, "layer").items():
-            what = f"{path}: rank {rank}, layer {layer}"
+            label = f"{path}: rank {rank}, layer {layer}"
             if isinstance(value, str):
-                with convert_read_errors(what, "a number"):
+                with convert_read_errors(label, "a number"):
                     value = float(value)
-            ranks[rank][layer] = check_constant(value, what)
+            ranks[rank][layer] = check_constant(value, label)
     if sorted(ranks) != list(range(len(ranks))):
         raise ScaleError(
             f"{path}: expected the ranks 0 to {len(ranks) - 1}, got {format_list(sorted(ranks))}. "
@@ -200,11 +200,11 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     return ranks
 
 
-def _parse_keys(where: str, entries: object, what: str, prefix: str = "") -> dict[int, object]:
+def _parse_keys(where: str, entries: object, kind: str, prefix: str = "") -> dict[int, object]:
     """Return the entries of an object by their numbers. Each number may occur once."""
     if not isinstance(entries, dict) or not entries:
         raise ScaleError(
-            f"{where}: expected an object of {what}s, got {format_value(entries)}. "
+            f"{where}: expected an object of {kind}s, got {format_value(entries)}. "
             'An example of kv_cache.scaling_factor is {"0": {"0": 0.02}}'
         )
     numbered: dict[int, object] = {}
@@ -212,7 +212,7 @@ def _parse_keys(where: str, entries: object, what: str, prefix: str = "") -> dic
         match = re.fullmatch(prefix + r"([0-9]{1,9})", key)
         if match is None or int(match[1]) in numbered:
             raise ScaleError(
-                f"{where}: expected every {what} once, with a key such as '0', got "
+                f"{where}: expected every {kind} once, with a key such as '0', got "
                 f"{format_value(key)}. Rename or delete it"
             )
         numbered[int(match[1])] = value

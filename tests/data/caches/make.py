@@ -1,8 +1,8 @@
 """Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
 
-Each case is two files: `NAME.safetensors`, a cache after a prompt, and
-`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are of version 3, and
-hold the tokens of the files of version 2 that they replaced. Write them anew only with a new
+Each case has two files: `NAME.safetensors`, a cache after a prompt, and
+`NAME.continued.safetensors`, the same cache after `continue_cache`. All files have version 3, and
+the same tokens as the files of version 2 that they replaced. Write them again only for a new
 version of the format.
 """
 
@@ -20,7 +20,7 @@ HEADS, DIM, PROMPT = 2, 16, 13
 
 def make_config(kind: str) -> Any:
     config = _make_config(kind)
-    # With RoPE, centers of a first call are no longer what they were.
+    # The centers of a first call with RoPE differ from the centers in the earlier files.
     config.rope_parameters = None
     return config
 

@@ -1,4 +1,4 @@
-"""Time one step of decoding: pages in 8 bits, and torch's attention over bf16."""
+"""Time one decode step: attention over 8-bit pages, and torch's attention over bf16."""
 
 import importlib
 from functools import partial
@@ -10,7 +10,7 @@ fp8 = importlib.import_module("fp8_paged_attention")
 
 
 def compare(length: int) -> tuple[float, float]:
-    """Return the milliseconds of a step over so many tokens: ours, and torch's."""
+    """Return the milliseconds of a step over `length` tokens: with pages, and with torch."""
     table = torch.arange(length // 64, dtype=torch.int32, device="cuda")[None]
     pages = fp8.new_pages(table, length // 64, 8, 128)
     key, value = (torch.randn(1, 8, length, 128, device="cuda").bfloat16() for _ in "kv")

@@ -1,7 +1,7 @@
-"""Paged attention over keys and values in 8 bits: write, attend and gather, by Triton kernels.
+"""Paged attention over 8-bit keys and values: Triton kernels that write, attend and gather.
 
-Generated from hf_fp8kv. `Pages` says where the bytes are, `AttentionSpec` which attention is asked
-for; `new_pages` makes empty pages.
+Generated from hf_fp8kv. `Pages` describes the stored bytes, and `AttentionSpec` the attention to
+compute. `new_pages` allocates empty pages.
 """
 
 import torch
@@ -38,7 +38,7 @@ def new_pages(
 ) -> Pages:
     """Return empty pages with dynamic scales for one layer.
 
-    `table` is `[B, M]`, int32: the pages of each sequence, in order, below `pages`.
+    `table` is `[B, M]`, int32: the page numbers of each sequence, in order. All are below `pages`.
     """
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")

@@ -1,4 +1,4 @@
-"""Attention over what was stored is attention over what `gather` returns."""
+"""Test that attention over pages equals attention over the dense K and V from `gather`."""
 
 import importlib
 

@@ -1,8 +1,8 @@
-"""Write the golden checkpoints beside this file: python tests/data/scales/make.py
+"""Write the golden checkpoints next to this file: `python tests/data/scales/make.py`.
 
-Each folder is what one tool leaves behind: its names, shapes, dtypes and config entries, and next
-to nothing else. The numbers of K and V are the first ones of the two files that vLLM tests with
-(Llama 2 7B and 70B); they differ, so that a reader that mixes up the sides fails.
+Each folder has the names, shapes, dtypes and config entries that one tool writes, and little else.
+The scales of K and V are the first scales in the two files that vLLM uses in its tests (Llama 2 7B
+and 70B). K and V have different scales, so a reader that confuses them fails.
 """
 
 import json
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pairs(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
-    """Return one scale a side for each layer, under these names."""
+    """Return the scales of K and V of each layer under these names."""
     tensors = {}
     for layer, (k, v) in enumerate(zip(K, V, strict=True)):
         tensors[f"model.layers.{layer}.{k_name}"] = torch.full(shape, k, dtype=dtype)
@@ -33,7 +33,7 @@ def pairs(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def shared(prefix: str, tail: str, shape: tuple[int, ...]) -> Tensors:
-    """Return one scale for both sides of each layer: the larger one."""
+    """Return the larger scale of K and V of each layer as their shared scale."""
     both = [max(pair) for pair in zip(K, V, strict=True)]
     return {f"{prefix}.{i}.{tail}": torch.full(shape, s) for i, s in enumerate(both)}
 
@@ -94,7 +94,7 @@ def main() -> None:
     names = sorted(per_head)
     shards = [{n: per_head[n] for n in names[:3]}, {n: per_head[n] for n in names[3:]}]
     write("compressed-tensors-heads", {"quantization_config": scheme}, *shards)
-    # Without strategy and symmetric, as ModelOpt writes it.
+    # ModelOpt writes neither strategy nor symmetric.
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8"}
     modelopt["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     names = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")

@@ -1,10 +1,10 @@
-"""`make gpu`: the tests that need a GPU, and the benchmark, within eight minutes.
+"""`make gpu` runs the tests that need a GPU, and the benchmark, within eight minutes.
 
 A smoke test and compute-sanitizer run first, and the benchmark before the slower half of the
-tests. Each part has a time limit, and the logs name what it left out. Logs and gpu.json go to a
-folder. The last line is one JSON object. The exit code is the tests' exit code, or if it is 0 the
-benchmark's. Without a GPU nothing runs, and the exit code is 0. In a dry run, half an hour is the
-limit of each part.
+tests. Each part has a time limit, and the logs name the tests that did not run. Logs and gpu.json
+go to a folder. The last line is one JSON object. The exit code is the tests' exit code, or if that
+is 0 the benchmark's. Without a GPU nothing runs, and the exit code is 0. In a dry run, the limit of
+each part is half an hour.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 # Limit of each part in seconds. With END for each part and START for torch's import, the sum is at
 # most TOTAL.
 LIMITS = {"smoke": 25, "memcheck": 60, "kernels": 70, "benchmark": 225, "table": 14, "gpu": 44}
-# With --experiments, only the tests of the kernels run.
+# Only the tests of the kernels run with --experiments.
 EXPERIMENTS = {"kernels": 80, "benchmark": 340, "table": 20}
 END, START, TOTAL = 5, 12, 480
 SANITIZER = "compute-sanitizer"
@@ -107,7 +107,7 @@ def run(command: list[str], log: Path, seconds: float, tool: Sequence[str] = ())
     # Tests use deterministic algorithms, for which cuBLAS needs a workspace.
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
     if tool:
-        # Otherwise torch's blocks of memory hide accesses past the end of a tensor.
+        # Torch's cached blocks of memory would hide accesses past the end of a tensor.
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
     began = time.monotonic()
@@ -120,7 +120,7 @@ def run(command: list[str], log: Path, seconds: float, tool: Sequence[str] = ())
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = 124
-            # After an interrupt, pytest still prints the failures so far.
+            # Pytest still prints the failures so far after an interrupt.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END - 1)
@@ -144,7 +144,7 @@ def run_smoke(name: str, tool: list[str], out: Path, seconds: float) -> int:
 
 
 def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int:
-    """Return pytest's exit code, and 0 if no test was selected."""
+    """Return pytest's exit code, or 0 if no test was selected."""
     say(f"== tests: {name}")
     options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     options += ["-p", "tests.tools.gpu.unfinished"]
@@ -154,7 +154,7 @@ def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int
     # The versions on a GPU machine may differ from those that the tests were written with.
     for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
         options += ["-W", f"ignore::{warning}"]
-    # If a kernel hangs, the log names the test.
+    # The log names the test of a kernel that hangs.
     options += ["-o", "faulthandler_timeout=60", "--durations=5"]
     log = out / f"{name}.log"
     code = run(["-m", "pytest", *options, *arguments], log, seconds)

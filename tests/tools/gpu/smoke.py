@@ -1,6 +1,6 @@
-"""`python -m tests.tools.gpu.smoke`: versions, and a decode call against the reference.
+"""Print versions, and compare decode calls with the reference: `python -m tests.tools.gpu.smoke`.
 
-With `tiny`, every kind of kernel runs at tiny shapes, for compute-sanitizer.
+The argument `tiny` runs every kind of kernel at tiny shapes, for compute-sanitizer.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`make gpu`: time limits, exit codes, and the end of child processes."""
+"""Tests of `make gpu`: time limits, exit codes, logs, and the end of child processes."""
 
 import json
 import os
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks.gpu.shapes import FULL
-from benchmarks.gpu.suite import COMPILING, run_suite
+from benchmarks.gpu.suite import COMPILE_SECONDS, run_suite
 from tests.tools.gpu import run
 
 
-def test_without_a_gpu(monkeypatch, capsys):
+def test_without_a_gpu_nothing_is_run(monkeypatch, capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     monkeypatch.setattr(sys, "argv", ["run.py"])
@@ -27,14 +27,14 @@ def test_all_parts_fit_into_eight_minutes():
     assert list(run.LIMITS) == ["smoke", "memcheck", "kernels", "benchmark", "table", "gpu"]
     for limits in (run.LIMITS, run.EXPERIMENTS):
         assert sum(limits.values()) + len(limits) * run.END + run.START <= run.TOTAL == 480
-    assert sum(FULL.seconds.values()) + COMPILING == run.LIMITS["benchmark"] - run.GRACE
+    assert sum(FULL.seconds.values()) + COMPILE_SECONDS == run.LIMITS["benchmark"] - run.GRACE
 
 
 @pytest.mark.parametrize(
     ("failing", "code"),
     [("none", 0), ("smoke", 7), ("memcheck", 7), ("tests", 1), ("benchmark", 2)],
 )
-def test_the_exit_code_and_the_last_line(monkeypatch, capsys, tmp_path, failing, code):
+def test_exit_code_and_last_line_report_failures(monkeypatch, capsys, tmp_path, failing, code):
     result = run_suite(device="cpu", backend="torch", dry=True, sections=("ceilings",))
 
     def replay(command, log, seconds, tool=()):
@@ -94,7 +94,7 @@ def test_a_tool_runs_python_without_cached_memory(tmp_path):
 
 
 def test_a_process_that_lost_the_gpu_is_replaced(tmp_path):
-    """The later test passes, although the GPU is lost for good in the first process."""
+    """A later test passes in a new process, although the first process has lost the GPU."""
     pytest.importorskip("xdist")
     # The processes import this instead of the package, which takes seconds.
     (tmp_path / "torch.py").write_text("class cuda: is_initialized = lambda: False\n")
@@ -117,7 +117,7 @@ def test_a_process_that_lost_the_gpu_is_replaced(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_child_processes_end_with_it(tmp_path, number):
+def test_child_processes_end_with_a_part(tmp_path, number):
     slow = tmp_path / "test_slow.py"
     slow.write_text(
         "import os, pathlib, time\n"

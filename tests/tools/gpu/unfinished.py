@@ -44,7 +44,7 @@ class Unfinished:
 
 
 class EndsWithDevice:
-    """In a process that has lost its GPU, every later test would fail."""
+    """Ends a process that has lost its GPU, because every later test in it would fail."""
 
     @pytest.hookimpl(trylast=True)  # after the report was sent
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -53,7 +53,7 @@ class EndsWithDevice:
 
 
 def is_lost() -> bool:
-    """Return whether CUDA was used by this process and now refuses work."""
+    """Return whether this process used CUDA, and CUDA now raises errors."""
     import torch
 
     try:

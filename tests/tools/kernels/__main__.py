@@ -62,10 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     variants = SUMMARY if options.summary else options.variant
-    found = check_targets(options.target or list(TARGETS), variants)
-    rows = [row for of_target in found.values() for row in of_target]
+    targets = check_targets(options.target or list(TARGETS), variants)
+    rows = [row for target_rows in targets.values() for row in target_rows]
     if options.json:
-        print(json.dumps({"triton": version("triton"), "targets": found}))
+        print(json.dumps({"triton": version("triton"), "targets": targets}))
     else:
         rows.sort(key=lambda row: ([*names, ""].index(row["variant"]), row["kernel"]))
         cells = [make_cells(row, options.before) for row in rows]

@@ -1,4 +1,4 @@
-"""Machine code of a compiled kernel: registers, spills, and the loop that reads pages.
+"""Read the machine code of a compiled kernel: registers, spills, and the loop that reads pages.
 
 NVIDIA's code is disassembled by tools in Triton's wheel (nvdisasm, cuobjdump). For AMD's GPUs
 Triton keeps the assembly. No GPU is needed.
@@ -29,7 +29,7 @@ class Assembly:
         byte_loads: Loads of single bytes from shared memory in the loop.
         conversions: Instructions in the loop, or anywhere without a loop, that convert 8-bit
             floating-point values.
-        ahead: Share of a round's 16-byte loads that is in flight during a product, at most.
+        ahead: Largest share of a round's 16-byte loads that is in flight during a product.
         fused: Products with log2(e) that are not rounded before a sum. NVIDIA only.
     """
 
@@ -96,7 +96,7 @@ def read_nvidia(text: str, usage: str) -> Assembly:
 def _count_copies(loop: Sequence[str]) -> float:
     """Return the number of rounds whose asynchronous copies to shared memory are in flight at once.
 
-    In flight are the groups that the strictest wait leaves, and the groups that a round adds. Loads
+    The groups in flight are those left by the strictest wait, and those added by a round. Loads
     to registers do not count, because the same round waits for their values.
     """
     groups = _count(r"LDGDEPBAR\b", loop)
@@ -131,7 +131,7 @@ def read_amd(text: str) -> Assembly:
 
 
 def _count_loads_ahead(loop: Sequence[str]) -> float:
-    """Return the share of AMD's wide loads that is in flight, at most, at a product of the loop.
+    """Return the largest share of AMD's wide loads that is in flight at a product of the loop.
 
     Loads end in order: a wait for vmcnt(n) leaves the last n.
     """
@@ -148,9 +148,9 @@ def _count_loads_ahead(loop: Sequence[str]) -> float:
 
 
 def _read_field(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found is not None, (pattern, text)
-    return int(found[1])
+    match = re.search(pattern, text)
+    assert match is not None, (pattern, text)
+    return int(match[1])
 
 
 def _find_lines(
@@ -167,16 +167,16 @@ def _find_main_loop(
     lines: Sequence[str], labels: dict[str, int], jump: str, product: str, wide: str
 ) -> Sequence[str]:
     """Return the instructions of the main loop, see `Assembly`. `wide` matches its widest loads."""
-    jumps = [(end, m) for end, line in enumerate(lines) if (m := re.match(jump, line))]
-    starts = [(labels.get(m[1], len(lines)), end) for end, m in jumps]
-    loops = {(a, b) for a, b in starts if a <= b and _count(product, lines[a : b + 1])}
+    jumps = [(end, match) for end, line in enumerate(lines) if (match := re.match(jump, line))]
+    spans = [(labels.get(match[1], len(lines)), end) for end, match in jumps]
+    loops = {(a, b) for a, b in spans if a <= b and _count(product, lines[a : b + 1])}
     inner = [
         lines[a : b + 1]
         for a, b in loops
         if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
     ]
-    found = min(inner, key=lambda loop: (-_count(wide, loop), len(loop)), default=[])
-    return [line for line in found if not line.startswith("NOP")]
+    main_loop = min(inner, key=lambda loop: (-_count(wide, loop), len(loop)), default=[])
+    return [line for line in main_loop if not line.startswith("NOP")]
 
 
 def _count(pattern: str, lines: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Faults for the check: kernels that break a rule, a wrong variant, and a compiler that dies.
+"""Faulty inputs for the check of kernels: broken rules, a wrong variant, and a compiler that dies.
 
 The kernels resemble the decode kernel. "good" breaks no rule. Each further case has one change.
 """

@@ -34,8 +34,8 @@ Row: TypeAlias = dict[str, Any]
 
 def check_targets(names: Sequence[str], variants: Collection[str] = ()) -> dict[str, list[Row]]:
     """Return the rows of each target, for the variants with these names or all variants."""
-    chosen = list_variants(variants)
-    return run_in_processes(names, lambda name: compile_variants(name, chosen))
+    selected = list_variants(variants)
+    return run_in_processes(names, lambda name: compile_variants(name, selected))
 
 
 def run_in_processes(
@@ -48,7 +48,7 @@ def run_in_processes(
     row with a violation.
     """
     fork = multiprocessing.get_context("fork")
-    found: dict[str, list[Row]] = {}
+    rows: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for first in range(0, len(names), 2):
             processes = {
@@ -60,12 +60,12 @@ def run_in_processes(
             for name, process in processes.items():
                 process.join()
                 lines = Path(folder, name).read_text().splitlines()
-                found[name] = [json.loads(line) for line in lines]
+                rows[name] = [json.loads(line) for line in lines]
                 print(f"{name}: {len(lines)} kernels", file=sys.stderr)
                 if process.exitcode:
-                    why = f"the process ended with {process.exitcode}"
-                    found[name].append(_failed_row(name, "", "", why))
-    return found
+                    reason = f"the process ended with {process.exitcode}"
+                    rows[name].append(_failed_row(name, "", "", reason))
+    return rows
 
 
 def _write_rows(path: Path, work: Callable[[str], Iterable[Row]], name: str) -> None:
@@ -74,7 +74,7 @@ def _write_rows(path: Path, work: Callable[[str], Iterable[Row]], name: str) -> 
             file.write(json.dumps(row) + "\n")
 
 
-def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
+def compile_variants(name: str, variants: Iterable[Variant]) -> Iterator[Row]:
     """Yield a row for each kernel that the variants start on the target `name`.
 
     Triton then compiles for the target in this process.
@@ -82,7 +82,7 @@ def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
     set_target(name)
     target = Target.parse(name)
     seen: set[str] = set()
-    for variant in chosen:
+    for variant in variants:
         try:
             with assuming(target), recording(starts=False) as recorded:
                 call_variant(variant)
@@ -93,12 +93,12 @@ def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
                     yield make_row(target, variant, kernel.__name__, compiled, constants)
         except Exception as error:  # a compiler may raise any error, which the row reports
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why = f"does not compile: {type(error).__name__}: {lines[-1] if lines else ''}"
-            yield _failed_row(name, variant.name, variant.operation, why)
+            reason = f"does not compile: {type(error).__name__}: {lines[-1] if lines else ''}"
+            yield _failed_row(name, variant.name, variant.operation, reason)
 
 
-def _failed_row(target: str, variant: str, kernel: str, why: str) -> Row:
-    return {"target": target, "variant": variant, "kernel": kernel, "violations": [why]}
+def _failed_row(target: str, variant: str, kernel: str, reason: str) -> Row:
+    return {"target": target, "variant": variant, "kernel": kernel, "violations": [reason]}
 
 
 def set_target(name: str) -> None:
@@ -123,25 +123,25 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     warps per KiB of keys and values. "programs" fit on one SM, and have at most "in_flight" bytes
     of keys and values in flight while they compute.
     """
-    found = read_assembly(compiled.asm)
+    assembly = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    programs = target.fit(found.registers, warps, shared)
+    programs = target.fit(assembly.registers, warps, shared)
     call = constants.get("CALL")
     tile = call.config.tile if call else constants.get("TILE", 0)
     reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32
     codec = call.k_codec if call else constants.get("K_CODEC")
     broken = find_violations(
-        target, variant, found, shared, warps, tile if reads else 0,
+        target, variant, assembly, shared, warps, tile if reads else 0,
         converts=(reads or kernel == "_widen_codes") and getattr(codec, "how", None) != AS_IS.value,
     )  # fmt: skip
-    tile = tile if found.loop else 0
+    tile = tile if assembly.loop else 0
     size = variant.bytes_per_token * tile
-    per_tile = found.loop * warps if tile else 0
+    per_tile = assembly.loop * warps if tile else 0
     return {
         "target": target.name, "variant": variant.name, "kernel": kernel.strip("_"), "warps": warps,
-        **asdict(found), "shared": shared, "programs": programs,
+        **asdict(assembly), "shared": shared, "programs": programs,
         "rows": call.config.rows if call else constants.get("ROWS", 0),
         "tile": tile, "per_kib": round(per_tile * 1024 / size, 1) if tile else 0.0,
-        "per_tile": per_tile, "in_flight": round(found.ahead * size) * programs,
+        "per_tile": per_tile, "in_flight": round(assembly.ahead * size) * programs,
         "violations": list(broken),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rules for machine code: spills, shared memory, width of loads, native conversions."""
+"""Rules that the machine code of kernels must obey: spills, shared memory, loads, conversions."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, expected_programs, famil
 from .assembly import Assembly
 from .variants import Variant
 
-# Bytes of shared memory that one program may have. NVIDIA reserves one KiB.
+# Maximum bytes of shared memory of one program. NVIDIA reserves one KiB.
 TARGETS = {
     name: has.shared - (1024 if name.startswith("sm_") else 0) for name, (_, has) in CHIPS.items()
 }
@@ -63,7 +63,7 @@ def find_violations(
     if not assembly.loop:
         yield "no main loop"
         return
-    # Positions of latents in 8 bits have too few bytes for 16-byte loads.
+    # The 8-bit RoPE part of latents has too few bytes for 16-byte loads.
     narrow_v = "latent" in variant.extras and variant.v in FORMATS
     width = variant.bytes_per_token - (variant.dims[1] if narrow_v else 0)
     wide, needed = assembly.wide_bytes * (32 if target.is_nvidia else 64), width * tile / warps

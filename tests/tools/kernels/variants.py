@@ -1,4 +1,4 @@
-"""Calls that kernels are compiled for: every format, and the shapes and features worth checking.
+"""List the calls for which kernels are compiled: every format, and selected shapes and features.
 
 A variant is called as a cache calls it, on small tensors on the CPU (see check.py).
 """
@@ -89,7 +89,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
         rotated, {**rotated, **int8, **static},
     ]  # fmt: skip
-    # Models with compressed attention have 16 to 128 heads, and positions in 16 bits.
+    # Models with latents have 16 to 128 heads, and a RoPE part in 16 bits.
     latent = {"dims": (512, 64), "groups": 16, "v": AUTO, "extras": ("latent",)}
     latents = [
         latent, {**latent, "k": "fp8_e3m4"}, {**latent, "k": AUTO},
@@ -123,7 +123,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *(Variant("extend", **extend, tokens=1024) for extend in (*extends, *latents)),
         # Within a window, codes are not widened.
         *(Variant("extend", **fmt, tokens=1024, extras=("window",)) for fmt in formats),
-        # With too few programs for a GPU, sequences are split as in decoding.
+        # Sequences are split as in decoding if there are too few programs for a GPU.
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
         *(Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})
@@ -154,10 +154,10 @@ def call_variant(variant: Variant) -> None:
             "mask": torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8),
             "bias": torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype),
         }
-        chosen = {name: x for name, x in extras.items() if name in variant.extras}
+        options = {name: x for name, x in extras.items() if name in variant.extras}
         if complete:
-            chosen["mask"] = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
-        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, latent=latent, **chosen)
+            options["mask"] = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
+        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, latent=latent, **options)
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
 
 

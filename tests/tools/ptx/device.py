@@ -1,4 +1,4 @@
-"""A driver for Triton whose device executes PTX on the CPU.
+"""A Triton driver whose device executes PTX on the CPU.
 
 Triton compiles as for a GPU of the target that `target_of` returns, up to PTX, and launches through
 this driver with the tensors that the host passes.
@@ -23,7 +23,7 @@ from .machine import execute
 from .memory import GlobalMemory
 from .parse import Program, parse
 
-# Launches, programs and instructions that were executed, and kernels by name.
+# Numbers of executed launches, programs and instructions, and of launches of each kernel.
 COUNTS: collections.Counter[str] = collections.Counter()
 OPCODES: set[str] = set()
 
@@ -73,10 +73,10 @@ def _arch() -> int:
     return int(target_of(torch.device("cpu")).arch)
 
 
-def _end_with_ptx(*given: Any) -> Any:
-    if not given:
+def _end_with_ptx(*arguments: Any) -> Any:
+    if not arguments:
         return "ptx", "ptx"
-    stages = given[1]
+    stages = arguments[1]
     del stages["cubin"]
     return None
 
@@ -85,9 +85,9 @@ class _Launcher:
     def __init__(self, source: Any, _: Any) -> None:
         self.signature = tuple(source.signature.values())
 
-    def __call__(self, x: int, y: int, z: int, _stream: int, kernel: Kernel, *rest: Any) -> None:
+    def __call__(self, x: int, y: int, z: int, _stream: int, kernel: Kernel, *values: Any) -> None:
         # Metadata and two hooks come first.
-        leaves = list(_leaves(self.signature, rest[4:]))
+        leaves = list(_leaves(self.signature, values[4:]))
         tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
         # Offsets of pages may lead to other blocks.
         tensors += [block for x in tensors for block in vars(x).get("blocks", ())]

@@ -1,4 +1,4 @@
-"""Instructions of PTX as functions that change a machine."""
+"""Compile PTX instructions to functions that change the state of a `Machine`."""
 
 import functools
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def _compile_operation(operation: Operation, operands: Any, program: Program) ->
 
 
 def _make_move(instruction: Instruction, program: Program) -> Step:
-    """Pack registers into one, or unpack one."""
+    """Compile a move that packs several registers into one, or unpacks one register."""
     to, source = (names_of(x) for x in instruction.operands)
     kind = TYPES[instruction.opcode[-1]]
     part = STORED[8 * kind.itemsize // max(len(to), len(source))]
@@ -87,8 +87,8 @@ def _make_load(instruction: Instruction, program: Program) -> Step:
         read = address(source, program)
 
         def load_parameter(machine: Machine, mask: Mask) -> None:
-            found = machine.parameters.view(kind)[read(machine) // kind.itemsize]
-            machine.put(names[0], found.astype(stored[0]), mask)
+            value = machine.parameters.view(kind)[read(machine) // kind.itemsize]
+            machine.put(names[0], value.astype(stored[0]), mask)
 
         return load_parameter
     place = address(source, program)
@@ -97,12 +97,12 @@ def _make_load(instruction: Instruction, program: Program) -> Step:
 
     def load(machine: Machine, mask: Mask) -> None:
         lanes = machine.lanes(mask)
-        places = machine.pick(place(machine), lanes)
+        addresses = machine.pick(place(machine), lanes)
         if is_global:
             programs = machine.programs_of(lanes)
-            values = machine.memory.load(places, kind.itemsize, len(names), programs)
+            values = machine.memory.load(addresses, kind.itemsize, len(names), programs)
         else:
-            values = machine.shared.load(lanes, places, kind.itemsize, len(names))
+            values = machine.shared.load(lanes, addresses, kind.itemsize, len(names))
         for i, name in enumerate(names):
             machine.spread(name, values[:, i].view(kind).astype(stored[i]), lanes, mask)
 
@@ -119,18 +119,18 @@ def _make_store(instruction: Instruction, program: Program) -> Step:
 
     def store(machine: Machine, mask: Mask) -> None:
         lanes = machine.lanes(mask)
-        places = machine.pick(place(machine), lanes)
+        addresses = machine.pick(place(machine), lanes)
         values = np.stack([machine.pick(read(machine), lanes) for read in reads], 1)
         if is_global:
-            machine.memory.store(places, values, machine.programs_of(lanes))
+            machine.memory.store(addresses, values, machine.programs_of(lanes))
         else:
-            machine.shared.store(lanes, places, values)
+            machine.shared.store(lanes, addresses, values)
 
     return store
 
 
 def _make_copy(instruction: Instruction, program: Program) -> Step:
-    """Asynchronous copies, and their groups."""
+    """Compile asynchronous copies, and the instructions that commit or wait for their groups."""
     if instruction.opcode[2] == "commit_group":
 
         def commit(machine: Machine, mask: Mask) -> None:
@@ -140,64 +140,64 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
     if instruction.opcode[2] == "wait_group":
         (left,) = instruction.operands
         return lambda machine, mask: _wait_for_copies(machine, mask, int(left))
-    to, source, size, *given = instruction.operands
+    to, source, size, *optional = instruction.operands
     both = [address(x, program) for x in (to, source)]
     whole = int(size, 0)
-    read_size = read_as(given[0] if given else size, STORED[32], program)
+    read_size = read_as(optional[0] if optional else size, STORED[32], program)
 
     def copy(machine: Machine, mask: Mask) -> None:
         lanes = machine.lanes(mask)
-        places, sources = (machine.pick(place(machine), lanes) for place in both)
+        addresses, sources = (machine.pick(place(machine), lanes) for place in both)
         sizes = machine.pick(read_size(machine), lanes)
         if (sizes > whole).any():
-            raise Fault("a copy of more bytes than it has room for")
+            raise Fault("a copy of more bytes than its destination has")
         values = np.zeros((len(lanes), whole), np.uint8)
         for n in np.unique(sizes[sizes > 0]):
-            of_n = sizes == n
+            selected = sizes == n
             count, unit = (1, whole) if n == whole and whole < 16 else (int(n) // 4, 4)
             if count * unit != n:
                 count, unit = int(n), 1
-            found = machine.memory.load(
-                sources[of_n], unit, count, machine.programs_of(lanes[of_n])
+            loaded = machine.memory.load(
+                sources[selected], unit, count, machine.programs_of(lanes[selected])
             )
-            values[of_n, :n] = found.view(np.uint8)
-        machine.shared.begin_copy(lanes, places, whole)
+            values[selected, :n] = loaded.view(np.uint8)
+        machine.shared.begin_copy(lanes, addresses, whole)
         groups = machine.groups.reshape(-1)[lanes]
-        machine.copies.append(Copy(lanes, groups, places, values))
+        machine.copies.append(Copy(lanes, groups, addresses, values))
 
     return copy
 
 
 def _wait_for_copies(machine: Machine, mask: Mask, left: int) -> None:
-    """Let the copies of all groups except the last groups arrive."""
+    """Complete the copies of all groups except the last `left` groups."""
     closed = machine.groups.reshape(-1)
     remaining = []
     for copy in machine.copies:
         done = copy.groups < closed[copy.lanes] - left
         if mask is not None:
             done &= np.broadcast_to(mask, machine.shape).reshape(-1)[copy.lanes]
-        lanes, groups, places, values = copy
+        lanes, groups, addresses, values = copy
         if done.any():
-            machine.shared.end_copy(lanes[done], places[done], values[done])
+            machine.shared.end_copy(lanes[done], addresses[done], values[done])
         if not done.all():
-            remaining.append(Copy(lanes[~done], groups[~done], places[~done], values[~done]))
+            remaining.append(Copy(lanes[~done], groups[~done], addresses[~done], values[~done]))
     machine.copies = remaining
 
 
 def _make_barrier(instruction: Instruction, _: Program) -> Step:
     if "warp" in instruction.opcode:
 
-        def meet_in_warps(machine: Machine, mask: Mask) -> None:
+        def synchronize_warps(machine: Machine, mask: Mask) -> None:
             machine.warps(mask)
-            machine.shared.meet_in_warps(machine.lanes(mask))
+            machine.shared.synchronize_warps(machine.lanes(mask))
 
-        return meet_in_warps
+        return synchronize_warps
     assert instruction.operands == ("0",), instruction.text
 
-    def meet(machine: Machine, mask: Mask) -> None:
-        machine.shared.meet(machine.programs(mask))
+    def synchronize(machine: Machine, mask: Mask) -> None:
+        machine.shared.synchronize(machine.programs(mask))
 
-    return meet
+    return synchronize
 
 
 def _make_shuffle(instruction: Instruction, program: Program) -> Step:
@@ -245,7 +245,7 @@ def _make_reduction(instruction: Instruction, program: Program) -> Step:
 def _make_fence(instruction: Instruction, _: Program) -> Step:
     """Make stores to shared memory visible to products that run asynchronously."""
     assert instruction.opcode[1:3] == ("proxy", "async"), instruction.text
-    return lambda machine, mask: machine.shared.show(machine.programs(mask))
+    return lambda machine, mask: machine.shared.make_visible(machine.programs(mask))
 
 
 _MAKERS: dict[str, Callable[[Instruction, Program], Step]] = {

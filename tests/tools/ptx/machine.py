@@ -1,4 +1,4 @@
-"""Programs of a launch, executed together: the threads at the lowest instruction run next."""
+"""Execute the programs of a launch together. The threads at the lowest instruction run next."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ LANES = 1 << 13
 # The threads that execute an instruction, `[programs, threads]`. None means all threads.
 Mask = Any
 Step = Callable[["Machine", Mask], None]
-_RUBBISH = 0xDEADBEEFDEADBEEF  # a large number in each type
+_GARBAGE = 0xDEADBEEFDEADBEEF  # a large number in each type
 
 
 class Copy(NamedTuple):
@@ -22,16 +22,16 @@ class Copy(NamedTuple):
 
     lanes: Ints
     groups: Array
-    places: Ints
+    addresses: Ints
     values: Array
 
 
 class Product(NamedTuple):
-    """A product that runs asynchronously: its group, registers, and places that it reads."""
+    """A product that runs asynchronously: its group, registers, and the grains that it reads."""
 
     group: int
     names: tuple[str, ...]
-    places: Ints
+    grains: Ints
 
 
 class Machine:
@@ -82,56 +82,56 @@ class Machine:
         try:
             with np.errstate(all="ignore"):
                 while self.waiting:
-                    at = min(self.waiting)
-                    lanes = self.waiting.pop(at)
-                    self._run_lanes(at, min(self.waiting, default=len(self.steps)), lanes)
+                    pc = min(self.waiting)
+                    lanes = self.waiting.pop(pc)
+                    self._run_lanes(pc, min(self.waiting, default=len(self.steps)), lanes)
         except Fault as fault:
-            fault.add_note(f"{self.program.name}, {self.program.code[self.at].text}")
+            fault.add_note(f"{self.program.name}, {self.program.code[self.pc].text}")
             raise
         if self.copies:
             raise Fault(f"{self.program.name}: a program ends before its copies arrive")
 
-    def _run_lanes(self, at: int, until: int, lanes: Array) -> None:
+    def _run_lanes(self, pc: int, until: int, lanes: Array) -> None:
         """Execute threads until instruction `until`, or to an instruction where they diverge."""
         active = None if lanes.all() else lanes
         registers, steps = self.registers, self.steps
-        while at < until:
-            self.at = at
-            guard, negated, target, step = steps[at]
+        while pc < until:
+            self.pc = pc
+            guard, negated, target, step = steps[pc]
             here = active
             if guard:
                 holds = ~registers[guard] if negated else registers[guard]
                 if not holds.all():
                     here = holds & lanes
                     if not here.any():
-                        at += 1
+                        pc += 1
                         continue
                     here = None if here.all() else here
             self.count += 1
             if step is not None:
                 step(self, here)
-                at += 1
+                pc += 1
                 continue
             chosen = lanes if here is active else lanes if here is None else here
             left = lanes & ~chosen
             if target < 0:
-                self._end(chosen, at + 1, left)
+                self._end(chosen, pc + 1, left)
                 return
             if not left.any():
-                at = target
+                pc = target
                 continue
             self._wait(target, chosen)
-            self._wait(at + 1, left)
+            self._wait(pc + 1, left)
             return
-        self._wait(at, lanes)
+        self._wait(pc, lanes)
 
-    def _wait(self, at: int, lanes: Array) -> None:
-        self.waiting[at] = self.waiting[at] | lanes if at in self.waiting else lanes
+    def _wait(self, pc: int, lanes: Array) -> None:
+        self.waiting[pc] = self.waiting[pc] | lanes if pc in self.waiting else lanes
 
-    def _end(self, ended: Array, at: int, left: Array) -> None:
-        """End threads. Programs without a thread are removed, so that most lanes are in use."""
+    def _end(self, ended: Array, pc: int, left: Array) -> None:
+        """End threads. Programs without threads are removed, so that most lanes are in use."""
         if left.any():
-            self._wait(at, left)
+            self._wait(pc, left)
         self.live &= ~ended
         keep = self.live.any(1)
         if keep.all() or not keep.any():
@@ -139,18 +139,18 @@ class Machine:
         assert not self.products, "a program ends before products of other programs"
         count = self.shape[0]
         self.shape = int(keep.sum()), self.shape[1]
-        of_programs = lambda x: x[keep] if len(x) == count else x  # noqa: E731
-        self.registers = {name: of_programs(x) for name, x in self.registers.items()}
-        self.waiting = {at: x[keep] for at, x in self.waiting.items()}
+        kept = lambda x: x[keep] if len(x) == count else x  # noqa: E731
+        self.registers = {name: kept(x) for name, x in self.registers.items()}
+        self.waiting = {pc: x[keep] for pc, x in self.waiting.items()}
         self.live, self.groups = self.live[keep], self.groups[keep]
         self.numbers = self.numbers[keep]
         self.shared.keep(keep)
-        places = np.cumsum(keep) - 1
+        new_index = np.cumsum(keep) - 1
         for i, copy in enumerate(self.copies):
             program, thread = np.divmod(copy.lanes, self.shape[1])
             if not keep[program].all():
                 raise Fault("a program ends before its copies arrive")
-            self.copies[i] = copy._replace(lanes=places[program] * self.shape[1] + thread)
+            self.copies[i] = copy._replace(lanes=new_index[program] * self.shape[1] + thread)
 
     # -- effects of instructions -------------------------------------------------------------------
 
@@ -158,14 +158,14 @@ class Machine:
         """Overwrite a register of some threads."""
         if mask is not None:
             old = self.registers.get(name)
-            value = np.where(mask, value, self.make_rubbish(name) if old is None else old)
+            value = np.where(mask, value, self.make_garbage(name) if old is None else old)
         self.registers[name] = value
 
-    def make_rubbish(self, name: str) -> Array:
+    def make_garbage(self, name: str) -> Array:
         """Return values for an unset register. Compilers do not store results of such values."""
         width = self.program.registers[name]
-        rubbish = np.array([[_RUBBISH & (1 << width) - 1]], np.uint64)
-        return rubbish.astype("?" if width == 1 else f"u{width // 8}")
+        garbage = np.array([[_GARBAGE & (1 << width) - 1]], np.uint64)
+        return garbage.astype("?" if width == 1 else f"u{width // 8}")
 
     def lanes(self, mask: Mask) -> Ints:
         """Return the indices of the threads of a mask."""
@@ -173,7 +173,7 @@ class Machine:
         return np.arange(size) if mask is None else np.flatnonzero(mask)
 
     def pick(self, x: Array, lanes: Ints) -> Array:
-        """Return the elements of some threads."""
+        """Return the elements of the threads `lanes`."""
         return np.broadcast_to(x, self.shape).reshape(-1)[lanes]
 
     def spread(self, name: str, values: Array, lanes: Ints, mask: Mask) -> None:
@@ -243,8 +243,8 @@ def execute(
     parameters = np.array(arguments, np.uint64)
     numbers = np.arange(grid[0] * grid[1] * grid[2])
     count = 0
-    for some in _batched(numbers, max(1, LANES // program.threads)):
-        machine = Machine(program, steps, parameters, grid, some, memory, shared)
+    for batch in _batched(numbers, max(1, LANES // program.threads)):
+        machine = Machine(program, steps, parameters, grid, batch, memory, shared)
         machine.run()
         count += machine.count
     memory.check_order()

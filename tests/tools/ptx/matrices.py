@@ -1,4 +1,4 @@
-"""Instructions of one or four warps on matrices that are distributed over their threads."""
+"""Compile the instructions of one or four warps on matrices distributed over their threads."""
 
 import re
 from collections.abc import Callable
@@ -20,9 +20,9 @@ def _make_matrix_load(instruction: Instruction, program: Program) -> Step:
 
     def load(machine: Machine, mask: Mask) -> None:
         warps = machine.warps(mask)
-        places = machine.by_warps(place(machine), warps)[:, : 8 * count]
+        addresses = machine.by_warps(place(machine), warps)[:, : 8 * count]
         lanes = warps[:, None] * 32 + np.arange(8 * count)
-        rows = machine.shared.load(lanes.reshape(-1), places.reshape(-1), 4, 4)
+        rows = machine.shared.load(lanes.reshape(-1), addresses.reshape(-1), 4, 4)
         if turned:
             halves = rows.view(np.uint16).reshape(len(warps), count, 8, 8)
             rows = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
@@ -41,13 +41,13 @@ def _make_matrix_store(instruction: Instruction, program: Program) -> Step:
 
     def store(machine: Machine, mask: Mask) -> None:
         warps = machine.warps(mask)
-        places = machine.by_warps(place(machine), warps)[:, : 8 * count]
+        addresses = machine.by_warps(place(machine), warps)[:, : 8 * count]
         lanes = warps[:, None] * 32 + np.arange(8 * count)
         words = np.stack([machine.by_warps(read(machine), warps) for read in reads], 1)
         if turned:
             halves = words.view(np.uint16).reshape(len(warps), count, 8, 8)
             words = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
-        machine.shared.store(lanes.reshape(-1), places.reshape(-1), words.reshape(-1, 4))
+        machine.shared.store(lanes.reshape(-1), addresses.reshape(-1), words.reshape(-1, 4))
 
     return store
 
@@ -61,7 +61,7 @@ _TO_NUMBERS = {
 
 
 def _make_product(instruction: Instruction, program: Program) -> Step:
-    """A product of matrices by a warp, whose threads hold parts of them.
+    """Compile a product of matrices by a warp, whose threads hold parts of the matrices.
 
     Four threads hold a row of A or a column of B. Products are exact. Their sums are rounded to
     float32, in a different order than on tensor cores.
@@ -76,8 +76,8 @@ def _make_product(instruction: Instruction, program: Program) -> Step:
     def multiply(machine: Machine, mask: Mask) -> None:
         warps = machine.warps(mask)
         words = [
-            np.stack([machine.by_warps(read(machine), warps) for read in of_one], 2)
-            for of_one in reads
+            np.stack([machine.by_warps(read(machine), warps) for read in group], 2)
+            for group in reads
         ]  # [warps, 32, words]
         x = _rows(convert(words[0]), depth)
         y = convert(words[1]).reshape(len(warps), 8, 4, 2, elements)  # column, row, half
@@ -107,7 +107,7 @@ def _of_threads(product: Array) -> Array:
 
 
 def _make_group_product(instruction: Instruction, program: Program) -> Step:
-    """Products by four warps, of B and perhaps A in shared memory. A wait ends them."""
+    """Compile a product by four warps, with B and perhaps A in shared memory, until a wait."""
     if instruction.opcode[1] == "fence":
         return lambda machine, mask: None
     if instruction.opcode[1] == "commit_group":
@@ -132,11 +132,11 @@ def _make_group_product(instruction: Instruction, program: Program) -> Step:
     convert, size = _TO_NUMBERS[kind], 4 if kind == "tf32" else 2
 
     def stored(machine: Machine, descriptors: Array, groups: Ints, rows: int, turn: bool) -> Any:
-        places = _find_places(descriptors, rows, depth, size, turn)
+        addresses = _find_addresses(descriptors, rows, depth, size, turn)
         owner = groups * 128 // machine.shape[1]
-        owner = np.broadcast_to(owner[:, None, None], places.shape)
-        found, at = machine.shared.begin_product(owner, places, size)
-        return convert(found if size == 4 else found.view(np.uint16)), at
+        owner = np.broadcast_to(owner[:, None, None], addresses.shape)
+        values, at = machine.shared.begin_product(owner, addresses, size)
+        return convert(values if size == 4 else values.view(np.uint16)), at
 
     def multiply(machine: Machine, mask: Mask) -> None:
         warps = machine.warps(mask)
@@ -148,10 +148,10 @@ def _make_group_product(instruction: Instruction, program: Program) -> Step:
             x, used = _rows(convert(words), depth), []
         else:
             descriptors = machine.by_warps(reads[0](machine), warps)[::4, 0]
-            x, at = stored(machine, descriptors, groups, 64, turned[0])
-            x, used = x.reshape(-1, 16, depth), [at]
+            x, grains = stored(machine, descriptors, groups, 64, turned[0])
+            x, used = x.reshape(-1, 16, depth), [grains]
         descriptors = machine.by_warps(read_b(machine), warps)[::4, 0]
-        y, at = stored(machine, descriptors, groups, columns, turned[-1] if turned else False)
+        y, grains = stored(machine, descriptors, groups, columns, turned[-1] if turned else False)
         product = _of_threads(x @ np.repeat(y.transpose(0, 2, 1), 4, 0))
         adds = machine.by_warps(read_sum(machine), warps)
         for i, name in enumerate(to):
@@ -164,19 +164,19 @@ def _make_group_product(instruction: Instruction, program: Program) -> Step:
                 number = np.where(adds, number + old, number)
             machine.put_by_warps(name, number.view(np.uint32), warps, mask)
             machine.unfinished[name] = machine.registers.pop(name)
-        places = np.concatenate([at, *used])
-        machine.products.append(Product(machine.product_groups, to, places))
+        grains = np.concatenate([grains, *used])
+        machine.products.append(Product(machine.product_groups, to, grains))
 
     return multiply
 
 
-def _find_places(descriptors: Array, rows: int, depth: int, size: int, turned: bool) -> Ints:
+def _find_addresses(descriptors: Array, rows: int, depth: int, size: int, turned: bool) -> Ints:
     """Return addresses in shared memory, `[n, rows, depth]`, of matrices with these descriptors.
 
     In PTX's layouts a row of 32, 64 or 128 bytes is along the depth, or along the rows if `turned`.
     """
     fields = descriptors.astype(np.int64)[:, None, None]
-    start, leading, stride = ((fields >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    start, leading, stride = ((fields >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
     modes = np.unique(fields >> 62 & 3)
     assert len(modes) == 1, "expected one layout"
     assert modes[0], "expected a layout with swizzling"
@@ -184,20 +184,20 @@ def _find_places(descriptors: Array, rows: int, depth: int, size: int, turned: b
     row, step = np.arange(rows)[:, None], np.arange(depth)[None]
     if turned:
         inside = step // 8 * stride + step % 8 * width + row % (width // size) * size
-        places = start + row // (width // size) * leading + inside
+        addresses = start + row // (width // size) * leading + inside
     else:
-        places = start + row // 8 * stride + row % 8 * width + step * size
-    return places ^ (places >> 7 & width // 16 - 1) << 4
+        addresses = start + row // 8 * stride + row % 8 * width + step * size
+    return addresses ^ (addresses >> 7 & width // 16 - 1) << 4
 
 
 def _wait_for_products(machine: Machine, last: int) -> None:
-    """End the products of all groups except the last groups."""
+    """End the products of all groups except the last `last` groups."""
     done = [x for x in machine.products if x.group < machine.product_groups - last]
     machine.products = [x for x in machine.products if x.group >= machine.product_groups - last]
     left = {name for product in machine.products for name in product.names}
     for name in [name for name in machine.unfinished if name not in left]:
         machine.registers[name] = machine.unfinished.pop(name)
-    machine.shared.end_products([x.places for x in done], [x.places for x in machine.products])
+    machine.shared.end_products([x.grains for x in done], [x.grains for x in machine.products])
 
 
 MATRICES: dict[str, Callable[[Instruction, Program], Step]] = {

@@ -1,4 +1,4 @@
-"""Operands of instructions as functions of a machine."""
+"""Compile operands of instructions to functions that read a `Machine`."""
 
 import re
 from collections.abc import Callable
@@ -28,9 +28,9 @@ def read_as(operand: Any, kind: np.dtype[Any], program: Program) -> Callable[[Ma
         # Operations take the lower bits of a register.
         narrow = STORED[width]
         return lambda machine: _get(machine, operand).astype(narrow).view(kind)
-    if found := _FLOAT.fullmatch(operand):
-        size = 4 if found[1] == "f" else 8
-        value = np.array([[int(found[2], 16)]], f"u{size}")
+    if match := _FLOAT.fullmatch(operand):
+        size = 4 if match[1] == "f" else 8
+        value = np.array([[int(match[2], 16)]], f"u{size}")
         value = value.view(f"f{size}").astype(kind) if kind.kind == "f" else value
     else:
         symbol = program.symbols.get(operand)
@@ -45,12 +45,12 @@ def _get(machine: Machine, name: str) -> Array:
     if value is None:
         if name in machine.unfinished:
             raise Fault(f"register {name} is read before a wait ends its product")
-        value = machine.make_rubbish(name)
+        value = machine.make_garbage(name)
     return value
 
 
 def names_of(operand: Any) -> tuple[str, ...]:
-    """Return the registers of a vector, or the single one."""
+    """Return the registers of a vector, or a tuple of one register."""
     return operand if isinstance(operand, tuple) else (operand,)
 
 

@@ -44,10 +44,10 @@ class Operation(NamedTuple):
 def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     """Return the operation with this opcode, or None."""
     if "ftz" in opcode:
-        found = find_operation(tuple(part for part in opcode if part != "ftz"))
-        assert found is None or {found.result, *found.sources} == {_F32}, opcode
-        return found and found._replace(
-            compute=lambda *given: _flush(found.compute(*map(_flush, given)))
+        operation = find_operation(tuple(part for part in opcode if part != "ftz"))
+        assert operation is None or {operation.result, *operation.sources} == {_F32}, opcode
+        return operation and operation._replace(
+            compute=lambda *arguments: _flush(operation.compute(*map(_flush, arguments)))
         )
     name, *parts = opcode
     kinds = [part for part in parts if part in TYPES]
@@ -60,8 +60,8 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     if name == "setp":
         compare = _COMPARISONS.get(parts[0]) if len(parts) == 2 else None
         if compare is not None and kinds[0] == "bf16":
-            given = compare
-            compare = lambda a, b: given(from_bfloat16(a), from_bfloat16(b))  # noqa: E731
+            plain = compare
+            compare = lambda a, b: plain(from_bfloat16(a), from_bfloat16(b))  # noqa: E731
         return compare and Operation(compare, [kind, kind], _PRED)
     if name == "selp":
         return Operation(_select, [kind, kind, _PRED], kind)
@@ -99,8 +99,8 @@ _COMPARISONS: dict[str, Callable[..., Array]] = {
 }  # fmt: skip
 
 
-def _select(a: Array, b: Array, chosen: Array) -> Array:
-    return np.where(chosen, a, b)
+def _select(a: Array, b: Array, condition: Array) -> Array:
+    return np.where(condition, a, b)
 
 
 def _shift_left(x: Array, by: Array) -> Array:
@@ -120,7 +120,7 @@ def _funnel(low: Array, high: Array, by: Array) -> Array:
 
 
 def _extract(x: Array, start: Array, length: Array) -> Array:
-    # In Triton's code, fields do not exceed the 32 bits of a register.
+    # Fields in Triton's code do not exceed the 32 bits of a register.
     left = _U32.type(8 * x.itemsize) - start - length
     assert (left < 32).all(), "bfe: expected a field within the register"
     return (x << left.astype(x.dtype)) >> (left + start).astype(x.dtype)
@@ -184,9 +184,9 @@ def _permute_any(a: Array, b: Array, selector: Array) -> Array:
     both = np.stack([np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (a, b)], -2)
     both = both.reshape(*a.shape, 8)
     nibbles = selector[..., None] >> (4 * np.arange(4, dtype=np.uint32)) & _U32.type(15)
-    found = np.take_along_axis(both, (nibbles & 7).astype(np.int64), -1)
-    found = np.where(nibbles > 7, np.where(found > 127, np.uint8(255), np.uint8(0)), found)
-    return np.ascontiguousarray(found).view(np.uint32)[..., 0]
+    result = np.take_along_axis(both, (nibbles & 7).astype(np.int64), -1)
+    result = np.where(nibbles > 7, np.where(result > 127, np.uint8(255), np.uint8(0)), result)
+    return np.ascontiguousarray(result).view(np.uint32)[..., 0]
 
 
 def _lookup(a: Array, b: Array, c: Array, table: Array) -> Array:
@@ -293,17 +293,17 @@ _CONVERSIONS: dict[tuple[str, ...], Callable[..., Array]] = {
 
 def _find_conversion(parts: list[str], to: str, *kinds: str) -> Operation | None:
     source = kinds[0] if kinds else to
-    result, given = TYPES[to], TYPES[source]
-    known = _CONVERSIONS.get(tuple(parts))
-    if known is not None:
+    result, kind = TYPES[to], TYPES[source]
+    conversion = _CONVERSIONS.get(tuple(parts))
+    if conversion is not None:
         return Operation(
-            known, [given] * (2 if to in ("bf16x2", "f16x2") and given == _F32 else 1), result
+            conversion, [kind] * (2 if to in ("bf16x2", "f16x2") and kind == _F32 else 1), result
         )
-    if parts[0] in _ROUNDINGS and given == _F32:
+    if parts[0] in _ROUNDINGS and kind == _F32:
         if result == _F32:
-            return Operation(_ROUNDINGS[parts[0]], [given], result)
-        return Operation(_to_integer(result, _ROUNDINGS[parts[0]]), [given], result)
-    integers = given.kind in "iu" and source != "bf16"
+            return Operation(_ROUNDINGS[parts[0]], [kind], result)
+        return Operation(_to_integer(result, _ROUNDINGS[parts[0]]), [kind], result)
+    integers = kind.kind in "iu" and source != "bf16"
     if integers and (parts == [to, source] or parts == ["rn", "f32", source]):
-        return Operation(lambda x: x.astype(result), [given], result)
+        return Operation(lambda x: x.astype(result), [kind], result)
     return None

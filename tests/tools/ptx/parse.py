@@ -1,4 +1,4 @@
-"""A parser of PTX that Triton's compiler writes."""
+"""Parse the PTX that Triton's compiler writes."""
 
 import re
 from collections import ChainMap
@@ -76,21 +76,21 @@ def parse(text: str) -> Program:
     labels: dict[str, int] = {}
     line, at, count = "", head.end(), 0
     while True:
-        found = _STATEMENT.match(text, at)
-        assert found is not None, f"expected a statement, got {text[at : at + 80]!r}"
-        at = found.end()
-        if found["line"]:
-            line = found["line"]
-        elif found["label"]:
-            labels[found["label"]] = len(code)
-        elif found["scope"] == "{":
+        match = _STATEMENT.match(text, at)
+        assert match is not None, f"expected a statement, got {text[at : at + 80]!r}"
+        at = match.end()
+        if match["line"]:
+            line = match["line"]
+        elif match["label"]:
+            labels[match["label"]] = len(code)
+        elif match["scope"] == "{":
             scopes = scopes.new_child()
-        elif found["scope"] and len(scopes.maps) == 1:
+        elif match["scope"] and len(scopes.maps) == 1:
             break
-        elif found["scope"]:
+        elif match["scope"]:
             scopes = scopes.parents
-        elif found["kind"]:
-            for declared in found["names"].split(","):
+        elif match["kind"]:
+            for declared in match["names"].split(","):
                 count += 1
                 many = _RANGE.fullmatch(declared.strip())
                 names = (
@@ -100,18 +100,18 @@ def parse(text: str) -> Program:
                     unique = name if name.startswith("%") else f"{name}#{count}"
                     if unique != name:
                         scopes[name] = unique
-                    registers[unique] = WIDTHS[found["kind"]]
-        elif found["text"]:
-            code.append(_parse_instruction(found["text"], scopes, line))
+                    registers[unique] = WIDTHS[match["kind"]]
+        elif match["text"]:
+            code.append(_parse_instruction(match["text"], scopes, line))
     return Program(head[1], len(parameters), int(threads[1]), code, labels, symbols, registers)
 
 
 def _parse_instruction(text: str, names: Mapping[str, str], line: str) -> Instruction:
-    found = _TEXT.fullmatch(text)
-    assert found is not None, f"expected an instruction, got {text!r}"
-    negated, guard, opcode, rest = found.groups()
+    match = _TEXT.fullmatch(text)
+    assert match is not None, f"expected an instruction, got {text!r}"
+    negated, guard, opcode, operands_text = match.groups()
     operands: list[str | tuple[str, ...]] = []
-    for part in _OPERAND.findall(rest):
+    for part in _OPERAND.findall(operands_text):
         if part[0] == "{":
             inner = (x.strip() for x in part[1:-1].split(","))
             operands.append(tuple(names.get(x, x) for x in inner))

@@ -60,5 +60,5 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     from . import device
 
-    found = ", ".join(f"{name}: {count}" for name, count in sorted(device.COUNTS.items()))
-    terminalreporter.write_line(f"PTX: {len(device.OPCODES)} opcodes, {found}")
+    counts_text = ", ".join(f"{name}: {count}" for name, count in sorted(device.COUNTS.items()))
+    terminalreporter.write_line(f"PTX: {len(device.OPCODES)} opcodes, {counts_text}")
