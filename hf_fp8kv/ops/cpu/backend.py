@@ -61,9 +61,7 @@ def load_library() -> ctypes.CDLL:
             f"backend 'cpu': expected {path.name}, got {error}. To use it, {build.REPAIR}"
         ) from error
     described = (ctypes.c_int64 * 4)()
-    # A symbol of a library that torch._C requires.
-    parallel_for = ctypes.CDLL(torch._C.__file__).torch_parallel_for
-    library.set_up(ctypes.cast(parallel_for, ctypes.c_void_p), described)
+    library.describe(described)
     if list(described) != [build.stamp(), WRITE.size, GATHER.size, ATTEND.size]:
         raise BackendError(
             f"backend 'cpu': {path.name} was built from a different source. To use it, "
@@ -72,8 +70,15 @@ def load_library() -> ctypes.CDLL:
     for name in ("write_tokens", "gather", "attend"):
         getattr(library, name).argtypes = (ctypes.c_char_p, ctypes.c_int64)
     library.gather.restype = library.attend.restype = None
-    library.process = os.getpid()
+    # A symbol of a library that torch._C requires.
+    parallel_for = ctypes.CDLL(torch._C.__file__).torch_parallel_for
+    library.set_parallel_for(ctypes.cast(parallel_for, ctypes.c_void_p))
     return library
+
+
+@functools.cache
+def _first_process() -> int:
+    return os.getpid()
 
 
 def _plain(pages: Pages) -> Pages:
@@ -95,7 +100,7 @@ def _plain_side(side: StoredSide) -> StoredSide:
 
 
 def _threads(values: int) -> int:
-    if load_library().process != os.getpid():  # torch's threads do not survive a fork
+    if _first_process() != os.getpid():  # torch's threads do not survive a fork
         return 1
     return max(1, min(torch.get_num_threads(), values // GRAIN))
 

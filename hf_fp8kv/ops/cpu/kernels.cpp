@@ -1443,10 +1443,11 @@ void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Return the checksum of the source (build.py) and the sizes of the structs that Python fills.
-EXPORT void set_up(void* torch_parallel_for, int64_t* out) {
-  parallel_for = (decltype(parallel_for))torch_parallel_for;
+EXPORT void describe(int64_t* out) {
   out[0] = STAMP, out[1] = sizeof(Write), out[2] = sizeof(Gather), out[3] = sizeof(Attend);
 }
+
+EXPORT void set_parallel_for(void* function) { parallel_for = (decltype(parallel_for))function; }
 
 // Store new tokens. Return 0 and store nothing if a token has no page.
 EXPORT int write_tokens(const Write* call, int64_t threads) {
