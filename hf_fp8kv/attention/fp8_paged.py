@@ -297,14 +297,9 @@ def _engine_attention(call: Call, cache: Any) -> Tensor:
             f"({', '.join(unsupported) or 'position_bias'}), which continuous batching does not "
             "support; use generate() with FP8PagedCache"
         )
-    attended: Tensor = cache.attend_stored(
-        module, query, key, value,
-        scaling=spec.scaling,
-        softcap=spec.softcap,
-        sinks=_detach_sinks(spec.sinks),
-        deterministic=spec.deterministic,
-        engine=kwargs,
-    )  # fmt: skip
+    sinks = _detach_sinks(spec.sinks)
+    spec = spec._replace(causal=True, window=0, sinks=sinks, mask=None)
+    attended: Tensor = cache.attend_stored(module, query, key, value, spec, kwargs)
     return attended
 
 

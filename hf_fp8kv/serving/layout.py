@@ -10,18 +10,6 @@ from ..formats import LayerPlan
 from ..ops import Pages, StoredSide
 from ..ops.blocks import locate_pages
 from ..ops.page_layout import page_layout
-from .config import LayerStorage
-
-
-def stored_as(pages: Pages, storage: LayerStorage) -> Pages:
-    """Return the same pages with the plan and the static scales of a layer."""
-    k, v = (
-        side._replace(static_scale=scale, format=plan.format, rotated=plan.rotated)
-        for side, scale, plan in zip(
-            (pages.k, pages.v), (storage.k, storage.v), storage.plan, strict=True
-        )
-    )
-    return pages._replace(k=k, v=v)
 
 
 def from_page(pages: Pages, first: int) -> Pages:
@@ -34,7 +22,7 @@ def from_page(pages: Pages, first: int) -> Pages:
 class EnginePages:
     """The layout of an engine's pages: `slots` tokens of a layer, for all KV heads of this process.
 
-    Layers may have different 8-bit plans, which take the same bytes. See `stored_as`.
+    Layers may have different 8-bit plans, which take the same bytes.
     """
 
     heads: int  # Hkv
@@ -84,6 +72,17 @@ class EnginePages:
     @property
     def _has_scales(self) -> bool:
         return self.dynamic and not all(side.is_auto for side in self.plan)
+
+    def check_shapes(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise ConfigError for K or V, `[1, Hkv, N, D]`, that do not fit the pages."""
+        expected = (1, self.heads, self.dim)
+        for name, x in (("keys", key), ("values", value)):
+            if (x.shape[0], x.shape[1], x.shape[3]) != expected:
+                raise ConfigError(
+                    f"expected {name} [1, {self.heads}, N, {self.dim}], for which the engine has "
+                    f"planned its pages, got {tuple(x.shape)}; this model cannot run with "
+                    "continuous batching, use generate() with FP8PagedCache"
+                )
 
     def carve(self, memory: torch.Tensor) -> Pages:
         """Return the pages in `memory`, without a block table. It is contiguous uint8 `[bytes]`."""

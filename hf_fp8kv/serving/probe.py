@@ -120,11 +120,9 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         windows = check_kinds(config)
         self.windows = list(dict.fromkeys(windows))
         self._kind_of = {n: self.windows.index(window) for n, window in enumerate(windows)}
-        size = len(LENGTHS) * self.page_layout.bytes_per_page
-        self.layer_pages = {
-            layer: self.page_layout.carve(torch.zeros(size, dtype=torch.uint8, device=model.device))
-            for layer in self._kind_of
-        }
+        size = len(windows), len(LENGTHS) * self.page_layout.bytes_per_page
+        memory = torch.zeros(size, dtype=torch.uint8, device=model.device)
+        self.add_layers({layer: self.page_layout.carve(row) for layer, row in enumerate(memory)})
 
     def begin(self, starts: list[int], counts: list[int]) -> None:
         """Record the tokens of each sequence in the next step."""

@@ -73,7 +73,7 @@ def usage(owner: Any) -> Usage | None:
         prefix_tokens=cache.prefix_tokens,
         requests_active=len(active),
         requests_waiting=len(scheduler.waiting_requests) + owner.input_queue.qsize(),
-        plans=count_plans({i: layer.plan for i, layer in enumerate(cache.storage)}),
+        plans=count_plans({i: layer.plan for i, layer in cache.layers.items()}),
         store_tokens=stored["tokens_found"],
         store_bytes_read=stored["bytes_read"],
         store_bytes_written=stored["bytes_written"],

@@ -11,8 +11,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from ..errors import ConfigError
-from ..ops import Pages, choose_backend
-from ..serving.attend import attend_layer
+from ..ops import AttentionSpec, choose_backend
+from ..serving.attend import StoredLayer
 from ..serving.config import LayerStorage
 from ..serving.layout import EnginePages
 from ..serving.step import LayerWork
@@ -106,15 +106,17 @@ class BoundLayer:
         self._storage: LayerStorage = model.layer(index, heads, dim, device)
         self._backend = choose_backend(model.backend, device)
         self._sizes = heads, dim, dtype
-        self._pool: tuple[torch.Tensor, Pages, EnginePages] | None = None
+        self._pool: tuple[torch.Tensor, StoredLayer] | None = None
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[Pages, EnginePages]:
+    def stored(self, kv_cache: torch.Tensor) -> StoredLayer:
+        """Return the layer with its pages, made once for its part of vLLM's pool."""
         if self._pool is None or self._pool[0] is not kv_cache:
             heads, dim, dtype = self._sizes
             slots = kv_cache.shape[2]
             kind = EnginePages(heads, dim, slots, self._storage.plan, dtype, self._dynamic)
-            self._pool = kv_cache, view_pages(kv_cache, kind), kind
-        return self._pool[1:]
+            pages = view_pages(kv_cache, kind)
+            self._pool = kv_cache, StoredLayer(pages, self._storage, kind, self._backend)
+        return self._pool[1]
 
     def attend(
         self,
@@ -123,24 +125,19 @@ class BoundLayer:
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         work: LayerWork,
+        spec: AttentionSpec,
         out: torch.Tensor,
-        **attention: Any,
     ) -> None:
-        """Store keys and values `[N, Hkv, D]`, and write the attention of queries `[N, Hq, D]`.
-
-        `attention` are scaling, softcap, sinks and reach, as in `attend_layer`.
-        """
-        pages, layout = self._pages(kv_cache)
+        """Store keys and values `[N, Hkv, D]`, and write the attention of queries `[N, Hq, D]`."""
 
         def heads_first(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x.transpose(0, 1)[None]
 
         queries = heads_first(query)
         assert queries is not None
-        attend_layer(
-            queries, heads_first(key), heads_first(value), work, pages, self._storage, layout,
-            self._backend, out=out.view(1, *query.shape), **attention,
-        )  # fmt: skip
+        self.stored(kv_cache).attend(
+            queries, heads_first(key), heads_first(value), work, spec, out.view(1, *query.shape)
+        )
 
 
 # vLLM's specs for pages in which each token has a slot.
@@ -202,10 +199,8 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         assert self.bound is not None
         if self.shares_pages:
             key = value = None
-        self.bound.attend(
-            query, key, value, kv_cache, attn_metadata.work, output,
-            scaling=self.scale, softcap=self.softcap, sinks=self.sinks, reach=self.sliding_window,
-        )  # fmt: skip
+        spec = AttentionSpec(self.scale, True, self.sliding_window, self.softcap, self.sinks)
+        self.bound.attend(query, key, value, kv_cache, attn_metadata.work, spec, output)
         return output
 
 

@@ -63,7 +63,7 @@ def test_an_engine_has_the_planned_pages() -> None:
     cache = manager.batch_processor.cache
     usage = serving.usage(manager)
     assert usage is not None
-    memory = cache.layer_pages[0].block.nbytes
+    memory = cache.layers[0].pages.block.nbytes
     assert usage.bytes_total <= memory + cache.page_layout.bytes_per_page * 64
     assert usage.bytes_total == usage.pages_total * 16 * 2 * 2 * 2 * 18
     manager.batch_processor = None

@@ -16,8 +16,8 @@ from transformers import CompileConfig
 
 from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
 from hf_fp8kv.formats import LayerPlan
-from hf_fp8kv.ops import Pages
-from hf_fp8kv.serving.attend import attend_layer
+from hf_fp8kv.ops import AttentionSpec, Pages
+from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EnginePages, from_page
 from hf_fp8kv.serving.step import EngineStep
@@ -327,6 +327,7 @@ def run_layer(
     """Return the attention outputs of two steps of three requests, whose pages start at `first`."""
     generator = torch.Generator().manual_seed(0)
     count = -(-(window or 80 * LONGER) // SLOTS) + 1
+    layer = StoredLayer(stored, LayerStorage(form.plan, None, None, None), form, backend)
     outputs = []
     for requests in (FIRST, SECOND):
         step = EngineStep([window], SLOTS)
@@ -338,13 +339,8 @@ def run_layer(
             for heads in (QUERIES, HEADS, HEADS)
         )
         with waiting_is_an_error(), torch.no_grad():
-            outputs.append(
-                attend_layer(
-                    query, key, value, step.work(0, device), stored,
-                    LayerStorage(form.plan, None, None, None), form, backend,
-                    scaling=DIM**-0.5,
-                )
-            )  # fmt: skip
+            spec = AttentionSpec(DIM**-0.5, causal=True)
+            outputs.append(layer.attend(query, key, value, step.work(0, device), spec))
     return outputs
 
 

@@ -19,6 +19,7 @@ from hf_fp8kv.attention.masks import fp8_paged_mask
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.exact_states import exact_states
 from hf_fp8kv.serving import step as step_module
+from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, decode_work
@@ -235,7 +236,7 @@ def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
     with managing(model, page_size=8) as manager:
         answer_to(manager, text[0].tolist(), 2)
         for index, layer in enumerate(cache.layers):
-            rows = manager.batch_processor.cache.layer_pages[index].block
+            rows = manager.batch_processor.cache.layers[index].pages.block
             for page in layer.keys.block[layer.keys.table[0, :5].long()]:
                 assert (rows == page).all(1).any(), "no page of the engine has these bytes"
 
@@ -659,7 +660,7 @@ class TestRunning:
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
         with monkeypatch.context() as patch:
-            patch.setattr(common, "attend_layer", fail)
+            patch.setattr(StoredLayer, "attend", fail)
             out = llama.generate_batch([[5, 6]], greedy(), batching())
         assert all(output.error == "boom" for output in out.values())
         assert llama.config._attn_implementation == "sdpa"

@@ -126,7 +126,7 @@ class TestBytes:
             assert (used, tokens, page) == (0, 0, 2 * layout.bytes_per_page)
             assert total == 5 * page
             # The engine has two more sectors, for the padding of its attention.
-            memory = cache.layer_pages[0].block.untyped_storage()
+            memory = cache.layers[0].pages.block.untyped_storage()
             assert memory.nbytes() == total + 2 * cache.bytes_per_sector
 
     def test_a_sector_costs_its_bytes_and_an_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,10 +156,10 @@ class TestBytes:
             distributed_helper=helper, dtype=torch.float32,
         )  # fmt: skip
         assert cache.page_layout.heads == 1
-        assert cache.layer_pages[0].k_codes.shape[1] == 1
+        assert cache.layers[0].pages.k_codes.shape[1] == 1
         for layer in range(2):
             expected = scales.layers[layer].k[1].expand(1, 16)
-            assert torch.equal(cache.storage[layer].k, expected)
+            assert torch.equal(cache.layers[layer].pages.k.static_scale, expected)
 
 
 class TestOffloading:

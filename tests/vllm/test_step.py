@@ -12,7 +12,7 @@ import torch
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.ops import AttentionSpec, StoredSide, reference
-from hf_fp8kv.serving.attend import attend_layer
+from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EnginePages
 from hf_fp8kv.vllm.dtypes import DTYPES
@@ -38,20 +38,17 @@ class Layer:
 
     def __init__(self, kind, backend, *, gap=0, reach=0, softcap=0.0, sinks=None):
         dtype = DTYPES[NAMES[kind]]
-        self.backend, self.storage = backend, make_storage(dtype, centered=kind == "static")
+        self.storage = make_storage(dtype, centered=kind == "static")
         plan = self.storage.plan
         self.memory, view = make_pool(dtype, gap=gap)
         self.layout = EnginePages(HEADS, DIM, SLOTS, plan, torch.float32, dtype.dynamic)
-        self.pages = view_pages(view, self.layout)
+        self.stored = StoredLayer(view_pages(view, self.layout), self.storage, self.layout, backend)
         self.spec = AttentionSpec(DIM**-0.5, True, reach, softcap, sinks)
 
     def attend(self, query, key, value, work):
-        out, spec = torch.full((1, *query.shape), torch.nan), self.spec
-        attend_layer(
-            *(x.transpose(0, 1)[None] for x in (query, key, value)), work, self.pages,
-            self.storage, self.layout, self.backend, scaling=spec.scaling,
-            reach=spec.window, softcap=spec.softcap, sinks=spec.sinks, out=out,
-        )  # fmt: skip
+        out = torch.full((1, *query.shape), torch.nan)
+        new = (x.transpose(0, 1)[None] for x in (query, key, value))
+        self.stored.attend(*new, work, self.spec, out)
         return out[0]
 
 

@@ -13,9 +13,9 @@ from transformers.generation.continuous_batching.utils import (
 from ... import ops
 from ...errors import ConfigError
 from ...modeling.model_support import ATTENTION, ENGINE
-from ...ops import Pages
-from ..attend import attend_layer, check_shapes
-from ..config import LayerStorage, ServingConfig
+from ...ops import AttentionSpec, Pages
+from ..attend import StoredLayer
+from ..config import ServingConfig
 from ..layout import EnginePages
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, decode_work
 
@@ -60,8 +60,7 @@ class EngineCache:
     identity: str  # of model and options, for a prefix store
     page_layout: EnginePages
     windows: list[int | None]  # of each kind of layers, in the engine's order
-    storage: list[LayerStorage]  # of each layer, for this rank
-    layer_pages: Mapping[int, Pages]  # by layer, as the block tables count them
+    layers: dict[int, StoredLayer]  # by index
     _kind_of: Mapping[int, int]  # by layer, the index into `windows`
     backend: str  # one of `ops.BACKENDS`
 
@@ -75,6 +74,8 @@ class EngineCache:
     ) -> None:
         """Lay out the pages and look up static scales, before the engine plans its memory.
 
+        `add_layers` adds the pages, when they exist.
+
         `config` is the config of the model's text part.
 
         Raises:
@@ -82,13 +83,20 @@ class EngineCache:
         """
         self._config, (heads, dim), layers = config, sizes(config), config.num_hidden_layers
         heads //= chosen.options.tensor_parallel.size
-        self.storage = chosen.layer_storage(layers, heads, dim, device)
+        self._storage = chosen.layer_storage(layers, heads, dim, device)
         self.page_layout = EnginePages.lay_out(chosen.options, layers, heads, dim, page_size, dtype)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
         self._batch: object = None
         self._work: dict[int, LayerWork] = {}
         self._last_layer = -1
+
+    def add_layers(self, pages: Mapping[int, Pages]) -> None:
+        """Add the pages of each layer, as the block tables count them."""
+        self.layers = {
+            index: StoredLayer(pages[index], storage, self.page_layout, self.backend)
+            for index, storage in enumerate(self._storage)
+        }
 
     def record(self, batch: object, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
         """Record a request of the next step. `batch` is one object for all requests of a step."""
@@ -105,15 +113,13 @@ class EngineCache:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
+        spec: AttentionSpec,
         engine: Mapping[str, Any],
-        **attention: Any,
     ) -> torch.Tensor:
-        """Store one layer's new keys and values, and return the attention, as `attend_layer` does.
+        """Store one layer's new K and V, and return the attention. See `StoredLayer.attend`.
 
         `engine` has the keyword arguments that the engine passes to every layer. It contains a
-        "block_table" if every request of the step decodes. `attention` is scaling, softcap and
-        sinks.
+        "block_table" if every request of the step decodes.
         """
         layer: int = module.layer_idx  # type: ignore[assignment]
         kind = self._kind_of[layer]
@@ -121,10 +127,7 @@ class EngineCache:
             work = self._decode_work(layer, kind, engine)
         else:
             work = self._step.work(kind, query.device)
-        return attend_layer(
-            query, key, value, work, self.layer_pages[layer], self.storage[layer], self.page_layout,
-            self.backend, **attention,
-        )  # fmt: skip
+        return self.layers[layer].attend(query, key, value, work, spec)
 
     def _decode_work(self, layer: int, kind: int, engine: Mapping[str, Any]) -> LayerWork:
         """Return the work of a step in which every request decodes, from the engine's tensors.
@@ -154,7 +157,7 @@ class EngineCache:
                 "expected attn_implementation='fp8_paged', which reads the FP8 pages, got another "
                 "attention; do not change the attention while the engine runs"
             )
-        check_shapes(key_states, value_states, self.page_layout)
+        self.page_layout.check_shapes(key_states, value_states)
         # Layers that share these keys get no cache.
         setattr(key_states, ENGINE, self)
         return key_states, value_states

@@ -6,13 +6,13 @@ whichever kind they belong to, so page `n` is the same bytes for every kind. A b
 multiple of the number of its layers.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching import cache
+from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
 from ...ops import Pages
 from ...prefix.engine import StoredBlocks
@@ -52,11 +52,12 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             for allocator in self.cache_allocators.values()
         ]
         self._kind_of = {n: one.index for n, one in self.layer_to_allocator.items()}
-        self.layer_pages = {
-            layer: from_page(allocator.fp8_pages, place)
-            for allocator in self.cache_allocators.values()
-            for place, layer in enumerate(allocator.layer_indices)
-        }
+        self.add_layers(
+            {
+                layer: from_page(one.fp8_pages, one.layer_indices.index(layer))
+                for layer, one in self.layer_to_allocator.items()
+            }
+        )
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)  # a separate stream zeroes the pages
         self._stored: StoredBlocks | None = None
@@ -102,12 +103,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         A request that outgrows all pages stops the engine, so it must be refused in advance. If all
         layers have windows there is no maximum, and a very large number is returned.
         """
-
-        def exceeds(tokens: int) -> bool:
-            needed = sum(a.needs_new_sectors("", 0, tokens) for a in self.cache_allocators.values())
-            return bool(needed > self.num_sectors)
-
-        return bisect_left(range(1, 2**31), True, key=exceeds)
+        tokens, window = infer_max_single_request_tokens(self), self.read_cache_limit
+        return 2**31 - 1 if window is not None and tokens >= window else int(tokens)
 
     def extend_read_and_write_indices(
         self,
