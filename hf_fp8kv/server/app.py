@@ -9,7 +9,7 @@ import logging
 import threading
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,8 +50,9 @@ _LONG = 100_000  # bytes of a body, and characters of a prompt
 # body are not counted: a connection buffers them anyway, and short requests are always accepted.
 _BODIES, _BUFFER = 16, 65_536
 _RETRY = {"retry-after": "5"}
-# Key of a request's scope for an ExitStack, which is closed when the request has its answer.
-_ENDING = "hf_fp8kv.ending"
+# Keys of a request's scope: an ExitStack, which is closed when the request has its answer, and a
+# timeout, which ends the request when its client leaves.
+_ENDING, _LEAVING = "hf_fp8kv.ending", "hf_fp8kv.leaving"
 
 
 class Application:
@@ -175,13 +176,15 @@ class Application:
         scope[_ENDING] = ending
         try:
             self._check_access(path, scope["method"], headers)
-            await self._api(scope, receive, send_counted)
+            async with asyncio.timeout(None) as scope[_LEAVING]:
+                await self._api(scope, receive, send_counted)
         except APIError as error:
             await error.response()(scope, receive, send_counted)
         except ClientDisconnect:
             status = _CLIENT_GONE
         except Exception:  # `_explain` has logged it
-            pass
+            if scope[_LEAVING].expired():
+                status = _CLIENT_GONE
         finally:
             ending.close()
             if scope["method"] == "POST" and path in _KINDS and self.engine is not None:
@@ -358,7 +361,10 @@ class Application:
         visit = Visit(self._check_capacity(), self.metrics)
         self.metrics.unfinished[visit] = 1
         request.scope[_ENDING].callback(self.metrics.unfinished.pop, visit, None)
-        choices = await _unless_gone(request, self._prepare(body))
+        choices: list[Choice] = []
+        watch = asyncio.create_task(_watch(request, choices))
+        request.scope[_ENDING].callback(watch.cancel)
+        choices += await self._prepare(body)
         answer: Answers | ResponseAnswer
         if isinstance(body, schemas.ResponseRequest):
             answer = ResponseAnswer(body, name, choices[0])
@@ -366,8 +372,8 @@ class Application:
             answer = Answers(body, name, choices, self._texts)
         groups = visit.run(choices, streaming=body.stream)
         if not body.stream:
-            return JSONResponse(await _unless_gone(request, _collect(groups, answer), choices))
-        return _Stream(request, _events(groups, answer), choices)
+            return JSONResponse(await _collect(groups, answer))
+        return _Stream(_events(groups, answer), media_type="text/event-stream")
 
     async def _prepare(self, body: schemas.Request) -> list[Choice]:
         guide = await self._maker.grammars.compile(body)
@@ -400,46 +406,21 @@ async def _events(groups: _Groups, answer: Answers | ResponseAnswer) -> AsyncGen
 
 
 class _Stream(StreamingResponse):
-    """A streamed answer, which ends when its client leaves."""
-
-    def __init__(
-        self, request: Request, events: AsyncGenerator[str, None], choices: list[Choice]
-    ) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._request, self._events, self._choices = request, events, choices
+    """A streamed answer, whose generator is closed at once if the client leaves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
-            await _unless_gone(self._request, self.stream_response(send), self._choices)
+        events: Any = self.body_iterator
+        async with contextlib.aclosing(events):
+            await self.stream_response(send)
 
 
-async def _unless_gone(
-    request: Request, work: Coroutine[Any, Any, Any], choices: Iterable[Choice] = ()
-) -> Any:
-    """Return the result of `work`, or cancel it if the client leaves before its last token.
-
-    Raises:
-        ClientDisconnect: The client has left.
-    """
-
-    async def leave() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(leave())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        # A client that has its last token may leave before the last part, which is empty, is sent.
-        ended = [bool(choice.finish_reason) for choice in choices]
-        if not task.done() and not (ended and all(ended)):
-            raise ClientDisconnect
-        return await task
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+async def _watch(request: Request, choices: list[Choice]) -> None:
+    """End a request when its client leaves before the last token of its choices."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    # A client that has its last token may leave before the last part, which is empty, is sent.
+    if not choices or not all(choice.finish_reason for choice in choices):
+        request.scope[_LEAVING].reschedule(asyncio.get_running_loop().time())
 
 
 async def _explain(request: Request, error: Exception) -> Response:
