@@ -9,15 +9,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError
 from .errors import UNSUPPORTED, APIError, field_error
-from .schemas import (
-    CompletionRequest,
-    FunctionCall,
-    FunctionOutput,
-    Reasoning,
-    Request,
-    ResponseRequest,
-    TokenizeRequest,
-)  # fmt: skip
+from .schemas import Prompted, Request
 
 # Tokens of unknown words, or of dropped spaces, stand for more characters than their own text has.
 _LONG_TOKEN = 128
@@ -109,33 +101,22 @@ class ServedModel:
         for name in request.chat_template_kwargs.keys() & self._own_arguments:
             raise field_error(f"chat_template_kwargs.{name}", "the server sets it; leave it out")
 
-    def make_prompts(self, request: Request | TokenizeRequest) -> list[list[int]]:
+    def make_prompts(self, request: Prompted) -> list[list[int]]:
         """Return the tokens of each prompt of a request.
 
         Raises:
             APIError: The chat template refuses the messages.
         """
-        if request.prompt is not None:
-            prompts: list[Any] = [request.prompt]
-            if isinstance(request, CompletionRequest):
-                prompts = request.prompts
+        if request.prompts:
             special = request.add_special_tokens
             return [
                 list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
                 if isinstance(prompt, str)
                 else prompt
-                for prompt in prompts
+                for prompt in request.prompts
             ]
-        if isinstance(request, TokenizeRequest):
-            given: dict[str, Any] = {"add_generation_prompt": request.add_generation_prompt}
-        else:
-            given = {**request.chat_template_kwargs, "tools": request.plain_tools}
         try:
-            if isinstance(request, ResponseRequest):
-                messages = _read_messages(request)
-            else:
-                messages = [message.plain for message in request.messages]
-            inputs = self._render(messages, **given)
+            inputs = self._render(request.chat, **request.template_arguments)
         except Exception as error:  # a template is a program, which may refuse anything
             text = f"{type(error).__name__}: {error}"
             text = f"cannot make a prompt of these messages: {text:.300}"
@@ -145,32 +126,6 @@ class ServedModel:
     def _render(self, messages: list[dict[str, Any]], **given: Any) -> Any:
         given = {"add_generation_prompt": True, "return_dict": True, **self._arguments, **given}
         return self.tokenizer.apply_chat_template(messages, **given)
-
-
-def _read_messages(request: ResponseRequest) -> list[dict[str, Any]]:
-    """Return the input of a response as messages of a chat."""
-    messages, thoughts = list[dict[str, Any]](), None
-    for item in request.input:
-        if isinstance(item, Reasoning):
-            thoughts = "".join(part.text for part in item.content or ())
-        elif isinstance(item, FunctionCall):
-            function = {"name": item.name, "arguments": item.arguments}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            calls = messages[-1].setdefault("tool_calls", [])
-            calls.append({"id": item.call_id, "type": "function", "function": function})
-        elif isinstance(item, FunctionOutput):
-            answer = {"tool_call_id": item.call_id, "content": item.output}
-            messages.append({"role": "tool", **answer})
-        else:
-            messages.append(item.plain)
-            if thoughts is not None and item.role == "assistant":
-                messages[-1]["reasoning_content"], thoughts = thoughts, None
-    if request.instructions:
-        if messages and messages[0]["role"] == "system":
-            del messages[0]
-        messages.insert(0, {"role": "system", "content": request.instructions})
-    return messages
 
 
 def shows_tools(tokenizer: Any) -> bool:

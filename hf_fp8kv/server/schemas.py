@@ -81,17 +81,13 @@ def unsupported(name: str, expected: str, value: Any) -> APIError:
 
 def walk(value: Any) -> Iterator[Any]:
     """Yield a JSON value and all values in its lists and objects."""
-    # Without recursion, which would pass each value through all lists that contain it, and without
-    # copies, because a list may have millions of values.
-    stack = [iter([value])]
+    # Without recursion, which would pass each value through all lists that contain it.
+    stack = [value]
     while stack:
-        for value in stack[-1]:
-            yield value
-            if isinstance(value, dict | list):
-                stack.append(iter(value.values() if isinstance(value, dict) else value))
-                break
-        else:
-            stack.pop()
+        value = stack.pop()
+        yield value
+        if isinstance(value, dict | list):
+            stack += value.values() if isinstance(value, dict) else value
 
 
 _INT64 = 2**63 - 1
@@ -352,20 +348,43 @@ class Body(_Strict):
     model: str | None = None
 
 
-class Request(Body):
+class Prompted(Body):
+    """The fields of requests that have prompts, or messages of a chat."""
+
+    prompt: _AnyPrompt | None = None
+    messages: _Messages = []
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or a list of tokens. A chat has none."""
+        given: Any = self.prompt
+        is_many = given is None or (isinstance(given, list) and type(given[0]) is not int)
+        return (given or []) if is_many else [given]
+
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """The messages for a chat template."""
+        return [message.plain for message in self.messages]
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Other arguments of a chat template."""
+        return {"add_generation_prompt": self.add_generation_prompt}
+
+
+class Request(Prompted):
     """A request to generate. Fields that are null are left out before it is validated."""
 
     _characters: int = 0  # of its texts
 
     # The prompt, and the length of the answer.
-    messages: _Messages = []
-    prompt: _AnyPrompt | None = None
     input: _Input = []
     instructions: str | None = None
     chat_template_kwargs: Annotated[
         dict[str, str | bool | int | float | None], Field(max_length=64)
     ] = {}
-    add_special_tokens: bool = True
     echo: bool = False
     n: _Choices = 1
     best_of: _Choices | None = None
@@ -460,6 +479,10 @@ class Request(Body):
         """The tools for a chat template, or None without tools."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
 
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        return {**self.chat_template_kwargs, "tools": self.plain_tools}
+
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
@@ -504,13 +527,6 @@ class CompletionRequest(Request):
         if self.best_of not in (None, self.n):
             raise unsupported("best_of", "the value of n", self.best_of)
 
-    @property
-    def prompts(self) -> list[Any]:
-        """The prompts, each a text or a list of tokens."""
-        given: Any = self.prompt
-        is_many = isinstance(given, list) and type(given[0]) is not int
-        return given if is_many else [given]
-
     @cached_property
     def lengths(self) -> list[int]:
         return [len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts]
@@ -535,14 +551,36 @@ class ResponseRequest(Request):
 
     input: _Input
 
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        messages, thoughts = list[dict[str, Any]](), None
+        for item in self.input:
+            if isinstance(item, Reasoning):
+                thoughts = "".join(part.text for part in item.content or ())
+            elif isinstance(item, FunctionCall):
+                function = {"name": item.name, "arguments": item.arguments}
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                calls = messages[-1].setdefault("tool_calls", [])
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+            elif isinstance(item, FunctionOutput):
+                answer = {"tool_call_id": item.call_id, "content": item.output}
+                messages.append({"role": "tool", **answer})
+            else:
+                messages.append(item.plain)
+                if thoughts is not None and item.role == "assistant":
+                    messages[-1]["reasoning_content"], thoughts = thoughts, None
+        if self.instructions:
+            if messages and messages[0]["role"] == "system":
+                del messages[0]
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        return messages
 
-class TokenizeRequest(Body):
+
+class TokenizeRequest(Prompted):
     """POST /tokenize."""
 
     prompt: str | None = None
-    messages: _Messages = []
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
     def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
