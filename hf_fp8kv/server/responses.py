@@ -37,7 +37,7 @@ class ResponseAnswer:
             "parallel_tool_calls": bool(request.parallel_tool_calls),
         }
         self._items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # the item that text is added to
+        self._open: str | None = None  # kind of the last item, if text is added to it
         self._events: list[str] = []  # not sent yet
 
     def collect(self, parts: Parts) -> dict[str, Any]:
@@ -76,14 +76,10 @@ class ResponseAnswer:
         events, self._events = self._events, []
         return "".join(events)
 
-    def _item(self, event: str, item: dict[str, Any]) -> None:
-        self._event(f"response.output_item.{event}", output_index=len(self._items), item=item)
-
-    def _text_event(self, kind: str, **fields: Any) -> None:
-        """Add an event about the open item's text."""
-        assert self._open is not None
-        place = {"item_id": self._open["id"], "output_index": len(self._items)}
-        self._event(f"response.{kind}", **place, content_index=0, **fields)
+    def _item_event(self, kind: str, **fields: Any) -> None:
+        """Add an event about the last item."""
+        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        self._event(f"response.{kind}", **place, **fields)
 
     def _add(self, parts: Parts) -> None:
         for _, part in parts:
@@ -93,62 +89,60 @@ class ResponseAnswer:
                 self._add_text("reasoning" if part.thought else "message", part)
 
     def _add_text(self, kind: str, part: Part) -> None:
-        if self._open is None or self._open["type"] != kind:
-            self._close()
-            self._begin(kind)
-        assert self._open is not None
+        if self._open != kind:
+            self._open_item(kind)
         text = part.thought or part.text
-        self._open["content"][0]["text"] += text
-        if kind == "reasoning":
-            self._text_event("reasoning_text.delta", delta=text)
-        else:
-            self._text_event("output_text.delta", delta=text, logprobs=[])
+        self._items[-1]["content"][0]["text"] += text
+        self._text_event("delta", delta=text)
 
-    def _begin(self, kind: str) -> None:
+    def _open_item(self, kind: str) -> None:
+        self._close()
         prefix, fields, content = _KINDS[kind]
-        name = f"{prefix}_{self._id}_{len(self._items)}"
-        item = {"id": name, "type": kind, "status": "in_progress", "content": [], **fields}
-        self._item("added", item)
-        self._open = {**item, "content": [dict(content)]}
+        self._begin(prefix, type=kind, status="in_progress", content=[], **fields)
+        self._items[-1]["content"], self._open = [dict(content)], kind
         if kind == "message":
-            self._text_event("content_part.added", part=content)
+            self._item_event("content_part.added", content_index=0, part=content)
+
+    def _text_event(self, kind: str, **fields: Any) -> None:
+        """Add an event about the open item's text."""
+        extra: dict[str, Any] = {"logprobs": []} if self._open == "message" else {}
+        (content,) = self._items[-1]["content"]
+        self._item_event(f"{content['type']}.{kind}", content_index=0, **fields, **extra)
 
     def _close(self) -> None:
         """Finish the open item."""
-        item = self._open
-        if item is None:
+        if self._open is None:
             return
-        (content,) = item["content"]
-        if item["type"] == "reasoning":
-            self._text_event("reasoning_text.done", text=content["text"])
-        else:
-            self._text_event("output_text.done", text=content["text"], logprobs=[])
-            self._text_event("content_part.done", part=content)
-        self._put({**item, "status": "completed"})
+        (content,) = self._items[-1]["content"]
+        self._text_event("done", text=content["text"])
+        if self._open == "message":
+            self._item_event("content_part.done", content_index=0, part=content)
         self._open = None
+        self._end()
 
-    def _put(self, item: dict[str, Any]) -> None:
-        self._item("done", item)
+    def _begin(self, prefix: str, **fields: Any) -> None:
+        item = {"id": f"{prefix}_{self._id}_{len(self._items)}", **fields}
+        self._event("response.output_item.added", output_index=len(self._items), item=item)
         self._items.append(item)
+
+    def _end(self) -> None:
+        item, index = self._items[-1], len(self._items) - 1
+        item["status"] = "completed"
+        self._event("response.output_item.done", output_index=index, item=item)
 
     def _add_call(self, name: str, arguments: str) -> None:
         self._close()
+        call = {"name": name, "arguments": arguments}
         call_id = f"call_{self._id}_{len(self._items)}"
-        item = {
-            "id": call_id, "call_id": call_id, "type": "function_call", "name": name,
-            "arguments": arguments, "status": "completed",
-        }  # fmt: skip
-        self._item("added", item)
-        place = {"item_id": call_id, "output_index": len(self._items)}
-        kind = "response.function_call_arguments.done"
-        self._event(kind, **place, arguments=arguments, name=name)
-        self._put(item)
+        self._begin("call", call_id=call_id, type="function_call", status="completed", **call)
+        self._item_event("function_call_arguments.done", **call)
+        self._end()
 
     def _finish(self) -> dict[str, Any]:
         """Finish and return the answer. Without calls it has at least one message."""
         self._close()
         if not self._items or all(item["type"] == "reasoning" for item in self._items):
-            self._begin("message")
+            self._open_item("message")
             self._close()
         used = count_usage([self._choice])
         usage = {
