@@ -134,7 +134,7 @@ class Maker:
         if (given["top_k"] or 0) <= 0:
             given["top_k"] = None
         seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + nth
-        given |= {"temperature": temperature, "seed": (seed + 2**63) % 2**64 - 2**63}
+        given |= {"temperature": temperature, "seed": seed}
         return {name: value for name, value in given.items() if value is not None}
 
     def _count_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:

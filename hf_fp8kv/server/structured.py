@@ -9,10 +9,10 @@ import asyncio
 import json
 import logging
 import math
-import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import llguidance
@@ -230,8 +230,6 @@ class Grammars:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._unavailable = unavailable
         self._pool = ThreadPoolExecutor(_THREADS, "hf_fp8kv grammars")
-        self._lock = threading.Lock()
-        self._tokens: tuple[Any, np.ndarray] | None = None
 
     async def compile(self, request: Request) -> Guide | None:
         """Return the guide of a request, or None if it has no grammar.
@@ -256,10 +254,11 @@ class Grammars:
             raise field_error(field, text) from None
 
     def _compile(self, field: str, grammar: str) -> Guide:
-        with self._lock:
-            if self._tokens is None:
-                self._tokens = self._read_tokens(field)
-        tokens, usable = self._tokens
+        try:
+            tokens, usable = self._tokens
+        except ValueError as error:
+            text = f"{_NONE}this model's tokenizer is not supported ({error}); leave it out"
+            raise field_error(field, text, UNSUPPORTED) from error
         limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
         try:
             matcher = llguidance.LLMatcher(tokens, grammar, limits=limits, log_level=0)
@@ -269,8 +268,9 @@ class Grammars:
         except ValueError as error:
             raise field_error(field, str(error)) from None
 
-    def _read_tokens(self, field: str) -> tuple[Any, np.ndarray]:
-        """Return llguidance's tokenizer, and the bits of tokens that may be part of a text."""
+    @cached_property  # two threads may read it at once, with the same result
+    def _tokens(self) -> tuple[Any, np.ndarray]:
+        """llguidance's tokenizer, and the bits of tokens that may be part of a text."""
         inner = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
         inner.no_padding()
         inner.no_truncation()
@@ -279,11 +279,7 @@ class Grammars:
         inner.add_special_tokens([_END])
         end = inner.token_to_id(_END)
         size = max(self._vocabulary, inner.get_vocab_size())
-        try:
-            tokens = llguidance.LLTokenizer(inner.to_str(), n_vocab=size, eos_token=end)
-        except ValueError as error:
-            text = f"{_NONE}this model's tokenizer is not supported ({error}); leave it out"
-            raise field_error(field, text, UNSUPPORTED) from error
+        tokens = llguidance.LLTokenizer(inner.to_str(), n_vocab=size, eos_token=end)
         added = self._tokenizer.added_tokens_decoder.items()
         special = [end, *self._tokenizer.all_special_ids, *(i for i, t in added if t.special)]
         usable = np.arange(size) < self._vocabulary
