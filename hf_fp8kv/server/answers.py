@@ -166,11 +166,12 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
     new = sum(choice.tokens for choice in choices)
     prompts = [choice.sequence for choice in choices if choice.leads]
     prompt = sum(len(sequence.prompt) for sequence in prompts)
+    cached = sum(sequence.cached_tokens for sequence in prompts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
@@ -191,13 +192,15 @@ class _Scores:
         scores += self._sequence.logprobs[self._sent : count]
         self._sent = max(self._sent, min(len(self._sequence.logprobs), count))
         if chat:
-            return {"content": [self._chat_entry(one) for one in scores], "refusal": None}
-        texts = [self._texts(one.token) for one in scores]
+            return {"content": [self._chat_entry(score) for score in scores], "refusal": None}
+        texts = [self._texts(score.token) for score in scores]
         *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
-            "token_logprobs": [one.logprob for one in scores],
-            "top_logprobs": [None if one.logprob is None else self._top(one) for one in scores],
+            "token_logprobs": [score.logprob for score in scores],
+            "top_logprobs": [
+                None if score.logprob is None else self._top(score) for score in scores
+            ],
             "text_offset": offsets,
         }
 
@@ -205,15 +208,15 @@ class _Scores:
         """Return the most likely tokens at each position of the prompt. None is at the first."""
         return [None, *map(self._ranks, self._prompt_scores()[1:])]
 
-    def _ranks(self, one: TokenLogprob) -> dict[str, Any]:
-        last = () if one.token in dict(one.top) else ((one.token, one.logprob),)
+    def _ranks(self, score: TokenLogprob) -> dict[str, Any]:
+        last = () if score.token in dict(score.top) else ((score.token, score.logprob),)
         return {
             str(token): {
                 "logprob": logprob,
-                "rank": one.rank if token == one.token else rank,
+                "rank": score.rank if token == score.token else rank,
                 "decoded_token": self._texts(token),
             }
-            for rank, (token, logprob) in enumerate([*one.top, *last], 1)
+            for rank, (token, logprob) in enumerate([*score.top, *last], 1)
         }
 
     def _prompt_scores(self) -> list[TokenLogprob]:
@@ -222,16 +225,16 @@ class _Scores:
         first = TokenLogprob(prompt[0], None, 0, ())
         return [first, *(logprobs[place] for place in range(1, len(prompt)))]
 
-    def _top(self, one: TokenLogprob) -> dict[str, float | None]:
+    def _top(self, score: TokenLogprob) -> dict[str, float | None]:
         logprobs: dict[str, float | None] = {}
-        for token, logprob in (*one.top, (one.token, one.logprob)):
+        for token, logprob in (*score.top, (score.token, score.logprob)):
             # Two tokens may have the same text. The more likely one comes first.
             logprobs.setdefault(self._texts(token), logprob)
         return logprobs
 
-    def _chat_entry(self, one: Any) -> dict[str, Any]:
-        top = [self._entry(token, logprob) for token, logprob in one.top]
-        return {**self._entry(one.token, one.logprob), "top_logprobs": top}
+    def _chat_entry(self, score: Any) -> dict[str, Any]:
+        top = [self._entry(token, logprob) for token, logprob in score.top]
+        return {**self._entry(score.token, score.logprob), "top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._texts(token)

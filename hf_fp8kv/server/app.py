@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ..errors import FP8KVError
 from . import schemas
 from .answers import Answers, TokenTexts, format_event
-from .choices import Choice, Maker, Visit
+from .choices import Choice, ChoiceMaker, RunningRequest
 from .config import KEY_VARIABLE, ServerConfig
 from .engine import Engine
 from .errors import INTERNAL, STOPPING, APIError
@@ -100,7 +100,7 @@ class Application:
             metrics, longest = Metrics(self.served.names[-1]), self.config.max_model_tokens
             engine = Engine(self.served.model, self._batching, metrics, longest)
             metrics.engine, self.metrics = engine, metrics
-            self._maker = Maker(self.served, engine, self.config.seed)
+            self._maker = ChoiceMaker(self.served, engine, self.config.seed)
             self.stopping, self.engine = False, engine
 
     def stop(self) -> None:
@@ -120,8 +120,8 @@ class Application:
 
     def end_all(self) -> None:
         """End all unfinished answers."""
-        for visit in list(self.metrics.unfinished):
-            visit.fail(APIError(503, STOPPING, code="stopping"))
+        for running in list(self.metrics.unfinished):
+            running.fail(APIError(503, STOPPING, code="stopping"))
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _parent: Any = None) -> AsyncIterator[None]:
@@ -358,9 +358,9 @@ class Application:
     async def _generate(self, request: Request) -> Response:
         self._check_capacity()
         body, name = await self._read(request, _KINDS[_path_of(request.scope)])
-        visit = Visit(self._check_capacity(), self.metrics)
-        self.metrics.unfinished[visit] = 1
-        request.scope[_ENDING].callback(self.metrics.unfinished.pop, visit, None)
+        running = RunningRequest(self._check_capacity(), self.metrics)
+        self.metrics.unfinished[running] = 1
+        request.scope[_ENDING].callback(self.metrics.unfinished.pop, running, None)
         choices: list[Choice] = []
         watch = asyncio.create_task(_watch(request, choices))
         request.scope[_ENDING].callback(watch.cancel)
@@ -370,7 +370,7 @@ class Application:
             answer = ResponseAnswer(body, name, choices[0])
         else:
             answer = Answers(body, name, choices, self._texts)
-        groups = visit.run(choices, streaming=body.stream)
+        groups = running.run(choices, streaming=body.stream)
         if not body.stream:
             return JSONResponse(await _collect(groups, answer))
         return _Stream(_events(groups, answer), media_type="text/event-stream")

@@ -45,7 +45,7 @@ class Choice:
         return 0 if self.scores_only else self.text.tokens
 
 
-class Maker:
+class ChoiceMaker:
     """Makes the choices of requests. `seed` is the server's."""
 
     def __init__(self, served: ServedModel, engine: Engine, seed: int | None) -> None:
@@ -188,7 +188,7 @@ class Maker:
         return rules
 
 
-class Visit:
+class RunningRequest:
     """A request that is being answered, from its body to the end of its answer."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:

@@ -70,15 +70,15 @@ def limit_connections(
                 events = (head, h11.Data(data=bytes(full.body)), h11.EndOfMessage())
                 transport.write(b"".join(self.conn.send(event) or b"" for event in events))
                 transport.close()
-            self._look()
+            self._check_idle()
 
         def connection_lost(self, error: Exception | None) -> None:
             if self._timer is not None:
                 self._timer.cancel()
             super().connection_lost(error)
 
-        def _look(self) -> None:
-            """End the connection if nothing has changed for too long, or look again later."""
+        def _check_idle(self) -> None:
+            """End the connection if nothing has changed for too long, or check again later."""
             idle = self.cycle is None or self.cycle.response_complete
             unread = self.transport.get_write_buffer_size()
             seen, now = (self.cycle, idle, unread), self.loop.time()
@@ -92,6 +92,6 @@ def limit_connections(
             if now - self._since >= limit:
                 self.transport.abort()
             else:
-                self._timer = self.loop.call_later(period, self._look)
+                self._timer = self.loop.call_later(period, self._check_idle)
 
     return Connection

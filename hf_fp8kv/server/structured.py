@@ -166,7 +166,7 @@ class Guide:
 
     def __init__(self, field: str, matcher: Any, usable: np.ndarray) -> None:
         self.field, self._matcher, self._usable = field, matcher, usable
-        self._look()
+        self._read_state()
         if self.complete:
             raise field_error(field, "it matches nothing but the empty text")
 
@@ -184,7 +184,7 @@ class Guide:
         try:
             if not self._matcher.consume_tokens([token]):
                 raise field_error(self.field, _explain(self._matcher))
-            self._look()
+            self._read_state()
         except APIError:
             raise
         except BaseException as error:  # a panic of the library is not an Exception
@@ -198,7 +198,7 @@ class Guide:
         bits[[token for token in ends if token < vocabulary]] = not self._accepting
         return bits.view(bool)
 
-    def _look(self) -> None:
+    def _read_state(self) -> None:
         """Compute which tokens may follow, and whether the text may end."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():

@@ -34,7 +34,7 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 from transformers.cli.serving.utils import build_response_parser  # noqa: E402
 
 from hf_fp8kv.server import sampling  # noqa: E402
-from hf_fp8kv.server.choices import Choice, Visit  # noqa: E402
+from hf_fp8kv.server.choices import Choice, RunningRequest  # noqa: E402
 from hf_fp8kv.server.structured import Grammars  # noqa: E402
 from hf_fp8kv.server.text import AnswerText  # noqa: E402
 
@@ -291,8 +291,9 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, count):
     ]
 
     async def run() -> int:
-        visit = Visit(Engine(), SimpleNamespace(unfinished=Counter(), note_end=lambda _: None))
-        return sum([len(parts) async for parts in visit.run(choices, streaming=False)])
+        metrics = SimpleNamespace(unfinished=Counter(), note_end=lambda _: None)
+        running = RunningRequest(Engine(), metrics)
+        return sum([len(parts) async for parts in running.run(choices, streaming=False)])
 
     assert asyncio.run(run()) == 120  # each answer has a part with text and a final part
     assert max_running == 16
