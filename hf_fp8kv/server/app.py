@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import FP8KVError
 from . import schemas
-from .answers import Answers, TokenTexts, format_event
+from .answers import Answers, Parts, TokenTexts, format_event
 from .choices import Choice, ChoiceMaker, RunningRequest
 from .config import KEY_VARIABLE, ServerConfig
 from .engine import Engine
@@ -30,7 +30,6 @@ from .errors import INTERNAL, STOPPING, APIError
 from .metrics import Metrics
 from .model import ServedModel
 from .responses import ResponseAnswer
-from .text import Part
 
 logger = logging.getLogger(__name__)
 
@@ -364,35 +363,25 @@ class Application:
         choices: list[Choice] = []
         watch = asyncio.create_task(_watch(request, choices))
         request.scope[_ENDING].callback(watch.cancel)
-        choices += await self._prepare(body)
+        guide = await self._maker.grammars.compile(body)
+        pool = self._prompts if sum(body.lengths) > _LONG else None
+        choices += await _run(pool, self._maker.make, body, guide)
         answer: Answers | ResponseAnswer
         if isinstance(body, schemas.ResponseRequest):
             answer = ResponseAnswer(body, name, choices[0])
         else:
             answer = Answers(body, name, choices, self._texts)
         groups = running.run(choices, streaming=body.stream)
-        if not body.stream:
-            return JSONResponse(await _collect(groups, answer))
-        return _Stream(_events(groups, answer), media_type="text/event-stream")
-
-    async def _prepare(self, body: schemas.Request) -> list[Choice]:
-        guide = await self._maker.grammars.compile(body)
-        pool = self._prompts if sum(body.lengths) > _LONG else None
-        choices: list[Choice] = await _run(pool, self._maker.make, body, guide)
-        return choices
-
-
-_Groups = AsyncGenerator[list[tuple[Choice, Part | None]], None]
-
-
-async def _collect(groups: _Groups, answer: Answers | ResponseAnswer) -> dict[str, Any]:
-    async with contextlib.aclosing(groups):
+        if body.stream:
+            return _Stream(_events(groups, answer), media_type="text/event-stream")
         parts = [part async for group in groups for part in group]
-    # In a thread, because megabytes of log probabilities would delay other clients.
-    return await asyncio.to_thread(answer.collect, parts)
+        # In a thread, because megabytes of log probabilities would delay other clients.
+        return JSONResponse(await asyncio.to_thread(answer.collect, parts))
 
 
-async def _events(groups: _Groups, answer: Answers | ResponseAnswer) -> AsyncGenerator[str, None]:
+async def _events(
+    groups: AsyncGenerator[Parts, None], answer: Answers | ResponseAnswer
+) -> AsyncGenerator[str, None]:
     """Yield the events of a streamed answer. The last event may be an error."""
     try:
         async with contextlib.aclosing(groups):
