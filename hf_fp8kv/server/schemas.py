@@ -360,8 +360,8 @@ class Prompted(Body):
     def prompts(self) -> list[Any]:
         """The prompts, each a text or a list of tokens. A chat has none."""
         given: Any = self.prompt
-        is_many = given is None or (isinstance(given, list) and type(given[0]) is not int)
-        return (given or []) if is_many else [given]
+        is_single = isinstance(given, str) or (given and type(given[0]) is int)
+        return [given] if is_single else given or []
 
     @property
     def chat(self) -> list[dict[str, Any]]:
