@@ -81,13 +81,17 @@ def unsupported(name: str, expected: str, value: Any) -> APIError:
 
 def walk(value: Any) -> Iterator[Any]:
     """Yield a JSON value and all values in its lists and objects."""
-    # Without recursion, which would pass each value through all lists that contain it.
-    stack = [value]
+    # Without recursion, which would pass each value through all lists that contain it, and without
+    # copies, because a list may have millions of values.
+    stack = [iter([value])]
     while stack:
-        value = stack.pop()
-        yield value
-        if isinstance(value, dict | list):
-            stack += value.values() if isinstance(value, dict) else value
+        for value in stack[-1]:
+            yield value
+            if isinstance(value, dict | list):
+                stack.append(iter(value.values() if isinstance(value, dict) else value))
+                break
+        else:
+            stack.pop()
 
 
 _INT64 = 2**63 - 1
