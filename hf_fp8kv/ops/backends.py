@@ -96,20 +96,5 @@ def load_backend(name: str) -> ModuleType:
 
     The module has the operations of api.py, with the same arguments and errors.
     """
-    if name == "triton":
-        from .triton import backend as triton
-
-        return triton
-    if name == "cpu":
-        from .cpu import backend as cpu
-
-        return cpu
-    if name == "torch":
-        from .torch import backend as torch_backend
-
-        return torch_backend
-    if name == "reference":
-        from . import reference
-
-        return reference
-    raise KeyError(name)
+    module = name if name == "reference" else f"{name}.backend"
+    return importlib.import_module(f".{module}", __package__)

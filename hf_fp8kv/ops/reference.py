@@ -96,7 +96,7 @@ def gather(
     begin = start
     while begin < stop:
         end = min((begin // step + 1) * step, stop)
-        out[:, :, begin - start : end - start] = _dense(pages, side, begin, end)
+        out[:, :, begin - start : end - start] = read_dense(pages, side, begin, end)
         begin = end
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)
@@ -105,7 +105,7 @@ def gather(
     return out
 
 
-def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
+def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     """Return K or V, `[B, Hkv, stop - start, D]`, in float32, or in the stored dtype for "auto"."""
     size = pages.page_size
     first, last = start // size, -(-stop // size)
@@ -123,15 +123,15 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
         return tokens
     x = decode(tokens, FORMATS[stored.format])
     if stored.static_scale is not None:
-        x = x * stored.static_scale[:, None]
+        x *= stored.static_scale[:, None]
     else:
         scales = parts["token_scales"][..., "kv".index(side)].unflatten(0, shape)
         scales = scales.transpose(1, 2).flatten(2, 3)
-        x = x * scales[:, :, inside, None].float()
+        x *= scales[:, :, inside, None].float()
     if stored.rotated:
         x = rotate(x)
     if stored.center is not None:
-        x = x + stored.center[:, :, None]
+        x += stored.center[:, :, None]
     return x
 
 

@@ -88,13 +88,13 @@ MUTANTS = (
     ),
     Mutant(
         "reference: V's scale doubled", REFERENCE,
-        "x = x * scales[:, :, inside, None].float()",
-        'x = x * scales[:, :, inside, None].float() * (1 + (side == "v"))',
+        "x *= scales[:, :, inside, None].float()",
+        'x *= scales[:, :, inside, None].float() * (1 + (side == "v"))',
         "tests/ops/test_ops.py",
     ),
     Mutant(
         "reference: the center is not added back", REFERENCE,
-        "        x = x + stored.center[:, :, None]", "        pass", "tests/ops/test_ops.py",
+        "        x += stored.center[:, :, None]", "        pass", "tests/ops/test_ops.py",
     ),
     Mutant(
         "reference: K stays rotated", REFERENCE,
@@ -131,16 +131,17 @@ MUTANTS = (
     # The torch backend.
     Mutant(
         "torch: the last page is dropped", TORCH,
-        "for first in range(low // size, -(-high // size), step):",
-        "for first in range(low // size, max(high // size, 1), step):", "tests/ops/test_ops.py",
+        "min(page_start + step, high)", "min(page_start + step, high - high % pages.page_size)",
+        "tests/ops/test_ops.py",
     ),
     Mutant(
-        "torch: K's scales are V's", TORCH,
-        "k_scales = (words << 16)", "k_scales = (words & -0x10000)", "tests/ops/test_ops.py",
+        "torch: the output stays rotated", TORCH,
+        "        out = rotate(out)", "        pass", "tests/ops/test_ops.py",
     ),
     Mutant(
         "torch: softcap is ignored", TORCH,
-        "logits = torch.tanh(logits / softcap) * softcap", "pass", "tests/ops/test_ops.py",
+        "logits = torch.tanh(logits / spec.softcap) * spec.softcap", "pass",
+        "tests/ops/test_ops.py",
     ),
     Mutant(
         "torch: older sums do not fade", TORCH, "        out *= alpha\n", "",
@@ -347,7 +348,7 @@ MUTANTS = (
     ),
     Mutant(
         "latents: absorbed without the positions", "ops/torch/backend.py",
-        "            logits += extra if v_scales is None else extra * v_scales\n", "",
+        "torch.cat([keys, decoded], -1), keys", "torch.cat([keys, 0 * decoded], -1), keys",
         "tests/attention/test_latent.py tests/ops/test_ops.py",
     ),
     # Scales and calibration.
