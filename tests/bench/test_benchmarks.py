@@ -73,7 +73,7 @@ print(json.dumps([started, stack.cache.host_length()]))
     assert process.returncode == 0, process.stderr
     started, length = json.loads(process.stdout)
     # The layers share a plan, and each layer attends.
-    assert (started.count("_plan"), started.count("_decode")) == (1, 2), started
+    assert (started.count("_plan"), started.count("_attend")) == (1, 2), started
     assert length == host.TOKENS + 1
     rows = host.measure_host(turns=2, progress=ignore)["rows"]
     values = {(row["cache"], row["layers"]): row["value"] for row in rows}

@@ -88,7 +88,7 @@ def check_rows(rows: list[dict]) -> None:
     """Check that the kernels obey all rules, and that the rows cover all kernels."""
     assert [row for row in rows if row["violations"]] == []
     kernels = {row["kernel"] for row in rows} - {"widen_codes"}
-    assert kernels == {"plan", "decode", "combine", "extend", "write", "gather"}
+    assert kernels == {"plan", "attend", "combine", "write", "gather"}
 
 
 # `make oldest` runs this with an old Triton.
@@ -221,7 +221,7 @@ def test_an_unlisted_gpu_is_described_by_its_resources():
 # -- reading machine code --------------------------------------------------------------------------
 
 SASS = """
-.text._decode:
+.text._attend:
         /*0000*/                   STL [R1], R2 ;
 .L_x_1:
         /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
@@ -246,7 +246,7 @@ SASS = """
         /*00e0*/                   NOP;
 """
 GCN = """
-_decode:
+_attend:
 .LBB0_1:
 	global_load_dwordx4 v[0:3], v[4:5], off
 	ds_read_u8 v9, v1
@@ -257,7 +257,7 @@ _decode:
 ; %bb.2:
 	v_add_f64 v[0:1], v[2:3], v[4:5]
 	s_endpgm
-	.amdhsa_kernel _decode
+	.amdhsa_kernel _attend
     .vgpr_count:     215
     .vgpr_spill_count: 3
 """
@@ -265,7 +265,7 @@ _decode:
 
 def test_assembly_is_parsed():
     """NVIDIA's main loop is the shortest loop with products. A wait may leave copies in flight."""
-    assembly = read_nvidia(SASS, "Function _decode:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
+    assembly = read_nvidia(SASS, "Function _attend:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
     assert assembly == Assembly(
         registers=168, spills=1, doubles=1, loop=3, wide_bytes=16, byte_loads=0, conversions=0
     )
@@ -348,7 +348,7 @@ def test_an_unsupported_format_is_refused(fmt, monkeypatch):
 
 ROW = {
     **dict.fromkeys(command.COLUMNS, 0), "target": "sm_90", "variant": "decode e4m3 D128",
-    "kernel": "decode", "registers": 168, "shared": 39424, "per_kib": 120.0, "violations": [],
+    "kernel": "attend", "registers": 168, "shared": 39424, "per_kib": 120.0, "violations": [],
 }  # fmt: skip
 
 

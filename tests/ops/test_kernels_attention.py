@@ -1,4 +1,4 @@
-"""Triton's decode and extend kernels against reference.py, on the same bytes.
+"""Triton's attention kernel, for few and many query rows, against reference.py on the same bytes.
 
 The tests run on a GPU if there is one, otherwise in Triton's interpreter. test_ops.py has the
 cases, the faults and the bound for float32. Memory that was not written holds NaN. In 16 bits
@@ -51,7 +51,7 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.ops.triton import decode, extend, plan, tuning
-from hf_fp8kv.ops.triton.target import Target, assuming, launch, recording, target_of
+from hf_fp8kv.ops.triton.target import Recorded, Target, assuming, recording, target_of
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
@@ -338,6 +338,11 @@ def test_a_plan_for_one_length_has_no_room_for_parts_that_do_not_pay():
     assert [row[1] for row in sequences] == [1, 1]
 
 
+def kernels(recorded: Recorded) -> list[str]:
+    """Return the names of the launched kernels."""
+    return [launched.kernel.__name__ for launched in recorded.launches]
+
+
 def test_nothing_is_merged_where_no_sequence_is_split():
     started = []
     pages = poisoned(Case("one", lengths=(64, 64), page_size=64))
@@ -348,8 +353,8 @@ def test_nothing_is_merged_where_no_sequence_is_split():
         table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
         with recording(starts=False) as recorded:
             decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
-        started += [launch.kernel.__name__ for launch in recorded.launches]
-    assert started == ["_decode", "_decode", "_combine"]
+        started += kernels(recorded)
+    assert started == ["_attend", "_attend", "_combine"]
 
 
 SPLIT = Case("split", lengths=(450, 130, 200), tokens=3, page_size=64, sinks=True, heads=2,
@@ -561,11 +566,13 @@ def test_the_length_of_a_chunk_is_no_constant():
         for tokens in range(70, 6000, 90):
             query = torch.zeros(1, 8, tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
-    for kernel, _, _, constants, _ in recorded.launches:
-        launched.setdefault(kernel.fn.__name__, set()).add(repr(constants))
-    assert {name: len(found) for name, found in launched.items() if name != "_plan"} == {
-        "_decode": 1, "_combine": 1, "_extend": 1,
-    }  # fmt: skip
+    for kernel, _, args, constants, _ in recorded.launches:
+        name, plan_table = kernel.fn.__name__, args[1]
+        split = ", split" if name == "_attend" and plan_table is not None else ""
+        launched.setdefault(name + split, set()).add(repr(constants))
+    del launched["_plan"]
+    counts = {name: len(found) for name, found in launched.items()}
+    assert counts == {"_attend, split": 1, "_combine": 1, "_attend": 1}
 
 
 @pytest.mark.parametrize(
@@ -587,17 +594,16 @@ def test_widened_codes_give_the_same_bits(case, monkeypatch):
     monkeypatch.setattr(extend, "WIDENED_BLOCKS", 2)
     # A GPU has more SMs than these cases have blocks of rows.
     monkeypatch.setattr(extend, "SPLIT_FROM", 1000)
-    started = []
-    monkeypatch.setattr(extend, "launch", lambda kernel, *args, **extra: (
-        started.append(kernel.__name__), launch(kernel, *args, **extra)))  # fmt: skip
-    wide = run("extend", case, pages, query, **kwargs)
-    assert started == ["_widen_codes", "_extend"]
+    with recording() as recorded:
+        wide = run("extend", case, pages, query, **kwargs)
+    assert kernels(recorded) == ["_widen_codes", "_attend"]
     assert errors(wide, expected).max() <= 2 * errors(
         torch_attention(case, pages, query, kwargs), expected
     ).max()  # fmt: skip
     monkeypatch.setattr(extend, "WIDENED_BYTES", 0)
-    assert_same(run("extend", case, pages, query, **kwargs), wide)
-    assert started[2:] == ["_extend"]
+    with recording() as recorded:
+        assert_same(run("extend", case, pages, query, **kwargs), wide)
+    assert kernels(recorded) == ["_attend"]
 
 
 def test_grids_of_a_million_tokens():

@@ -112,7 +112,7 @@ def test_a_decode_step_is_two_launches_a_layer():
     layers = model.config.num_hidden_layers
     prefill, step = (
         ["_write"] * layers,
-        ["_write", "_plan", "_decode", *["_write", "_decode"] * (layers - 1)],
+        ["_write", "_plan", "_attend", *["_write", "_attend"] * (layers - 1)],
     )
     assert started(recorded) == [*prefill, *step, *step]
 
@@ -127,7 +127,7 @@ def test_a_later_prompt_is_two_launches_a_layer(keywords):
         with recording(starts=False) as recorded:
             model(ids, past_key_values=cache)
     found = [name for name in started(recorded) if name != "_plan"]
-    assert found == ["_write", "_extend"] * model.config.num_hidden_layers
+    assert found == ["_write", "_attend"] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(("cache", "count"), [({}, 1), ({}, 2), (_STATIC, 1)], ids=str)
@@ -147,7 +147,7 @@ def test_layers_take_the_plan_of_their_query_rows(cache, count):
         with recording(starts=False) as recorded:
             model(ids[:, :count], past_key_values=cache)
     assert started(recorded).count("_plan") == 1
-    assert started(recorded).count("_decode") == model.config.num_hidden_layers
+    assert started(recorded).count("_attend") == model.config.num_hidden_layers
 
 
 def test_requests_take_the_plan_of_their_query_rows(monkeypatch):

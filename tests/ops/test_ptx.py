@@ -102,59 +102,59 @@ def one_more(found: re.Match[str]) -> str:
 
 FAULTS = {
     "a wait one group too late": Fault(
-        "decode", "_decode", "", r"(cp\.async\.wait_group\s+)(\d+)", one_more
+        "decode", "_attend", "", r"(cp\.async\.wait_group\s+)(\d+)", one_more
     ),
     "no barrier after a wait": Fault(
-        "decode", "_decode", "", rf"(wait_group\s+\d+.\n{_BETWEEN})\tbar\.sync\s+0", r"\1"
+        "decode", "_attend", "", rf"(wait_group\s+\d+.\n{_BETWEEN})\tbar\.sync\s+0", r"\1"
     ),
     "no barrier between warps' maxima": Fault(
-        "decode", "_decode", "",
+        "decode", "_attend", "",
         rf"(st\.shared\.b32[^\n]*\n{_BETWEEN})\tbar\.sync\s+0", r"\1",
     ),
-    "copies are in no group": Fault("decode", "_decode", "", r"cp\.async\.commit_group", ""),
+    "copies are in no group": Fault("decode", "_attend", "", r"cp\.async\.commit_group", ""),
     "half of each copy": Fault(
-        "decode", "_decode", "", r"selp\.b32\s+(%r\d+), 16, 0", r"selp.b32 \1, 8, 0"
+        "decode", "_attend", "", r"selp\.b32\s+(%r\d+), 16, 0", r"selp.b32 \1, 8, 0"
     ),
     "copies 16 bytes too far": Fault(
-        "decode", "_decode", "", r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+ )0", r"\g<1>16"
+        "decode", "_attend", "", r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+ )0", r"\g<1>16"
     ),
     "the page after the right one": Fault(
-        "decode", "_decode", "later * TILE", r"(ld\.global\.b32[^\n]*\+ )0 \]", r"\g<1>4 ]"
+        "decode", "_attend", "later * TILE", r"(ld\.global\.b32[^\n]*\+ )0 \]", r"\g<1>4 ]"
     ),
     "sums are not rescaled": Fault(
-        "decode", "_decode", "acc * per_row(alpha",
+        "decode", "_attend", "acc * per_row(alpha",
         r"mul\.f32\s+(%r\d+), (%r\d+), %r\d+", r"mov.b32 \1, \2",
     ),
     "one token too many": Fault(
-        "decode to the end", "_decode", "position < view.end", r"setp\.lt\.s32", "setp.le.s32"
+        "decode to the end", "_attend", "position < view.end", r"setp\.lt\.s32", "setp.le.s32"
     ),
     "K has the scale of V": Fault(
-        "decode", "_decode", "words << 16",
+        "decode", "_attend", "words << 16",
         r"shl\.b32\s+(%r\d+), (%r\d+), 16", r"and.b32 \1, \2, -65536",
     ),
     "a maximum of the wrong lanes": Fault(
-        "decode", "_decode", "", r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+, )4,", r"\g<1>8,"
+        "decode", "_attend", "", r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+, )4,", r"\g<1>8,"
     ),
     "all programs store one head": Fault(
-        "decode", "_decode", "", r"mov\.u32\s+(%r\d+), %ctaid\.x", r"mov.u32 \1, 0"
+        "decode", "_attend", "", r"mov\.u32\s+(%r\d+), %ctaid\.x", r"mov.u32 \1, 0"
     ),
     "sums of another part": Fault(
         "decode", "_combine", "split_l = tl.load", r"(ld\.global[^\n]*\+ )0 \]", r"\g<1>8 ]"
     ),
     "rows of a product in another order": Fault(
-        "decode e3m4", "_decode", "", r"(mma\.sync[^{]*\{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"
+        "decode e3m4", "_attend", "", r"(mma\.sync[^{]*\{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"
     ),
     "a code in the wrong byte": Fault(
-        "decode e3m4", "_decode", "", r"(prmt\.b32 low, %r\d+, 0, )0x9180", r"\g<1>0x9181"
+        "decode e3m4", "_attend", "", r"(prmt\.b32 low, %r\d+, 0, )0x9180", r"\g<1>0x9181"
     ),
     "no fence before a product": Fault(
-        "extend", "_extend", "", r"fence\.proxy\.async\.shared::cta", ""
+        "extend", "_attend", "", r"fence\.proxy\.async\.shared::cta", ""
     ),
     "products are not waited for": Fault(
-        "extend", "_extend", "", r"(wgmma\.wait_group\.sync\.aligned )(\d+)", one_more
+        "extend", "_attend", "", r"(wgmma\.wait_group\.sync\.aligned )(\d+)", one_more
     ),
-    "a matrix not transposed": Fault("decode", "_decode", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
-    "no barrier at all": Fault("extend sm_80", "_extend", "", r"\tbar\.sync\s+0", ""),
+    "a matrix not transposed": Fault("decode", "_attend", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
+    "no barrier at all": Fault("extend sm_80", "_attend", "", r"\tbar\.sync\s+0", ""),
     "rows of an older plan": Fault(
         "plan", "_plan", "tl.store(plan_ptr + unused", r"@%p\d+ st\.global[^;]*", ""
     ),

@@ -216,7 +216,7 @@ MUTANTS = (
     ),
     Mutant(
         "deterministic: a plan splits a sequence", DECODE,
-        "2 * batch if unsplit else plan_rows", "plan_rows",
+        "split=not spec.deterministic", "split=True",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Softmax attention over stored pages: the device code that decode.py and extend.py share.
+"""Softmax attention over stored pages: the device code of the kernel in decode.py.
 
 A program computes the query rows of one KV head (query heads of that head times query tokens) over
 a range of positions. It reads the codes tile by tile and keeps an online softmax. It is fast

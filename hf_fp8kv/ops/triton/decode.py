@@ -1,8 +1,8 @@
-"""Attention for few query tokens over stored pages, split along the stored tokens to fill the GPU.
+"""The attention kernel, and its launch for few query tokens over stored pages.
 
-A program computes all query rows of one KV head (its query heads times the query tokens) over one
-part of one sequence. The work plan (plan.py) assigns the parts. If a sequence has several parts, a
-second kernel merges their partial sums.
+A program computes a block of query rows of one KV head (its query heads times the query tokens)
+over one sequence, or over one part of it, so that few rows fill the GPU as well. The work plan
+(plan.py) assigns the parts. A second kernel merges the partial sums of a sequence.
 """
 
 import torch
@@ -38,7 +38,7 @@ def attend(
     config = decode_config(args.target, args.workload)
     if plan is not None and not _fits(plan, args, config):
         plan = None
-    return split_kv_decode(args, config, plan, unsplit=spec.deterministic)
+    return launch_attention(args, config, plan, split=not spec.deterministic)
 
 
 def _fits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
@@ -52,53 +52,54 @@ def _fits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool
     return len(plan) <= plan_rows(plan.device, batch, args.constants.heads, programs=programs)
 
 
-def split_kv_decode(
-    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None, *, unsplit: bool = False
+def launch_attention(
+    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None = None, *, split: bool
 ) -> torch.Tensor:
-    """Compute attention over sequences that may be split into parts.
+    """Launch the attention kernel.
 
     Args:
         args: Arguments of the call.
         config: Launch parameters.
         plan: Work plan for the call's KV heads times its blocks of `config.rows` rows, or None to
             make it here.
-        unsplit: Whether each sequence must stay a single part.
+        split: Whether sequences may be split into parts. Otherwise no plan is used.
 
     Returns:
         The attention output, `[B, T, Hq, out_dim]`.
     """
     tensors, constants, query = args.tensors, args.constants, args.tensors.query
     batch, q_heads, tokens, _ = query.shape
-    heads, dim, device = constants.heads, constants.out.dim, query.device
-    blocks = cdiv(args.workload.rows, config.rows)
-    if plan is None:
-        programs = programs_of(args, config)
-        rows = 2 * batch if unsplit else plan_rows(device, batch, heads * blocks, programs=programs)
+    dim, device = constants.out.dim, query.device
+    programs = constants.heads * cdiv(args.workload.rows, config.rows)
+    partial: torch.Tensor | None = None
+    parts = batch
+    if split and plan is None:
+        resident = programs_of(args, config)
+        rows = plan_rows(device, batch, programs, programs=resident)
         plan = allocate((rows, 4), torch.int32, device)
-        make_plan(plan, tensors.lengths, tokens, args.window, args.start, heads * blocks, programs)
-    splits = max_parts(plan, batch)
-
+        make_plan(plan, tensors.lengths, tokens, args.window, args.start, programs, resident)
     out = allocate((batch, tokens, q_heads, dim), query.dtype, device)
-    # Partial sums, followed by m_i and l_i of each part.
-    rows = splits * q_heads * tokens if splits > batch else 0
-    partial = allocate((rows * (dim + 2),), torch.float32, device)
+    if split and plan is not None:
+        parts = max_parts(plan, batch)
+        # Partial sums, followed by m_i and l_i of each part.
+        rows = parts * q_heads * tokens if parts > batch else 0
+        partial = allocate((rows * (dim + 2),), torch.float32, device)
     launch(
-        _decode, (heads, splits, blocks), tensors, plan, out, partial, tokens, args.start,
-        args.stop, args.window, args.factors, args.query_strides, *args.strides,
-        **args.options(config),
+        _attend, (programs, parts), tensors, plan, out, partial, tokens, args.start, args.stop,
+        args.window, args.factors, args.query_strides, *args.strides, **args.options(config),
     )  # fmt: skip
-    if splits > batch:
+    if parts > batch:
         values = tensors.k if constants.latent else tensors.v
         launch(
-            _combine, (args.workload.rows, heads, batch), plan, partial, tensors.sinks,
-            values.static_scale, out, tokens, splits, args.factors.out, SHAPE=constants,
+            _combine, (args.workload.rows, constants.heads, batch), plan, partial, tensors.sinks,
+            values.static_scale, out, tokens, parts, args.factors.out, SHAPE=constants,
             MERGED=MERGED, num_warps=max(1, constants.out.width // MERGED_CHANNELS),
         )  # fmt: skip
     return out
 
 
 def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
-    """Return the number of programs of `_decode` that plans assume to run on an SM at once."""
+    """Return the number of programs of `_attend` that plans assume to run on an SM at once."""
     workload = args.workload
     is_guessed = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
     chosen = config if is_guessed else None
@@ -111,18 +112,20 @@ def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
         "bias_t",
     ]
 )  # fmt: skip
-def _decode(
+def _attend(
     tensors, plan_ptr, out_ptr, partial_ptr, tokens, start, stop, window, factors, query_strides,
     table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention over one part of a sequence.
+    """Compute attention over a sequence, or over one part of it.
 
     A sequence with a single part gets its output. Each part of a split sequence writes partial
-    sums. The grid is KV heads, parts, and blocks of query rows.
+    sums. The first axis of the grid is KV heads (fastest) and blocks of query rows. The second
+    axis, which is limited to 65535, is parts, or sequences without a plan.
 
     Args:
         tensors: Pointers, see `AttentionTensors`.
-        plan_ptr: Work plan, `[max_parts + B, 4]`, int32, see plan.py.
+        plan_ptr: Work plan, `[max_parts + B, 4]`, int32, see plan.py. None means that no sequence
+            is split, and that `partial_ptr` is None.
         out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
         partial_ptr: Partial sums by slot, `[max_parts, Hkv, rows, out_dim]`, followed by their m_i
             and l_i, `[max_parts, Hkv, rows, 2]`, float32.
@@ -134,20 +137,30 @@ def _decode(
         CALL: See `Constants`.
     """
     SWAPPED: tl.constexpr = CALL.config.swapped
-    h = tl.program_id(0)
-    part_ptr = plan_ptr + tl.program_id(1) * 4
-    b = tl.load(part_ptr)
-    if b < 0:
-        return
-    low = tl.load(part_ptr + 1)
-    slot = tl.load(part_ptr + 3)
+    HEADS: tl.constexpr = CALL.heads
+    block_and_h = tl.program_id(0)
+    b = tl.program_id(1)
+    if plan_ptr is None:
+        # The last rows attend to the most tokens, so they start first.
+        block_and_h = tl.num_programs(0) - 1 - block_and_h
+        low = 0
+        high = stop
+    else:
+        part_ptr = plan_ptr + b * 4
+        b = tl.load(part_ptr)
+        if b < 0:
+            return
+        low = tl.load(part_ptr + 1)
+        high = tl.minimum(tl.load(part_ptr + 2), stop)
+        slot = tl.load(part_ptr + 3)
+    h = block_and_h % HEADS
+    block = block_and_h // HEADS
     length = tl.load(tensors.lengths + b)
-    high = tl.minimum(tl.load(part_ptr + 2), tl.minimum(length, stop))
-    rows = find_rows(b, h, tl.program_id(2), tokens, length, CALL)
+    rows = find_rows(b, h, block, tokens, length, CALL)
     strides = Strides(query_strides, table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t))
-    span = Span(low, high, start, window)
+    span = Span(low, tl.minimum(high, length), start, window)
     acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
-    if slot < 0:
+    if plan_ptr is None or slot < 0:
         write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)
     else:
         d = tl.arange(0, CALL.out.width)
@@ -177,7 +190,7 @@ def _combine(
     The grid is query rows, KV heads and sequences.
 
     Args:
-        plan_ptr, partial_ptr, out_ptr, tokens: As in `_decode`.
+        plan_ptr, partial_ptr, out_ptr, tokens: As in `_attend`.
         sinks_ptr: Attention sinks, `[Hq]`, floating, or None.
         static_scale_ptr: Static scale of the values, `[Hkv, out_dim]`, float32, or None.
         out_factor: `Factors.out`.

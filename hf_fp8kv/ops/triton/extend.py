@@ -1,8 +1,7 @@
 """Attention for many query tokens over stored pages: prefill in chunks, prefixes, forks.
 
-A program computes a block of query rows of one KV head (its query heads times some query tokens)
-over all positions that are visible to them. If this gives fewer programs than the GPU has SMs (a
-short chunk after a long prefix), sequences are split as in decoding.
+If blocks of query rows give fewer programs than the GPU has SMs (a short chunk after a long
+prefix), sequences are split as in decoding.
 
 Many blocks of rows read the same codes. From `WIDENED_BLOCKS` blocks on, a kernel first converts
 the codes of a layer to 16 bits, once. The products have the same operands, so the result has the
@@ -17,9 +16,8 @@ from ...formats import AUTO
 from ..page_layout import page_layout
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, pointers_to, prepare
-from .attention import Span, Strides, attend_rows, find_rows, write_rows
 from .codec import decode_for_dot
-from .decode import split_kv_decode
+from .decode import launch_attention
 from .page_access import head_pointer, load_page_offset
 from .target import cdiv, launch, next_power_of_2
 from .tuning import extend_config, family_of
@@ -45,22 +43,14 @@ def attend(
     """Compute attention as `backend.attend`, for any number of query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     config = extend_config(args.target, args.workload)
-    if spec.deterministic:
-        return split_kv_decode(args, config, None, unsplit=True)
-    wide = _widen(args, pages, cdiv(args.workload.rows, config.rows))
+    blocks = cdiv(args.workload.rows, config.rows)
+    wide = None if spec.deterministic else _widen(args, pages, blocks)
     if wide is not None:
         args = prepare(query, wide, lengths, start, stop, spec)
         config = extend_config(args.target, args.workload, widened=True)
-    batch, q_heads, tokens, _ = query.shape
-    programs = pages.heads * batch * cdiv(args.workload.rows, config.rows)
-    if programs < args.target.sm_count and stop > SPLIT_FROM:
-        return split_kv_decode(args, config, None)
-    out = query.new_empty((batch, tokens, q_heads, args.constants.out.dim))
-    launch(
-        _extend, (programs,), args.tensors, out, batch, tokens, start, stop, args.window,
-        args.factors, args.query_strides, *args.strides, **args.options(config),
-    )  # fmt: skip
-    return out
+    is_small = pages.heads * len(lengths) * blocks < args.target.sm_count
+    split = is_small and stop > SPLIT_FROM and not spec.deterministic
+    return launch_attention(args, config, split=split)
 
 
 def _widen(args: AttentionArgs, pages: Pages, blocks: int) -> Pages | None:
@@ -152,37 +142,3 @@ def _widen_side(side, wide, page_offset, wide_offset, h, SIZE: tl.constexpr, COD
         n = first + tl.arange(0, PART)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)
         tl.store(wide_ptr + n, decode_for_dot(codes, CODEC), mask=n < SIZE)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "batch", "tokens", "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t",
-        "bias_b", "bias_h", "bias_t",
-    ]
-)  # fmt: skip
-def _extend(
-    tensors, out_ptr, batch, tokens, start, stop, window, factors, query_strides,
-    table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
-):  # fmt: skip
-    """Compute the attention of all query rows.
-
-    The grid has a single axis, because the second and third axes are limited to 65535: KV heads
-    (fastest), sequences, and blocks of query rows in reverse order.
-
-    Args:
-        out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
-
-    The remaining arguments are as in `_decode`.
-    """
-    HEADS: tl.constexpr = CALL.heads
-    h = tl.program_id(0) % HEADS
-    b = tl.program_id(0) // HEADS % batch
-    # The last rows attend to the most tokens, so they start first.
-    blocks = tl.cdiv(CALL.groups * tokens, CALL.config.rows)
-    block = blocks - 1 - tl.program_id(0) // HEADS // batch
-    length = tl.load(tensors.lengths + b)
-    rows = find_rows(b, h, block, tokens, length, CALL)
-    strides = Strides(query_strides, table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t))
-    span = Span(0, tl.minimum(length, stop), start, window)
-    acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
-    write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, tokens, CALL)

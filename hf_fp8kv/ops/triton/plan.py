@@ -1,4 +1,4 @@
-"""Work plan: the tokens of each program of the decode kernel, computed on the device in each step.
+"""Work plan: the tokens of each program of the attention kernel, computed on the device per step.
 
 All sequences are concatenated, and the result is cut into ranges of equal length. The number of
 ranges is the number of programs that the GPU runs at once, divided by the H KV heads. It is smaller

@@ -1,8 +1,10 @@
-"""Launch parameters of the attention kernels: a table for each family of GPUs.
+"""Launch parameters of the attention kernel: tables for each family of GPUs.
+
+Decoding has few query rows, and extending a sequence by a prompt or a chunk has many.
 
 The parameters for decoding on sm_90 were tuned on an H100 (docs/performance.md). All others were
 chosen by compiling for each target (`make kernels`): no spills, and `expected_programs` programs of
-the decode kernel fit on one SM.
+decoding fit on one SM.
 """
 
 from collections.abc import Mapping
@@ -49,7 +51,7 @@ class LaunchConfig:
 
 # Maximum number of new tokens per sequence that separate programs write, as in decoding.
 SINGLE_TOKENS = 8
-# Maximum number of query rows per KV head for the decode kernel.
+# Maximum number of query rows per KV head for decoding.
 DECODE_ROWS = 64
 # Maximum number of query rows of latents for which a program takes 16 rows. For 16 sequences of 16k
 # tokens and 32 heads, an H200 took 202 us with 16 rows per program and 265 us with 64. With 64
@@ -64,7 +66,7 @@ _MANY_REGISTERS = 240
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """How sequences are split for the decode kernel.
+    """How sequences are split into parts.
 
     Attributes:
         unit: Parts are multiples of this number of tokens, which is a multiple of most tiles.
@@ -85,7 +87,7 @@ class Family:
     """Launch parameters for similar GPUs. The key of a table is the maximum head size of a row.
 
     Attributes:
-        needs: Resources of a program of the decode kernel by maximum number of query rows:
+        needs: Resources of a program in decoding by maximum number of query rows:
             registers per thread, warps, and shared memory in bytes. Plans are made for all layers
             before a kernel is compiled. `make kernels` checks that the number of programs fits.
         guess: Assumed registers per thread and shared memory of any other program.
@@ -93,12 +95,12 @@ class Family:
         decode: (tile, warps, stages, registers) with swapped operands, by number of rows and head
             size.
         decode_rows_first: As `decode`, without swapped operands, by head size.
-        extend: (rows, tile, warps, stages) of the extend kernel, by head size.
+        extend: (rows, tile, warps, stages) for extending, by head size.
         wide: Maximum head size for which 16-bit tiles have the same number of stages as 8-bit
             tiles.
-        widened: Additional stages of the extend kernel if codes were widened. None if products do
+        widened: Additional stages for extending if codes were widened. None if products do
             not read K and V from shared memory, so that codes are never widened.
-        limits: Whether the extend kernel has a limit of registers for complete masks.
+        limits: Whether extending with a complete mask has a limit of registers.
         latent, latent_stages: Warps and stages for latents with 16 rows per program.
         latent_many: (rows, tile, warps, stages) with swapped operands for latents with more than
             FEW_LATENT_ROWS rows. None means 16 rows per program.
@@ -203,7 +205,7 @@ def family_of(target: Target) -> Family:
 def expected_programs(
     target: Target, rows: int = 1, config: LaunchConfig | None = None, *, latent: bool = False
 ) -> int:
-    """Return the number of programs of the decode kernel that should run on one SM.
+    """Return the number of programs in decoding that should run on one SM.
 
     Args:
         target: The GPU.
@@ -254,7 +256,7 @@ class Workload(NamedTuple):
 
 
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
-    """Return the launch parameters of the decode kernel."""
+    """Return the launch parameters for decoding."""
     family = family_of(target)
     if workload.latent:
         return _latent_config(target, workload)
@@ -280,7 +282,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
 
 
 def extend_config(target: Target, workload: Workload, *, widened: bool = False) -> LaunchConfig:
-    """Return the launch parameters of the extend kernel.
+    """Return the launch parameters for extending.
 
     `widened` means that codes were converted before, so their tiles are operands of products.
     """

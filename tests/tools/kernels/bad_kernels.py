@@ -38,7 +38,7 @@ def _convert(codes, BY_BITS: tl.constexpr):
 
 
 @triton.jit
-def _decode(
+def _attend(
     q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, stride, length,
     ROWS: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, V_BY_ROWS: tl.constexpr,
     BY_BITS: tl.constexpr, DOUBLE: tl.constexpr,
@@ -79,6 +79,6 @@ def compile_bad(name: str) -> Iterator[Row]:
     pool = torch.zeros(4, 64, 128, dtype=torch.uint8)
     q, table = torch.zeros(16, 128, dtype=torch.float16), torch.zeros(64, dtype=torch.int32)
     arguments = (q, pool, pool, table, torch.zeros(16, 128), stride, 63)
-    compiled = _decode.warmup(*arguments, grid=(1,), **constants)
+    compiled = _attend.warmup(*arguments, grid=(1,), **constants)
     target = replace(Target.parse("sm_90"), parameters={"programs": 3})
-    yield make_row(target, Variant("decode", main=True), "_decode", compiled, constants)
+    yield make_row(target, Variant("decode", main=True), "_attend", compiled, constants)

@@ -128,7 +128,7 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     programs = target.fit(assembly.registers, warps, shared)
     call = constants.get("CALL")
     tile = call.config.tile if call else constants.get("TILE", 0)
-    reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32
+    reads = kernel == "_attend" and variant.dtype != torch.float32
     codec = call.k_codec if call else constants.get("K_CODEC")
     broken = find_violations(
         target, variant, assembly, shared, warps, tile if reads else 0,
