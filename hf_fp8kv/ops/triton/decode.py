@@ -70,28 +70,29 @@ def launch_attention(
     tensors, constants, query = args.tensors, args.constants, args.tensors.query
     batch, q_heads, tokens, _ = query.shape
     dim, device = constants.out.dim, query.device
-    programs = constants.heads * cdiv(args.workload.rows, config.rows)
-    partial: torch.Tensor | None = None
-    parts = batch
+    heads, blocks = constants.heads, cdiv(args.workload.rows, config.rows)
+    partial, parts = None, batch
+    grid: tuple[int, ...] = (heads * batch * blocks,)
     if split and plan is None:
-        resident = programs_of(args, config)
-        rows = plan_rows(device, batch, programs, programs=resident)
+        programs = programs_of(args, config)
+        rows = plan_rows(device, batch, heads * blocks, programs=programs)
         plan = allocate((rows, 4), torch.int32, device)
-        make_plan(plan, tensors.lengths, tokens, args.window, args.start, programs, resident)
+        make_plan(plan, tensors.lengths, tokens, args.window, args.start, heads * blocks, programs)
     out = allocate((batch, tokens, q_heads, dim), query.dtype, device)
     if split and plan is not None:
         parts = max_parts(plan, batch)
+        grid = (heads, parts, blocks)
         # Partial sums, followed by m_i and l_i of each part.
         rows = parts * q_heads * tokens if parts > batch else 0
         partial = allocate((rows * (dim + 2),), torch.float32, device)
     launch(
-        _attend, (programs, parts), tensors, plan, out, partial, tokens, args.start, args.stop,
+        _attend, grid, tensors, plan, out, partial, batch, tokens, args.start, args.stop,
         args.window, args.factors, args.query_strides, *args.strides, **args.options(config),
     )  # fmt: skip
     if parts > batch:
         values = tensors.k if constants.latent else tensors.v
         launch(
-            _combine, (args.workload.rows, constants.heads, batch), plan, partial, tensors.sinks,
+            _combine, (args.workload.rows, heads, batch), plan, partial, tensors.sinks,
             values.static_scale, out, tokens, parts, args.factors.out, SHAPE=constants,
             MERGED=MERGED, num_warps=max(1, constants.out.width // MERGED_CHANNELS),
         )  # fmt: skip
@@ -108,19 +109,22 @@ def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t", "bias_b", "bias_h",
-        "bias_t",
-    ]
+        "batch", "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t", "bias_b",
+        "bias_h", "bias_t",
+    ],
+    # Prompts vary in length. A single token is a constant.
+    do_not_specialize_on_alignment=["tokens"],
 )  # fmt: skip
 def _attend(
-    tensors, plan_ptr, out_ptr, partial_ptr, tokens, start, stop, window, factors, query_strides,
-    table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
+    tensors, plan_ptr, out_ptr, partial_ptr, batch, tokens, start, stop, window, factors,
+    query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t, CALL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over a sequence, or over one part of it.
 
     A sequence with a single part gets its output. Each part of a split sequence writes partial
-    sums. The first axis of the grid is KV heads (fastest) and blocks of query rows. The second
-    axis, which is limited to 65535, is parts, or sequences without a plan.
+    sums. The grid is KV heads, parts, and blocks of query rows. Without a plan it has one axis,
+    because the second and third axes are limited to 65535: KV heads (fastest), sequences, and
+    blocks of query rows in reverse order.
 
     Args:
         tensors: Pointers, see `AttentionTensors`.
@@ -129,7 +133,7 @@ def _attend(
         out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
         partial_ptr: Partial sums by slot, `[max_parts, Hkv, rows, out_dim]`, followed by their m_i
             and l_i, `[max_parts, Hkv, rows, 2]`, float32.
-        tokens: T.
+        batch, tokens: B and T.
         start, stop, window: As in `ops.attend`.
         factors: See `Factors`.
         query_strides, mask_b, ..., bias_t: Strides of batch, head and token.
@@ -138,23 +142,24 @@ def _attend(
     """
     SWAPPED: tl.constexpr = CALL.config.swapped
     HEADS: tl.constexpr = CALL.heads
-    block_and_h = tl.program_id(0)
-    b = tl.program_id(1)
+    h = tl.program_id(0)
     if plan_ptr is None:
+        b = h // HEADS % batch
         # The last rows attend to the most tokens, so they start first.
-        block_and_h = tl.num_programs(0) - 1 - block_and_h
+        blocks = tl.cdiv(CALL.groups * tokens, CALL.config.rows)
+        block = blocks - 1 - h // HEADS // batch
+        h = h % HEADS
         low = 0
         high = stop
     else:
-        part_ptr = plan_ptr + b * 4
+        block = tl.program_id(2)
+        part_ptr = plan_ptr + tl.program_id(1) * 4
         b = tl.load(part_ptr)
         if b < 0:
             return
         low = tl.load(part_ptr + 1)
         high = tl.minimum(tl.load(part_ptr + 2), stop)
         slot = tl.load(part_ptr + 3)
-    h = block_and_h % HEADS
-    block = block_and_h // HEADS
     length = tl.load(tensors.lengths + b)
     rows = find_rows(b, h, block, tokens, length, CALL)
     strides = Strides(query_strides, table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t))
