@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import BackendError
 from ...formats import AUTO, MIN_SCALE
-from ..pages import AttentionSpec, Pages, StoredSide
+from ..pages import AttentionSpec, Pages
 from ..reference import raise_overrun
 from ..torch import backend as torch_backend
 from . import build, prompts
@@ -83,20 +83,13 @@ def _first_process() -> int:
 
 def _plain(pages: Pages) -> Pages:
     """Return the same pages, with contiguous scales, center and block table."""
-    k, v, rows = _plain_side(pages.k), _plain_side(pages.v), no_gaps(pages.table)
-    if k is pages.k and v is pages.v and rows is pages.table:
+    k, v, table = pages.k, pages.v, no_gaps(pages.table)
+    tensors = k.static_scale, k.center, v.static_scale
+    if table is pages.table and all(x is None or x.is_contiguous() for x in tensors):
         return pages
-    return pages._replace(k=k, v=v, table=rows)
-
-
-def _plain_side(side: StoredSide) -> StoredSide:
-    scale, center = side.static_scale, side.center
-    if (scale is None or scale.is_contiguous()) and (center is None or center.is_contiguous()):
-        return side
-    return side._replace(
-        static_scale=None if scale is None else scale.contiguous(),
-        center=None if center is None else center.contiguous(),
-    )
+    k_scale, center, v_scale = (None if x is None else x.contiguous() for x in tensors)
+    k = k._replace(static_scale=k_scale, center=center)
+    return pages._replace(k=k, v=v._replace(static_scale=v_scale), table=table)
 
 
 def _threads(values: int) -> int:

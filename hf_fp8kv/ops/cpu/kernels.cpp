@@ -110,7 +110,8 @@ struct Stored {
   int64_t rotation;
 };
 
-struct Decoding {
+// Keys or values to read, and their format.
+struct Side : Stored {
   const float* numbers;  // of the 256 codes
   int64_t shift, mask, nan_mask, nan_code;
   double factor;
@@ -220,8 +221,8 @@ struct ReadCodes {  // codes without NaN and infinity; the result lacks a factor
   static constexpr int64_t WIDTH = 1;
   __m128i shift;
   __m256i mask;
-  explicit ReadCodes(const Decoding& d)
-      : shift(_mm_cvtsi64_si128(d.shift)), mask(_mm256_set1_epi16((short)d.mask)) {}
+  explicit ReadCodes(const Side& s)
+      : shift(_mm_cvtsi64_si128(s.shift)), mask(_mm256_set1_epi16((short)s.mask)) {}
   inline Sixteen operator()(const char* p) const {
     __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
     return from_halves(_mm256_and_si256(_mm256_sll_epi16(wide, shift), mask));
@@ -236,8 +237,8 @@ struct ReadCodes {  // codes without NaN and infinity; the result lacks a factor
 struct ReadIntegers {
   __m512i fraction, ones, powers;
   mutable __m512i least = _mm512_setzero_si512();
-  explicit ReadIntegers(const Decoding& d) {
-    const int bits = 10 - (int)d.shift;
+  explicit ReadIntegers(const Side& s) {
+    const int bits = 10 - (int)s.shift;
     alignas(16) int8_t one[16], power[16];  // by the sign and the three bits after it
     for (int i = 0; i < 16; i++) {
       const int exponent = (i & 7) >> (bits - 4), size = exponent ? 1 << (exponent - 1) : 1;
@@ -502,23 +503,23 @@ void multiply(
   }
 }
 
-// Call `use` with a reader of stored values. `clean` means that no code is NaN or infinity.
+// Call `use` with a reader of values of a kind. `clean` means that no code is NaN or infinity.
 template <class Use>
-void with_reader(int64_t kind, const Decoding& code, [[maybe_unused]] bool clean, const Use& use) {
+void with_reader(int64_t kind, const Side& side, [[maybe_unused]] bool clean, const Use& use) {
   switch (kind) {
     case F32: return use(ReadFloats{});
     case BF16: return use(ReadBrains{});
     case F16: return use(ReadHalves{});
   }
 #ifdef __AVX2__
-  if (clean) return use(ReadCodes(code));
+  if (clean) return use(ReadCodes(side));
 #endif
-  use(ReadTable{code.numbers});
+  use(ReadTable{side.numbers});
 }
 
 // Return whether some code may be NaN or infinity.
-bool has_special(const char* p, int64_t count, const Decoding& code) {
-  const uint8_t mask = (uint8_t)code.nan_mask, special = (uint8_t)code.nan_code;
+bool has_special(const char* p, int64_t count, const Side& side) {
+  const uint8_t mask = (uint8_t)side.nan_mask, special = (uint8_t)side.nan_code;
   uint8_t found = 0;
   for (int64_t i = 0; i < count; i++) found |= (uint8_t)(p[i] & mask) == special;
   return found;
@@ -628,7 +629,9 @@ void for_units(int64_t units, int64_t threads, const Make& make) {
 
 // ---- write --------------------------------------------------------------------------------------
 
-struct Encoding {
+// New keys or values, and the format that they are encoded to.
+struct NewSide : Stored {
+  Strided in;
   int64_t drop, rebias, min_normal, step, max_code, nan_code, signs, unit;
   double max;
 };
@@ -637,12 +640,7 @@ struct Write {
   int64_t batch, heads, tokens;
   double min_scale;
   Table table;
-  Stored k;
-  Strided k_in;
-  Encoding k_code;
-  Stored v;
-  Strided v_in;
-  Encoding v_code;
+  NewSide k, v;
 };
 
 constexpr int64_t BLOCK = 64;  // tokens per unit of work
@@ -655,16 +653,14 @@ const struct Octave {
   }
 } OCTAVE;
 
-// Encode `count` values as `codec.encode`, lane by lane.
-void encode(
-    const float* x, const float* inverse, int64_t step, int64_t count, const Encoding& c,
-    uint8_t* to) {
+// Encode a vector as `codec.encode`, lane by lane.
+void encode(const float* x, const float* inverse, bool by_channel, const NewSide& c, uint8_t* to) {
   typedef uint8_t Bytes __attribute__((vector_size(LANES)));
   const Ints one = Ints{} + 1, step_bits = Ints{} + (int32_t)c.step,
              nan = Ints{} + (int32_t)c.nan_code;
   const int drop = (int)c.drop;
-  for (int64_t i = 0; i < count; i += LANES) {
-    Floats value = load<Floats>(x + i) * (step ? load<Floats>(inverse + i) : splat(*inverse));
+  for (int64_t i = 0; i < c.dim; i += LANES) {
+    Floats value = load<Floats>(x + i) * (by_channel ? load<Floats>(inverse + i) : splat(*inverse));
     Ints raw = (Ints)value, magnitude = raw & 0x7FFFFFFF;
     Ints odd = magnitude >> drop & 1;
     Ints normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - (int32_t)c.rebias;
@@ -692,7 +688,7 @@ uint32_t dynamic_scale(uint32_t magnitude, float most, float least) {
 // Scales are at least 2^-100, and values times their reciprocal are below 2^16. The unit of the
 // errors, a power of two, can therefore be a factor of the reciprocal without changing any bit.
 // Each lane tries one scale.
-uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Encoding& c) {
+uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
   typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
   constexpr int VECTORS = SCALES / LANES;
   const uint32_t start_bits = first << 16, unit_bits = (uint32_t)(127 + c.unit) << 23;
@@ -708,9 +704,9 @@ uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Enco
   }
   // A lane can sum the squares of 64 errors in float32 exactly: an error is at most 2^9, so the sum
   // is at most 2^24.
-  for (int64_t begin = 0; begin < dim; begin += 64) {
+  for (int64_t begin = 0; begin < c.dim; begin += 64) {
     Floats sums[VECTORS] = {};
-    const int64_t end = begin + 64 < dim ? begin + 64 : dim;
+    const int64_t end = begin + 64 < c.dim ? begin + 64 : c.dim;
     for (int64_t i = begin; i < end; i++) {
       UNROLL
       for (int v = 0; v < VECTORS; v++) {
@@ -744,28 +740,28 @@ uint32_t search_scale(const float* line, int64_t dim, uint32_t first, const Enco
 // Write the codes of one vector `x` to `codes`, and its dynamic scale, if any, to `dynamic`. `line`
 // is temporary memory for two vectors and 2 * STEP values.
 void encode_vector(
-    const Write& c, const Stored& side, const Encoding& code, const char* x, int64_t kind,
-    const float* center, int64_t head, char* dynamic, bool searches, float* line, uint8_t* codes) {
-  read_numbers(x, kind, side.dim, line);
+    const NewSide& side, float min_scale, const char* x, const float* center, int64_t head,
+    char* dynamic, bool searches, float* line, uint8_t* codes) {
+  read_numbers(x, side.in.kind, side.dim, line);
   if (center)
     for (int64_t i = 0; i < side.dim; i++) line[i] -= center[i];
   if (side.rotation) rotate(line, side.dim, side.rotation);
   if (side.static_scale) {
     float* inverses = line + side.dim + STEP;
     for (int64_t i = 0; i < side.dim; i++) inverses[i] = 1 / side.static_scale[head * side.dim + i];
-    return encode(line, inverses, 1, side.dim, code, codes);
+    return encode(line, inverses, true, side, codes);
   }
   uint32_t magnitude = 0;
   for (int64_t i = 0; i < side.dim; i++) {
     uint32_t raw = load<uint32_t>(line + i) & 0x7FFFFFFF;
     magnitude = raw > magnitude ? raw : magnitude;
   }
-  uint32_t scale = dynamic_scale(magnitude, (float)code.max, (float)c.min_scale);
-  if (searches && magnitude < INFINITE) scale = search_scale(line, side.dim, scale, code);
+  uint32_t scale = dynamic_scale(magnitude, (float)side.max, min_scale);
+  if (searches && magnitude < INFINITE) scale = search_scale(line, scale, side);
   const uint16_t stored = (uint16_t)scale;
   std::memcpy(dynamic, &stored, 2);
   const float inverse = 1 / scale_of((const char*)&stored);
-  encode(line, &inverse, 0, side.dim, code, codes);
+  encode(line, &inverse, false, side, codes);
 }
 
 bool has_pages(const Write& c) {
@@ -780,32 +776,28 @@ bool has_pages(const Write& c) {
   return true;
 }
 
-void write_token(
-    const Write& c, int64_t sequence, int64_t head, int64_t token, float* line, uint8_t* codes) {
+// Store the keys of one token and head, or the values, whose channels are `slots` apart.
+void write_vector(
+    const Write& c, bool is_value, int64_t sequence, int64_t head, int64_t token, float* line,
+    uint8_t* codes) {
+  const NewSide& side = is_value ? c.v : c.k;
   const int64_t position = c.table.lengths[sequence] - c.tokens + token;
   const int64_t slots = c.table.slots, slot = position % slots, place = head * slots + slot;
+  const int64_t width = width_of(side.kind);
   char* page = const_cast<char*>(c.table.page_of(sequence, position));
-  const char* x = c.k_in.data + sequence * c.k_in.b + head * c.k_in.h + token * c.k_in.t;
-  char* to = page + c.k.codes + place * c.k.dim * width_of(c.k.kind);
-  if (c.k.kind != CODES) {
-    std::memcpy(to, x, c.k.dim * width_of(c.k.kind));
-  } else {
-    const float* center = c.k.center ? c.k.center + (sequence * c.heads + head) * c.k.dim : nullptr;
+  const char* x = side.in.data + sequence * side.in.b + head * side.in.h + token * side.in.t;
+  if (side.kind == CODES) {
+    const int64_t pair = sequence * c.heads + head;
     encode_vector(
-        c, c.k, c.k_code, x, c.k_in.kind, center, head, page + c.k.token_scales + 4 * place, true,
-        line, codes);
-    std::memcpy(to, codes, c.k.dim);
-  }
-  const int64_t width = width_of(c.v.kind);
-  x = c.v_in.data + sequence * c.v_in.b + head * c.v_in.h + token * c.v_in.t;
-  to = page + c.v.codes + (head * c.v.dim * slots + slot) * width;
-  if (c.v.kind == CODES) {
-    encode_vector(
-        c, c.v, c.v_code, x, c.v_in.kind, nullptr, head, page + c.v.token_scales + 4 * place, false,
-        line, codes);
+        side, (float)c.min_scale, x, side.center ? side.center + pair * side.dim : nullptr, head,
+        page + side.token_scales + 4 * place, !is_value, line, codes);
     x = (const char*)codes;
   }
-  for (int64_t i = 0; i < c.v.dim; i++) std::memcpy(to + i * slots * width, x + i * width, width);
+  char* to = page + side.codes;
+  if (!is_value) std::memcpy(to + place * side.dim * width, x, side.dim * width);
+  to += (head * side.dim * slots + slot) * width;
+  for (int64_t i = 0; is_value && i < side.dim; i++)
+    std::memcpy(to + i * slots * width, x + i * width, width);
 }
 
 // ---- gather -------------------------------------------------------------------------------------
@@ -813,8 +805,7 @@ void write_token(
 struct Gather {
   int64_t batch, heads, first_head, start, stop, ragged, transposed;
   Table table;
-  Stored side;
-  Decoding code;
+  Side side;
   char* out;
   int64_t out_kind;
 };
@@ -822,17 +813,18 @@ struct Gather {
 // Decode `count` positions of a page from `slot` on into lines, `stride` values apart. V is stored
 // transposed, and `column` is temporary memory for one of its channels.
 void decode_part(
-    const Stored& s, const Decoding& code, const char* page, int64_t slots, int64_t head,
-    int64_t slot, int64_t count, bool transposed, float* lines, int64_t stride, float* column) {
-  const int64_t width = width_of(s.kind);
-  const char* codes = page + s.codes + head * slots * s.dim * width;
-  const bool clean = s.kind == CODES && !has_special(codes, slots * s.dim, code);
-  with_reader(s.kind, code, clean, [&](const auto& read) {
+    const Side& s, const char* page, int64_t slots, int64_t head, int64_t slot, int64_t count,
+    bool transposed, float* lines, int64_t stride, float* column) {
+  const int64_t width = width_of(s.kind), dim = s.dim;
+  const char* codes = page + s.codes + head * slots * dim * width;
+  const bool clean = s.kind == CODES && !has_special(codes, slots * dim, s);
+  // Copies: captured references are loaded again after each store.
+  with_reader(s.kind, s, clean, [=](const auto& read) {
     if (!transposed)
       for (int64_t t = 0; t < count; t++)
-        decode_line(read, codes + (slot + t) * s.dim * width, s.dim, lines + t * stride);
+        decode_line(read, codes + (slot + t) * dim * width, dim, lines + t * stride);
     else
-      for (int64_t d = 0; d < s.dim; d++) {
+      for (int64_t d = 0; d < dim; d++) {
         decode_line(read, codes + (d * slots + slot) * width, count, column);
         for (int64_t t = 0; t < count; t++) lines[t * stride + d] = column[t];
       }
@@ -842,15 +834,14 @@ void decode_part(
 // Gather positions `begin` to `end - 1` of one head, all in one page. `square` is temporary memory.
 void gather_part(
     const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* square) {
-  const Stored& s = c.side;
+  const Side& s = c.side;
   const int64_t slots = c.table.slots, slot = begin % slots, count = end - begin;
   const int64_t stored_head = head + c.first_head, first = stored_head * slots;
   const char* page = c.table.page_of(sequence, begin);
   const int64_t room = padded(s.dim);
   float* lines = square;  // [count, room]
   decode_part(
-      s, c.code, page, slots, stored_head, slot, count, c.transposed, lines, room,
-      square + BLOCK * room);
+      s, page, slots, stored_head, slot, count, c.transposed, lines, room, square + BLOCK * room);
   const float* scale = s.static_scale ? s.static_scale + stored_head * s.dim : nullptr;
   const float* center = s.center ? s.center + (sequence * c.heads + head) * s.dim : nullptr;
   for (int64_t t = 0; t < count; t++) {
@@ -860,7 +851,7 @@ void gather_part(
     if (c.ragged && begin + t >= c.table.lengths[sequence]) {
       std::memset(x, 0, 4 * s.dim);
     } else {
-      const float factor = (float)c.code.factor;
+      const float factor = (float)s.factor;
       if (s.kind == CODES)
         for (int64_t d = 0; d < s.dim; d++) x[d] = x[d] * factor * (scale ? scale[d] : dynamic);
       if (s.rotation) rotate(x, s.dim, s.rotation);
@@ -878,13 +869,9 @@ struct Attend {
   int64_t batch, q_heads, heads, tokens, start, stop, causal, window;
   double scaling, softcap;
   Table table;
-  Stored k;
-  Decoding k_code;
-  Stored v;
-  Decoding v_code;
+  Side k, v;
   int64_t latent;
-  Stored p;
-  Decoding p_code;  // their positional parts, if K holds latents
+  Side p;  // their positional parts, if K holds latents
   Strided q;
   const float* sinks;
   Strided mask, bias;
@@ -898,9 +885,9 @@ struct Attend {
 // Return whether the products of a side are sums of integers: its codes are integers of at most 11
 // bits. Rounding a row to 16 bits is only exact enough for 16-bit models. The page size has no
 // effect, because deterministic models have the same bits with pages of any size.
-bool is_whole(const Attend& c, const Stored& side, const Decoding& code) {
+bool is_whole(const Attend& c, const Side& side) {
 #ifdef __AVX512BW__
-  return c.q.kind != F32 && side.kind == CODES && code.shift <= 6 && !c.latent;
+  return c.q.kind != F32 && side.kind == CODES && side.shift <= 6 && !c.latent;
 #else
   return false;
 #endif
@@ -909,7 +896,7 @@ bool is_whole(const Attend& c, const Stored& side, const Decoding& code) {
 // Round a row of `count` values to integers of 16 bits, in the order of ReadIntegers. Return the
 // factor of its products with codes. Sums of products fit 32 bits. Values after the row are zero up
 // to a multiple of 64.
-float round_row(const float* x, int64_t count, const Decoding& code, float* to) {
+float round_row(const float* x, int64_t count, const Side& side, float* to) {
 #ifdef __AVX512BW__
   __m512i most = _mm512_setzero_si512();  // positive floats and their bits have the same order
   __m512 total = _mm512_setzero_ps();
@@ -919,7 +906,7 @@ float round_row(const float* x, int64_t count, const Decoding& code, float* to) 
     total += size;
   }
   const int32_t raw = _mm512_reduce_max_epi32(most);
-  const int bits = 10 - (int)code.shift, exponents = 7 >> (bits - 4);
+  const int bits = 10 - (int)side.shift, exponents = 7 >> (bits - 4);
   const auto largest_code = (float)(((2 << bits) - 1) << (exponents ? exponents - 1 : 0));
   // Rounding adds less than 1024 to a sum, and no scale may depend on `count`.
   const float by_size = load<float>(&raw) / 32767;
@@ -938,7 +925,7 @@ float round_row(const float* x, int64_t count, const Decoding& code, float* to) 
     _mm512_storeu_si512((char*)to + 2 * i, _mm512_shuffle_i64x2(a, b, 0x44));
     _mm512_storeu_si512((char*)to + 2 * i + 64, _mm512_shuffle_i64x2(a, b, 0xEE));
   }
-  return scale * std::exp2((float)code.shift - 24);
+  return scale * std::exp2((float)side.shift - 24);
 #else
   return 0;
 #endif
@@ -968,8 +955,8 @@ struct Scratch {
     const int64_t pages = TILE / c.table.slots + 2, tile = TILE + STEP * pages;  // at most
     parts.resize(pages), segments.resize(pages), decoded.resize(pages);
     q_stride = k + padded(c.latent ? c.p.dim : 0);
-    k_whole = is_whole(c, c.k, c.k_code) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
-    v_whole = is_whole(c, c.v, c.v_code);
+    k_whole = is_whole(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
+    v_whole = is_whole(c, c.v);
     whole_stride = k / 2;
     const int64_t of_latents = c.latent ? LATENTS * q_stride : 0;
     const std::pair<float**, int64_t> places[] = {
@@ -1004,14 +991,14 @@ Floats tanh(Floats x) {
 // Load a query, multiplied by `scaling` and by the factor and static scale of a side's codes.
 // Return its product with the side's center.
 float load_query(
-    const Attend& c, const char* x, const Stored& side, const Decoding& code, int64_t head,
-    const float* center, float* to) {
+    const Attend& c, const char* x, const Side& side, int64_t head, const float* center,
+    float* to) {
   read_numbers(x, c.q.kind, side.dim, to);
   float product = 0;
   for (int64_t i = 0; i < side.dim; i++) {
     to[i] *= (float)c.scaling;
     if (center) product += to[i] * center[i];
-    if (side.kind == CODES) to[i] *= (float)code.factor;
+    if (side.kind == CODES) to[i] *= (float)side.factor;
   }
   if (side.rotation) rotate(to, side.dim, side.rotation);
   if (side.static_scale)
@@ -1021,16 +1008,14 @@ float load_query(
 
 // Return whether no code in the parts of a side may be NaN or infinity.
 bool are_clean(
-    const Attend& c, const Scratch& s, int64_t parts, const Stored& side, const Decoding& code,
-    int64_t head, bool by_token) {
+    const Attend& c, const Scratch& s, int64_t parts, const Side& side, int64_t head,
+    bool by_token) {
   if (side.kind != CODES) return false;
   for (int64_t i = 0; i < parts; i++) {
     const Part& part = s.parts[i];
     const char* first = part.page + side.codes + head * c.table.slots * side.dim;
-    const bool found = by_token
-                           ? has_special(first + part.slot * side.dim, part.count * side.dim, code)
-                           : has_special(first, c.table.slots * side.dim, code);
-    if (found) return false;
+    if (by_token) first += part.slot * side.dim;
+    if (has_special(first, (by_token ? part.count : c.table.slots) * side.dim, side)) return false;
   }
   return true;
 }
@@ -1050,11 +1035,11 @@ void load_scales(
 // products with NaN are set afterwards.
 template <bool ADDS>
 void multiply_stored(
-    Scratch& s, int64_t kind, const Decoding& code, bool clean, int64_t parts, int64_t lines,
-    int64_t size, const Rows& rows, const uint8_t* seen) {
+    Scratch& s, const Side& side, bool clean, int64_t parts, int64_t lines, int64_t size,
+    const Rows& rows, const uint8_t* seen) {
 #ifdef __AVX512BW__
   if (rows.factors) {
-    const ReadIntegers read(code);
+    const ReadIntegers read(side);
     multiply<ADDS>(read, s.segments.data(), parts, lines, size, rows);
     if (!read.found_nan()) return;
     for (int64_t line = 0; line < lines; line++)
@@ -1062,13 +1047,13 @@ void multiply_stored(
         const Segment& segment = s.segments[i];
         const char* at = segment.at + line * segment.stride;
         for (int64_t j = 0; j < segment.count; j++)
-          if (has_special(at + j, 1, code) && !(seen && !seen[segment.x + j]))
+          if (has_special(at + j, 1, side) && !(seen && !seen[segment.x + j]))
             for (int64_t r = 0; r < size; r++) rows.out[r * rows.out_stride + line] = NAN;
       }
     return;
   }
 #endif
-  with_reader(kind, code, clean, [&](const auto& read) {
+  with_reader(side.kind, side, clean, [&](const auto& read) {
     if (size <= ROWS && !seen)
       return multiply<ADDS>(read, s.segments.data(), parts, lines, size, rows);
     int64_t length = 0;
@@ -1096,7 +1081,7 @@ void multiply_stored(
 
 // Compute the products of queries and a tile of K.
 void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows) {
-  const bool clean = !s.k_whole && are_clean(c, s, parts, c.k, c.k_code, head, true);
+  const bool clean = !s.k_whole && are_clean(c, s, parts, c.k, head, true);
   const int64_t stride = c.k.dim * width_of(c.k.kind);
   for (int64_t i = 0; i < parts; i++) {
     const Part part = s.parts[i];
@@ -1107,7 +1092,7 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int
         prefetch};
     Rows logits{s.q, s.q_stride, s.logits + part.first, LINE};
     if (s.k_whole) logits = {s.whole_q, s.whole_stride, logits.out, LINE, s.q_factors};
-    multiply_stored<false>(s, c.k.kind, c.k_code, clean, 1, part.count, rows, logits, nullptr);
+    multiply_stored<false>(s, c.k, clean, 1, part.count, rows, logits, nullptr);
   }
 }
 
@@ -1115,7 +1100,7 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t parts, int64_t head, int
 void multiply_values(
     const Attend& c, Scratch& s, int64_t parts, int64_t sequence, int64_t next, int64_t head,
     int64_t rows, bool all_seen) {
-  const bool clean = !s.v_whole && are_clean(c, s, parts, c.v, c.v_code, head, false);
+  const bool clean = !s.v_whole && are_clean(c, s, parts, c.v, head, false);
   const int64_t width = width_of(c.v.kind);
   for (int64_t i = 0; i < parts; i++) {
     const Part& part = s.parts[i];
@@ -1130,28 +1115,27 @@ void multiply_values(
     const int64_t count = s.parts[parts - 1].first + s.parts[parts - 1].count;
     for (int64_t row = 0; row < rows; row++)
       s.weight_factors[row] =
-          round_row(s.logits + row * LINE, count, c.v_code, s.whole_weights + row * TILE / 2);
+          round_row(s.logits + row * LINE, count, c.v, s.whole_weights + row * TILE / 2);
     weights = {s.whole_weights, TILE / 2, s.out, weights.out_stride, s.weight_factors};
   }
   const uint8_t* seen = all_seen || clean ? nullptr : s.seen;
-  multiply_stored<true>(s, c.v.kind, c.v_code, clean, parts, c.v.dim, rows, weights, seen);
+  multiply_stored<true>(s, c.v, clean, parts, c.v.dim, rows, weights, seen);
 }
 
 // Compute the products of queries and a tile of latents. Latents and their positional parts are
 // decoded into the same lines, which `multiply_weights` also reads.
 void multiply_latents(
     const Attend& c, Scratch& s, int64_t parts, int64_t head, int64_t rows, int64_t count) {
-  const Stored* sides[] = {&c.k, &c.p};
-  const Decoding* codes[] = {&c.k_code, &c.p_code};
+  const Side* sides[] = {&c.k, &c.p};
   const float* scales[] = {s.k_scales, s.v_scales};
   for (int64_t i = 0; i < parts; i++) {
     const Part& part = s.parts[i];
     for (int side = 0; side < 2; side++) {
-      const Stored& stored = *sides[side];
+      const Side& stored = *sides[side];
       float* lines = s.latents + part.first * s.q_stride + (side ? padded(c.k.dim) : 0);
       decode_part(
-          stored, *codes[side], part.page, c.table.slots, head, part.slot, part.count, side, lines,
-          s.q_stride, s.strip);
+          stored, part.page, c.table.slots, head, part.slot, part.count, side, lines, s.q_stride,
+          s.strip);
       if (stored.token_scales)
         for (int64_t j = 0; j < part.count; j++)
           for (int64_t d = 0; d < stored.dim; d++)
@@ -1355,12 +1339,12 @@ void load_queries(
     const char* x = c.q.data + sequence * c.q.b + (head * groups + row % groups) * c.q.h +
                     (token + row / groups) * c.q.t;
     float* to = s.q + row * s.q_stride;
-    s.offset[row] = load_query(c, x, c.k, c.k_code, head, center, to);
+    s.offset[row] = load_query(c, x, c.k, head, center, to);
     if (s.k_whole)
-      s.q_factors[row] = round_row(to, c.k.dim, c.k_code, s.whole_q + row * s.whole_stride);
+      s.q_factors[row] = round_row(to, c.k.dim, c.k, s.whole_q + row * s.whole_stride);
     if (c.latent) {
       x += c.k.dim * width_of(c.q.kind);
-      load_query(c, x, c.p, c.p_code, head, nullptr, to + padded(c.k.dim));
+      load_query(c, x, c.p, head, nullptr, to + padded(c.k.dim));
     }
   }
 }
@@ -1426,7 +1410,7 @@ void finish_row(const Attend& c, int64_t sequence, int64_t token, int64_t q_head
     total = total * weight + (sink == NOTHING ? 0 : std::exp(sink - most));
   }
   const float inverse = weight / (total != 0 ? total : 1);
-  const float factor = c.v.kind == CODES ? (float)c.v_code.factor : 1;
+  const float factor = c.v.kind == CODES ? (float)c.v.factor : 1;
   for (int64_t d = 0; d < dim; d++) {
     x[d] = x[d] * inverse * factor;
     if (c.v.static_scale) x[d] *= c.v.static_scale[head * dim + d];
@@ -1461,8 +1445,10 @@ EXPORT int write_tokens(const Write* call, int64_t threads) {
       const int64_t begin = unit % blocks * BLOCK,
                     end = begin + BLOCK < c.tokens ? begin + BLOCK : c.tokens;
       for (int64_t token = begin; token < end; token++)
-        write_token(
-            c, unit / blocks / c.heads, unit / blocks % c.heads, token, line.data(), codes.data());
+        for (bool is_value : {false, true})
+          write_vector(
+              c, is_value, unit / blocks / c.heads, unit / blocks % c.heads, token, line.data(),
+              codes.data());
     };
   });
   return 1;
