@@ -96,7 +96,7 @@ def _values_of_codes(name: str) -> tuple[Tensor, float]:
 
 @functools.cache
 def decoding(name: str) -> tuple[float, ...]:
-    """Return the fields of the struct `Side` after those of `Stored`.
+    """Return the fields that the struct `Side` adds to `Stored`.
 
     Shifting and masking the bits of a code gives a float16 (10 bits of mantissa, bias 15) that
     lacks a factor. This does not hold for NaN and infinity, which are the codes that equal
@@ -116,7 +116,7 @@ def decoding(name: str) -> tuple[float, ...]:
 
 @functools.cache
 def encoding(name: str) -> tuple[float, ...]:
-    """Return the last fields of `NewSide`. `unit` is the exponent of `Format.error_unit`."""
+    """Return the fields of a format in `NewSide`. `unit` is the exponent of `error_unit`."""
     if name == AUTO:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
