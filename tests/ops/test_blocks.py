@@ -16,7 +16,7 @@ from hf_fp8kv.ops.page_layout import page_layout
 from tests.helpers.assertions import assert_same
 
 
-def test_whoever_has_the_offsets_keeps_the_blocks():
+def test_offsets_keep_their_blocks_alive():
     blocks = [torch.zeros(2, 64, dtype=torch.uint8) for _ in range(3)]
     gone = [weakref.ref(block.untyped_storage()) for block in blocks]
     offsets = locate_pages(blocks)

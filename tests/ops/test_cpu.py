@@ -150,7 +150,7 @@ def compare(case: test_ops.Case, pages: Pages) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_pages_that_begin_inside_of_a_vector():
+def test_pages_that_begin_inside_a_vector():
     """The last page is not multiplied with weights of other tiles or sequences."""
     hidden = test_ops.Case("", lengths=(281,), page_size=8, padding=260)
     compare(hidden, test_ops.fill(test_ops.poisoned(hidden), hidden))
@@ -160,7 +160,7 @@ def test_pages_that_begin_inside_of_a_vector():
     compare(two, pages)
 
 
-def test_a_prompt_that_sees_positions_from_a_start():
+def test_a_prompt_attends_to_positions_from_a_start():
     """torch's attention, which computes 16-bit prompts, would attend to all positions."""
     pages, query = make(100, dtype=torch.float16), torch.randn(1, 6, 70, DIM).half()
     spec, ends = AttentionSpec(0.2, causal=True), torch.tensor([100], dtype=torch.int32)
@@ -223,7 +223,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
-def test_each_library_is_right(capability, monkeypatch):
+def test_each_library_matches_the_reference(capability, monkeypatch):
     """The libraries for AVX2 and AVX-512 run on any CPU that has them. VNNI is hidden."""
     if capability == "AVX512" and not torch.cpu._is_avx512_supported():
         pytest.skip("the CPU has no AVX-512")

@@ -104,7 +104,7 @@ OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("observer", OBSERVERS)
 @pytest.mark.parametrize("gradients", [False, True])
-def test_observers_see_operations(observer: str, gradients: bool) -> None:
+def test_observers_receive_operations(observer: str, gradients: bool) -> None:
     observe, count = OBSERVERS[observer]
     with torch.set_grad_enabled(gradients):
         got, seen = observe()
@@ -113,7 +113,7 @@ def test_observers_see_operations(observer: str, gradients: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_calls_compare_sizes_as_others_do() -> None:
+def test_compiled_calls_check_sizes() -> None:
     """Growing sizes need one additional graph. Wrong sizes are refused when a graph is made."""
     table = torch.arange(4, dtype=torch.int32)[None]
 
@@ -166,7 +166,7 @@ def test_nothing_is_kept_with_a_plan(gradients: bool) -> None:
         (subprocess.CalledProcessError(1, ["gcc", "main.c"]), BackendError),
         (RuntimeError("CUDA error: an illegal memory access"), RuntimeError),
     ],
-    ids=["no compiler", "no headers", "another error"],
+    ids=["no compiler", "no headers", "a different error"],
 )  # fmt: skip
 def test_a_compiler_that_fails_is_named(raised, expected):
     """Triton builds a launcher in C at the first call of a kernel."""

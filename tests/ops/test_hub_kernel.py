@@ -37,7 +37,7 @@ def run(folder, *command: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_it_imports_torch_and_triton_and_itself_alone(folder):
+def test_the_kernel_imports_only_torch_and_triton(folder):
     allowed = {"torch", "triton", *sys.stdlib_module_names}
     for path in (folder / "torch-ext" / NAME).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -57,7 +57,7 @@ def test_it_imports_torch_and_triton_and_itself_alone(folder):
     version("triton").startswith("3.9."),
     reason="in the interpreter of Triton 3.9 a comparison of scalars cannot mask a block",
 )
-def test_its_own_tests_pass(folder):
+def test_the_tests_of_the_kernel_pass(folder):
     run(folder, "-m", "pytest", "-q", "-k", "1-fp8_e3m4 or 5-int8", "tests")
 
 

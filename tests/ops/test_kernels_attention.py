@@ -300,7 +300,7 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
 # Grid: few sequences must be split, many need no split, and ragged ones need an order.
 @pytest.mark.parametrize("heads", [1, 8, 32])
 @pytest.mark.skipif(not INTERPRETED, reason="the model has the SMs of an H200")
-def test_plans_take_hardly_longer_than_the_best(heads):
+def test_plans_take_little_longer_than_the_best(heads):
     """A plan reaches 95 % of the bandwidth, or of the best even split if no plan can reach that."""
     # The interpreter takes a second to plan for the largest batch, so that batch has one case.
     largest = [(64, 32768)] if heads == 8 else []
@@ -343,7 +343,7 @@ def kernels(recorded: Recorded) -> list[str]:
     return [launched.kernel.__name__ for launched in recorded.launches]
 
 
-def test_nothing_is_merged_where_no_sequence_is_split():
+def test_nothing_is_merged_if_no_sequence_is_split():
     started = []
     pages = poisoned(Case("one", lengths=(64, 64), page_size=64))
     query = torch.zeros(2, 4, 1, 32, dtype=torch.bfloat16)
@@ -371,7 +371,7 @@ SPLITS = [
 # Without poison, an output that no program writes may lie in the memory of an earlier equal output.
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize(("sm_count", "rotated", "swapped"), SPLITS)
-def test_any_split_gives_the_same_answer(sm_count, rotated, swapped):
+def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
     case = SPLIT
     if rotated:
         # Blocks of 32 and of 16 channels, next to the padding of a head.
@@ -392,7 +392,7 @@ def test_any_split_gives_the_same_answer(sm_count, rotated, swapped):
             assert_same(again, found)
 
 
-def test_a_plan_for_other_lengths_is_as_right():
+def test_a_plan_for_other_lengths_is_correct():
     """For example after a crop: the plan was made for more or fewer tokens, or for a window."""
     case = Case("stale", lengths=(900, 60), page_size=64)
     pages, query, kwargs, expected = prepared(case)
@@ -434,7 +434,7 @@ _CONFIGURED: list[tuple[Case, str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("case", "kernel", "sm_count", "config"), _CONFIGURED, ids=str)
-def test_any_launch_gives_the_same_answer(case, kernel, sm_count, config):
+def test_any_launch_parameters_give_the_same_result(case, kernel, sm_count, config):
     pages, query, kwargs, expected = prepared(case)
     with assuming(dataclasses.replace(target_of(DEVICE), sm_count=sm_count, parameters=config)):
         assert errors(run(kernel, case, pages, query, **kwargs), expected).max() <= bound(case)
@@ -480,8 +480,8 @@ def test_deterministic_attention_depends_on_nothing_else(case):
     check_apart(case, "triton")
 
 
-def test_tiny_and_huge_scales_keep_their_weight():
-    """Weights in float16 vanish neither next to a V of zeros nor with a scale of 1e-9."""
+def test_tiny_and_huge_scales_keep_their_effect():
+    """Weights in float16 do not vanish next to a V of zeros or with a scale of 1e-9."""
     for magnitude in (1e-9, 1.0, 1e6):
         case = Case("scales", lengths=(300,), dtype=torch.bfloat16, page_size=64)
         pages = poisoned(case)
@@ -514,7 +514,7 @@ def test_many_zeros_before_the_first_value():
             assert errors(found, expected).max() <= bound(case)
 
 
-def test_a_row_that_is_all_lowest_numbers_is_a_mean():
+def test_a_row_with_only_lowest_biases_is_a_mean():
     """Additive masks give padding the lowest value. Only rows of -inf attend to nothing."""
     case = Case("lowest", lengths=(150,), tokens=3)
     pages, query, kwargs = prepare(case)
@@ -529,7 +529,7 @@ def test_a_row_that_is_all_lowest_numbers_is_a_mean():
             assert errors(found, expected).max() <= bound(case)
 
 
-def test_a_sink_of_nothing_for_a_row_that_sees_nothing():
+def test_an_infinite_negative_sink_without_visible_tokens():
     case = Case("nothing", lengths=(40, 3), tokens=5, sinks=True)
     pages, query, kwargs = prepare(case)
     kwargs["sinks"] = torch.full_like(kwargs["sinks"], -math.inf)
@@ -543,7 +543,7 @@ def test_a_sink_of_nothing_for_a_row_that_sees_nothing():
     ("kernel", "tokens", "config"),
     [("decode", 60, {"tile": 16}), ("extend", 128, {"tile": 32, "rows": 128})],
 )
-def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
+def test_a_split_that_ends_before_the_window_of_every_row(kernel, tokens, config):
     """A call has a complete mask in addition to a window, as in static sliding layers."""
     case = Case("window", lengths=(600,), tokens=tokens, page_size=64, heads=1, q_heads=1)
     pages, query, kwargs = prepare(case)
@@ -555,7 +555,7 @@ def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
     assert errors(found, expected).max() <= bound(case)
 
 
-def test_the_length_of_a_chunk_is_no_constant():
+def test_the_length_of_a_chunk_is_not_a_constant():
     """Otherwise each prompt would wait for a compiler."""
     launched: dict[str, set[str]] = {}
 

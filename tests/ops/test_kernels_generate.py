@@ -60,7 +60,7 @@ _CENTERS = {"scales": 0.05, "plan": "fp8 centered"}
     ],
     ids=str,
 )  # fmt: skip
-def test_tokens_of_other_architectures(name, cache):
+def test_tokens_of_several_architectures(name, cache):
     model, inputs = setting(name)
     expected = tokens(model, inputs, "torch", cache)
     assert_same(tokens(model, inputs, "triton", cache), expected)
@@ -186,8 +186,8 @@ LEFT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_tokens_left_to_an_attention_that_does_not_come(name, tmp_path):
-    """They are stored before other code reads the pages or changes their owner."""
+def test_tokens_are_stored_without_an_attention_call(name, tmp_path):
+    """Tokens are stored before other code reads the pages or changes their owner."""
     config = tiny("gqa")[0].config
     found = {}
     for backend in ("torch", "triton"):
@@ -254,7 +254,7 @@ class NoMemory(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_an_attention_that_fails_leaves_its_tokens():
+def test_a_failing_attention_keeps_its_tokens():
     cache = FP8PagedCache(page_size=16, backend="triton", prefill="stored")
     key, value = torch.randn(2, 1, 2, 3, 16, device=DEVICE)
     handles = cache.update(key, value, 0)
@@ -264,7 +264,7 @@ def test_an_attention_that_fails_leaves_its_tokens():
     assert ((_read(cache)[0] - key).abs() < 0.2).all()
 
 
-def test_a_handle_that_is_read_after_its_tokens_are_gone_stores_nothing():
+def test_a_handle_of_removed_tokens_stores_nothing():
     config = tiny("gqa")[0].config
     cache = FP8PagedCache(config, page_size=16, backend="triton", prefill="stored")
     shape = (1, config.num_key_value_heads, 3, config.head_dim)

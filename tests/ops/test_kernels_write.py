@@ -232,7 +232,7 @@ PLACELESS = {
 @pytest.mark.parametrize(
     ("what", "page_size", "tokens"), pairwise(list(PLACELESS), [6, 16], [1, 3, 40])
 )
-def test_tokens_without_a_place_are_not_stored(what, page_size, tokens):
+def test_tokens_without_a_page_or_past_the_limit_are_not_stored(what, page_size, tokens):
     case = Case(
         lengths=(18, 39), tokens=tokens, heads=1, page_size=page_size, k_dim=8, v_dim=8,
         **PLACELESS[what],
@@ -243,7 +243,7 @@ def test_tokens_without_a_place_are_not_stored(what, page_size, tokens):
 
 @pytest.mark.parametrize("rows", [special, ties, ordinary], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_of_every_kind(name, rows):
+def test_values_of_every_kind(name, rows):
     """Values are stored as tokens of consecutive tiles, and with a separate program for each."""
     x = rows(16)
     many = Case(
@@ -270,7 +270,7 @@ def _encode(x, codes, FORMAT: tl.constexpr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_encoder_on_numbers_of_every_binade(name):
+def test_the_encoder_on_values_of_every_binade(name):
     """Encode all upper halves of a float32, with lower halves at which rounding changes."""
     upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
     lower = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
@@ -319,7 +319,7 @@ def test_gathering_every_byte(case):
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_gathering_behind_a_window(side):
+def test_gathering_after_freed_pages(side):
     """Freed pages are read as page 0, which callers mask."""
     case = Case(lengths=(40, 50), released=1, k_dim=24, v_dim=40)
     pages = pages_of(case)

@@ -619,7 +619,7 @@ WRITES = [
 
 
 @in_layouts(WRITES)
-def test_written_bytes_are_the_reference_s(case, backend, layout):
+def test_written_bytes_equal_the_reference(case, backend, layout):
     case = dataclasses.replace(case, lengths=(150, 90))
     other = poisoned(case)
     pages = LAYOUTS[layout](copy(other))
@@ -638,7 +638,7 @@ def test_written_bytes_are_the_reference_s(case, backend, layout):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", NAMES)
-def test_special_numbers(name, dynamic, backend):
+def test_special_values(name, dynamic, backend):
     case = Case("special", key=name, value=name, dynamic=dynamic, k_dim=5, v_dim=5, lengths=(13,))
     pages = poisoned(case)
     other = copy(pages)
@@ -724,7 +724,7 @@ def test_gather_equals_the_reference_exactly(case, backend, layout):
 
 
 @pytest.mark.parametrize("backend", ops.BACKENDS)
-def test_gather_refuses_other_sides(backend):
+def test_gather_refuses_unknown_sides(backend):
     pages, lengths = poisoned(Case("side", lengths=(5,))), torch.tensor([5], dtype=torch.int32)
     with pytest.raises(ConfigError, match="side: expected 'k' or 'v', got 'x'"):
         ops.gather(pages, lengths, "x", 0, 5, torch.float32, True, backend)
@@ -746,7 +746,7 @@ def test_every_code_is_decoded_exactly(name, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sequence_of_which_nothing_is_visible(backend):
+def test_a_sequence_without_visible_tokens(backend):
     """The sequence begins past its end, in the middle of a tile and of the next tile."""
     for hidden in (9, 130):
         case = Case("hidden", lengths=(hidden, 37), padding=hidden, page_size=64)
@@ -768,7 +768,7 @@ GPUS = {
 @pytest.mark.parametrize(
     ("expected", "name"), [(backend, name) for backend, names in GPUS.items() for name in names]
 )
-def test_gpus_that_the_kernels_are_for(expected, name, monkeypatch, caplog):
+def test_supported_gpus(expected, name, monkeypatch, caplog):
     monkeypatch.setattr(warn_once, "_WARNED", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device = torch.device(name if name in ("mps", "xpu") else "cuda")

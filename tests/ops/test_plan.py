@@ -77,7 +77,7 @@ def test_one_plan_a_step(
         assert {len(x.lengths) for x in made} == {6}
 
 
-def test_what_a_plan_is_made_for(made: list[Made]) -> None:
+def test_a_plan_is_made_for_the_lengths_and_the_window(made: list[Made]) -> None:
     (model, inputs), cache = cache_of("sliding_and_full", prefill="stored")
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     window = model.config.sliding_window
@@ -100,7 +100,7 @@ def test_what_a_plan_is_made_for(made: list[Made]) -> None:
 @pytest.mark.parametrize(
     ("keywords", "expected"), [({}, [2, 4, 2, 4]), (STATIC, [2, 2, 4, 4, 2, 4, 2, 4])], ids=str
 )
-def test_layers_with_other_heads_have_their_own(
+def test_layers_with_different_head_counts_have_separate_plans(
     keywords: Any, expected: list[int], made: list[Made]
 ) -> None:
     _, cache = cache_of(**keywords)
@@ -139,14 +139,14 @@ CHANGES: dict[str, tuple[int, Callable[[FP8PagedCache], Any]]] = {
     "repeat": (4, lambda cache: cache.batch_repeat_interleave(2)),
     "select": (1, lambda cache: cache.batch_select_indices(torch.tensor([1]))),
     "crop": (2, lambda cache: cache.crop(-1)),
-    "another batch of the same length": (4, _crop_and_repeat),
+    "a different batch of the same length": (4, _crop_and_repeat),
 }
 
 
 @pytest.mark.usefixtures("made")
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_step_goes_by_the_plan_of_another(change: str, keywords: dict[str, int]) -> None:
+def test_a_step_does_not_use_an_earlier_plan(change: str, keywords: dict[str, int]) -> None:
     found = []
     for backend in ("reference", "triton"):
         torch.manual_seed(3)
@@ -173,7 +173,7 @@ def test_other_backends_have_no_plans(keywords: dict[str, int]) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.skipif(ops.available_backends()["triton"] is not None, reason="needs Triton")
-def test_layers_that_part_ways_lose_no_token(device: torch.device) -> None:
+def test_layers_with_different_lengths_lose_no_token(device: torch.device) -> None:
     """The layer that makes the plan does not run in a step, or holds different tokens."""
     config = tiny("gqa")[0].config
     caches = [
