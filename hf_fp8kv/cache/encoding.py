@@ -10,7 +10,7 @@ from ..paging.blocks import zeros
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .options import CacheOptions
-from .turns import Turns
+from .rope_rotation import RopeRotation
 
 # Plan of values without channels: some layers with latents have no positional part.
 _NO_CHANNELS = SidePlan(AUTO)
@@ -26,7 +26,7 @@ class Encoding:
         v_scale: Static scale of V, `[Hkv, Dv]`, float32, or None.
         k_center: Center of K, `[B, Hkv, Dk]`, float32, or None.
         whole_heads: Number of KV heads of the whole model, which processes may share, or None.
-        turns: How RoPE turns K with the position, or None.
+        rope: Rotation of K by RoPE, or None.
         first_tokens: Padding of the cache's sequences.
         device: Device on which the layer computes.
     """
@@ -40,10 +40,10 @@ class Encoding:
         options: CacheOptions,
         first_tokens: FirstTokens,
         whole_heads: int | None = None,
-        turns: Turns | None = None,
+        rope: RopeRotation | None = None,
     ) -> None:
         self.index, self.options, self.first_tokens = index, options, first_tokens
-        self.whole_heads, self.turns = whole_heads, turns
+        self.whole_heads, self.rope = whole_heads, rope
         self.plan = options.layer_plan(index)
         self.clear()
 
@@ -80,11 +80,11 @@ class Encoding:
         """Set the center in the first call, or complete it for sequences that only had padding."""
         if not is_first:
             if self.k_center is not None and self.first_tokens.observed is not None:
-                self.set_center(self.first_tokens.complete(self.k_center, key, self.turns))
+                self.set_center(self.first_tokens.complete(self.k_center, key, self.rope))
         elif self._given_center is not None:
             self.set_center(self._given_center.expand(key.shape[0], -1, -1).contiguous())
         elif self.plan.k.centered:
-            self.set_center(self.first_tokens.find_center(key, self.turns))
+            self.set_center(self.first_tokens.find_center(key, self.rope))
 
     def set_center(self, center: torch.Tensor) -> None:
         """Set the center to subtract from K, `[B, Hkv, Dk]`, float32."""
