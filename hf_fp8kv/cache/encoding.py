@@ -107,16 +107,16 @@ class Encoding:
         It is the same object until one of its tensors is replaced.
         """
         blocks, plan, is_compiling = pool.blocks, self.plan, torch.compiler.is_compiling()
-        if not is_compiling and blocks.record is not None:
-            known_plan, known = blocks.record
+        if not is_compiling and blocks.cached_pages is not None:
+            cached_plan, cached = blocks.cached_pages
             if (
-                plan is known_plan
-                and table is known.table
-                and known.k.static_scale is self.k_scale
-                and known.k.center is self.k_center
-                and known.v.static_scale is self.v_scale
+                plan is cached_plan
+                and table is cached.table
+                and cached.k.static_scale is self.k_scale
+                and cached.k.center is self.k_center
+                and cached.v.static_scale is self.v_scale
             ):
-                return known
+                return cached
         v_plan = plan.v if pool.v_dim else _NO_CHANNELS
         pages = Pages(
             StoredSide(self.k_scale, self.k_center, plan.k.format, pool.k_dim, plan.k.rotated),
@@ -125,7 +125,7 @@ class Encoding:
             pool.value_dtype, pool.has_scales,
         )  # fmt: skip
         if not is_compiling:
-            blocks.record = plan, pages
+            blocks.cached_pages = plan, pages
         return pages
 
     def tensors(self) -> list[torch.Tensor]:
