@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.cache.turns import STILL, Turns
+from hf_fp8kv.cache.rope_rotation import RopeRotation
 from hf_fp8kv.card.caches import CONTENDERS, Contender
 from hf_fp8kv.card.measure import summarize
 from hf_fp8kv.card.predictions import read_states, score_text
@@ -120,8 +120,8 @@ def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
 def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> int:
     """Plant outliers in one attention module, and return the number of planted channels."""
     config, layer = model.config.get_text_config(decoder=True), module.layer_idx
-    turns, dim = Turns.of(config)(layer) or STILL, module.head_dim
-    pairs = int(dim * turns.share) // 2
+    rope, dim = RopeRotation.from_config(config)(layer), module.head_dim
+    pairs = int(dim * rope.rotary_fraction) // 2
     if not pairs:
         return 0
     planted = 0
@@ -130,7 +130,7 @@ def _plant(model: PreTrainedModel, module: Any, factor: float, every: int) -> in
     for head in range(layer % min(every, heads), heads, every):
         # The outliers of all layers together have every frequency of RoPE.
         for pair in {(5 + 7 * layer) % pairs, (20 + 3 * layer + head) % pairs}:
-            channels = (2 * pair, 2 * pair + 1) if turns.neighbors else (pair, pair + pairs)
+            channels = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + pairs)
             planted += len(channels)
             for channel in channels:
                 _scale(module.k_proj, head * dim + channel, factor)

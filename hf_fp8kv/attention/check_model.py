@@ -196,8 +196,8 @@ def probe_deterministic(
     options.check_stored("deterministic")
     check_page_size(options.page_size)
     check_deterministic(model, stock)
-    tokens, known = 64, model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(3 * tokens, device=model.device) * 37 + 11).view(3, tokens) % known
+    tokens, vocabulary = 64, model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(3 * tokens, device=model.device) * 37 + 11).view(3, tokens) % vocabulary
 
     def read(rows: int, chunks: list[int]) -> torch.Tensor:
         cache = FP8PagedCache(model.config, prefill="stored")

@@ -97,7 +97,7 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def install(module: Any, like: Tensor | None = None) -> None:
-    """Make a module pass stored latents to "fp8_paged" unexpanded, if its algebra is known.
+    """Make a module pass stored latents to "fp8_paged" unexpanded, if its algebra is absorbed.
 
     `like` is a tensor with the dtype and device of its latents, used if its weights do not
     determine them. None means the weight of its norm.
@@ -210,10 +210,10 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
     Returns:
         None if the forward does more than multiply, or changes between calls.
     """
-    known: _Absorbed | None = vars(module).get(_ABSORBED)
+    absorbed: _Absorbed | None = vars(module).get(_ABSORBED)
     rank = module.kv_lora_rank
     if torch.compiler.is_compiling():
-        if known is None or known.weight is None:
+        if absorbed is None or absorbed.weight is None:
             return None
         with torch.no_grad():
             unit = torch.eye(rank, dtype=like.dtype, device=like.device)
@@ -225,7 +225,7 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
     # Layers with packed weights may not list them as parameters or buffers.
     parts = [projection, *tensors]
     state = _state(projection, tensors, like)
-    if known is None or not known.is_of(state, parts):
+    if absorbed is None or not absorbed.is_of(state, parts):
         weight = None
         if not projection.training:
             with torch.no_grad():
@@ -235,8 +235,8 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
                 weight = projection(torch.eye(rank, device="cpu").to(like)).T.contiguous()
                 if not all(map(_is_close, projection(tries), tries @ weight.T)):
                     weight = None
-        known = vars(module)[_ABSORBED] = _Absorbed(state, parts, weight)
-    return known.weight
+        absorbed = vars(module)[_ABSORBED] = _Absorbed(state, parts, weight)
+    return absorbed.weight
 
 
 class _Absorbed:

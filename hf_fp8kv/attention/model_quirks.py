@@ -28,5 +28,5 @@ def adds_mask(config: Any) -> bool:
 
 def needs_mask(config: Any) -> bool:
     """Return whether a model needs a mask even if causality and a window would suffice."""
-    found = [config_field(config, name) for name in _NEED_MASK]
-    return config_field(config, "model_type") in NEEDS_MASK or any(x is not None for x in found)
+    values = [config_field(config, name) for name in _NEED_MASK]
+    return config_field(config, "model_type") in NEEDS_MASK or any(x is not None for x in values)

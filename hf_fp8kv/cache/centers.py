@@ -1,6 +1,6 @@
 """Centers of K from the first call: the mean of each sequence's last tokens, without padding.
 
-The center leaves out channels that RoPE turns within some thousand positions, see `Turns.steady`.
+`RopeRotation.average` removes channels that RoPE rotates within some thousand positions.
 
 A cache does not receive the padding. If a center depends on it, the request for the next mask
 (`modeling/step.py`) contains `FirstTokens`, and "fp8_paged" passes the padding mask to it. Other
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .turns import Turns
+from .rope_rotation import RopeRotation
 
 # The mean of few tokens is as good as the mean of all (docs/accuracy.md), and cheaper.
 _TOKENS = 32
@@ -96,7 +96,7 @@ class FirstTokens:
             return
         self.observed = _LastTokens.of(tokens, (column - start).where(present, -1), frozen)
 
-    def find_center(self, key: torch.Tensor, turns: Turns | None) -> torch.Tensor:
+    def find_center(self, key: torch.Tensor, rope: RopeRotation | None) -> torch.Tensor:
         """Return the center of new keys `[B, Hkv, T, Dk]`, as `[B, Hkv, Dk]`, float32.
 
         The center is 0 in a channel with a value that is not finite. The first call of each
@@ -108,7 +108,7 @@ class FirstTokens:
         else:
             center = last.mean(key)
         center = center.nan_to_num(0.0, 0.0, 0.0)
-        return center if turns is None else turns.steady(center)
+        return center if rope is None else rope.average(center)
 
     def _find_last(self, key: torch.Tensor) -> _LastTokens | None:
         """Return the last tokens of each sequence, or None without padding."""
@@ -124,7 +124,7 @@ class FirstTokens:
         return observed if observed and (len(observed.index), observed.tokens) == size else None
 
     def complete(
-        self, center: torch.Tensor, key: torch.Tensor, turns: Turns | None
+        self, center: torch.Tensor, key: torch.Tensor, rope: RopeRotation | None
     ) -> torch.Tensor:
         """Return `center`, completed for sequences that only had padding before this call.
 
@@ -135,7 +135,7 @@ class FirstTokens:
         if last is None or last.frozen is None:
             return center
         frozen = last.frozen.to(center.device)[:, None, None] | (center != 0).any((1, 2), True)
-        return center.where(frozen, self.find_center(key, turns))
+        return center.where(frozen, self.find_center(key, rope))
 
     def end_call(self) -> None:
         """Drop data that is no longer needed when all layers have their centers."""

@@ -10,7 +10,7 @@ from ..paging.blocks import zeros
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .options import CacheOptions
-from .turns import Turns
+from .rope_rotation import RopeRotation
 
 # Plan of values without channels: some layers with latents have no positional part.
 _NO_CHANNELS = SidePlan(AUTO)
@@ -26,7 +26,7 @@ class Encoding:
         v_scale: Static scale of V, `[Hkv, Dv]`, float32, or None.
         k_center: Center of K, `[B, Hkv, Dk]`, float32, or None.
         whole_heads: Number of KV heads of the whole model, which processes may share, or None.
-        turns: How RoPE turns K with the position, or None.
+        rope: Rotation of K by RoPE, or None.
         first_tokens: Padding of the cache's sequences.
         device: Device on which the layer computes.
     """
@@ -40,10 +40,10 @@ class Encoding:
         options: CacheOptions,
         first_tokens: FirstTokens,
         whole_heads: int | None = None,
-        turns: Turns | None = None,
+        rope: RopeRotation | None = None,
     ) -> None:
         self.index, self.options, self.first_tokens = index, options, first_tokens
-        self.whole_heads, self.turns = whole_heads, turns
+        self.whole_heads, self.rope = whole_heads, rope
         self.plan = options.layer_plan(index)
         self.clear()
 
@@ -80,11 +80,11 @@ class Encoding:
         """Set the center in the first call, or complete it for sequences that only had padding."""
         if not is_first:
             if self.k_center is not None and self.first_tokens.observed is not None:
-                self.set_center(self.first_tokens.complete(self.k_center, key, self.turns))
+                self.set_center(self.first_tokens.complete(self.k_center, key, self.rope))
         elif self._given_center is not None:
             self.set_center(self._given_center.expand(key.shape[0], -1, -1).contiguous())
         elif self.plan.k.centered:
-            self.set_center(self.first_tokens.find_center(key, self.turns))
+            self.set_center(self.first_tokens.find_center(key, self.rope))
 
     def set_center(self, center: torch.Tensor) -> None:
         """Set the center to subtract from K, `[B, Hkv, Dk]`, float32."""
@@ -107,16 +107,16 @@ class Encoding:
         It is the same object until one of its tensors is replaced.
         """
         blocks, plan, is_compiling = pool.blocks, self.plan, torch.compiler.is_compiling()
-        if not is_compiling and blocks.record is not None:
-            known_plan, known = blocks.record
+        if not is_compiling and blocks.cached_pages is not None:
+            cached_plan, cached = blocks.cached_pages
             if (
-                plan is known_plan
-                and table is known.table
-                and known.k.static_scale is self.k_scale
-                and known.k.center is self.k_center
-                and known.v.static_scale is self.v_scale
+                plan is cached_plan
+                and table is cached.table
+                and cached.k.static_scale is self.k_scale
+                and cached.k.center is self.k_center
+                and cached.v.static_scale is self.v_scale
             ):
-                return known
+                return cached
         v_plan = plan.v if pool.v_dim else _NO_CHANNELS
         pages = Pages(
             StoredSide(self.k_scale, self.k_center, plan.k.format, pool.k_dim, plan.k.rotated),
@@ -125,7 +125,7 @@ class Encoding:
             pool.value_dtype, pool.has_scales,
         )  # fmt: skip
         if not is_compiling:
-            blocks.record = plan, pages
+            blocks.cached_pages = plan, pages
         return pages
 
     def tensors(self) -> list[torch.Tensor]:

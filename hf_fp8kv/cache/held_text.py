@@ -57,13 +57,13 @@ class Text:
         ids = self.ids[:, :width].to(device)
         mask = torch.ones_like(ids, dtype=torch.bool)
         if self.mask is not None:
-            known = self.mask[:, :width].to(device)
-            mask[:, : known.shape[1]] = known != 0
+            part = self.mask[:, :width].to(device)
+            mask[:, : part.shape[1]] = part != 0
         if self.positions is None:
             return ids, mask, ids.new_empty((0, *ids.shape))
-        known = self.positions[..., :width].to(device)
-        following = torch.arange(1, width - known.shape[-1] + 1, device=device)
-        positions = torch.cat([known, known[..., -1:] + following], -1)
+        part = self.positions[..., :width].to(device)
+        following = torch.arange(1, width - part.shape[-1] + 1, device=device)
+        positions = torch.cat([part, part[..., -1:] + following], -1)
         return ids, mask, positions.reshape(-1, *positions.shape[-2:]).expand(-1, len(ids), -1)
 
     def match(self, other: "Text") -> tuple[list[int], int]:

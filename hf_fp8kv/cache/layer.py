@@ -298,8 +298,8 @@ class FP8PagedIndexedLayer(FP8PagedLayer):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Store indexer keys of new tokens, `[B, T, D]`, and return a key for each mask column."""
         indexer: Any = self.store.indexer
-        held = None if torch.compiler.is_compiling() else indexer.indexer_keys
-        if held is not None and held.device != indexer_key_states.device:
+        stored_keys = None if torch.compiler.is_compiling() else indexer.indexer_keys
+        if stored_keys is not None and stored_keys.device != indexer_key_states.device:
             indexer.move(indexer_key_states.device)
         is_first, indexer.is_unused = indexer.is_unused, False
         keys: torch.Tensor = indexer.update_indexer(indexer_key_states)
@@ -324,16 +324,16 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"{tuple(shape)} and {tuple(v_shape)}"
         )
     # K and V may have different dtypes: under autocast RoPE returns K in fp32.
-    known = layer.is_initialized
-    floating = known or (key.is_floating_point() and value.is_floating_point())
+    is_initialized = layer.is_initialized
+    floating = is_initialized or (key.is_floating_point() and value.is_floating_point())
     if not floating or key.device != value.device:
         raise ConfigError(
             "expected keys and values of a floating dtype on one device, got "
             f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
         )
     pool, got = layer.store.pool, (heads, k_dim, v_shape[3], key.dtype, value.dtype)
-    expected = known and (pool.heads, pool.k_dim, pool.v_dim, pool.dtype, pool.v_dtype)
-    if known and got != expected:
+    expected = is_initialized and (pool.heads, pool.k_dim, pool.v_dim, pool.dtype, pool.v_dtype)
+    if is_initialized and got != expected:
         raise ConfigError(
             "expected keys and values like the first call's (heads, key size, value size, "
             f"dtypes) = {expected}, got {got}; a cache belongs to one model: make a new "

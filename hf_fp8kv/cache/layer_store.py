@@ -55,7 +55,7 @@ class LayerStore:
         batch, is_fixed = key.shape[0], self.length.room is not None
         pages = self.length.allocate(batch, self.encoding.device)
         if not self.pool.is_allocated:
-            self.pool.allocate(key, value, pages, in_one=is_fixed)
+            self.pool.allocate(key, value, pages, single_block=is_fixed)
         if is_fixed:
             self.encoding.fix_center(batch, self.pool.heads, self.pool.k_dim)
         self._ready = True

@@ -95,14 +95,14 @@ class CacheOptions:
                 f"plan=hf_fp8kv.choose_plan(model), or call enable(model, dtype={ADAPTIVE!r})"
             )
         chosen = parse_plan(plan)
-        given = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        arguments = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
         if isinstance(scales, KVScales) and scales.plan is not None:
-            _refuse(given | {"plan": plan}, f"the scales ({scales.origin}) say")
+            _refuse(arguments | {"plan": plan}, f"the scales ({scales.origin}) say")
             chosen = scales.plan
         elif chosen is not None:
             if isinstance(chosen, StoragePlan) or isinstance(scales, KVScales):
-                given["scales"] = scales
-            _refuse(given, "the plan says")
+                arguments["scales"] = scales
+            _refuse(arguments, "the plan says")
             if isinstance(chosen, StoragePlan):
                 scales, chosen = chosen, chosen.plan
                 assert chosen is not None

@@ -31,7 +31,7 @@ from .indexers import INDEXED, Indexer
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
-from .turns import Turns
+from .rope_rotation import RopeRotation
 
 # Only these exact classes are replaced by paged layers. Other subclasses store more than K and V.
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -70,7 +70,7 @@ class PagedLayers:
 
     def new_layer(
         self, index: int, window: int | None, pool: PagePool | None = None,
-        turns: Turns | None = None, *, indexed: bool = False,
+        rope: RopeRotation | None = None, *, indexed: bool = False,
     ) -> FP8PagedLayer:  # fmt: skip
         """Create a paged layer, add it to the group of its window, and return it.
 
@@ -78,7 +78,7 @@ class PagedLayers:
             index: Index of the layer in the model.
             window: Size of the sliding window, or None.
             pool: Pages that a fork shares, or None for new pages.
-            turns: How RoPE turns the keys, or None if it is not known.
+            rope: Rotation of the keys by RoPE, or None if it is not known.
             indexed: Whether the layer has an indexer.
         """
         group = self._group(window)
@@ -86,7 +86,7 @@ class PagedLayers:
         if self.config is not None:
             of_queries = (count_heads(self.config, index) or 0) // size
             heads = kv_heads(self.config, index) if size > 1 else None
-        encoding = Encoding(index, self.options, self.first_tokens, heads, turns)
+        encoding = Encoding(index, self.options, self.first_tokens, heads, rope)
         pool = pool or self.options.new_pool(encoding.plan, self.budget, index)
         member = group.add(pool)
         length = (
@@ -146,13 +146,13 @@ class PagedLayers:
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
-        skipped, turns_of = find_layers(skip_layers, config, layers), Turns.of(config)
+        find_rope = RopeRotation.from_config(config)
+        skipped = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             room, reads_keys = self.options.max_cache_len, shares_keys(config, index)
             if index not in skipped and type(layer) in _REPLACED and not reads_keys:
-                indexed = isinstance(layer, INDEXED)
-                turns = turns_of(index)
-                layers[index] = self.new_layer(index, window, turns=turns, indexed=indexed)
+                rope, indexed = find_rope(index), isinstance(layer, INDEXED)
+                layers[index] = self.new_layer(index, window, rope=rope, indexed=indexed)
             elif reads_keys and room is not None:
                 layers[index] = Indexer(room)
             elif type(layer) is StaticSlidingWindowLayer and room is not None:
@@ -201,10 +201,10 @@ class PagedLayers:
         for window, group in self.groups.items():
             twin._group(window).record_past = group.record_past
         for store in self.stores:
-            index, turns = store.encoding.index, store.encoding.turns
+            index, rope = store.encoding.index, store.encoding.rope
             pool = store.pool if groups and store.is_initialized else None
             indexed = store.indexer is not None
-            twin.new_layer(index, store.group.window, pool, turns, indexed=indexed)
+            twin.new_layer(index, store.group.window, pool, rope, indexed=indexed)
         return twin
 
     # -- operations on all layers ------------------------------------------------------------

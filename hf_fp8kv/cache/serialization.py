@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from .indexers import held_by
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .plans import parse_plan
-from .turns import Turns
+from .rope_rotation import RopeRotation
 
 VERSION = 3
 _STOCK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
@@ -39,6 +39,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat
 _MOST_TOKENS, _PLACES = 2**31 - 1, 1 << 21
 # Tensors of an indexer: the batch is axis 0 of the keys, and axis 1 of the positions.
 _INDEXER = ("indexer_keys", "indexer_position_ids")
+_ROPE_FIELDS = ("base", "share", "moving", "mla", "neighbors", "positions")  # names in files
 
 Tensors = dict[str, torch.Tensor]
 Facts = dict[str, Any]
@@ -63,11 +64,11 @@ def pack(paged: PagedLayers) -> tuple[Facts, Tensors]:
         tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(listed.shape).astype(np.int32))
         layers: list[Facts] = []
         for store in members:
-            i, turns, pool = store.encoding.index, store.encoding.turns, store.pool
+            i, rope, pool = store.encoding.index, store.encoding.rope, store.pool
             facts: Facts = {"index": i}
             layers.append(facts)
-            if turns is not None:
-                facts["turns"] = asdict(turns)
+            if rope is not None:
+                facts["turns"] = dict(zip(_ROPE_FIELDS, astuple(rope), strict=True))
             if store.indexer is not None:
                 indexer = held_by(store.indexer)
                 facts["indexer"] = list(indexer)
@@ -173,7 +174,7 @@ def unpack(
                 got = (tensor.ndim, *tensor.shape[axis : axis + 2])
                 _check_same(f"layers.{i}.{name}", (3, batch, length), got)
             indexed = "indexer" in layer
-            kind: Facts = {"window": window, "turns": _read_turns(layer), "indexed": indexed}
+            kind: Facts = {"window": window, "rope": _read_rope(layer), "indexed": indexed}
             contents: Facts = {"length": length, "center": None, "indexer": indexer}
             layers[i] = kind, contents
             if "length" not in layer:
@@ -216,19 +217,20 @@ def _make_table(budget: PageBudget, rows: Ints, first: int) -> BlockTable:
     return table
 
 
-def _read_turns(layer: Facts) -> Turns | None:
-    """Return how a layer's keys turn, or None if the facts do not include it."""
+def _read_rope(layer: Facts) -> RopeRotation | None:
+    """Return the rotation of a layer's keys, or None if the facts do not include it."""
     if "turns" not in layer:
         return None
     facts = dict(layer["turns"])
     if facts["mla"] is not None:
         facts["mla"] = tuple(_check_count("turns: mla", size) for size in facts["mla"])
-    turns = Turns(**facts)
-    kinds = [float, float, float, type(turns.mla), bool, int]
-    _check_same("turns", kinds, [type(x) for x in vars(turns).values()])
-    limits = [turns.base > 0, 0 <= turns.share <= 1, 0 <= turns.moving <= 1, turns.positions >= 0]
-    _check_same("turns: within limits", [True] * 4 + [2], [*limits, len(turns.mla or (0, 0))])
-    return turns
+    rope = RopeRotation(*map(facts.pop, _ROPE_FIELDS))
+    kinds = [float, float, float, type(rope.mla), bool, int]
+    _check_same("turns", kinds, [*map(type, astuple(rope)), *facts])
+    fractions = 0 <= rope.rotary_fraction <= 1, 0 <= rope.rotating_fraction <= 1
+    valid = [rope.theta > 0, *fractions, rope.max_positions >= 0, len(rope.mla or (0, 0))]
+    _check_same("turns: within limits", [True] * 4 + [2], valid)
+    return rope
 
 
 def _check_same(subject: str, expected: object, got: object) -> None:

@@ -30,7 +30,7 @@ from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import ROTATED, TensorDict, make_batches, merge_tensors
 from .queries import Queries
-from .rope import SPREAD, Beyond, Partners
+from .rope import FAR_COUNT, FarPositions, Partners
 from .stages import CalibrationOptions, Job, fold_layers, sample_far, sample_windows
 
 # Maximum relative cost of a larger scale, and number of octaves that are tried.
@@ -103,7 +103,7 @@ def list_candidates(
     near: TensorDict | None,
     far: TensorDict | None,
     *,
-    may_turn: bool,
+    may_rotate: bool,
 ) -> dict[str, list[Candidate]]:
     """Return the candidates of K and V of a layer, by side.
 
@@ -114,17 +114,17 @@ def list_candidates(
             they differ by whether they have a center.
         near: Ranges and sums of a sample of windows, as in `find_centers`.
         far: As `near`, at far positions.
-        may_turn: Whether K may turn at positions that cannot be observed. It then has no center
-            and no rotation.
+        may_rotate: Whether RoPE may rotate K at positions that cannot be observed. K then has no
+            center and no rotation.
     """
     centers, covered = find_centers(ranges, near, far)
     candidates: dict[str, list[Candidate]] = {"k": [], "v": []}
-    for side, plans in _list_plans(index, options, may_turn=may_turn).items():
+    for side, plans in _list_plans(index, options, may_rotate=may_rotate).items():
         for plan in plans:
             # Only centers and plans depend on far positions. Scales for other servers do not.
             seen = covered if plan.centered or options.plan is not None else ranges
-            # Rotated channels are alike, so a head has one scale. If the channels that turn
-            # together are unknown, their ranges do not bound K at far positions.
+            # Rotated channels are alike, so a head has one scale. If the channels that
+            # RoPE rotates together are unknown, their ranges do not bound K at far positions.
             kind, unknown = options.granularity, side == "k" and partners.k is None
             if kind == "channel" and (plan.rotated or unknown):
                 kind = "head"
@@ -136,14 +136,14 @@ def list_candidates(
 
 
 def _list_plans(
-    index: int, options: CalibrationOptions, *, may_turn: bool
+    index: int, options: CalibrationOptions, *, may_rotate: bool
 ) -> dict[str, list[SidePlan]]:
     if isinstance(options.plan, Mapping):
         return {side: [getattr(options.plan[index], side)] for side in "kv"}
     fallback, kinds = SidePlan(options.fmt.name), _KINDS if options.plan == "measured" else ()
     plain = [SidePlan(*kind) for kind in kinds]
-    k = [fallback, *(plan for plan in plain if not (may_turn and plan.rotated))]
-    if options.center and not may_turn:
+    k = [fallback, *(plan for plan in plain if not (may_rotate and plan.rotated))]
+    if options.center and not may_rotate:
         k += [SidePlan(*kind, True) for kind in kinds or [(fallback.format, False)]]
     latent = options.latent and options.plan is not None
     return {"k": k, "v": [SidePlan(AUTO)] if latent else [fallback, *plain]}
@@ -157,7 +157,7 @@ def find_centers(
     `near` and `far` are the ranges of a sample of windows at near and far positions, with the sums
     of `weigh_keys`. The first center is their weighted mean. It minimizes the cost as far as errors
     grow with the stored value. K at distant positions may differ too much for it, so with `far`
-    there is a second center: the mean over all positions, in which K cancels if it turns a lot.
+    there is a second center: the mean over all positions, in which K cancels if it rotates a lot.
     Scales cover K at these positions. Without `near`, the center is the mean of `ranges`.
     """
     text_mean = ranges["k_sum"] / ranges["count"]
@@ -171,9 +171,9 @@ def find_centers(
     mean = (weighted + least * plain) / (weights + least)
     centers = [torch.where(weights + least > 0, mean, plain)]
     if far is not None:
-        # The far windows represent `SPREAD` positions, and the text one more.
-        far_sum = SPREAD * (far["k_sum"] / far["count"]).to(text_mean)
-        centers.append((text_mean + far_sum) / (1 + SPREAD))
+        # The far windows represent `FAR_COUNT` positions, and the text one more.
+        far_sum = FAR_COUNT * (far["k_sum"] / far["count"]).to(text_mean)
+        centers.append((text_mean + far_sum) / (1 + FAR_COUNT))
     return [center.float() for center in centers], merge_tensors(ranges, sample)
 
 
@@ -277,7 +277,7 @@ def make_scales(
 
 
 def choose_scales(
-    job: Job, windows: Sequence[torch.Tensor], beyond: Beyond,
+    job: Job, windows: Sequence[torch.Tensor], positions: FarPositions,
     scaled: Mapping[int, Mapping[str, Sequence[Scaled]]], source: str,
 ) -> tuple[dict[int, LayerScales], dict[int, LayerScales]]:  # fmt: skip
     """Return the scales of each layer for the first candidates, and for the best candidates."""
@@ -294,7 +294,7 @@ def choose_scales(
         }
 
     stages, near = [], make_batches(sample_windows(windows), 1)
-    far = sample_far(windows, beyond)
+    far = sample_far(windows, positions)
     for name, sides, batches in (("plans", "kv", near), ("far plans", "k", far)):
         several = any(len(layer[side]) > 1 for layer in scaled.values() for side in sides)
         stages.append(fold_layers(job, name, batches if several else [], partial(cost, sides)))

@@ -1,4 +1,4 @@
-"""Measure the divergence of a model's predictions under a cache from the unquantized cache."""
+"""Measure the divergence of a model's predictions under a cache from an unquantized cache's."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from ..modeling.model_support import accepts, with_cache
 from ..scales.report import QualityRow
 
 UNQUANTIZED = "unquantized"
-_TOKENS = 8  # number of tokens whose logits are compared together
+_SLICE_TOKENS = 8  # number of tokens whose logits are compared together
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class Scores:
     """The divergence at each scored token, float64 on the CPU."""
 
     kl: torch.Tensor  # [n]
-    same: torch.Tensor  # [n], 1 if the most likely next token is the same, otherwise 0
-    surprise: torch.Tensor  # [m], minus the log-probability of the next token, if the text has it
+    top1_match: torch.Tensor  # [n], 1 if the most likely next token is the same, otherwise 0
+    nll: torch.Tensor  # [m], minus the log-probability of the next token, if the text has it
 
     def summarize(self, cache: str = "") -> QualityRow:
-        """Return the means over all tokens, under the name of a cache.
+        """Return the means and the largest divergence over all tokens, as the row of a cache.
 
-        The perplexity is NaN if the text has no next token of any scored token.
+        The perplexity is NaN if no scored token has a next token in the text.
         """
-        kl, top1, surprise = self.kl.mean().item(), self.same.mean().item(), self.surprise.mean()
+        kl, top1, nll = self.kl.mean().item(), self.top1_match.mean().item(), self.nll.mean()
         tokens = self.kl.numel()
-        return QualityRow(cache, kl, self.kl.max().item(), top1, surprise.exp().item(), tokens)
+        return QualityRow(cache, kl, self.kl.max().item(), top1, nll.exp().item(), tokens)
 
     @classmethod
     def concat(cls, parts: Iterable["Scores"]) -> "Scores":
@@ -52,9 +52,9 @@ def compare_caches(
 ) -> dict[str, Scores]:
     """Score a text under several caches against `DynamicCache`.
 
-    The first `prefill` tokens are one call on an empty cache. Each later call scores `chunk` tokens
-    and reads the stored tokens. Each chunk is scored under all caches before the next chunk, so
-    that only its logits are in memory.
+    The first `prefill` tokens are read in one call on an empty cache. Each later call scores
+    `chunk` tokens and reads the stored tokens. Each chunk is scored under all caches before the
+    next chunk, so that only its logits are in memory.
 
     Args:
         model: The model, in the attention to measure. An encoder-decoder reads the whole text in
@@ -81,7 +81,7 @@ def compare_caches(
             inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids)
         filled = {name: EncoderDecoderCache(c, DynamicCache()) for name, c in filled.items()}
     scores: dict[str, list[Scores]] = {name: [] for name in filled}
-    following = ids.roll(-1, dims=1)
+    shifted_ids = ids.roll(-1, dims=1)
     start = 0
     for part in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
         stop = start + part.shape[1]
@@ -96,8 +96,8 @@ def compare_caches(
             if start == 0:
                 continue
             expected = logits if expected is None else expected
-            known = following[:, start : min(stop, ids.shape[1] - 1)]
-            scores[name].append(compute_scores(expected, logits, known))
+            next_ids = shifted_ids[:, start : min(stop, ids.shape[1] - 1)]
+            scores[name].append(compute_scores(expected, logits, next_ids))
         start = stop
     return {name: Scores.concat(parts) for name, parts in scores.items()}
 
@@ -106,7 +106,7 @@ def compare_caches(
 def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return the logits of a call, `[B, T, vocabulary]`, or without `scored` of the last token.
+    """Return the logits of a call, `[B, T, vocabulary]`. Unless `scored`, the last token is enough.
 
     `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Raise ConfigError if the
     model does not return logits of each token.
@@ -123,7 +123,7 @@ def compute_logits(
     return logits
 
 
-def compute_scores(expected: torch.Tensor, logits: torch.Tensor, known: torch.Tensor) -> Scores:
+def compute_scores(expected: torch.Tensor, logits: torch.Tensor, next_ids: torch.Tensor) -> Scores:
     """Return the scores of one chunk.
 
     The divergence is computed from the differences of logits after subtracting their mean. In
@@ -132,15 +132,15 @@ def compute_scores(expected: torch.Tensor, logits: torch.Tensor, known: torch.Te
     Args:
         expected: Logits under the unquantized cache, `[B, T, vocabulary]`.
         logits: Logits under the cache, of the same shape.
-        known: Next tokens of the text, `[B, T or T - 1]`, int64.
+        next_ids: Next tokens of the text, `[B, T or T - 1]`, int64.
     """
     # Temporaries of few tokens stay in a CPU's caches, which takes a third of the time.
-    compared = map(_compare, expected.split(_TOKENS, 1), logits.split(_TOKENS, 1))
-    kl, same, norm = (torch.cat(parts, 1) for parts in zip(*compared, strict=True))
-    count = known.shape[1]
-    following = logits[:, :count].gather(-1, known[..., None].to(logits.device))[..., 0]
-    surprise = norm[:, :count] - following
-    return Scores(*(x.flatten().double().cpu() for x in (kl, same, surprise)))
+    slices = map(_compare, expected.split(_SLICE_TOKENS, 1), logits.split(_SLICE_TOKENS, 1))
+    kl, top1_match, logsumexp = (torch.cat(parts, 1) for parts in zip(*slices, strict=True))
+    count = next_ids.shape[1]
+    next_logits = logits[:, :count].gather(-1, next_ids[..., None].to(logits.device))[..., 0]
+    nll = logsumexp[:, :count] - next_logits
+    return Scores(*(x.flatten().double().cpu() for x in (kl, top1_match, nll)))
 
 
 def _compare(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -149,7 +149,7 @@ def _compare(expected: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (expected, logits)
     )
     p = expected.softmax(-1)
-    # A token with a logit of -inf has no change here. It may get a probability below.
+    # A token whose expected logit is -inf adds nothing here. `gained` has its probability.
     change = torch.where(p > 0, logits - expected, 0.0)
     mean = (p * change).sum(-1, keepdim=True)
     gained = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()

@@ -158,8 +158,8 @@ def measure_range(
         norms = x.abs()
         if partner is not None:
             partner = partner.to(x.device)
-            alone = partner == torch.arange(len(partner), device=x.device)
-            norms = torch.where(alone, norms, torch.hypot(x, x[..., partner]))
+            is_unpaired = partner == torch.arange(len(partner), device=x.device)
+            norms = torch.where(is_unpaired, norms, torch.hypot(x, x[..., partner]))
         ranges[f"{side}_pair"] = norms.amax(0)
     ranges["k_sum"] = k.sum(0, dtype=torch.float64)
     return ranges

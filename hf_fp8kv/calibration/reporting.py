@@ -23,7 +23,7 @@ from . import scoring
 from .choose import transform
 from .divergence import UNQUANTIZED
 from .observe import Batch, TensorDict, make_batches, not_finite, observe
-from .rope import Beyond
+from .rope import FarPositions
 from .stages import Job, fold_layers
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ def make_report(
     centers: str,
     windows: Sequence[torch.Tensor],
     scored: Sequence[torch.Tensor],
-    beyond: Beyond,
+    positions: FarPositions,
     texts: int = 0,
     tokens: int = 0,
 ) -> CalibrationReport:
@@ -178,7 +178,7 @@ def make_report(
     model, options = job.model, job.options
     statistics = measure_statistics(job, make_batches(windows, 1), scales, ranges)
     rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
-    far = beyond.spread(scoring.first_windows(scored, _FAR_TOKENS))
+    far = positions.place(scoring.first_windows(scored, _FAR_TOKENS))
     far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
@@ -197,5 +197,5 @@ def make_report(
         layers=statistics,
         quality=rows,
         far_quality=far_rows,
-        max_position=beyond.reach if far_rows else None,
+        max_position=positions.last if far_rows else None,
     )

@@ -26,7 +26,7 @@ from . import choose, scoring, stages
 from .observe import TensorDict, make_batches, paged_layers
 from .queries import observe_queries
 from .reporting import make_report
-from .rope import Beyond, Partners, check_count, find_reach, has_rope, measure_partners
+from .rope import FarPositions, Partners, check_count, find_last, has_rope, measure_partners
 from .stages import CalibrationOptions, Job
 from .texts import read_model_corpus
 
@@ -70,14 +70,14 @@ def calibrate(
         granularity: One scale per layer and side ("tensor"), per KV head ("head"), or per head
             and channel ("channel"). For dynamic scales see `choose_plan`.
         center: Whether to try to subtract the mean of K. A layer keeps its center if it helps. Only
-            the format "hf_fp8kv" can hold a center. Latents (MLA) only get a center by an explicit
+            files in the format "hf_fp8kv" store it. Latents (MLA) only get a center by an explicit
             plan.
         dtype: The format for which scales are chosen. They can be used with any format. None means
             "fp8_e4m3".
         plan: How each layer is stored, in 8 bits. "measured" chooses the format, rotation and
             center of least cost. Any plan of a cache is accepted, and its centers are calibrated
-            with the scales. The scales then only fit caches with this plan, and no other server.
-            None leaves the format to the cache, without rotation.
+            with the scales. The scales then only fit caches with this plan. Other servers cannot
+            use them. None leaves the format to the cache, without rotation.
         margin: Factor of the largest magnitude. 1.1 leaves a tenth of room for other texts.
         max_tokens: Maximum number of tokens that are read.
         max_length: Maximum number of tokens in a window.
@@ -88,7 +88,7 @@ def calibrate(
         text_column: The column of a row that has the text.
         chat_template: None renders conversations with the tokenizer's chat template. True also
             renders plain texts, as a user's turn. False refuses conversations.
-        held_out: Number of tokens that are only used for the report. 0 means no report on quality.
+        held_out: Number of tokens that are only used for the report. 0 disables the quality report.
         progress: Whether to show a progress bar with tokens per second on stderr.
 
     Raises:
@@ -97,32 +97,32 @@ def calibrate(
     layers = paged_layers(model)
     options = _options(model, granularity, center, dtype, margin, plan)
     check_count("batch_size", batch_size)
-    reach = find_reach(model, max_length, max_position)
+    last = find_last(model, max_length, max_position)
     corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    read = _read_windows(model, layers, options, progress, corpus.windows, batch_size, reach)
-    with read as (job, ranges, partners, beyond):
-        _warn_of_gaps(job, ranges, partners)
-        beyond, near, far = _collect_samples(job, corpus.windows, partners, beyond)
-        may_turn = bool(beyond.untried) and has_rope(model)
+    reading = _read_windows(model, layers, options, progress, corpus.windows, batch_size, last)
+    with reading as (job, ranges, partners, positions):
+        _warn_of_missing_layers(job, ranges, partners)
+        positions, near, far = _collect_samples(job, corpus.windows, partners, positions)
+        may_rotate = bool(positions.skip_reason) and has_rope(model)
         candidates = {
             index: choose.list_candidates(
                 index, layer_ranges, partners[index], options, near.get(index), far.get(index),
-                may_turn=may_turn,
+                may_rotate=may_rotate,
             )
             for index, layer_ranges in ranges.items()
         }  # fmt: skip
         scaled = choose.make_scales(job, corpus.windows, candidates)
         source, digest = f"calibrated on {corpus.tokens} tokens", digest_decoder(model)
         fallback, best = (
-            KVScales(made, model_type=model.config.model_type, origin=source, weights_digest=digest)
-            for made in choose.choose_scales(job, corpus.windows, beyond, scaled, source)
+            KVScales(x, model_type=model.config.model_type, origin=source, weights_digest=digest)
+            for x in choose.choose_scales(job, corpus.windows, positions, scaled, source)
         )
-        scales, centers = scoring.check_plans(job, corpus.windows, fallback, best, beyond)
+        scales, centers = scoring.check_plans(job, corpus.windows, fallback, best, positions)
         held, counts = corpus.held_out, (corpus.texts, corpus.tokens)
-        report = make_report(job, scales, ranges, centers, held, held, beyond, *counts)
+        report = make_report(job, scales, ranges, centers, held, held, positions, *counts)
     return replace(scales, report=report)
 
 
@@ -149,12 +149,12 @@ def measure(
         dtype: The format of the stored values. None means "fp8_e4m3", or the plan of the scales.
 
     Raises:
-        ConfigError: As `calibrate`.
+        ConfigError: As in `calibrate`.
         ScaleError: The scales belong to a different model.
     """
     layers = paged_layers(model)
     options = _options(model, "head", False, dtype, 1.0, None)
-    reach = find_reach(model, max_length, max_position)
+    last = find_last(model, max_length, max_position)
     if not isinstance(resolved := resolve(scales), KVScales):
         raise ConfigError(
             f"scales: expected KVScales, a path or a repository id, got {scales!r}. "
@@ -162,18 +162,17 @@ def measure(
         )
     scales = resolved
     warn_if_stale(model, scales)
-    stored = dtype if scales.plan is not None else options.fmt.name
+    cache_dtype = dtype if scales.plan is not None else options.fmt.name
     # Raises an error if the scales do not fit, for example if layers are missing.
-    FP8PagedCache(model.config, dtype=stored, **scoring.keyword(scales))
+    FP8PagedCache(model.config, dtype=cache_dtype, **scoring.keyword(scales))
     corpus = read_model_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
     windows, scored = corpus.windows, scoring.first_windows(corpus.windows, _SCORED)
-    read = _read_windows(model, layers, options, progress, windows, 1, reach)
-    with read as (job, ranges, _, beyond):
-        centers = "Centers were not tried: the scales were given."
-        return make_report(job, scales, ranges, centers, windows, scored, beyond)
+    with _read_windows(model, layers, options, progress, windows, 1, last) as (job, ranges, _, far):
+        centers = "Centers were not tried, because the scales were given."
+        return make_report(job, scales, ranges, centers, windows, scored, far)
 
 
 def _options(
@@ -213,23 +212,24 @@ def _options(
 
 
 def _collect_samples(
-    job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners], beyond: Beyond
-) -> tuple[Beyond, dict[int, TensorDict], dict[int, TensorDict]]:
-    """Return the near and far ranges for `find_centers`. Far ranges may be missing."""
+    job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners],
+    positions: FarPositions,
+) -> tuple[FarPositions, dict[int, TensorDict], dict[int, TensorDict]]:  # fmt: skip
+    """Return `positions`, updated if they fail, and near and far ranges for `find_centers`."""
     if not job.options.center and job.options.plan is None:
-        return beyond, {}, {}
+        return positions, {}, {}
     batches = make_batches(stages.sample_windows(windows), 1)
     near = stages.collect_ranges(job, "sample", batches, partners, observe_queries)
-    batches = stages.sample_far(windows, beyond)
+    batches = stages.sample_far(windows, positions)
     try:
         far = stages.collect_ranges(job, "far sample", batches, partners, observe_queries)
     except ConfigError as error:
-        logger.warning("positions up to %d are not tried: %s", beyond.reach, error)
-        return replace(beyond, untried=f"the model cannot be run there: {error}"), near, {}
-    return beyond, near, far
+        logger.warning("positions up to %d are not tried: %s", positions.last, error)
+        return replace(positions, skip_reason=f"the model cannot be run there: {error}"), near, {}
+    return positions, near, far
 
 
-def _warn_of_gaps(
+def _warn_of_missing_layers(
     job: Job, ranges: Mapping[int, TensorDict], partners: Mapping[int, Partners]
 ) -> None:
     missing = sorted(job.layers - set(ranges))
@@ -252,9 +252,9 @@ def _warn_of_gaps(
 @contextmanager
 def _read_windows(
     model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, progress: bool,
-    windows: Sequence[torch.Tensor], batch_size: int, reach: int,
-) -> Iterator[tuple[Job, dict[int, TensorDict], dict[int, Partners], Beyond]]:  # fmt: skip
-    """Read windows in eval mode, with a progress bar that restarts at each stage."""
+    windows: Sequence[torch.Tensor], batch_size: int, last: int,
+) -> Iterator[tuple[Job, dict[int, TensorDict], dict[int, Partners], FarPositions]]:  # fmt: skip
+    """Yield the job, the ranges and partners of each layer, and the far positions, in eval mode."""
     with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as bar:
         job = Job(model, layers, options, bar)
         partners = measure_partners(model, windows[0], layers)
@@ -262,7 +262,7 @@ def _read_windows(
         reason = (
             "is an encoder-decoder" if model.config.is_encoder_decoder else "takes no position_ids"
         )
-        untried = f"{type(model).__name__} cannot be run at other positions: it {reason}"
+        failure = f"{type(model).__name__} cannot be run at other positions: it {reason}"
         has_partners = any(layer.k is not None for layer in partners.values())
-        yield job, ranges, partners, Beyond(reach, "" if has_partners else untried)
+        yield job, ranges, partners, FarPositions(last, "" if has_partners else failure)
         bar.set_description("done")

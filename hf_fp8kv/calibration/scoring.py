@@ -14,7 +14,7 @@ from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales, StoragePlan
 from .divergence import Scores, compare_caches
 from .observe import MODEL_ERRORS, Batch, input_device
-from .rope import Beyond, has_rope
+from .rope import FarPositions, has_rope
 from .stages import Job
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,9 @@ _LOGITS = 2**23
 
 
 def check_plans(
-    job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, chosen: KVScales, beyond: Beyond
-) -> tuple[KVScales, str]:
+    job: Job, windows: Sequence[torch.Tensor], fallback: KVScales, chosen: KVScales,
+    far: FarPositions,
+) -> tuple[KVScales, str]:  # fmt: skip
     """Return the chosen scales if they help, otherwise the fallback, and the reason in words.
 
     Centers and plans must improve the model's predictions in the windows and at far positions.
@@ -45,9 +46,9 @@ def check_plans(
         refusal = f"Measured plans: {summarize_plan(fallback.plan)}, because"
     elif not job.options.center:
         return fallback, "Centers of K were not requested."
-    note = f" Far positions: {beyond.untried}." if beyond.untried else ""
+    note = f" Far positions: {far.skip_reason}." if far.skip_reason else ""
     if note and has_rope(job.model):
-        note = f" RoPE turns K with the position, and {beyond.untried}: K is stored unchanged."
+        note = f" RoPE rotates K with the position, and {far.skip_reason}: K is stored unchanged."
     layers = chosen.layers
     changed = sum(
         layer.k_center is not None or layer.plan != fallback.layers[index].plan
@@ -66,7 +67,7 @@ def check_plans(
     caches = {name: cache_factory(job, scales, layers) for name, scales in scales_by_cache.items()}
     stages = {
         f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
-        f"at far positions up to {beyond.reach}": beyond.spread(trial),
+        f"at far positions up to {far.last}": far.place(trial),
     }
     findings = []
     for place, batches in stages.items():

@@ -15,21 +15,21 @@ from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
 from .observe import ROTATED, Batch, TensorDict, measure_range, merge_tensors, not_finite, observe
 from .queries import Queries, observe_queries
-from .rope import SPREAD, Beyond, Partners
+from .rope import FAR_COUNT, FarPositions, Partners
 
 # Number of windows on which scales are tried.
 SAMPLE_WINDOWS = 8
-# Minimum number of tokens of a piece of a window that is read at a different position.
-_FAR_PIECE = 16
+# Minimum number of tokens of a piece of a window that is read at a far position.
+_MIN_FAR_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """The options of `calibrate` that decide on scales.
+    """The options of `calibrate` that determine the scales.
 
     `plan` is the plan of each layer, "measured" for the plan of least cost, or None for `fmt`.
-    With `latent`, layers store latents and positions (MLA). They have no centers, and positions
-    keep 16 bits in a plan.
+    With `latent`, layers store latents and a RoPE part (MLA). They have no centers, and the RoPE
+    part keeps 16 bits in a plan.
     """
 
     granularity: Granularity
@@ -51,7 +51,7 @@ class Job:
     started: float = field(default_factory=time.monotonic)
 
     def start(self, stage: str, tokens: int) -> None:
-        """Show a stage in the bar, from its first token."""
+        """Restart the progress bar for a stage of `tokens` tokens."""
         self.bar.set_description(stage, refresh=False)
         self.bar.reset(tokens)
 
@@ -60,10 +60,9 @@ def fold_layers(
     job: Job, name: str, batches: Sequence[Batch], measure: Callable[..., TensorDict],
     observer: Callable[..., None] = observe_queries,
 ) -> dict[int, TensorDict]:  # fmt: skip
-    """Merge the tensors that `measure` returns for each layer over batches.
+    """Merge, for each layer, the tensors that `measure` returns over all batches.
 
-    The observer runs the model and calls `measure`: `observe_queries`, or `observe` without
-    queries.
+    The observer runs the model: `observe`, or `observe_queries`, which also passes queries.
     """
     merged: dict[int, TensorDict] = {}
 
@@ -93,7 +92,7 @@ def collect_ranges(
     ) -> TensorDict:
         if not v.shape[-1]:
             raise ConfigError(
-                f"layer {index}: expected keys and values, got latents without positions, which "
+                f"layer {index}: expected keys and values, got latents without a RoPE part, which "
                 "hold no V. Use dynamic scales (scales=None), which work for every layer"
             )
         statistics = measure_range(k, v, partners[index].k, partners[index].v)
@@ -116,18 +115,18 @@ def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
     """
     weights = torch.ones_like(k, dtype=torch.float32)
     if queries is not None:
-        spread = queries.weights * (1 - queries.weights)
-        weights = torch.einsum("hqn,hqd->nhd", spread, queries.q.square())
+        derivative = queries.weights * (1 - queries.weights)
+        weights = torch.einsum("hqn,hqd->nhd", derivative, queries.q.square())
     sums = {"weight_sum": weights, "weighted_sum": weights * k.float()}
     return {name: x.sum(0, dtype=torch.float64).cpu() for name, x in sums.items()}
 
 
 def sample_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `SAMPLE_WINDOWS` windows of all lengths, evenly spaced in the list."""
+    """Return at most `SAMPLE_WINDOWS` windows of all lengths, evenly spaced in the list."""
     return list(windows[:: max(1, len(windows) // SAMPLE_WINDOWS)][:SAMPLE_WINDOWS])
 
 
-def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
-    """Return a sample of the windows at far positions. It is not longer than the text."""
-    room = max(_FAR_PIECE, sum(map(len, windows)) // SPREAD)
-    return beyond.spread([w[:room] for w in sample_windows(windows)], SPREAD)
+def sample_far(windows: Sequence[torch.Tensor], positions: FarPositions) -> list[Batch]:
+    """Return windows at far positions, in total not longer than the text unless it is short."""
+    length = max(_MIN_FAR_TOKENS, sum(map(len, windows)) // FAR_COUNT)
+    return positions.place([w[:length] for w in sample_windows(windows)], FAR_COUNT)

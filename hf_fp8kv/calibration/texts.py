@@ -122,10 +122,10 @@ def read_corpus(
         raise _error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
     contents = _choose_held_out(windows_by_text, held_out)
     ordered = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _content(w)))
-    read, held = (
+    read, held_windows = (
         tuple(w for w in ordered if (_content(w) in contents) == out) for out in (False, True)
     )
-    return Corpus(read, held, len(windows_by_text))
+    return Corpus(read, held_windows, len(windows_by_text))
 
 
 class _Encoder:
@@ -345,14 +345,14 @@ def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: 
     quarter = sum(size.values()) // 4
     limit = min(2 * wanted, quarter)
     chosen: set[bytes] = set()
-    held = 0
+    tokens_out = 0
     for group in sorted(groups, key=_rank):
         fits = sum(size[c] for c in group) <= limit
         for unit in [group] if fits else sorted(({c} for c in group), key=_rank):
             tokens = sum(size[c] for c in unit)
-            if held < wanted and held + tokens <= limit:
+            if tokens_out < wanted and tokens_out + tokens <= limit:
                 chosen |= unit
-                held += tokens
+                tokens_out += tokens
     # The first window of at most a quarter, or else the smallest window.
     ranked = sorted(size, key=lambda c: _rank([c]))
     return chosen or {min(ranked, key=lambda c: max(size[c], quarter))}

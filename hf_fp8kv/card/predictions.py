@@ -63,13 +63,13 @@ def score_text(
     scores: dict[tuple[int, str], Scores] = {}
     for position in positions:
         start = position - scored
-        part, known = ids[:, start:position], ids[:, start + 1 : position]
+        part, next_ids = ids[:, start:position], ids[:, start + 1 : position]
         filled = UNQUANTIZED.fill(model, states, start)
         expected = compute_logits(model, part, filled, {}, scored=True)
         for name, contender in contenders.items():
             cache = contender.fill(model, states, start)
             logits = compute_logits(model, part, cache, {}, scored=True)
-            scores[position, name] = compute_scores(expected, logits, known)
+            scores[position, name] = compute_scores(expected, logits, next_ids)
     return scores
 
 

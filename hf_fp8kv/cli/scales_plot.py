@@ -1,4 +1,4 @@
-"""Plot static scales: magnitudes of K and V by layer and head, and the errors of 8 bits.
+"""Plot static scales: magnitudes of K and V by layer and head, and the quantization errors.
 
 matplotlib is imported when a plot is requested. pyplot is not used, because it would look for a
 window system and keep figures alive.
@@ -16,7 +16,7 @@ from ..scales.report import DYNAMIC
 from ..utils.files import write_all
 from .scales_table import describe_source
 
-_LARGEST = FORMATS["fp8_e4m3"].max
+_E4M3_MAX = FORMATS["fp8_e4m3"].max
 # Inches, and dots per inch: 1600 pixels wide.
 _SIZE, _DPI = (40 / 3, 12), 120
 # Colors for color-blind readers (Okabe and Ito), and markers for print without color.
@@ -29,13 +29,13 @@ _NOT_MEASURED = (
 
 
 def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | Path) -> None:
-    """Write a PNG with the magnitudes of K and V and the errors of 8 bits, atomically.
+    """Write a PNG with the magnitudes of K and V and the quantization errors, atomically.
 
     `report` is the result of a calibration or of `measure`. Without it the plot shows the largest
     magnitude that the scales represent (448 × scale), and a note that errors were not measured.
     """
     figure = scales_figure(scales, report)
-    write_all({Path(path): lambda part: figure.savefig(part, dpi=_DPI, format="png")})
+    write_all({Path(path): lambda temporary: figure.savefig(temporary, dpi=_DPI, format="png")})
 
 
 def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
@@ -45,16 +45,16 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     figure = Figure(figsize=_SIZE, layout="constrained")
     panels = figure.subplot_mosaic([["kv", "kv"], ["k", "v"], ["k error", "v error"]])
     panels["v error"].sharey(panels["k error"])
-    unit = "largest magnitude" if report is not None else f"{_LARGEST:g} × scale"
-    panels["kv"].set_title(f"{unit} of K and V, by layer", loc="left")
-    panels["kv"].set_ylabel(f"{unit}\n(in units of K and V)")
-    for number, side in enumerate("kv"):
+    quantity = "largest magnitude" if report is not None else f"{_E4M3_MAX:g} × scale"
+    panels["kv"].set_title(f"{quantity} of K and V, by layer", loc="left")
+    panels["kv"].set_ylabel(quantity)
+    for series, side in enumerate("kv"):
         name, table = side.upper(), _amax_by_head(scales, report, side)
         largest = dict(enumerate(np.fmax.reduce(table, axis=1)))
-        _draw_line(panels["kv"], largest, number, label=f"{name}, largest head")
-        panels[side].set_title(f"{unit} of {name}, by layer and head", loc="left")
+        _draw_line(panels["kv"], largest, series, label=f"{name}, largest head")
+        panels[side].set_title(f"{quantity} of {name}, by layer and head", loc="left")
         _draw_heads(figure, panels[side], table)
-        panels[f"{side} error"].set_title(f"error of {name} in 8 bits, by layer", loc="left")
+        panels[f"{side} error"].set_title(f"quantization error of {name}, by layer", loc="left")
         _draw_errors(panels[f"{side} error"], report, side)
     for name in ("kv", "k error", "v error"):
         if panels[name].lines:
@@ -62,11 +62,11 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
             panels[name].grid(visible=True, alpha=0.3)
         elif not panels[name].texts:
             _write_text(panels[name], "0 everywhere")
-    look: dict[str, Any] = {"frameon": False}
+    style: dict[str, Any] = {"frameon": False}
     labels = panels["kv"].get_legend_handles_labels()
-    panels["kv"].legend(*labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, **look)
+    panels["kv"].legend(*labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, **style)
     labels = panels["v error"].get_legend_handles_labels()
-    figure.legend(*labels, loc="outside lower center", ncols=len(FORMATS), **look)
+    figure.legend(*labels, loc="outside lower center", ncols=len(FORMATS), **style)
     # A name may contain "$", which must not be parsed as math.
     figure.suptitle(_title(scales, report), parse_math=False)
     return figure
@@ -75,14 +75,12 @@ def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
 def _title(scales: KVScales, report: CalibrationReport | None) -> str:
     if report is None:
         model = scales.model_type or "model type unknown"
-        return (
-            f"{model}, {_shorten(scales.origin)}\nno text measured: {_LARGEST:g} × scale is shown"
-        )
+        return f"{model}, {_shorten(scales.origin)}\nnot measured: {_E4M3_MAX:g} × scale is shown"
     return f"{_shorten(report.model)}\nscales per {report.granularity}, {describe_source(report)}"
 
 
 def _shorten(name: str, length: int = 80) -> str:
-    """Return a name on one line, or the end of a long name."""
+    """Return a name on one line. Dots replace the start of a long name."""
     name = " ".join(name.split())
     return name if len(name) <= length else f"...{name[-length:]}"
 
@@ -95,7 +93,7 @@ def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str)
         static = {i: layer.static["kv".index(side)] for i, layer in scales.layers.items()}
         # One value for each head, or for the layer.
         rows = {i: x.reshape(len(x) if x.ndim else 1, -1).amax(1) for i, x in static.items()}
-        amax = {i: _LARGEST * row.double().numpy() for i, row in rows.items()}
+        amax = {i: _E4M3_MAX * row.double().numpy() for i, row in rows.items()}
     heads = max(len(row) for row in amax.values())
     table = np.full((max(amax) + 1, heads), np.nan)
     for index, row in amax.items():
@@ -106,11 +104,11 @@ def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str)
     return table
 
 
-def _draw_line(axes: Any, values: Mapping[int, float], number: int, **look: Any) -> None:
-    """Draw positive values by layer as a line, in the color and with the marker `number`."""
+def _draw_line(axes: Any, values: Mapping[int, float], series: int, **style: Any) -> None:
+    """Draw positive values by layer as a line, in the color and with the marker of a series."""
     if points := [(layer, value) for layer, value in values.items() if value > 0]:
-        look = {"color": _COLORS[number], "marker": _MARKERS[number], "markersize": 3, **look}
-        axes.plot(*zip(*points, strict=True), **look)
+        style = {"color": _COLORS[series], "marker": _MARKERS[series], "markersize": 3, **style}
+        axes.plot(*zip(*points, strict=True), **style)
     _label_integers(axes.xaxis, "layer")
 
 
@@ -138,11 +136,11 @@ def _draw_errors(axes: Any, report: CalibrationReport | None, side: str) -> None
         _write_text(axes, _NOT_MEASURED)
         return
     axes.set_ylabel("relative RMS error, %")
-    for start, style in (("", "-"), (DYNAMIC, ":")):
-        for number, name in enumerate(FORMATS):
+    for prefix, line in (("", "-"), (DYNAMIC, ":")):
+        for series, name in enumerate(FORMATS):
             sides = {index: getattr(layer, side) for index, layer in report.layers.items()}
-            errors = {index: 100 * x.error.get(start + name, 0.0) for index, x in sides.items()}
-            _draw_line(axes, errors, number, linestyle=style, label=start + name)
+            errors = {index: 100 * x.error.get(prefix + name, 0.0) for index, x in sides.items()}
+            _draw_line(axes, errors, series, linestyle=line, label=prefix + name)
     if not axes.lines:
         _write_text(axes, "no error was measured")
 

@@ -101,8 +101,8 @@ class BlockTable:
 
     def pages_needed(self, start: int, stop: int, batch: int) -> int:
         """Return the number of pages that `reserve` would allocate."""
-        new = max(0, self._pages(stop) - max(self.count, start // self.page_size)) * batch
-        return new + len(self._shared(start, stop))
+        count = max(0, self._pages(stop) - max(self.count, start // self.page_size)) * batch
+        return count + len(self._shared(start, stop))
 
     def reserve(
         self,
@@ -129,13 +129,13 @@ class BlockTable:
         """
         assert self.batch in (0, batch), (self.batch, batch)
         begin = max(self.count, start // self.page_size)
-        new = max(0, self._pages(stop) - begin)
+        columns = max(0, self._pages(stop) - begin)
         shared = self._shared(start, stop)
-        if new == 0 and not shared:
+        if columns == 0 and not shared:
             return
-        numbers = self.allocator.allocate(new * batch + len(shared), granted=granted)
+        numbers = self.allocator.allocate(columns * batch + len(shared), granted=granted)
         index = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
-        sources, copies_of_shared = self.rows[index], numbers[new * batch :]
+        sources, copies_of_shared = self.rows[index], numbers[columns * batch :]
         try:
             if copy is not None:
                 copy((sources, copies_of_shared))
@@ -145,14 +145,14 @@ class BlockTable:
         self._change()
         self.rows[index] = copies_of_shared
         self.allocator.free(sources)
-        if new:
+        if columns:
             # Sequence by sequence, so that the pages of each sequence are adjacent.
-            added = numbers[: new * batch].reshape(batch, new)
+            new_rows = numbers[: columns * batch].reshape(batch, columns)
             blank = np.full((batch, begin - self.count), NO_PAGE, np.int32)
             if self.first == self.count:
                 self.first = begin
-            old = self.rows.reshape(batch, -1)  # also if the table is empty
-            self.rows = np.concatenate([old, blank, added], axis=1)
+            old_rows = self.rows.reshape(batch, -1)  # also if the table is empty
+            self.rows = np.concatenate([old_rows, blank, new_rows], axis=1)
 
     def truncate(self, length: int) -> None:
         """Free the pages without tokens below `length`."""
@@ -202,11 +202,11 @@ class BlockTable:
 
         Pages that were listed before are shared, not copied.
         """
-        old = self.used()
+        old_pages = self.used()
         self.allocator.share(rows[:, first:])
         self._change()
         self.rows, self.first = rows, first
-        self.allocator.free(old)
+        self.allocator.free(old_pages)
 
     def fork(self) -> "BlockTable":
         """Return a table that shares all pages with this one."""
@@ -228,12 +228,12 @@ class BlockTable:
         """
         self.allocator.free_orphans()
         first, last = start // self.page_size, self._pages(stop)
-        references, entries, seen = self.allocator.references, [], Counter[int]()
+        references, entries, counts = self.allocator.references, [], Counter[int]()
         pages = self.rows[:, first:last]
         if (references[pages] > 1).any():
-            for column, held in enumerate(pages.T.tolist(), first):
-                for row, page in enumerate(held):
-                    seen[page] += 1
-                    if references[page] > seen[page]:
+            for column, pages_of_column in enumerate(pages.T.tolist(), first):
+                for row, page in enumerate(pages_of_column):
+                    counts[page] += 1
+                    if references[page] > counts[page]:
                         entries.append((row, column))
         return entries

@@ -8,8 +8,7 @@ import torch
 
 from ..formats import LayerPlan
 from ..ops import Pages
-from ..ops.blocks import Ints as Numbers
-from ..ops.blocks import locate_pages, put_pages, take_pages
+from ..ops.blocks import Ints, locate_pages, put_pages, take_pages
 
 # Maximum size of a block in bytes, unless a page is larger. A pool allocates this much at a time.
 BLOCK_BYTES = 16 << 20
@@ -21,32 +20,31 @@ class Blocks:
     """A list of blocks `[n, bytes]`, uint8, of whole pages, numbered from 0.
 
     Attributes:
-        size: Size of a page, in bytes.
-        tensors: The blocks. Empty before `allocate`; a single block without pages if there are
-            none.
+        page_bytes: Size of a page, in bytes.
+        tensors: The blocks. Empty before `allocate`. One empty block for 0 pages.
         offsets: Offsets of the pages, `[P]`, int64, see `locate_pages`.
-        in_one: Whether all pages stay in one block, as compiled code requires.
+        single_block: Whether all pages stay in one block, as compiled code requires.
         pinned: Whether blocks are in pinned host memory.
-        record: A storage plan and the `Pages` made for it, or None. It keeps blocks alive, and is
-            dropped when they are replaced.
+        cached_pages: A storage plan and the `Pages` made for it, or None. They keep blocks alive,
+            and are dropped when these are replaced.
     """
 
-    size: int
+    page_bytes: int
     tensors: list[torch.Tensor]
     offsets: torch.Tensor
-    record: tuple[LayerPlan, Pages] | None
+    cached_pages: tuple[LayerPlan, Pages] | None
 
     def __init__(self) -> None:
-        self.in_one = self.pinned = False
+        self.single_block = self.pinned = False
         self.free()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "record": None}
+        return {**vars(self), "cached_pages": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self.is_allocated:
-            self._use(self.tensors)  # copied blocks have other addresses
+            self._set_blocks(self.tensors)  # copied blocks have other addresses
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -58,78 +56,76 @@ class Blocks:
         return len(self.tensors) > 0
 
     def allocate(
-        self, size: int, pages: int, device: torch.device, *, in_one: bool = False,
+        self, page_bytes: int, pages: int, device: torch.device, *, single_block: bool = False,
         pinned: bool = False,
     ) -> None:  # fmt: skip
-        """Allocate `pages` zeroed pages of `size` bytes."""
-        self.size, self.in_one, self.pinned = size, in_one, pinned
-        self._use(self._new(pages, device))
+        """Allocate `pages` zeroed pages of `page_bytes` bytes."""
+        self.page_bytes, self.single_block, self.pinned = page_bytes, single_block, pinned
+        self._set_blocks(self._allocate(pages, device))
 
     def free(self) -> None:
         """Free the memory. `allocate` may be called again."""
-        self.tensors, self.record = [], None
+        self.tensors, self.cached_pages = [], None
         self.offsets = _NO_OFFSETS
 
-    def _use(self, tensors: list[torch.Tensor]) -> None:
+    def _set_blocks(self, tensors: list[torch.Tensor]) -> None:
         offsets = locate_pages(tensors)
         # No calls in between, so an interrupt cannot separate these assignments.
-        self.tensors, self.offsets, self.record = tensors, offsets, None
+        self.tensors, self.offsets, self.cached_pages = tensors, offsets, None
 
-    def _new(self, pages: int, device: torch.device) -> list[torch.Tensor]:
-        whole = self.in_one or not pages
-        return [
-            zeros((part.stop - part.start, self.size), torch.uint8, device, pinned=self.pinned)
-            for part in ([slice(0, pages)] if whole else self._cut(pages))
-        ]
+    def _allocate(self, pages: int, device: torch.device) -> list[torch.Tensor]:
+        parts = [slice(0, pages)] if self.single_block or not pages else self._cut(pages)
+        shapes = [(part.stop - part.start, self.page_bytes) for part in parts]
+        return [zeros(shape, torch.uint8, device, pinned=self.pinned) for shape in shapes]
 
     def _cut(self, pages: int) -> list[slice]:
         """Split `pages` pages into parts of at most `BLOCK_BYTES`."""
-        limit = max(1, BLOCK_BYTES // self.size)
+        limit = max(1, BLOCK_BYTES // self.page_bytes)
         return [slice(start, min(start + limit, pages)) for start in range(0, pages, limit)]
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages. New pages are zero.
 
-        Adds a block without moving data, unless all pages must be in one block.
+        A block is added and no data moves, unless all pages must be in one block.
         """
         added = pages - len(self)
-        if added > 0 and self.in_one:
+        if added > 0 and self.single_block:
             self.keep(np.arange(pages))
         elif added > 0:
             old = [block for block in self.tensors if len(block)]
-            self._use([*old, *self._new(added, self.tensors[0].device)])
+            self._set_blocks([*old, *self._allocate(added, self.tensors[0].device)])
 
-    def take(self, pages: Numbers | torch.Tensor) -> torch.Tensor:
+    def take(self, pages: Ints | torch.Tensor) -> torch.Tensor:
         """Return copies of pages, `[n, bytes]`. `pages` may be a tensor if there is one block."""
         return take_pages(self.tensors, pages)
 
-    def put(self, pages: Numbers | torch.Tensor, rows: torch.Tensor) -> None:
+    def put(self, pages: Ints | torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows as returned by `take` to pages."""
         put_pages(self.tensors, pages, rows)
 
     def copy(
-        self, sources: Numbers, destinations: Numbers, to: "list[torch.Tensor] | None" = None
+        self, sources: Ints, destinations: Ints, to: "list[torch.Tensor] | None" = None
     ) -> None:
-        """Copy pages, to different blocks if given. No page may be both source and destination."""
+        """Copy pages, to different blocks if passed. No page may be both source and destination."""
         for part in self._cut(len(sources)):
             put_pages(to or self.tensors, destinations[part], self.take(sources[part]))
 
-    def receive(self, source: "Blocks", pages: Numbers, *, blocking: bool) -> None:
+    def copy_from(self, source: "Blocks", pages: Ints, *, blocking: bool) -> None:
         """Copy `pages`, ascending, from the same numbers of `source`, possibly on another device.
 
         With `blocking`, the copies are complete on return.
         """
-        starts = [np.cumsum([0, *map(len, x.tensors)]) for x in (self, source)]
-        begins = np.bincount(np.concatenate(starts)) > 0
-        ends = (np.diff(pages) != 1) | begins[pages[1:]]
-        for run in np.split(pages, np.flatnonzero(ends) + 1):
-            i, j = (np.searchsorted(first, run[0], side="right") - 1 for first in starts)
-            target_start, source_start = run[0] - starts[0][i], run[0] - starts[1][j]
-            count, new, old = len(run), self.tensors[i], source.tensors[j]
-            rows = old[source_start : source_start + count]
-            new[target_start : target_start + count].copy_(rows, non_blocking=not blocking)
+        block_starts = [np.cumsum([0, *map(len, x.tensors)]) for x in (self, source)]
+        is_block_start = np.bincount(np.concatenate(block_starts)) > 0
+        is_run_end = (np.diff(pages) != 1) | is_block_start[pages[1:]]
+        for run in np.split(pages, np.flatnonzero(is_run_end) + 1):
+            i, j = (np.searchsorted(x, run[0], side="right") - 1 for x in block_starts)
+            target_start, source_start = run[0] - block_starts[0][i], run[0] - block_starts[1][j]
+            count, target_block, source_block = len(run), self.tensors[i], source.tensors[j]
+            rows = source_block[source_start : source_start + count]
+            target_block[target_start : target_start + count].copy_(rows, non_blocking=not blocking)
 
-    def keep(self, pages: Numbers) -> None:
+    def keep(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, and renumber them from 0.
 
         Pages that do not exist become zero. Old blocks are replaced after new blocks are filled, so
@@ -141,12 +137,12 @@ class Blocks:
             block for block, end in zip(self.tensors, ends, strict=True)
             if np.isin(np.arange(end - len(block), end), kept).all()
         ]  # fmt: skip
-        if not self.in_one and sum(map(len, whole_blocks)) == len(kept) == len(pages):
-            self._use(whole_blocks)  # moves no data
+        if not self.single_block and sum(map(len, whole_blocks)) == len(kept) == len(pages):
+            self._set_blocks(whole_blocks)  # moves no data
             return
-        new = self._new(len(pages), self.tensors[0].device)
-        self.copy(kept, np.arange(len(kept)), new)
-        self._use(new)
+        blocks = self._allocate(len(pages), self.tensors[0].device)
+        self.copy(kept, np.arange(len(kept)), blocks)
+        self._set_blocks(blocks)
 
     @torch.inference_mode(False)
     def move(self, device: torch.device) -> None:
@@ -154,13 +150,14 @@ class Blocks:
         if self.tensors[0].device != device:
             # A non-blocking copy to the CPU could return before the data has arrived.
             blocking = device.type == "cpu"
-            self._use([block.to(device, non_blocking=not blocking) for block in self.tensors])
+            moved = [block.to(device, non_blocking=not blocking) for block in self.tensors]
+            self._set_blocks(moved)
 
     @torch.inference_mode(False)
     def pin(self) -> None:
         """Move all pages to pinned memory."""
         if not self.pinned:
-            self._use([block.pin_memory() for block in self.tensors])
+            self._set_blocks([block.pin_memory() for block in self.tensors])
             self.pinned = True
 
 
@@ -169,6 +166,6 @@ def zeros(
 ) -> torch.Tensor:
     """Return zeros that can be written in inference mode and outside it."""
     # In code that is not compiled, leaving inference mode takes longer than zeroing a page.
-    leaves = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-    with torch.inference_mode(False) if leaves else nullcontext():
+    leave_mode = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if leave_mode else nullcontext():
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)

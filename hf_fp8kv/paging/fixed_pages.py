@@ -5,7 +5,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..ops.blocks import Ints as Numbers
+from ..ops.blocks import Ints
 from .blocks import zeros
 from .layer_group import LayerGroup
 from .page_allocator import NO_PAGE, PageBudget
@@ -110,7 +110,7 @@ class FixedPages(LayerGroup):
             slots = self.count * self.page_size
             table.reserve(start, slots, table.batch, self.copy_pages)
 
-    def count_for(self, rows: Numbers | slice, length: int) -> int:
+    def count_for(self, rows: Ints | slice, length: int) -> int:
         """Return the number of additional pages after `select` of these rows and `unshare`."""
         first = 0 if self.ring else length // self.page_size
         kept = self.table.rows[rows, :first]

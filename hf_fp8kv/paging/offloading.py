@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import torch
 
-from ..ops.blocks import Ints as Numbers
+from ..ops.blocks import Ints
 from .blocks import Blocks
 from .page_allocator import PageBudget
 
@@ -35,7 +35,7 @@ class OffloadBudget(PageBudget):
         self.layers: weakref.WeakSet[Tiers] = weakref.WeakSet()
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def use(self, layer: "Tiers", pages: Numbers, following: "Tiers", its_pages: Numbers) -> None:
+    def use(self, layer: "Tiers", pages: Ints, following: "Tiers", its_pages: Ints) -> None:
         """Fetch `pages` of a layer to the device, and start to fetch pages of the following layer.
 
         Layers compute in a fixed cyclic order, so the layer that has just computed is needed last
@@ -99,7 +99,7 @@ class Tiers:
         return len(self._on_device)
 
     def allocate(
-        self, size: int, pages: int, device: torch.device, *, in_one: bool = False
+        self, size: int, pages: int, device: torch.device, *, single_block: bool = False
     ) -> None:
         """Create `pages` pages of `size` bytes. Memory is allocated when they are used."""
         self.size, self.device, self.is_allocated = size, device, True
@@ -127,12 +127,12 @@ class Tiers:
 
     # -- between the tiers -------------------------------------------------------------------
 
-    def missing(self, pages: Numbers) -> Numbers:
+    def missing(self, pages: Ints) -> Ints:
         """Return the pages among `pages` that are only in host memory."""
-        missing: Numbers = pages[self._on_host[pages] & ~self._on_device[pages]]
+        missing: Ints = pages[self._on_host[pages] & ~self._on_device[pages]]
         return missing
 
-    def fetch(self, pages: Numbers) -> None:
+    def fetch(self, pages: Ints) -> None:
         """Start to copy missing pages among `pages`, ascending, to the device."""
         if not self.here.is_allocated:
             self.here.allocate(self.size, len(self), self.device)
@@ -161,7 +161,7 @@ class Tiers:
             self._on_device[:] = False
             self.here.free()
 
-    def written(self, pages: Numbers) -> None:
+    def written(self, pages: Ints) -> None:
         """Record that these pages are written on the device."""
         self._on_device[pages] = True
         self._on_host[pages] = False
@@ -171,16 +171,16 @@ class Tiers:
         if self._copied is not None:
             torch.cuda.current_stream(self._copied.device).wait_event(self._copied)
 
-    def _copy_over(self, source: Blocks, target: Blocks, pages: Numbers) -> None:
+    def _copy_over(self, source: Blocks, target: Blocks, pages: Ints) -> None:
         device, streams = self.here.tensors[0].device, self.budget.streams
         if device.type != "cuda":
-            target.receive(source, pages, blocking=True)
+            target.copy_from(source, pages, blocking=True)
             return
         # The copies run after earlier work on the device, and concurrently with later work.
         stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            target.receive(source, pages, blocking=False)
+            target.copy_from(source, pages, blocking=False)
             self._copied = stream.record_event()
 
     def _finish_copies(self) -> None:
@@ -196,11 +196,11 @@ class Tiers:
 
     # -- the interface of `Blocks` -----------------------------------------------------------
 
-    def take(self, pages: Numbers | torch.Tensor) -> torch.Tensor:
+    def take(self, pages: Ints | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""
         return self._at_home().take(pages)
 
-    def put(self, pages: Numbers | torch.Tensor, rows: torch.Tensor) -> None:
+    def put(self, pages: Ints | torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows to pages on the device if the layer is there, otherwise in host memory."""
         assert not isinstance(pages, torch.Tensor)
         if self.here.is_allocated:
@@ -210,7 +210,7 @@ class Tiers:
             self._at_home().put(pages, rows.to(_HOST))
             self._on_host[pages] = True
 
-    def copy(self, sources: Numbers, destinations: Numbers) -> None:
+    def copy(self, sources: Ints, destinations: Ints) -> None:
         """Copy pages. No page may be both a source and a destination."""
         if self.here.is_allocated:
             self.fetch(np.unique(sources))
@@ -221,7 +221,7 @@ class Tiers:
             self._at_home().copy(sources, destinations)
             self._on_host[destinations] = self._on_host[sources]
 
-    def keep(self, pages: Numbers) -> None:
+    def keep(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, and renumber them from 0, as `Blocks.keep`."""
         self.evict()
         self._at_home().keep(pages)

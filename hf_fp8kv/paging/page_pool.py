@@ -40,11 +40,11 @@ class PagePool:
         return self.memory.is_allocated
 
     def allocate(
-        self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_one: bool = False
+        self, key: torch.Tensor, value: torch.Tensor, pages: int, *, single_block: bool = False
     ) -> None:
         """Allocate `pages` zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
 
-        Only shapes, dtypes and the device of the tensors are read. `in_one` is as in `Blocks`.
+        Only shapes, dtypes and the device of the tensors are read. `single_block`: as in `Blocks`.
         """
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
@@ -57,7 +57,7 @@ class PagePool:
             self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
             self.has_scales,
         )  # fmt: skip
-        self.memory.allocate(self.layout.size, pages, self.device, in_one=in_one)
+        self.memory.allocate(self.layout.size, pages, self.device, single_block=single_block)
 
     def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return empty keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as for `allocate`."""

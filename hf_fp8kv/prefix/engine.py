@@ -96,8 +96,8 @@ class StoredBlocks:
         slots, names = self._slots, self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
         blocks = list(takewhile(names.__contains__, table))
-        known = ((names[block], self._keys.get(block, (None, ""))) for block in blocks)
-        keys = [key for _, (_, key) in takewhile(lambda x: x[0] == x[1][0], known)]
+        pairs = ((names[block], self._keys.get(block, (None, ""))) for block in blocks)
+        keys = [key for _, (_, key) in takewhile(lambda x: x[0] == x[1][0], pairs)]
         first = len(keys)
         if part := tokens[first * slots : len(blocks) * slots]:
             keys += chain_keys(self._identity, part, slots, keys[-1] if keys else "")

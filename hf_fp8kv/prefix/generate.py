@@ -50,10 +50,10 @@ class Prefill(ModelMethod):
         if store is not None:
             check_store(store, cache.options, self.model.config, cache)
         text = _find_text(input_ids, config, model_kwargs) if reuse_prefix else None
-        known, given, prompt = cache.text, dict(model_kwargs), StoredPrompt(store, cache)
+        old_text, kwargs_copy, prompt = cache.text, dict(model_kwargs), StoredPrompt(store, cache)
 
         def compute() -> Any:
-            cache.text = (text or known) and UNKNOWN  # until the whole prompt is stored
+            cache.text = (text or old_text) and UNKNOWN  # until the whole prompt is stored
             with prompt.kept():
                 return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
 
@@ -68,11 +68,11 @@ class Prefill(ModelMethod):
                 # The files are intact, but their heads or dtypes are not the model's.
                 prompt.forget(error)
                 model_kwargs.clear()
-                model_kwargs.update(given)
+                model_kwargs.update(kwargs_copy)
                 outputs = compute()
-            if text is None and known is not UNKNOWN:
+            if text is None and old_text is not UNKNOWN:
                 # Embeddings or images follow the known tokens.
-                cache.beginning, cache.text, cache.last_step = known or cache.beginning, None, 0
+                cache.beginning, cache.text, cache.last_step = old_text or cache.beginning, None, 0
             # Wrappers of a model may add tokens to a prompt.
             elif text is not None and {*cache._paged.host_lengths()} <= {0, text.length}:
                 cache.beginning, cache.text, cache.last_step = None, text, 0

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, enable
-from hf_fp8kv.cache.turns import Turns
+from hf_fp8kv.cache.rope_rotation import RopeRotation
 from tests.cache.public import read_centers
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import build, tiny
@@ -109,9 +109,8 @@ def test_centers_without_a_config() -> None:
     for each in (cache, configured):
         model(**batch, past_key_values=each)
     # Without a config, the rotation of the keys by RoPE is unknown.
-    turns = Turns.of(model.config)(0)
-    assert turns is not None
-    assert_same(turns.steady(centers(cache)), centers(configured))
+    rope = RopeRotation.from_config(model.config)(0)
+    assert_same(rope.average(centers(cache)), centers(configured))
 
 
 # Grid: Each chunking, each model and each kind of cache occur twice.
@@ -225,14 +224,13 @@ def test_a_mask_applies_to_one_call(room: int | None) -> None:
     model, batch = model_of(), pad(SPANS["right"])
     cache = new_cache(model, room)
     model(**batch, past_key_values=cache)
-    turns = Turns.of(model.config)(0)
-    assert turns is not None
+    rope = RopeRotation.from_config(model.config)(0)
     rows, heads, _, dim = cache.layers[0].keys.shape
     k = torch.randn(rows, heads, WIDTH, dim, generator=torch.Generator().manual_seed(2))
     for empty in (cache.reset, lambda: cache.crop(-WIDTH)):
         empty()
         cache.update(k, k, 0)
-        torch.testing.assert_close(read_centers(cache), turns.steady(k[:, :, -32:].mean(2)))
+        torch.testing.assert_close(read_centers(cache), rope.average(k[:, :, -32:].mean(2)))
 
 
 def test_a_mask_applies_to_one_cache() -> None:

@@ -22,7 +22,7 @@ HEADS, DIM = 2, 16
 
 
 def new_cache(**keywords: Any) -> FP8PagedCache:
-    """Return a cache of a model without RoPE. test_turns.py tests centers of keys with RoPE."""
+    """Return a cache of a model without RoPE. test_rope_rotation.py tests centers with RoPE."""
     config = causal_config("llama")
     config.rope_parameters = None
     return FP8PagedCache(config, page_size=8, **keywords)

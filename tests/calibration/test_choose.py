@@ -15,7 +15,7 @@ from hf_fp8kv.calibration.choose import Candidate, find_centers, measure_costs, 
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.calibration.observe import Batch, make_batches, measure_range, observe, paged_layers
 from hf_fp8kv.calibration.queries import Queries, observe_queries
-from hf_fp8kv.calibration.rope import Beyond, Partners, match_channels, measure_partners
+from hf_fp8kv.calibration.rope import FarPositions, Partners, match_channels, measure_partners
 from hf_fp8kv.calibration.stages import CalibrationOptions, Job, weigh_keys
 from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
@@ -262,7 +262,9 @@ def pair_norm(k: torch.Tensor) -> torch.Tensor:
 
 def candidates_of(ranges, partner, options, *near_and_far) -> dict[str, list[Candidate]]:
     near, far = (*near_and_far, None, None)[:2]
-    return choose.list_candidates(0, ranges, Partners(partner), options, near, far, may_turn=False)
+    return choose.list_candidates(
+        0, ranges, Partners(partner), options, near, far, may_rotate=False
+    )
 
 
 def first_candidates(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3):
@@ -384,7 +386,7 @@ def choose_scales_on(model, windows) -> tuple[dict[int, LayerScales], dict[int, 
     ranges = stages.collect_ranges(job, "text", [Batch((window,)) for window in windows], partners)
     candidates = {i: candidates_of(r, partners[i].k, job.options) for i, r in ranges.items()}
     scales = choose.make_scales(job, windows, candidates)
-    return choose.choose_scales(job, windows, Beyond(0), scales, "a text")[0], candidates
+    return choose.choose_scales(job, windows, FarPositions(0), scales, "a text")[0], candidates
 
 
 @pytest.mark.parametrize("count", [3, 20])
@@ -460,7 +462,7 @@ def test_a_center_needs_a_significant_gain(llama, monkeypatch, gains, helps):
     centered = LayerScales(plain.k, plain.v, torch.ones(1, 16))
     base, best = KVScales({0: plain, 1: plain}), KVScales({0: plain, 1: centered})
     job = make_job(llama, center=True)
-    chosen, reason = scoring.check_plans(job, random_windows(24, 24), base, best, Beyond(24))
+    chosen, reason = scoring.check_plans(job, random_windows(24, 24), base, best, FarPositions(24))
     assert chosen is (best if helps else base)
     assert reason.startswith(
         "Centers in 1 of 2 layers: KL" if helps else "No centers: the gain is uncertain"

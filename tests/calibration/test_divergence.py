@@ -125,8 +125,8 @@ def test_kl_is_asymmetric_and_kl_max_is_its_largest_value() -> None:
     scores = compute_scores(expected, got, torch.tensor([[2, 0]]))
     third = 0.4 * math.log(2) + 0.6 * math.log(0.6 / 0.8)
     assert scores.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, third])
-    assert scores.same.tolist() == [0.0, 1.0, 1.0]
-    assert scores.surprise.tolist() == pytest.approx([math.log(4), math.log(2)])
+    assert scores.top1_match.tolist() == [0.0, 1.0, 1.0]
+    assert scores.nll.tolist() == pytest.approx([math.log(4), math.log(2)])
     quality = scores.summarize()
     assert quality.kl == pytest.approx((0.25 * math.log(2) + third) / 3)
     assert quality.kl_max == pytest.approx(0.25 * math.log(2))

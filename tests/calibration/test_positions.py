@@ -5,7 +5,7 @@ import torch
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate, measure
 from hf_fp8kv.calibration.divergence import compare_caches
-from hf_fp8kv.calibration.rope import Beyond, find_limit, find_reach, has_rope
+from hf_fp8kv.calibration.rope import FarPositions, find_last, find_limit, has_rope
 from tests.calibration.test_calibrate import QUIET, YARN
 from tests.helpers.tiny_models import VOCAB, tiny
 
@@ -95,7 +95,7 @@ def test_failing_positions_are_skipped(rotating, monkeypatch, caplog):
     scales = calibrate(rotating, texts(), **QUIET)
     assert not scales.centered
     assert scales.report.centers.startswith("No centers: ")
-    assert "RoPE turns K with the position, and " in scales.report.centers
+    assert "RoPE rotates K with the position, and " in scales.report.centers
     assert "no such position" in scales.report.centers
     assert scales.report.quality
     assert scales.report.far_quality == ()
@@ -104,7 +104,7 @@ def test_failing_positions_are_skipped(rotating, monkeypatch, caplog):
 
 def test_windows_are_spread_over_all_positions():
     windows = [torch.arange(n) for n in (24, 20, 10)]
-    batches = Beyond(200).spread(windows, 8)
+    batches = FarPositions(200).place(windows, 8)
     assert [batch.tokens for batch in batches] == [24, 20, 10] * 2 + [24, 20]
     starts = [batch.start for batch in batches]
     assert starts[0] == 176  # its last token is at 199
@@ -117,22 +117,22 @@ def test_windows_are_spread_over_all_positions():
     assert max(gaps) < 0.2
     assert min(gaps) > 0.05
     assert len({round(gap, 2) for gap in gaps}) > 1
-    assert [batch.start for batch in Beyond(200).spread(windows)] == starts[:3]
-    assert [batch.tokens for batch in Beyond(24).spread(windows)] == [20, 10]
-    assert Beyond(10).spread(windows, 8) == []
-    assert Beyond(200, "cannot").spread(windows, 8) == []
+    assert [batch.start for batch in FarPositions(200).place(windows)] == starts[:3]
+    assert [batch.tokens for batch in FarPositions(24).place(windows)] == [20, 10]
+    assert FarPositions(10).place(windows, 8) == []
+    assert FarPositions(200, "cannot").place(windows, 8) == []
 
 
 def test_the_reach_is_at_most_the_positions_of_the_model():
     model = tiny("llama")[0]  # 256 positions
-    assert [find_reach(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
-    assert find_reach(model, 24, 256) == 256
-    assert find_reach(model, 24, 10) == 10
+    assert [find_last(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
+    assert find_last(model, 24, 256) == 256
+    assert find_last(model, 24, 10) == 10
     with pytest.raises(ConfigError, match=r"max_position: expected at most 256.*got 257"):
         calibrate(model, texts(), max_position=257, **QUIET)
     with pytest.raises(ConfigError, match="max_position: expected a whole number"):
         measure(model, KVScales.uniform(2), texts(), max_position=0)
-    assert find_reach(tiny("bloom")[0], 24, 10**6) == 10**6  # bloom has no largest position
+    assert find_last(tiny("bloom")[0], 24, 10**6) == 10**6  # bloom has no largest position
 
 
 def test_position_limit_and_rope_are_read_from_the_config():

@@ -304,7 +304,7 @@ def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():
         assert image.get_array().tolist() == table.T.tolist()
         largest = [[layer, heads[2]] for layer, heads in enumerate(table)]
         assert magnitudes[f"{name}, largest head"] == largest
-        axes = panels_by_title[f"error of {name} in 8 bits, by layer"]
+        axes = panels_by_title[f"quantization error of {name}, by layer"]
         styles = {line.get_label(): line.get_linestyle() for line in axes.get_lines()}
         assert styles == {key: ":" if key.startswith(DYNAMIC) else "-" for key in ERRORS}
         for index, key in enumerate(ERRORS):
@@ -324,7 +324,7 @@ def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():
 def test_a_plot_without_a_report_shows_the_scales(scales, expected):
     (image,) = panels(scales, None)["448 × scale of K, by layer and head"].get_images()
     assert image.get_array().tolist() == expected
-    (text,) = panels(scales, None)["error of V in 8 bits, by layer"].texts
+    (text,) = panels(scales, None)["quantization error of V, by layer"].texts
     assert "inspect SCALES --model MODEL --texts FILE" in text.get_text()
 
 
@@ -337,7 +337,7 @@ def test_a_plot_omits_missing_layers_and_zeros():
     zeros = report.SideStatistics((0.0, 0.0), 0.0, 0.0, {})
     layers = {i: replace(layer, k=zeros, v=zeros) for i, layer in result.layers.items()}
     empty = panels(scales_of(result), replace(result, layers=layers))
-    assert empty["error of K in 8 bits, by layer"].texts
+    assert empty["quantization error of K, by layer"].texts
 
 
 # Grid: many layers and heads, whose labels overlap first, with and without measurements.

@@ -338,7 +338,7 @@ class Pages(RuleBasedStateMachine):
         like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
         if not pool.is_allocated:
             # The first layer of each group has its pages in blocks.
-            pool.allocate(*like, capacity, in_one=member > 0)
+            pool.allocate(*like, capacity, single_block=member > 0)
         length = HostLength(group, member)
         call = length.begin(stop - start, CPU, "torch")
         pool.memory.grow(capacity)

@@ -37,10 +37,10 @@ def new_pool(
     dynamic: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
-    in_one: bool = False,
+    single_block: bool = False,
 ) -> PagePool:
     pool = PagePool(S, LayerPlan(SidePlan(key), SidePlan(value)), dynamic)
-    pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages, in_one=in_one)
+    pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages, single_block=single_block)
     return pool
 
 
@@ -50,7 +50,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1200)
 
 
-layouts = pytest.mark.parametrize("in_one", [True, False], ids=["one block", "blocks"])
+layouts = pytest.mark.parametrize("single_block", [True, False], ids=["one block", "blocks"])
 
 
 def all_pages(pool: PagePool) -> dict[str, torch.Tensor]:
@@ -97,10 +97,12 @@ SHAPES = pairwise(
 )
 
 
-@pytest.mark.parametrize(("case", "dtype", "in_one"), SHAPES)
-def test_shapes_dtypes_and_bytes(case, dtype, device, in_one):
+@pytest.mark.parametrize(("case", "dtype", "single_block"), SHAPES)
+def test_shapes_dtypes_and_bytes(case, dtype, device, single_block):
     key, value, dynamic, names = case
-    pool = new_pool(key, value, 7, dynamic=dynamic, dtype=dtype, device=device, in_one=in_one)
+    pool = new_pool(
+        key, value, 7, dynamic=dynamic, dtype=dtype, device=device, single_block=single_block
+    )
     pages = all_pages(pool)
     assert " ".join(pages) == names
     assert pages["k"].shape == (7, HEADS, S, K_DIM)
@@ -121,10 +123,12 @@ def test_shapes_dtypes_and_bytes(case, dtype, device, in_one):
 
 @layouts
 @cases
-def test_growing_keeps_all_pages_and_zeroes_new_pages(key, value, dynamic, names, device, in_one):
+def test_growing_keeps_all_pages_and_zeroes_new_pages(
+    key, value, dynamic, names, device, single_block
+):
     pool = PagePool(S, LayerPlan(SidePlan("auto"), SidePlan("auto")), True)
     assert (len(pool.memory), pool.is_allocated) == (0, False)
-    pool = new_pool(key, value, 0, dynamic=dynamic, device=device, in_one=in_one)
+    pool = new_pool(key, value, 0, dynamic=dynamic, device=device, single_block=single_block)
     pool.memory.grow(3)
     before, pointers = fill(pool), addresses(pool)
     for pages in (0, 2, 3):  # a pool never shrinks, and stays in place
@@ -133,17 +137,17 @@ def test_growing_keeps_all_pages_and_zeroes_new_pages(key, value, dynamic, names
         assert addresses(pool) == pointers
     pool.memory.grow(8)
     assert len(pool.memory) == 8
-    assert in_one or addresses(pool)[: len(pointers)] == pointers, "a block was moved"
+    assert single_block or addresses(pool)[: len(pointers)] == pointers, "a block was moved"
     assert_holds(pool, before)
 
 
 @layouts
 @cases
 def test_copying_a_page_copies_all_of_its_tensors_and_no_other_page(
-    key, value, dynamic, names, device, in_one
+    key, value, dynamic, names, device, single_block
 ):
     pool, source = (
-        new_pool(key, value, pages, dynamic=dynamic, device=device, in_one=in_one)
+        new_pool(key, value, pages, dynamic=dynamic, device=device, single_block=single_block)
         for pages in (6, 9)
     )
     before, source_pages = fill(pool), fill(source)
@@ -206,8 +210,8 @@ def test_growing_allocates_one_block_at_a_time(monkeypatch):
 
 
 @layouts
-def test_moving_to_the_cpu_and_back_keeps_the_bytes(device, in_one):
-    pool = new_pool(device=device, in_one=in_one)
+def test_moving_to_the_cpu_and_back_keeps_the_bytes(device, single_block):
+    pool = new_pool(device=device, single_block=single_block)
     before, pointers = fill(pool), addresses(pool)
     pool.memory.move(device)
     assert addresses(pool) == pointers, "they were on this device"
@@ -232,8 +236,8 @@ def test_move_to_the_cpu_waits_for_the_copy():
 
 
 @layouts
-def test_a_freed_pool_may_be_allocated_again(in_one):
-    pool = new_pool(in_one=in_one)
+def test_a_freed_pool_may_be_allocated_again(single_block):
+    pool = new_pool(single_block=single_block)
     fill(pool)
     pool.memory.free()
     assert (len(pool.memory), pool.is_allocated) == (0, False)
@@ -261,9 +265,9 @@ def encoded(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: Any) ->
 
 @layouts
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_record_has_the_current_pages_and_tensors(change, in_one):
+def test_cached_pages_have_the_current_tensors(change, single_block):
     """A record has the current addresses, and keeps no freed block alive."""
-    pool = new_pool("auto", "auto", in_one=in_one, dtype=torch.float32)
+    pool = new_pool("auto", "auto", single_block=single_block, dtype=torch.float32)
     table = torch.tensor([[1, 0]], dtype=torch.int32)
     scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
     encoding = encoded(("auto", "auto"), *scales, torch.zeros(1, HEADS, K_DIM))
@@ -271,7 +275,7 @@ def test_a_record_has_the_current_pages_and_tensors(change, in_one):
     before, old_block = fill(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
     del first
     CHANGES[change](pool)
-    is_kept = change == "nothing" or (change == "grow" and not in_one)
+    is_kept = change == "nothing" or (change == "grow" and not single_block)
     assert (old_block() is not None) == is_kept
     if not pool.is_allocated:
         return
@@ -295,15 +299,15 @@ def test_a_record_has_the_current_pages_and_tensors(change, in_one):
 
 
 @layouts
-def test_pages_are_received_from_a_second_pool(in_one):
+def test_pages_are_copied_from_a_second_pool(single_block):
     """The blocks of the pools begin at different pages, after growth in different steps."""
-    pool, source = (new_pool(pages=n, in_one=in_one) for n in (2, 7))
+    pool, source = (new_pool(pages=n, single_block=single_block) for n in (2, 7))
     for pages in (3, 8, 11):
         pool.memory.grow(pages)
     source.memory.grow(11)
     expected, source_pages = fill(pool), fill(source)
     indices = np.array([0, 1, 2, 5, 6, 9, 10])
-    pool.blocks.receive(source.blocks, indices, blocking=True)
+    pool.blocks.copy_from(source.blocks, indices, blocking=True)
     for name, tensor in expected.items():
         tensor[indices] = source_pages[name][indices]
         assert_same(all_pages(pool)[name], tensor, name)

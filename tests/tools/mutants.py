@@ -232,7 +232,7 @@ MUTANTS = (
     ),
     Mutant(
         "fork: a shared page is written", TABLE,
-        "if references[page] > seen[page]:", "if references[page] > seen[page] + 1:",
+        "if references[page] > counts[page]:", "if references[page] > counts[page] + 1:",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         "pool: growth loses the first block", "paging/blocks.py",
-        "self._use([*old, *self._new", "self._use([*old[1:], *self._new",
+        "self._set_blocks([*old, *self._allocate", "self._set_blocks([*old[1:], *self._allocate",
         "tests/paging/test_page_pool.py",
     ),
     Mutant(
@@ -328,7 +328,8 @@ MUTANTS = (
     ),
     Mutant(
         "offloading: pages come back stale", "paging/blocks.py",
-        "count, new, old = len(run)", "count, new, old = len(run) - 1",
+        "count, target_block, source_block = len(run)",
+        "count, target_block, source_block = len(run) - 1",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
     ),
     # Attention.
