@@ -21,8 +21,8 @@ def _make_matrix_load(instruction: Instruction, program: Program) -> Step:
     def load(machine: Machine, mask: Mask) -> None:
         warps = machine.warps(mask)
         addresses = machine.by_warps(place(machine), warps)[:, : 8 * count]
-        lanes = warps[:, None] * 32 + np.arange(8 * count)
-        rows = machine.shared.load(lanes.reshape(-1), addresses.reshape(-1), 4, 4)
+        threads = warps[:, None] * 32 + np.arange(8 * count)
+        rows = machine.shared.load(threads.reshape(-1), addresses.reshape(-1), 4, 4)
         if turned:
             halves = rows.view(np.uint16).reshape(len(warps), count, 8, 8)
             rows = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
@@ -42,12 +42,12 @@ def _make_matrix_store(instruction: Instruction, program: Program) -> Step:
     def store(machine: Machine, mask: Mask) -> None:
         warps = machine.warps(mask)
         addresses = machine.by_warps(place(machine), warps)[:, : 8 * count]
-        lanes = warps[:, None] * 32 + np.arange(8 * count)
+        threads = warps[:, None] * 32 + np.arange(8 * count)
         words = np.stack([machine.by_warps(read(machine), warps) for read in reads], 1)
         if turned:
             halves = words.view(np.uint16).reshape(len(warps), count, 8, 8)
             words = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
-        machine.shared.store(lanes.reshape(-1), addresses.reshape(-1), words.reshape(-1, 4))
+        machine.shared.store(threads.reshape(-1), addresses.reshape(-1), words.reshape(-1, 4))
 
     return store
 
