@@ -1,9 +1,9 @@
 """Check that replayed calls of the Triton backend launch the same kernels as direct calls.
 
 Each call is recorded. Then a call that differs from it in one argument is made, and then the first
-call again. The arguments of each launch are compared with those of a call without replay. Triton
-chooses kernels as on a GPU, but a compiled kernel is only a name. Use this module only in a process
-without Triton's interpreter, and end the process afterwards.
+call again. The launches are compared with the launches of a call without replay, by their
+arguments. Triton chooses kernels as on a GPU, but a compiled kernel is only a name. Use this module
+only in a process without Triton's interpreter, and end the process afterwards.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming
 
-BATCH, HEADS, QUERIES, DIM, SLOTS, COUNT, COLUMNS = 2, 2, 8, 64, 16, 9, 4
+BATCH, HEADS, QUERY_HEADS, DIM, PAGE_SIZE, NUM_PAGES, COLUMNS = 2, 2, 8, 64, 16, 9, 4
 # Arguments of launches since the last comparison, and whether each launch had a hook.
 launches: list[tuple[Any, ...]] = []
 has_hook: list[bool] = []
@@ -136,19 +136,19 @@ def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bo
     return next(jit_launches) == launches_before + 1
 
 
-def tokens(heads: int, count: int = 1) -> torch.Tensor:
+def make_tokens(heads: int, count: int = 1) -> torch.Tensor:
     return torch.zeros(BATCH, count, heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
 
 
-def plan(rows: int) -> torch.Tensor:
+def make_plan_rows(rows: int) -> torch.Tensor:
     return torch.zeros(rows, 4, dtype=torch.int32)
 
 
 def make_pages() -> Pages:
     """Return pages in blocks that have every optional tensor."""
-    k = torch.zeros(COUNT, HEADS, SLOTS, DIM, dtype=torch.uint8)
-    v = torch.zeros(COUNT, HEADS, DIM, SLOTS, dtype=torch.uint8)
-    scales = torch.zeros(COUNT, HEADS, SLOTS, 2, dtype=torch.bfloat16)
+    k = torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, DIM, dtype=torch.uint8)
+    v = torch.zeros(NUM_PAGES, HEADS, DIM, PAGE_SIZE, dtype=torch.uint8)
+    scales = torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16)
     sides = (
         StoredSide(None, torch.zeros(BATCH, HEADS, DIM), "fp8_e4m3", DIM), k,
         StoredSide(torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM), v,
@@ -179,7 +179,7 @@ def _misaligned(x: torch.Tensor) -> torch.Tensor:
     return copy_strided(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
 
 
-def changes(args: Any) -> Iterator[tuple[str, Any]]:
+def variants(args: Any) -> Iterator[tuple[str, Any]]:
     """Yield a description and arguments that differ from `args` in one respect."""
     yield "other addresses", map_tensors(args, copy_strided)
     counter = itertools.count()
@@ -197,20 +197,23 @@ def changes(args: Any) -> Iterator[tuple[str, Any]]:
     if "pages" in args._fields:
         for i, change in enumerate(_PAGE_CHANGES):
             yield f"pages {i}", args._replace(pages=change(args.pages))
-    one_token = tokens(HEADS)
+    one_token = make_tokens(HEADS)
     if isinstance(args, Write):
         yield "one address", args._replace(key=one_token, value=one_token)
         for n in (2, 40):
-            yield f"{n} tokens", args._replace(key=tokens(HEADS, n), value=tokens(HEADS, n))
+            yield (
+                f"{n} tokens",
+                args._replace(key=make_tokens(HEADS, n), value=make_tokens(HEADS, n)),
+            )
     if isinstance(args, Attend):
-        yield "two tokens", args._replace(query=tokens(QUERIES, 2))
+        yield "two tokens", args._replace(query=make_tokens(QUERY_HEADS, 2))
         for i, values in enumerate(_SPEC_CHANGES):
             yield f"spec {i}", args._replace(spec=args.spec._replace(**values))
-        more_heads = args.spec._replace(sinks=torch.zeros(2 * QUERIES))
-        yield "more query heads", args._replace(query=tokens(2 * QUERIES), spec=more_heads)
+        more_heads = args.spec._replace(sinks=torch.zeros(2 * QUERY_HEADS))
+        yield "more query heads", args._replace(query=make_tokens(2 * QUERY_HEADS), spec=more_heads)
         yield "one sequence", args._replace(
             query=args.query[:1], pages=args.pages._replace(table=args.pages.table[:1]),
-            lengths=args.lengths[:1], plan=plan(30),
+            lengths=args.lengths[:1], plan=make_plan_rows(30),
         )  # fmt: skip
 
 
@@ -224,10 +227,11 @@ def _bounds(batch: int = BATCH, columns: int = 2, step: int = 1) -> torch.Tensor
 
 _SPEC_CHANGES: list[dict[str, Any]] = [
     {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
-    {"sinks": torch.zeros(QUERIES, dtype=torch.bfloat16)}, {"mask": None, "bounds": None},
+    {"sinks": torch.zeros(QUERY_HEADS, dtype=torch.bfloat16)}, {"mask": None, "bounds": None},
     {"mask": _mask(dtype=torch.bool)}, {"mask": _mask(1), "bounds": _bounds(1)},
-    {"bias": torch.zeros(BATCH, QUERIES, 1, 48)}, {"bounds": None}, {"bounds": _bounds(columns=4)},
-    {"bounds": _bounds(columns=4, step=2)}, {"bias": torch.zeros(1, 1, 1, 48)},
+    {"bias": torch.zeros(BATCH, QUERY_HEADS, 1, 48)}, {"bounds": None},
+    {"bounds": _bounds(columns=4)}, {"bounds": _bounds(columns=4, step=2)},
+    {"bias": torch.zeros(1, 1, 1, 48)},
 ]  # fmt: skip
 _TOKEN_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     torch.Tensor.half,
@@ -248,7 +252,7 @@ _PAGE_CHANGES: list[Callable[[Pages], Pages]] = [
 ]
 FIELD_VALUES: dict[type, dict[str, list[Any]]] = {
     Write: {"limit": [7, None]},
-    Attend: {"start": [5], "stop": [43], "plan": [None, plan(20), plan(5)]},
+    Attend: {"start": [5], "stop": [43], "plan": [None, make_plan_rows(20), make_plan_rows(5)]},
     MakePlan: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
 }  # fmt: skip
 # Changes of a call's environment.
@@ -287,15 +291,17 @@ def compare_calls() -> dict[str, int]:
         AssertionError: A call differs.
     """
     fake_gpu()
-    spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERIES), mask=_mask(),
+    spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERY_HEADS), mask=_mask(),
                          bounds=_bounds())  # fmt: skip
     lengths = torch.zeros(BATCH, dtype=torch.int32)
-    new_tokens, comparisons = (tokens(HEADS), tokens(HEADS)), {}
+    new_tokens, comparisons = (make_tokens(HEADS), make_tokens(HEADS)), {}
     rows = backend.plan_rows(torch.device("cpu"), BATCH, HEADS)
     calls = {
-        "attend": Attend(tokens(QUERIES), make_pages(), lengths, 0, 48, spec, plan(rows)),
+        "attend": Attend(
+            make_tokens(QUERY_HEADS), make_pages(), lengths, 0, 48, spec, make_plan_rows(rows)
+        ),
         "write": Write(make_pages(), *new_tokens, lengths, 99),
-        "make_plan": MakePlan(plan(rows), lengths, 1, 0, 0, HEADS),
+        "make_plan": MakePlan(make_plan_rows(rows), lengths, 1, 0, 0, HEADS),
     }
     with assuming(Target.parse("sm_90")):
         for name, args in calls.items():
@@ -304,7 +310,7 @@ def compare_calls() -> dict[str, int]:
             assert compare_with_replay(operation, map_tensors(args, copy_strided), name), (
                 "not replayed"
             )
-            for label, changed in changes(args):
+            for label, changed in variants(args):
                 check_after_recording(
                     operation, args, changed, f"{name}, {label} {next(call_number)}"
                 )
