@@ -138,16 +138,16 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
 
         return commit
     if instruction.opcode[2] == "wait_group":
-        (left,) = instruction.operands
-        return lambda machine, mask: _wait_for_copies(machine, mask, int(left))
+        (num_left,) = instruction.operands
+        return lambda machine, mask: _wait_for_copies(machine, mask, int(num_left))
     to, source, size, *optional = instruction.operands
-    both = [address(x, program) for x in (to, source)]
+    places = [address(x, program) for x in (to, source)]
     whole = int(size, 0)
     read_size = read_as(optional[0] if optional else size, STORED[32], program)
 
     def copy(machine: Machine, mask: Mask) -> None:
         threads = machine.threads(mask)
-        addresses, sources = (machine.pick(place(machine), threads) for place in both)
+        addresses, sources = (machine.pick(place(machine), threads) for place in places)
         sizes = machine.pick(read_size(machine), threads)
         if (sizes > whole).any():
             raise Fault("a copy of more bytes than its destination has")
@@ -168,19 +168,21 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
     return copy
 
 
-def _wait_for_copies(machine: Machine, mask: Mask, left: int) -> None:
+def _wait_for_copies(machine: Machine, mask: Mask, num_left: int) -> None:
     """Complete the copies of all groups except the last `left` groups."""
     closed = machine.groups.reshape(-1)
     remaining = []
     for copy in machine.copies:
-        done = copy.groups < closed[copy.threads] - left
+        is_done = copy.groups < closed[copy.threads] - num_left
         if mask is not None:
-            done &= np.broadcast_to(mask, machine.shape).reshape(-1)[copy.threads]
+            is_done &= np.broadcast_to(mask, machine.shape).reshape(-1)[copy.threads]
         threads, groups, addresses, values = copy
-        if done.any():
-            machine.shared.end_copy(threads[done], addresses[done], values[done])
-        if not done.all():
-            remaining.append(Copy(threads[~done], groups[~done], addresses[~done], values[~done]))
+        if is_done.any():
+            machine.shared.end_copy(threads[is_done], addresses[is_done], values[is_done])
+        if not is_done.all():
+            remaining.append(
+                Copy(threads[~is_done], groups[~is_done], addresses[~is_done], values[~is_done])
+            )
     machine.copies = remaining
 
 
