@@ -33,14 +33,14 @@ FAMILIES = [
 # With seed 0, the indexers of these models find equal keys, and their choice then depends on the
 # size of the cache.
 SEEDS = {"mistral_large4": 1, "dots3_note_text": 2}
-# Bounds relative to the size of the results: for one attention in fp32, ten times the error with
-# 600 tokens, and for the logits of models, since a few layers add to the error.
-CLOSE_ATTENTION, CLOSE = 1e-5, 1e-4
-NEW = 10
+# Bounds relative to the size of the results. For one attention call in float32, the bound is ten
+# times the error with 600 tokens. For logits it is higher, because the errors of layers add up.
+ATTENTION_TOLERANCE, LOGITS_TOLERANCE = 1e-5, 1e-4
+NEW_TOKENS = 10
 MODELS: dict[str, Any] = {}
 
 
-def model_of(name: str) -> Any:
+def copy_model(name: str) -> Any:
     """Return a new copy of the family's model and its inputs, padded on the left."""
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
@@ -49,13 +49,16 @@ def model_of(name: str) -> Any:
     return copy.deepcopy(MODELS[name])
 
 
-def attentions(model: Any) -> list[Any]:
+def find_attentions(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(type(module), EXPAND)]
 
 
-def latents(model: Any) -> int:
-    """Return the number of layers that cache latents. Old sparse attention caches dense K and V."""
-    return len(attentions(model)) if caches_latents(model.config.get_text_config()) else 0
+def count_latent_layers(model: Any) -> int:
+    """Return the number of layers that cache latents.
+
+    Sparse attention in older versions of transformers caches dense K and V.
+    """
+    return len(find_attentions(model)) if caches_latents(model.config.get_text_config()) else 0
 
 
 @pytest.fixture
@@ -66,50 +69,52 @@ def watch() -> Iterator[Watch]:
         yield watch
 
 
-def answer(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, Any]:
+def generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, Any]:
     """Return the tokens, and the logits that chose them."""
-    options = {"max_new_tokens": NEW, "do_sample": False, **options}
-    extra = {"output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(**inputs, past_key_values=cache, **options, **extra)
-    return out.sequences, torch.stack(out.logits, 1)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    outputs = {"output_logits": True, "return_dict_in_generate": True}
+    result = model.generate(**inputs, past_key_values=cache, **options, **outputs)
+    return result.sequences, torch.stack(result.logits, 1)
 
 
 def check_same(actual: Any, expected: Any) -> None:
     assert torch.equal(actual[0], expected[0])
     size = float(expected[1].std())
-    torch.testing.assert_close(actual[1], expected[1], atol=CLOSE * size, rtol=0)
+    torch.testing.assert_close(actual[1], expected[1], atol=LOGITS_TOLERANCE * size, rtol=0)
 
 
-def stock(model: Any, inputs: Any, **options: Any) -> Any:
+def generate_stock(model: Any, inputs: Any, **options: Any) -> Any:
     cache = DynamicCache(config=model.config.get_text_config())
-    return answer(model, inputs, cache, **options)
+    return generate(model, inputs, cache, **options)
 
 
-def paged(model: Any, **options: Any) -> FP8PagedCache:
+def make_cache(model: Any, **options: Any) -> FP8PagedCache:
     dtype = None if "plan" in options else "auto"
     return FP8PagedCache(model.config, dtype=dtype, page_size=8, **options)
 
 
-# Plain, with windows, with an indexer, with layers that read the latents of a different layer or
-# have no positions.
-SOME = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
-FULL = [pytest.param(x, marks=pytest.mark.full) for x in FAMILIES if x not in SOME]
+# One family of each kind: without additions, with windows, with an indexer, and with layers that
+# read the latents of a different layer or have no positions.
+FAST_FAMILIES = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
+OTHER_FAMILIES = [
+    pytest.param(x, marks=pytest.mark.full) for x in FAMILIES if x not in FAST_FAMILIES
+]
 
 
-@pytest.mark.parametrize("name", [*SOME, *FULL])
+@pytest.mark.parametrize("name", [*FAST_FAMILIES, *OTHER_FAMILIES])
 def test_all_families(name: str, watch: Watch) -> None:
-    model, inputs = model_of(name)
-    expected = stock(model, inputs)
+    model, inputs = copy_model(name)
+    expected = generate_stock(model, inputs)
     model.set_attn_implementation("fp8_paged")
     for options in ({}, {"max_cache_len": 30}, {"prefill": "stored"}):
         watch.seen.clear()
-        check_same(answer(model, inputs, paged(model, **options)), expected)
+        check_same(generate(model, inputs, make_cache(model, **options)), expected)
         # All layers that cache latents use them in all steps.
-        assert watch.seen["fused, latent"] == latents(model) * (NEW - 1)
+        assert watch.seen["fused, latent"] == count_latent_layers(model) * (NEW_TOKENS - 1)
 
 
 # Static scales, searched and rotated formats, and unquantized K.
-EIGHT_BITS: list[dict[str, Any]] = [
+STORED_FORMATS: list[dict[str, Any]] = [
     {"scales": 0.01, "value_dtype": "fp8_e4m3"},
     {"plan": ("fp8_e2m5", "int8 rotated")},
     {"dtype": "auto", "value_dtype": "fp8_e4m3", "max_cache_len": 30},
@@ -119,79 +124,92 @@ EIGHT_BITS: list[dict[str, Any]] = [
 # Grid: All pairs of a model, a storage plan and a backend.
 @pytest.mark.parametrize(
     ("name", "options", "backend"),
-    pairwise(["mistral_large4", "glm5_next"], EIGHT_BITS, ["torch", "cpu"]),
+    pairwise(["mistral_large4", "glm5_next"], STORED_FORMATS, ["torch", "cpu"]),
     ids=str,
 )
 def test_layers_without_positions(name: str, options: dict[str, Any], backend: str) -> None:
-    """The format of positions matters only to layers that have positions."""
-    model, inputs = model_of(name)
+    """The format of the RoPE part matters only to layers that have one."""
+    model, inputs = copy_model(name)
     model.set_attn_implementation("fp8_paged")
     cache = FP8PagedCache(model.config, page_size=8, backend=backend, **options)
-    logits = answer(model, inputs, cache)[1]
+    logits = generate(model, inputs, cache)[1]
     assert cache.layers[1].values.shape[-1] == 0
     reference = FP8PagedCache(model.config, page_size=8, backend="reference", **options)
-    expected = answer(model, inputs, reference)[1]
-    torch.testing.assert_close(logits, expected, atol=CLOSE * float(expected.std()), rtol=0)
+    expected = generate(model, inputs, reference)[1]
+    torch.testing.assert_close(
+        logits, expected, atol=LOGITS_TOLERANCE * float(expected.std()), rtol=0
+    )
     assert torch.equal(copy.deepcopy(cache).layers[1].keys, cache.layers[1].keys)
 
 
 # Grid: Each kind of latent attention once, half of them in a preallocated cache.
-SOME_CACHES = [(name, {"max_cache_len": 40} if n % 2 else {}) for n, name in enumerate(SOME)]
+FAST_CACHES = [
+    (name, {"max_cache_len": 40} if n % 2 else {}) for n, name in enumerate(FAST_FAMILIES)
+]
 
 
-@pytest.mark.parametrize(("name", "options"), SOME_CACHES, ids=str)
+@pytest.mark.parametrize(("name", "options"), FAST_CACHES, ids=str)
 @torch.no_grad()
 def test_chunks_crop_and_forks(name: str, options: dict[str, Any], watch: Watch) -> None:
-    model, _ = model_of(name)
+    model, _ = copy_model(name)
     model.set_attn_implementation("fp8_paged")
     ids = torch.randint(4, 90, (2, 30), generator=torch.Generator().manual_seed(7))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     expected = model(ids, attention_mask=mask, use_cache=False).logits
 
-    def read(cache: FP8PagedCache, start: int, stop: int) -> None:
-        out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+    def check_chunk(cache: FP8PagedCache, start: int, stop: int) -> None:
+        logits = model(
+            ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
+        ).logits
         hidden = max(3 - start, 0)
         torch.testing.assert_close(
-            out[0, hidden:], expected[0, start + hidden : stop], atol=CLOSE, rtol=CLOSE
+            logits[0, hidden:],
+            expected[0, start + hidden : stop],
+            atol=LOGITS_TOLERANCE,
+            rtol=LOGITS_TOLERANCE,
         )
-        torch.testing.assert_close(out[1], expected[1, start:stop], atol=CLOSE, rtol=CLOSE)
+        torch.testing.assert_close(
+            logits[1], expected[1, start:stop], atol=LOGITS_TOLERANCE, rtol=LOGITS_TOLERANCE
+        )
 
-    cache = paged(model, **options)
+    cache = make_cache(model, **options)
     if name == "dots3_note_text":
         cache.activate_past_recording()
     for start, stop in ((0, 7), (7, 9), (9, 16), (16, 17), (17, 25)):
-        read(cache, start, stop)
+        check_chunk(cache, start, stop)
     fork = cache.fork()
     cache.crop(-9)
     watch.seen.clear()
-    read(cache, 16, 18)
-    read(fork, 25, 26)
-    read(cache, 18, 19)
-    assert watch.seen["fused, latent"] == 2 * latents(model)
+    check_chunk(cache, 16, 18)
+    check_chunk(fork, 25, 26)
+    check_chunk(cache, 18, 19)
+    assert watch.seen["fused, latent"] == 2 * count_latent_layers(model)
 
 
-@pytest.mark.parametrize(("name", "options"), SOME_CACHES, ids=str)
+@pytest.mark.parametrize(("name", "options"), FAST_CACHES, ids=str)
 def test_beams(name: str, options: dict[str, Any], watch: Watch) -> None:
-    model, inputs = model_of(name)
-    expected = stock(model, inputs, num_beams=3)[0]
+    model, inputs = copy_model(name)
+    expected = generate_stock(model, inputs, num_beams=3)[0]
     model.set_attn_implementation("fp8_paged")
-    assert torch.equal(answer(model, inputs, paged(model, **options), num_beams=3)[0], expected)
-    assert bool(watch.seen["fused, latent"]) is bool(latents(model))
+    assert torch.equal(
+        generate(model, inputs, make_cache(model, **options), num_beams=3)[0], expected
+    )
+    assert bool(watch.seen["fused, latent"]) is bool(count_latent_layers(model))
 
 
 def test_other_attention_and_disable_give_the_same_tokens(watch: Watch) -> None:
-    model, inputs = model_of("deepseek_v3")
-    before = [set(vars(module)) for module in attentions(model)]
-    expected = stock(model, inputs)
+    model, inputs = copy_model("deepseek_v3")
+    old_attributes = [set(vars(module)) for module in find_attentions(model)]
+    expected = generate_stock(model, inputs)
     enable(model, dtype="auto")
-    check_same(answer(model, inputs, None), expected)
+    check_same(generate(model, inputs, None), expected)
     assert watch.path() == "fused, latent"
     model.set_attn_implementation("sdpa")
-    check_same(answer(model, inputs, paged(model)), expected)
+    check_same(generate(model, inputs, make_cache(model)), expected)
     disable(model)
-    assert [set(vars(module)) for module in attentions(model)] == before
-    check_same(answer(model, inputs, paged(model)), expected)
+    assert [set(vars(module)) for module in find_attentions(model)] == old_attributes
+    check_same(generate(model, inputs, make_cache(model)), expected)
 
 
 # -- projections that are not plain layers -------------------------------------------------------
@@ -229,52 +247,52 @@ class Packed(nn.Module):
         return x @ self.packed[0].T
 
 
-def rounded(base: nn.Linear) -> nn.Module:
+def round_weights(base: nn.Linear) -> nn.Module:
     layer = Rounded(base.in_features, base.out_features, bias=False)
     layer.weight = base.weight
     return layer
 
 
-def biased(base: nn.Linear) -> nn.Module:
+def add_bias(base: nn.Linear) -> nn.Module:
     layer = nn.Linear(base.in_features, base.out_features)
     layer.weight = base.weight
     return layer
 
 
-def hooked(base: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
+def add_hook(base: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
     base.register_forward_hook(lambda *args: change(args[2]))
     return base
 
 
-def replace_all(model: Any, change: Any) -> None:
+def replace_all(model: Any, make_projection: Any) -> None:
     torch.manual_seed(0)
-    for module in attentions(model):
-        module.kv_b_proj = change(module.kv_b_proj).eval()
+    for module in find_attentions(model):
+        module.kv_b_proj = make_projection(module.kv_b_proj).eval()
 
 
-def check_answer(model: Any, inputs: Any, *, path: str = "fused, latent") -> None:
-    """Assert the tokens of sdpa attention, and the path of decoding steps unless it is ""."""
+def check_against_sdpa(model: Any, inputs: Any, *, path: str = "fused, latent") -> None:
+    """Assert the same tokens as with sdpa, and the path of decoding steps unless it is ""."""
     model.set_attn_implementation("sdpa")
-    expected = stock(model, inputs)
+    expected = generate_stock(model, inputs)
     model.set_attn_implementation("fp8_paged")
     watch = Watch()
     with watch():
-        check_same(answer(model, inputs, paged(model)), expected)
+        check_same(generate(model, inputs, make_cache(model)), expected)
     assert path in ("", watch.path())
 
 
 @pytest.mark.parametrize(
-    ("change", "path"),
+    ("make_projection", "path"),
     [
-        (rounded, "fused, latent"), (Adapted, "fused, latent"), (hooked, "fused, latent"),
-        (biased, "dense"), (lambda base: hooked(base, torch.tanh), "dense"),
+        (round_weights, "fused, latent"), (Adapted, "fused, latent"), (add_hook, "fused, latent"),
+        (add_bias, "dense"), (lambda base: add_hook(base, torch.tanh), "dense"),
     ],
 )  # fmt: skip
-def test_projections_of_different_kinds(change: Any, path: str) -> None:
-    """A projection that does more than multiply by a weight is applied to the whole history."""
+def test_projections_of_different_kinds(make_projection: Any, path: str) -> None:
+    """A projection that does more than multiply by a weight is applied to all stored tokens."""
     model, inputs = build("deepseek_v3")
-    replace_all(model, change)
-    check_answer(model, inputs, path=path)
+    replace_all(model, make_projection)
+    check_against_sdpa(model, inputs, path=path)
     report = check_model(model)
     assert report.path == path
     assert ("more than a product with weights" in str(report)) is (path == "dense")
@@ -282,31 +300,33 @@ def test_projections_of_different_kinds(change: Any, path: str) -> None:
 
 def test_changed_weights_take_effect() -> None:
     model, inputs = build("deepseek_v3")
-    check_answer(model, inputs)
-    first = attentions(model)[0]
+    check_against_sdpa(model, inputs)
+    first_module = find_attentions(model)[0]
     with torch.no_grad():
-        first.kv_b_proj.weight.mul_(-1)
-    check_answer(model, inputs)
+        first_module.kv_b_proj.weight.mul_(-1)
+    check_against_sdpa(model, inputs)
     replace_all(model, Adapted)
-    check_answer(model, inputs)
+    check_against_sdpa(model, inputs)
     with torch.no_grad():
-        first.kv_b_proj.down.weight.mul_(-3)
-    check_answer(model, inputs)
-    first.kv_b_proj.scaling["default"] = 5.0
-    check_answer(model, inputs)
-    first.kv_b_proj.up.weight = nn.Parameter(first.kv_b_proj.up.weight.detach().flip(0))
-    check_answer(model, inputs)
+        first_module.kv_b_proj.down.weight.mul_(-3)
+    check_against_sdpa(model, inputs)
+    first_module.kv_b_proj.scaling["default"] = 5.0
+    check_against_sdpa(model, inputs)
+    first_module.kv_b_proj.up.weight = nn.Parameter(
+        first_module.kv_b_proj.up.weight.detach().flip(0)
+    )
+    check_against_sdpa(model, inputs)
     # Successive hooks: the second may have the address of the first.
     for change in (lambda x: 0.5 * x, lambda x: x + 1):
-        handle = first.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
-        check_answer(model, inputs)
+        handle = first_module.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
+        check_against_sdpa(model, inputs)
         handle.remove()
     # Successive projections without parameters.
-    plain = [module.kv_b_proj.base_layer for module in attentions(model)]
+    base_layers = [module.kv_b_proj.base_layer for module in find_attentions(model)]
     for factor in (1.0, -2.0):
-        for module, base in zip(attentions(model), plain, strict=True):
+        for module, base in zip(find_attentions(model), base_layers, strict=True):
             module.kv_b_proj = Packed(base, factor).eval()
-        check_answer(model, inputs)
+        check_against_sdpa(model, inputs)
 
 
 def test_a_different_adapter_for_each_text() -> None:
@@ -315,39 +335,39 @@ def test_a_different_adapter_for_each_text() -> None:
     replace_all(model, Adapted)
     factors = torch.tensor([1.0, -4.0]).view(2, 1, 1, 1)
 
-    class Chosen(Adapted):
+    class AdapterPerText(Adapted):
         def forward(self, x: torch.Tensor, factors: Any = 1.0) -> torch.Tensor:
             return self.base_layer(x) + self.up(self.down(x)) * factors
 
     def choose(module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "factors": factors}
 
-    for module in attentions(model):
-        module.kv_b_proj.__class__ = Chosen
-    check_answer(model, inputs)
+    for module in find_attentions(model):
+        module.kv_b_proj.__class__ = AdapterPerText
+    check_against_sdpa(model, inputs)
     hooks = [
         module.kv_b_proj.register_forward_pre_hook(choose, with_kwargs=True)
-        for module in attentions(model)
+        for module in find_attentions(model)
     ]
-    check_answer(model, inputs, path="")
+    check_against_sdpa(model, inputs, path="")
     for hook in hooks:
         hook.remove()
-    check_answer(model, inputs)
+    check_against_sdpa(model, inputs)
 
 
-@pytest.mark.parametrize("change", [None, Adapted])
-def test_copies_have_their_weights_and_a_deleted_model_is_freed(change: Any) -> None:
+@pytest.mark.parametrize("make_projection", [None, Adapted])
+def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection: Any) -> None:
     """A model without references is freed at once, before the garbage collector runs."""
     model, inputs = build("deepseek_v3")
-    if change is not None:
-        replace_all(model, change)
-    check_answer(model, inputs)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    if make_projection is not None:
+        replace_all(model, make_projection)
+    check_against_sdpa(model, inputs)
+    for model_copy in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
-            for parameter in attentions(copied)[0].kv_b_proj.parameters():
+            for parameter in find_attentions(model_copy)[0].kv_b_proj.parameters():
                 parameter.mul_(-2)
-        check_answer(copied, inputs)
-    check_answer(model, inputs)
+        check_against_sdpa(model_copy, inputs)
+    check_against_sdpa(model, inputs)
     weights = [weakref.ref(weight) for weight in model.parameters()]
     gc.collect()
     gc.disable()
@@ -367,17 +387,17 @@ def test_copies_have_their_weights_and_a_deleted_model_is_freed(change: Any) -> 
 def test_autocast(dtype: torch.dtype, heads: int, watch: Watch) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads}
     model, inputs = build("deepseek_v3", **sizes)
-    after = torch.tensor([[5], [9]])
-    expected = model(torch.cat([inputs["input_ids"], after], 1), use_cache=False).logits[1, -1]
+    next_ids = torch.tensor([[5], [9]])
+    expected = model(torch.cat([inputs["input_ids"], next_ids], 1), use_cache=False).logits[1, -1]
     model.set_attn_implementation("fp8_paged")
-    cache = paged(model)
+    cache = make_cache(model)
     with torch.autocast("cpu", dtype):
         model(inputs["input_ids"], past_key_values=cache)
-        actual = model(after, past_key_values=cache).logits[1, -1]
+        actual = model(next_ids, past_key_values=cache).logits[1, -1]
     assert actual.dtype == dtype
     assert watch.path() == "fused, latent"
-    gap = float((actual - expected).abs().max() / expected.std())
-    assert gap < 16 * torch.finfo(dtype).eps
+    error = float((actual - expected).abs().max() / expected.std())
+    assert error < 16 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("only_projection", [False, True])
@@ -390,31 +410,33 @@ def test_gradients(only_projection: bool) -> None:
     model, inputs = build("deepseek_v3", num_hidden_layers=layers)
     if only_projection:
         model.requires_grad_(False)
-        attentions(model)[0].kv_b_proj.weight.requires_grad_()
-    trained = (".kv_b_proj.",) if only_projection else (".1.self_attn.q", ".1.self_attn.kv_b")
-    names = [name for name, _ in model.named_parameters() if any(x in name for x in trained)]
+        find_attentions(model)[0].kv_b_proj.weight.requires_grad_()
+    trained_names = (".kv_b_proj.",) if only_projection else (".1.self_attn.q", ".1.self_attn.kv_b")
+    names = [name for name, _ in model.named_parameters() if any(x in name for x in trained_names)]
 
-    def gradients(cache: Any) -> list[torch.Tensor]:
+    def compute_gradients(cache: Any) -> list[torch.Tensor]:
         model.zero_grad()
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
         model(torch.tensor([[5], [9]]), past_key_values=cache).logits.square().sum().backward()
         return [model.get_parameter(name).grad for name in names]
 
-    expected_gradients = gradients(DynamicCache(config=model.config))
+    expected_gradients = compute_gradients(DynamicCache(config=model.config))
     assert len(expected_gradients) > 0
     model.set_attn_implementation("fp8_paged")
     for _ in range(2):
-        for actual, expected in zip(gradients(paged(model)), expected_gradients, strict=True):
+        for actual, expected in zip(
+            compute_gradients(make_cache(model)), expected_gradients, strict=True
+        ):
             torch.testing.assert_close(actual, expected)
-        answer(model, inputs, paged(model))
+        generate(model, inputs, make_cache(model))
 
 
 def test_training_through_stored_latents_is_refused() -> None:
-    """Stored latents have no gradient, so half of the gradient would be lost."""
+    """Stored latents have no gradient, so the gradient would be incomplete."""
     model, inputs = build("deepseek_v3", attn_implementation="fp8_paged")
     model.train()
-    cache, step = paged(model), torch.tensor([[5], [9]])
+    cache, step = make_cache(model), torch.tensor([[5], [9]])
     loss = model(**inputs, past_key_values=cache).logits.square().sum()
     loss.backward()
     with pytest.raises(ConfigError, match=r"call model.eval\(\)"):
@@ -427,30 +449,30 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     model, inputs = build("deepseek_v3", attn_implementation="fp8_paged")
     step = torch.tensor([[5], [9]])
 
-    def reasons(**options: Any) -> str:
+    def read_warning(**options: Any) -> str:
         monkeypatch.setattr(warn_once, "_WARNED", set())
         caplog.clear()
-        cache = paged(model, **options)
+        cache = make_cache(model, **options)
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
             model(step, past_key_values=cache)
         return caplog.text
 
-    assert "latents" not in reasons()
-    assert "they have a center" in reasons(plan=("fp8 centered", "auto"))
+    assert "latents" not in read_warning()
+    assert "they have a center" in read_warning(plan=("fp8 centered", "auto"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert "latents" not in reasons()
-    replace_all(model, biased)
-    assert "not a product with weights" in reasons()
+        assert "latents" not in read_warning()
+    replace_all(model, add_bias)
+    assert "not a product with weights" in read_warning()
     model.requires_grad_()
-    cache = paged(model)
+    cache = make_cache(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
     model(step, past_key_values=cache)
     assert "gradients are enabled" in caplog.text
 
 
-RANK, POSITIONS, HEAD = 16, 8, 8
+RANK, ROPE_DIM, HEAD_DIM = 16, 8, 8
 
 
 class Step:
@@ -459,17 +481,17 @@ class Step:
     def __init__(self, length: int, tokens: int, **options: Any) -> None:
         name = "deepseek_v3"
         model = build(
-            name, v_head_dim=HEAD, qk_nope_head_dim=HEAD, attn_implementation="fp8_paged"
+            name, v_head_dim=HEAD_DIM, qk_nope_head_dim=HEAD_DIM, attn_implementation="fp8_paged"
         )[0]
         generator = torch.Generator().manual_seed(length)
         draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
         cache = FP8PagedCache(model.config, page_size=8, **options)
-        stored_pair = draw(2, 1, length, RANK), 3 * draw(2, 1, length, POSITIONS)
+        stored_pair = draw(2, 1, length, RANK), 3 * draw(2, 1, length, ROPE_DIM)
         cache.update(*(x[:, :, :-tokens] for x in stored_pair), 0)
         handles = cache.update(*(x[:, :, -tokens:] for x in stored_pair), 0)
         enable(model)
-        self.module = attentions(model)[0]
-        self.query = draw(2, 4, tokens, HEAD + POSITIONS)
+        self.module = find_attentions(model)[0]
+        self.query = draw(2, 4, tokens, HEAD_DIM + ROPE_DIM)
         self.key, self.value = self.module.expand_kv(*handles)
         self.stored = [handle.dense().double() for handle in handles]
         self.scaling = 0.3
@@ -481,12 +503,12 @@ class Step:
             )
         return out.double()
 
-    def exact(self) -> torch.Tensor:
+    def compute_exact(self) -> torch.Tensor:
         """Return the result in fp64 from expanded K and V."""
         latents, positions = self.stored
         n, tokens = latents.shape[2], self.query.shape[2]
-        weight = self.module.kv_b_proj.weight.double().view(4, 2 * HEAD, RANK)
-        key, value = torch.einsum("hnr,bxjr->bhjn", weight, latents).split(HEAD, -1)
+        weight = self.module.kv_b_proj.weight.double().view(4, 2 * HEAD_DIM, RANK)
+        key, value = torch.einsum("hnr,bxjr->bhjn", weight, latents).split(HEAD_DIM, -1)
         key = torch.cat([key, positions.expand(-1, 4, -1, -1)], -1)
         logits = self.scaling * self.query.double() @ key.mT
         visible = torch.ones(tokens, n, dtype=torch.bool).tril(n - tokens)
@@ -505,47 +527,47 @@ class Step:
 )
 def test_the_error_is_at_fp32_level(lengths: tuple[int, int], dtype: str, backend: str) -> None:
     step = Step(*lengths, dtype=dtype, value_dtype=dtype, backend=backend)
-    expected = step.exact()
-    actual, bound = step.run(), CLOSE_ATTENTION * expected.abs().max()
+    expected = step.compute_exact()
+    actual, bound = step.run(), ATTENTION_TOLERANCE * expected.abs().max()
     assert (actual - expected).abs().max() <= bound
     # The bound is tight: each of these changes of the stored values exceeds it.
     latents, positions = step.stored
     last_page = latents.shape[2] - 1 - (latents.shape[2] - 1) % 8
-    wrong = {
+    corruptions = {
         "a token lost": [latents[:, :, 1:], positions[:, :, 1:]],
         "positions doubled": [latents, positions * 2],
         "latents doubled": [latents * 2, positions],
         "two tokens swapped": [latents.roll(1, 2), positions],
     }
     if last_page:
-        wrong["last page zero"] = [latents.clone(), positions]
-        wrong["last page zero"][0][:, :, last_page:] = 0
-    for fault, stored in wrong.items():
+        corruptions["last page zero"] = [latents.clone(), positions]
+        corruptions["last page zero"][0][:, :, last_page:] = 0
+    for name, stored in corruptions.items():
         step.stored = stored
-        assert (actual - step.exact()).abs().max() > bound, fault
+        assert (actual - step.compute_exact()).abs().max() > bound, name
 
 
 # -- compiled ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "prompt", "change"),
+    ("name", "prompt", "make_projection"),
     [
-        ("deepseek_v3", "enabled", rounded), ("deepseek_v3", "compiled", None),
+        ("deepseek_v3", "enabled", round_weights), ("deepseek_v3", "compiled", None),
         pytest.param("deepseek_v3", "enabled", None, marks=pytest.mark.full),
         pytest.param("deepseek_v32", "eager", None, marks=pytest.mark.full),
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_compiled_steps_read_latents(name: str, prompt: str, change: Any) -> None:
+def test_compiled_steps_read_latents(name: str, prompt: str, make_projection: Any) -> None:
     """The prompt runs eagerly, is compiled after `enable`, or is compiled first."""
     torch._dynamo.reset()
     counters.clear()
     layers = {"num_hidden_layers": 1} if name == "deepseek_v3" else {}
     model, inputs = build(name, attn_implementation="fp8_paged", **layers)
-    if change is not None:
-        replace_all(model, change)
-    ids, extra = inputs["input_ids"], torch.tensor([[5, 6, 7], [9, 8, 7]])
+    if make_projection is not None:
+        replace_all(model, make_projection)
+    ids, next_ids = inputs["input_ids"], torch.tensor([[5, 6, 7], [9, 8, 7]])
     if prompt == "enabled":
         enable(model)
     widths: list[list[int]] = []
@@ -556,20 +578,20 @@ def test_compiled_steps_read_latents(name: str, prompt: str, change: Any) -> Non
         return graph.forward
 
     compiled = torch.compile(model, fullgraph=True, backend=record_widths)
-    cache = paged(model, max_cache_len=24)
+    cache = make_cache(model, max_cache_len=24)
     (model if prompt == "eager" else compiled)(ids, past_key_values=cache)
-    actual = [compiled(extra[:, :1], past_key_values=cache).logits]
-    # Between two steps, change weights in place that no stored value depends on: those for the
-    # values of the last layer.
-    last = attentions(model)[-1].kv_b_proj
-    last.weight.unflatten(0, (4, 24))[:, 8:] *= -3
-    actual.append(compiled(extra[:, 1:2], past_key_values=cache).logits)
-    texts = [torch.cat([ids, extra[:, :n]], 1) for n in (1, 2)]
-    expected = [model(texts[1], use_cache=False).logits[:, -1:]]
-    last.weight.unflatten(0, (4, 24))[:, 8:] /= -3
-    expected.insert(0, model(texts[0], use_cache=False).logits[:, -1:])
-    torch.testing.assert_close(actual, expected, atol=CLOSE, rtol=CLOSE)
+    actual = [compiled(next_ids[:, :1], past_key_values=cache).logits]
+    # Between two steps, change the weights for values of the last layer in place. No stored value
+    # depends on them.
+    last_projection = find_attentions(model)[-1].kv_b_proj
+    last_projection.weight.unflatten(0, (4, 24))[:, 8:] *= -3
+    actual.append(compiled(next_ids[:, 1:2], past_key_values=cache).logits)
+    prompts = [torch.cat([ids, next_ids[:, :n]], 1) for n in (1, 2)]
+    expected = [model(prompts[1], use_cache=False).logits[:, -1:]]
+    last_projection.weight.unflatten(0, (4, 24))[:, 8:] /= -3
+    expected.insert(0, model(prompts[0], use_cache=False).logits[:, -1:])
+    torch.testing.assert_close(actual, expected, atol=LOGITS_TOLERANCE, rtol=LOGITS_TOLERANCE)
     assert not counters["graph_break"]
     assert len(widths) == (1 if prompt == "eager" else 2)
     # Queries have latents and positions. A model that is compiled first expands the latents.
-    assert set(widths[-1]) == (set() if prompt == "compiled" else {RANK + POSITIONS})
+    assert set(widths[-1]) == (set() if prompt == "compiled" else {RANK + ROPE_DIM})

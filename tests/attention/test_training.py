@@ -102,9 +102,9 @@ def assert_near(actual: Tensor, expected: Tensor, unrounded: Tensor) -> None:
 
     The CPU may move one value beyond a tie, which changes the results by far less.
     """
-    error, far = ((x - expected).abs().mean().item() for x in (actual, unrounded))
-    assert error < far / 10
-    assert far > 1e-3
+    error, unrounded_error = ((x - expected).abs().mean().item() for x in (actual, unrounded))
+    assert error < unrounded_error / 10
+    assert unrounded_error > 1e-3
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -147,5 +147,5 @@ def test_a_compiled_step_has_the_same_gradients() -> None:
         grads.append([logits, *(weight.grad for weight in model.parameters())])
     unrounded = disable(model)(texts()[0], use_cache=False).logits
     assert_near(grads[1][0], grads[0][0], unrounded)
-    for plain, compiled in zip(*grads, strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=0.05, atol=0.05 * plain.abs().max().item())
+    for eager, compiled in zip(*grads, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.05 * eager.abs().max().item())

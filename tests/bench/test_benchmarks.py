@@ -1,4 +1,4 @@
-"""Tests of `benchmarks/`: the values are correct, and every command measures."""
+"""Tests of `benchmarks/`: the reported values are correct, and every command runs."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def ignore(*_: object) -> None:
 
 
 def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsys):
-    """The command line prints the rows and the conditions, or JSON."""
+    """The command line prints the rows and the conditions, or JSON. Wrong results are refused."""
 
     def measure(**kwargs):
         return latent.measure_latents(context=(70,), heads=(4,), backend="torch", **kwargs)
@@ -47,15 +47,17 @@ def test_latents_are_compared_with_expanded_latents_and_torch(monkeypatch, capsy
     for name in latent.PAGED:
         ratio = values[name, None] / values[latent.ABSORBED, None]
         assert values[name, latent.ABSORBED] == pytest.approx(ratio)
-    correct = latent.fp8_paged_attention
-    monkeypatch.setattr(latent, "fp8_paged_attention", lambda *a, **k: (correct(*a, **k)[0] * 1.2,))
+    original = latent.fp8_paged_attention
+    monkeypatch.setattr(
+        latent, "fp8_paged_attention", lambda *args, **kwargs: (original(*args, **kwargs)[0] * 1.2,)
+    )
     with pytest.raises(RuntimeError, match="expected absorbed attention"):
         latent.make_steps(latent.make_module(4), 4, 70, "torch")
 
 
 @pytest.mark.full
 def test_the_host_launches_only_the_kernels_of_a_step():
-    """The driver of Triton in the separate process launches nothing."""
+    """Triton runs in a separate process, with a driver that launches nothing."""
     program = """
 import json, torch, triton
 from benchmarks import host
@@ -84,7 +86,7 @@ print(json.dumps([started, stack.cache.host_length()]))
     assert all(value > 0 for value in values.values())
 
 
-# Grid: models with different windows. 1,000 tokens end inside a page.
+# Grid: models with different windows. 1,000 tokens do not fill the last page.
 @pytest.mark.parametrize(
     "name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
 )
@@ -98,7 +100,7 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(name):
     full = sum(layer_type == "full_attention" for layer_type in config.layer_types)
     for row in rows:
         assert 0.5 < row["ratio"] <= 0.56, row
-        # transformers' caches hold the tokens in the windows of the layers.
+        # transformers' caches only hold the tokens inside the window of each layer.
         window = config.sliding_window - (row["form"] == "dynamic")
         cached_tokens = full * 1000 + (config.num_hidden_layers - full) * window
         assert row["stock_held"] >= cached_tokens * config.num_key_value_heads * config.head_dim * 4

@@ -479,10 +479,10 @@ def test_assigning_the_first_tokens_does_not_encode_again() -> None:
     k, v = torch.randn(2, 2, HEADS, 210, DIM)
     cache.update(k, v, 0)
     layer = cache.layers[0]
-    kept = [x.dense()[:, :, :170].clone() for x in (layer.keys, layer.values)]
-    layer.keys, layer.values = kept
+    first_tokens = [x.dense()[:, :, :170].clone() for x in (layer.keys, layer.values)]
+    layer.keys, layer.values = first_tokens
     assert layer.get_seq_length() == 170
-    for stored, dense in zip((layer.keys, layer.values), kept, strict=True):
+    for stored, dense in zip((layer.keys, layer.values), first_tokens, strict=True):
         assert_same(stored.dense(), dense)
 
 

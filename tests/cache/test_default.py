@@ -110,22 +110,24 @@ def new_values(v: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("junk", "room"),
+    ("junk", "max_cache_len"),
     [(7.0, 520), (1e30, None), (torch.nan, 520), (torch.nan, None), (-torch.inf, None)],
 )
-def test_padding_on_the_left_does_not_change_the_center(junk: float, room: int | None) -> None:
+def test_padding_on_the_left_does_not_change_the_center(
+    junk: float, max_cache_len: int | None
+) -> None:
     """480 of 512 columns are padding in one row, and none in the other."""
     k = biased(512)
     padded = k.clone()
     padded[0, :, :480] = junk
     caches = []
     for keys in (k, padded):
-        cache = new_cache(max_cache_len=room)
+        cache = new_cache(max_cache_len=max_cache_len)
         cache.update(keys, keys, 0)
         caches.append(cache)
-    plain, junky = (read(cache) for cache in caches)
-    assert_same(junky[1], plain[1])
-    assert_same(junky[0, :, 480:], plain[0, :, 480:])
+    unpadded, padded_values = (read(cache) for cache in caches)
+    assert_same(padded_values[1], unpadded[1])
+    assert_same(padded_values[0, :, 480:], unpadded[0, :, 480:])
 
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])

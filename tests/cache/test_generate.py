@@ -378,9 +378,9 @@ def test_inference_mode_and_outside(length: int | None, backend: str) -> None:
         with mode():
             model(ids, past_key_values=cache)
         fork = cache.fork()
-        for used in (cache, fork):
-            used.reorder_cache(torch.tensor([0]))
-            answers.append(generate(model, longer, used, disable_compile=True))
+        for branch in (cache, fork):
+            branch.reorder_cache(torch.tensor([0]))
+            answers.append(generate(model, longer, branch, disable_compile=True))
         cache.reset()
     assert all(torch.equal(answer, answers[0]) for answer in answers)
 

@@ -1,4 +1,4 @@
-"""Layers of sparse attention: K and V in pages, with an indexer that follows every operation."""
+"""Layers of sparse attention with paged K and V, whose indexer follows every cache operation."""
 
 import functools
 import pickle
@@ -17,10 +17,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-# Each query attends to 8 of the 21 tokens of a prompt.
+# Types of models with an indexer. Each query attends to 8 of the 21 tokens of a prompt.
 TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
-FORMS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
-make = functools.cache(lambda name: build(name, attn_implementation="fp8_paged")[0])
+CACHE_OPTIONS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
+make_model = functools.cache(lambda name: build(name, attn_implementation="fp8_paged")[0])
 
 
 @pytest.fixture
@@ -29,12 +29,12 @@ def model(request):
     name = getattr(request, "param", TYPES[0])
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
-    return make(name)
+    return make_model(name)
 
 
-@pytest.fixture(params=FORMS)
-def form(request):
-    return FORMS[request.param]
+@pytest.fixture(params=CACHE_OPTIONS)
+def cache_options(request):
+    return CACHE_OPTIONS[request.param]
 
 
 @pytest.fixture
@@ -42,16 +42,16 @@ def ids():
     return torch.randint(4, 90, (2, 21), generator=torch.Generator().manual_seed(5))
 
 
-def read(model, ids, **form):
+def fill_cache(model, ids, **cache_options):
     """Return a cache that has read a prompt in two calls."""
-    cache = FP8PagedCache(model.config, dtype="auto", page_size=8, **form)
+    cache = FP8PagedCache(model.config, dtype="auto", page_size=8, **cache_options)
     model(ids[:, :12], past_key_values=cache)
     model(ids[:, 12:], past_key_values=cache)
     return cache
 
 
 def check_continues(model, cache, ids):
-    """Assert that three more tokens give the logits of one call with `ids` and these tokens."""
+    """Assert that three more tokens get the same logits as in one call without a cache."""
     extra = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
     expected = model(torch.cat([ids, extra], 1), use_cache=False).logits[:, -3:]
     actual = [model(extra[:, :1], past_key_values=cache).logits]
@@ -63,8 +63,8 @@ every_model = pytest.mark.parametrize("model", TYPES, indirect=True)
 
 
 @every_model
-def test_indexed_layers_are_paged(model, form, ids):
-    cache = read(model, ids, **form)
+def test_indexed_layers_are_paged(model, cache_options, ids):
+    cache = fill_cache(model, ids, **cache_options)
     assert cache.paged_layers
     held = sum(layer.indexer_keys.nbytes for layer in cache.paged_layers)
     assert cache.memory_footprint().other_bytes >= held > 0
@@ -76,8 +76,8 @@ def test_indexed_layers_are_paged(model, form, ids):
 
 
 @pytest.mark.parametrize("tokens", [5, 16, 21])
-def test_crop_and_reset(model, form, ids, tokens):
-    cache = read(model, ids, **form)
+def test_crop_and_reset(model, cache_options, ids, tokens):
+    cache = fill_cache(model, ids, **cache_options)
     cache.crop(-tokens)
     if tokens < ids.shape[1]:
         check_continues(model, cache, ids[:, :-tokens])
@@ -87,8 +87,8 @@ def test_crop_and_reset(model, form, ids, tokens):
 
 
 @pytest.mark.parametrize("rows", [[1, 1], [1], [0, 0, 1, 1]])
-def test_select(model, form, ids, rows):
-    cache = read(model, ids, **form)
+def test_select(model, cache_options, ids, rows):
+    cache = fill_cache(model, ids, **cache_options)
     if len(rows) == 2:
         cache.reorder_cache(torch.tensor(rows))
     elif len(rows) == 1:
@@ -99,25 +99,25 @@ def test_select(model, form, ids, rows):
 
 
 @every_model
-def test_fork_pickle_and_file(model, form, ids, tmp_path):
-    cache = read(model, ids, **form)
+def test_fork_pickle_and_file(model, cache_options, ids, tmp_path):
+    cache = fill_cache(model, ids, **cache_options)
     if hasattr(cache, "position_ids"):
         pytest.skip("this version of transformers keeps positions as an attribute of the cache")
     copies = [cache.fork(), pickle.loads(pickle.dumps(cache))]
     if not any(cache.is_linear):  # linear layers have no file format
         cache.save(tmp_path / "cache")
         copies.append(FP8PagedCache.load(tmp_path / "cache"))
-    # The copies must not change.
+    # A change of the original must not change the copies.
     model(ids[:, :4], past_key_values=cache)
     for copy in copies:
         check_continues(model, copy, ids)
-    empty = FP8PagedCache(model.config, dtype="auto", **form).fork()
+    empty = FP8PagedCache(model.config, dtype="auto", **cache_options).fork()
     model(ids, past_key_values=empty)
     check_continues(model, empty, ids)
 
 
 def test_a_step_that_does_not_fit_is_undone(model, ids):
-    cache = read(model, ids, max_pages=8)
+    cache = fill_cache(model, ids, max_pages=8)
     update, failing = cache.paged_layers[1].update, True
 
     def fail(*args, **kwargs):
@@ -134,7 +134,7 @@ def test_a_step_that_does_not_fit_is_undone(model, ids):
 
 
 def test_assigning_some_tokens_is_refused(model, ids):
-    cache = read(model, ids)
+    cache = fill_cache(model, ids)
     layer = cache.paged_layers[0]
     key, value = layer.keys.dense(), layer.values.dense()
     layer.keys = key[:, :, 1:]
@@ -151,11 +151,11 @@ def test_skip_layers_by_type_keeps_indexed_layers(model, ids):
 
 
 @pytest.mark.skipif("mistral_large4" not in type_names(), reason="transformers is too old")
-def test_a_layer_that_shares_keys_has_only_an_indexer(form, ids):
-    model = make("mistral_large4")
-    cache = read(model, ids, **form)
-    kinds = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
-    assert [kind == "DummyLayer" for kind in kinds] == [False, False, False, True, False]
+def test_a_layer_that_shares_keys_has_only_an_indexer(cache_options, ids):
+    model = make_model("mistral_large4")
+    cache = fill_cache(model, ids, **cache_options)
+    layer_names = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
+    assert [name == "DummyLayer" for name in layer_names] == [False, False, False, True, False]
     assert [layer.index for layer in cache.paged_layers] == [0, 1, 4]
     assert cache.layers[1].store.stored()[1].shape[3] == 0  # this layer has no positions
     cache.batch_repeat_interleave(2)
@@ -166,9 +166,9 @@ def test_a_layer_that_shares_keys_has_only_an_indexer(form, ids):
     check_continues(model, cache, ids[[1, 1, 1], :-4])
 
 
-def test_a_copy_of_an_empty_cache_accepts_a_different_batch_size(model, form, ids):
-    cache = read(model, ids, **form)
+def test_a_copy_of_an_empty_cache_accepts_a_different_batch_size(model, cache_options, ids):
+    cache = fill_cache(model, ids, **cache_options)
     cache.reset()
-    twin = pickle.loads(pickle.dumps(cache))
-    model(ids[:1], past_key_values=twin)
-    check_continues(model, twin, ids[:1])
+    pickled = pickle.loads(pickle.dumps(cache))
+    model(ids[:1], past_key_values=pickled)
+    check_continues(model, pickled, ids[:1])

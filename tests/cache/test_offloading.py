@@ -385,7 +385,7 @@ def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) 
     cache = FP8PagedCache(config(name, **window), **EXACT, **where)
     feed([cache], 100)
     feed([cache], 1, 1)
-    start, bound, back = bytes_copied(cache), 0, 0
+    start, fetched_bytes, returned_bytes = bytes_copied(cache), 0, 0
     for step in range(2, 20):
         length = cache.get_seq_length()
         feed([cache], 1, step)
@@ -393,16 +393,16 @@ def test_each_stored_byte_is_copied_once_per_step(name: str, pages: int | None) 
             # The pages of the first layer come at the end of the previous step.
             tokens = length + (layer.index == 0)
             first = 0 if layer.sliding_window is None else tokens - layer.sliding_window + 1
-            held = -(-tokens // PAGE) - first // PAGE
-            bound += held * 2 * PAGE_BYTES
-            back += 2 * PAGE_BYTES
+            pages_in_window = -(-tokens // PAGE) - first // PAGE
+            fetched_bytes += pages_in_window * 2 * PAGE_BYTES
+            returned_bytes += 2 * PAGE_BYTES
         fetched, returned = (now - old for now, old in zip(bytes_copied(cache), start, strict=True))
         if pages is None:
-            assert (fetched, returned) == (bound, back)
+            assert (fetched, returned) == (fetched_bytes, returned_bytes)
         else:
             # Some pages come early for the next step, or leave late after the previous step.
-            assert 0 < fetched <= bound * step / (step - 1)
-            assert 0 < returned <= back * step / (step - 1)
+            assert 0 < fetched <= fetched_bytes * step / (step - 1)
+            assert 0 < returned <= returned_bytes * step / (step - 1)
 
 
 @pytest.mark.parametrize(("room", "crossing"), [(6, 0), (5, 1), (4, 2), (3, 3), (2, 4), (1, 4)])

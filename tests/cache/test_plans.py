@@ -238,8 +238,10 @@ def test_a_deterministic_model_stores_the_same_pages(tmp_path: Path) -> None:
     assert caches[-1].memory_footprint().restored_tokens == 32
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         for side in ("keys", "values"):
-            first, *others = (getattr(layer, side).dense()[:1, :, :40] for layer in layers)
-            assert all(torch.equal(first, other) for other in others)
+            first_values, *other_values = (
+                getattr(layer, side).dense()[:1, :, :40] for layer in layers
+            )
+            assert all(torch.equal(first_values, values) for values in other_values)
 
 
 @pytest.mark.parametrize("size", [{}, {"max_cache_len": 64}], ids=str)

@@ -133,12 +133,12 @@ def test_centers_are_chosen_only_if_k_is_biased(biased, llama_scales):
     assert with_center.report.centers.startswith("Centers in ")
     # The center is the mean over positions up to 192, not the mean within the windows.
     windows = [text[:24] for text in texts(24)[:6]]
-    near, everywhere = (
+    window_mean, overall_mean = (
         observed(biased, windows, starts)[0][0].mean(0) for starts in ([0], range(0, 169, 12))
     )
-    distance = (with_center.layers[0].k_center - everywhere).abs().max()
-    assert distance < 0.25 * everywhere.abs().max()
-    assert distance < 0.5 * (with_center.layers[0].k_center - near).abs().max()
+    distance = (with_center.layers[0].k_center - overall_mean).abs().max()
+    assert distance < 0.25 * overall_mean.abs().max()
+    assert distance < 0.5 * (with_center.layers[0].k_center - window_mean).abs().max()
     rows = {row.cache: row for row in with_center.report.quality}
     assert not without.centered
     assert without.report.centers == "Centers of K were not requested."

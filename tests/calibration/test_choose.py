@@ -261,9 +261,9 @@ def pair_norm(k: torch.Tensor) -> torch.Tensor:
 
 
 def candidates_of(ranges, partner, options, *near_and_far) -> dict[str, list[Candidate]]:
-    near, far = (*near_and_far, None, None)[:2]
+    near_range, far_range = (*near_and_far, None, None)[:2]
     return choose.list_candidates(
-        0, ranges, Partners(partner), options, near, far, may_rotate=False
+        0, ranges, Partners(partner), options, near_range, far_range, may_rotate=False
     )
 
 
@@ -475,25 +475,26 @@ def sums_of(weight: list[float], weighted: list[float]) -> dict[str, torch.Tenso
 
 
 def test_the_center_is_the_weighted_mean_of_the_sample_and_its_scale_covers_it():
-    ranges, far = (
+    ranges, far_range = (
         measure_range(k, k, torch.tensor([1, 0]), None)
         for k in (torch.tensor([[[4.0, 1.0]], [[6.0, 3.0]]]), torch.tensor([[[-4.0, 2.0]]]))
     )
-    near = ranges | sums_of([1.0, 1.0], [6.0, 1.5])
-    far |= sums_of([3.0, 1.0], [-18.0, 3.5])
+    near_range = ranges | sums_of([1.0, 1.0], [6.0, 1.5])
+    far_range |= sums_of([3.0, 1.0], [-18.0, 3.5])
     options = CalibrationOptions("head", E4M3, 1.0, True)
-    without_sample, windows, both = (
-        candidates_of(ranges, None, options, *sample)["k"] for sample in ((), (near,), (near, far))
+    without_sample, windows, with_far = (
+        candidates_of(ranges, None, options, *sample)["k"]
+        for sample in ((), (near_range,), (near_range, far_range))
     )
-    assert [tried.center.tolist() for tried in without_sample[1:]] == [[[5.0, 2.0]]]
-    (window_center,), (weighted, evenly) = windows[1:], both[1:]
+    assert [candidate.center.tolist() for candidate in without_sample[1:]] == [[[5.0, 2.0]]]
+    (window_center,), (weighted, evenly) = windows[1:], with_far[1:]
     torch.testing.assert_close(window_center.center, torch.tensor([[6.0, 1.5]]))
     torch.testing.assert_close(weighted.center, torch.tensor([[-3.0, 2.5]]))
     # The mean of the windows has a weight of one ninth.
     torch.testing.assert_close(evenly.center, torch.tensor([[-3.0, 2.0]]))
     # The range reaches from the center, -3, to 6, which only the near text has.
-    for tried in (weighted, evenly):
-        assert tried.first.item() == pytest.approx(9 / 448, rel=1e-5)
+    for candidate in (weighted, evenly):
+        assert candidate.first.item() == pytest.approx(9 / 448, rel=1e-5)
 
 
 @pytest.mark.parametrize("weight", [0.0, 8.0])
@@ -552,7 +553,7 @@ def test_partners_must_choose_each_other():
     noise = torch.randn(2, 4096, dtype=torch.float64)
     changes = [-change + 0.5 * noise[0], change, -change, noise[1]]
     base = torch.full((4096, 4), 20.0, dtype=torch.float64)
-    after = base + torch.stack(changes, 1) * 3.0
+    rotated = base + torch.stack(changes, 1) * 3.0
     # The changed share is so large that all channels count as rotated.
-    near, far = ((x - 10.0).clamp(min=0.1).sqrt()[:, None] for x in (base, after))
-    assert match_channels(near, far).tolist() == [0, 2, 1, 3]
+    near_norms, far_norms = ((x - 10.0).clamp(min=0.1).sqrt()[:, None] for x in (base, rotated))
+    assert match_channels(near_norms, far_norms).tolist() == [0, 2, 1, 3]

@@ -105,8 +105,8 @@ def test_scores_match_the_log_probabilities(chunk: int) -> None:
         assert quality.tokens == 2 * (24 - prefill)
         assert quality.kl == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-9)
         assert quality.kl_max == pytest.approx(kl.max().item(), rel=1e-3, abs=1e-9)
-        same = (plain.argmax(-1) == logs.argmax(-1)).double().mean().item()
-        assert quality.top1 == pytest.approx(same)
+        top1 = (plain.argmax(-1) == logs.argmax(-1)).double().mean().item()
+        assert quality.top1 == pytest.approx(top1)
         # The token after the last token is unknown.
         predicted = logs[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(predicted, ids[:, prefill + 1 :].flatten())

@@ -33,7 +33,7 @@ from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.scales import LayerScales
 from tests.cache.test_plans import stored
 from tests.calibration.test_calibrate import FEW, NONE, QUIET, observed, texts
-from tests.calibration.test_texts import words
+from tests.calibration.test_texts import make_tokenizer
 from tests.helpers.tiny_models import VOCAB, tiny, type_names
 
 E4M3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
@@ -368,7 +368,7 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
 
 
 def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
-    tokenizer, text = words(), ["a b c d " * 40, "d c b a " * 30]
+    tokenizer, text = make_tokenizer(), ["a b c d " * 40, "d c b a " * 30]
     plan = choose_plan(llama, text, tokenizer=tokenizer)
     ids = [tokenizer(line).input_ids for line in text]
     assert plan.digest == choose_plan(llama, ids).digest

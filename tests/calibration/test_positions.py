@@ -136,10 +136,10 @@ def test_the_reach_is_at_most_the_positions_of_the_model():
 
 
 def test_position_limit_and_rope_are_read_from_the_config():
-    yarn, plain, learned = (
+    yarn_llama, llama, gpt2 = (
         tiny(name, **config)[0]
         for name, config in (("llama", {"rope_parameters": YARN}), ("llama", {}), ("gpt2", {}))
     )
-    assert [find_limit(model) for model in (yarn, plain, learned)] == [256, 256, 256]
-    assert [has_rope(model) for model in (yarn, plain, learned)] == [True, True, False]
+    assert [find_limit(model) for model in (yarn_llama, llama, gpt2)] == [256, 256, 256]
+    assert [has_rope(model) for model in (yarn_llama, llama, gpt2)] == [True, True, False]
     assert has_rope(tiny("gemma3_text")[0])

@@ -29,14 +29,14 @@ TEMPLATE = "<s>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% end
 ALL_TOKENS = {"max_tokens": 1 << 20, "max_length": 1 << 10, "held_out": 0}
 
 
-def words(
-    template: str | None = TEMPLATE, *, bos: bool = False, letters: bool = False
+def make_tokenizer(
+    template: str | None = TEMPLATE, *, bos: bool = False, by_letter: bool = False
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer of words or letters, for a model with a context of 4 tokens."""
     model = models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>")
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    if letters:
+    if by_letter:
         backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     if bos:
         backend.post_processor = processors.TemplateProcessing(
@@ -49,20 +49,20 @@ def words(
     return tokenizer
 
 
-TOKENIZER = words()
+TOKENIZER = make_tokenizer()
 
 
-def read(texts, tokenizer=TOKENIZER, **options) -> Corpus:
+def read_texts(texts, tokenizer=TOKENIZER, **options) -> Corpus:
     return read_corpus(texts, tokenizer, **{**ALL_TOKENS, **options})
 
 
-def ids(corpus: Corpus) -> list[list[int]]:
+def window_ids(corpus: Corpus) -> list[list[int]]:
     return [window.tolist() for window in corpus.windows]
 
 
-def error_of(texts, tokenizer=TOKENIZER, **options) -> str:
+def read_error(texts, tokenizer=TOKENIZER, **options) -> str:
     with pytest.raises(ConfigError) as caught:
-        read(texts, tokenizer, **options)
+        read_texts(texts, tokenizer, **options)
     message = str(caught.value)
     assert "expected" in message
     assert "got" in message
@@ -76,7 +76,7 @@ CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
 class Dataset:
-    """A data set that can be iterated repeatedly, as in the package datasets."""
+    """A dataset that can be iterated repeatedly, as in the package datasets."""
 
     def __init__(self, *rows) -> None:
         self.rows = rows
@@ -104,8 +104,8 @@ class Dataset:
 )
 def test_each_type_of_item_is_tokenized(item, expected):
     for texts in ([item], (item,), iter([item]), Dataset(item)):
-        corpus = read(texts)
-        assert ids(corpus) == [expected]
+        corpus = read_texts(texts)
+        assert window_ids(corpus) == [expected]
         assert (corpus.texts, corpus.tokens) == (1, len(expected))
         assert corpus.windows[0].dtype == torch.int32
         assert corpus.held_out == ()
@@ -113,41 +113,47 @@ def test_each_type_of_item_is_tokenized(item, expected):
 
 def test_columns_and_token_ids_are_read_as_given():
     rows = [[A, B], [C, D]]
-    assert ids(read(torch.tensor(rows))) == rows
-    assert ids(read(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body")) == rows
+    assert window_ids(read_texts(torch.tensor(rows))) == rows
+    assert (
+        window_ids(read_texts(Dataset({"body": "a b"}, {"body": "c d"}), text_column="body"))
+        == rows
+    )
     # Token ids need no tokenizer and are copied.
     given_ids = torch.tensor([A, 1 << 30], dtype=torch.int32)
-    corpus = read([given_ids], None)
+    corpus = read_texts([given_ids], None)
     given_ids.zero_()
-    assert ids(corpus) == [[A, 1 << 30]]
+    assert window_ids(corpus) == [[A, 1 << 30]]
 
 
 def test_tensors_are_on_the_cpu_with_a_different_default_device():
     with torch.device("meta"):
-        corpus = read(["a b", [A, B]])
+        corpus = read_texts(["a b", [A, B]])
     assert {window.device.type for window in corpus.windows} == {"cpu"}
 
 
 def test_chat_template_makes_a_text_the_turn_of_a_user():
-    assert ids(read(["a b", CHAT], chat_template=True)) == [CHAT_IDS, [BOS, USER, COLON, A, B]]
-    assert ids(read(["a b"], chat_template=False)) == [[A, B]]
+    assert window_ids(read_texts(["a b", CHAT], chat_template=True)) == [
+        CHAT_IDS,
+        [BOS, USER, COLON, A, B],
+    ]
+    assert window_ids(read_texts(["a b"], chat_template=False)) == [[A, B]]
 
 
 def test_special_tokens_occur_once_per_text():
-    corpus = read(["a b c d a", CHAT], words(bos=True), max_length=3)
-    assert Counter(itertools.chain(*ids(corpus)))[BOS] == 2
+    corpus = read_texts(["a b c d a", CHAT], make_tokenizer(bos=True), max_length=3)
+    assert Counter(itertools.chain(*window_ids(corpus)))[BOS] == 2
 
 
 def test_blank_texts_are_skipped():
-    corpus = read(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
-    assert (ids(corpus), corpus.texts) == ([[A, B]], 1)
+    corpus = read_texts(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
+    assert (window_ids(corpus), corpus.texts) == ([[A, B]], 1)
 
 
 def test_long_texts_cause_no_tokenizer_warning(tmp_path):
-    tokenizer = words()
+    tokenizer = make_tokenizer()
     (path := tmp_path / "x.txt").write_text("a b c d " * 5)
-    read(["a b c d " * 5, CHAT], tokenizer)
-    read(path, tokenizer)
+    read_texts(["a b c d " * 5, CHAT], tokenizer)
+    read_texts(path, tokenizer)
     assert not tokenizer.deprecation_warnings  # the warnings of the tokenizer
 
 
@@ -172,8 +178,8 @@ def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom
     content = bom + newline.join(LINES).encode()
     path.write_bytes(content)
     for texts in (path, str(path)):
-        corpus = read(texts)
-        assert ids(corpus) == LINES_IDS
+        corpus = read_texts(texts)
+        assert window_ids(corpus) == LINES_IDS
         assert corpus.texts == 5
 
 
@@ -185,8 +191,8 @@ def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
     paragraphs = ["a a a", "b b\nb b", "c c c c c c c c c", "d"]
     content = bom + "\n\n".join(paragraphs).replace("\n", newline).encode()
     path.write_bytes(content)
-    corpus = read(path, words(bos=True), max_length=12)
-    assert ids(corpus) == [
+    corpus = read_texts(path, make_tokenizer(bos=True), max_length=12)
+    assert window_ids(corpus) == [
         [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
     ]  # fmt: skip
     assert corpus.texts == 3
@@ -207,8 +213,8 @@ LONG = "b" * 15
 )
 def test_a_text_file_is_split_near_the_end_of_a_window(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
-    corpus = read(path, max_length=11)  # one token is reserved for special tokens
-    assert sorted(ids(corpus)) == sorted(TOKENIZER(piece)["input_ids"] for piece in expected)
+    corpus = read_texts(path, max_length=11)  # one token is reserved for special tokens
+    assert sorted(window_ids(corpus)) == sorted(TOKENIZER(piece)["input_ids"] for piece in expected)
 
 
 @given(text=st.text("abcd\n\n  é日\r", max_size=600), max_length=st.integers(2, 40))
@@ -216,19 +222,19 @@ def test_a_text_file_keeps_all_of_its_letters(tmp_path_factory, text, max_length
     text = f"ab cd\n{text}"
     path = tmp_path_factory.mktemp("text") / "x.txt"
     path.write_bytes(text.encode())
-    corpus = read(path, words(letters=True), max_length=max_length)
-    letters = Counter(i for window in ids(corpus) for i in window if i != UNK)
+    corpus = read_texts(path, make_tokenizer(by_letter=True), max_length=max_length)
+    by_letter = Counter(i for window in window_ids(corpus) for i in window if i != UNK)
     expected = Counter({A + n: text.count(letter) for n, letter in enumerate("abcd")})
-    assert letters <= expected
+    assert by_letter <= expected
     # A window of one token is dropped.
-    assert (expected - letters).total() <= corpus.texts
+    assert (expected - by_letter).total() <= corpus.texts
 
 
 def read_traced(*arguments, **options) -> tuple[Corpus, int]:
     """Return a corpus, and the peak of the memory that reading it took, in bytes."""
     tracemalloc.start()
     try:
-        return read(*arguments, **options), tracemalloc.get_traced_memory()[1]
+        return read_texts(*arguments, **options), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
@@ -244,27 +250,31 @@ def test_a_huge_file_is_streamed(tmp_path, text):
             while written < 50_000_000:
                 written += pipe.write(text * 1000)
 
-    read(["a b"])
+    read_texts(["a b"])
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    corpus, peak = read_traced(path, words(letters=True), max_tokens=1000, max_length=128)
+    corpus, peak = read_traced(
+        path, make_tokenizer(by_letter=True), max_tokens=1000, max_length=128
+    )
     writer.join(60)
-    assert written < 1 << 20, "expected to read what the tokens need and the pipe buffers, no more"
+    assert written < 1 << 20, "expected to read only what the tokens need and the pipe buffers"
     assert peak < 16 << 20
     assert 999 <= corpus.tokens <= 1000
 
 
-def test_a_long_line_is_split_as_if_it_was_read_in_one_piece(tmp_path, monkeypatch):
+def test_a_long_line_is_split_as_if_it_were_read_in_one_piece(tmp_path, monkeypatch):
     (path := tmp_path / "x.txt").write_text("a b c d " * 3000 + "\n" + "a" * 5000 + " b")
-    whole = read(path, words(letters=True), max_length=64)
+    whole = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
     monkeypatch.setattr(reading, "_CHARACTERS", 100)
-    assert ids(read(path, words(letters=True), max_length=64)) == ids(whole)
+    assert window_ids(
+        read_texts(path, make_tokenizer(by_letter=True), max_length=64)
+    ) == window_ids(whole)
 
 
 def test_blank_lines_use_no_memory(tmp_path):
     (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
     corpus, peak = read_traced(path)
-    assert (ids(corpus), corpus.texts) == ([[A, B]], 1)
+    assert (window_ids(corpus), corpus.texts) == ([[A, B]], 1)
     assert peak < 4 << 20
 
 
@@ -278,7 +288,7 @@ def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count_and_call)
     (path := tmp_path / "x.txt").write_text("a b c d\n" * 500_000)
-    corpus = read(path, max_tokens=1000, max_length=128)
+    corpus = read_texts(path, max_tokens=1000, max_length=128)
     assert 2000 <= sum(characters) < 100_000
     assert 999 <= corpus.tokens <= 1000
 
@@ -328,7 +338,7 @@ def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
     ],
 )
 def test_invalid_texts_are_rejected(texts, parts):
-    message = error_of(texts)
+    message = read_error(texts)
     for part in parts:
         assert part in message
     assert len(message) < 400
@@ -355,7 +365,7 @@ def test_invalid_texts_are_rejected(texts, parts):
 )
 def test_invalid_files_are_rejected(tmp_path, name, content, parts):
     (path := tmp_path / name).write_bytes(content)
-    message = error_of(path)
+    message = read_error(path)
     for part in parts:
         assert part in message
 
@@ -371,24 +381,30 @@ def test_invalid_files_are_rejected(tmp_path, name, content, parts):
         ({"chat_template": "x"}, "chat_template"),
         ({"tokenizer": "gpt2"}, "AutoTokenizer.from_pretrained"),
         ({"tokenizer": None}, "texts[0]: expected token ids without a tokenizer"),
-        ({"tokenizer": words(None), "chat_template": True}, "set tokenizer.chat_template"),
+        ({"tokenizer": make_tokenizer(None), "chat_template": True}, "set tokenizer.chat_template"),
         ({"text_column": "body"}, "expected a column 'body', got the columns 'messages'"),
         ({"chat_template": False}, "a text with chat_template=False, got a list of messages"),
-        ({"tokenizer": words(None)}, "texts[1], column 'messages': expected a conversation that"),
-        ({"tokenizer": words("{{ raise_exception('no turns') }}")}, "TemplateError: no turns"),
+        (
+            {"tokenizer": make_tokenizer(None)},
+            "texts[1], column 'messages': expected a conversation that",
+        ),
+        (
+            {"tokenizer": make_tokenizer("{{ raise_exception('no turns') }}")},
+            "TemplateError: no turns",
+        ),
     ],
 )
 def test_invalid_options_are_rejected(options, part):
-    assert part in error_of(["a b", {"messages": CHAT}], **options)
+    assert part in read_error(["a b", {"messages": CHAT}], **options)
 
 
 def test_texts_and_files_need_a_tokenizer(tmp_path):
     class Processor:
         tokenizer = TOKENIZER
 
-    assert "the `tokenizer` of a processor" in error_of(["a"], Processor())
+    assert "the `tokenizer` of a processor" in read_error(["a"], Processor())
     (path := tmp_path / "x.txt").write_text("a b")
-    assert "without a tokenizer" in error_of(path, None)
+    assert "without a tokenizer" in read_error(path, None)
 
 
 # -- windows and held-out texts --------------------------------------------------------------------
@@ -405,14 +421,14 @@ def windows_of(text: list[int], max_length: int) -> list[tuple[int, ...]]:
     return [window for window in windows if len(window) > 1]
 
 
-def tuples(windows) -> list[tuple[int, ...]]:
+def window_tuples(windows) -> list[tuple[int, ...]]:
     return [tuple(window.tolist()) for window in windows]
 
 
 @given(corpus=CORPORA, max_length=st.integers(2, 12), held_out=st.integers(0, 60))
 def test_no_token_is_lost_or_added(corpus, max_length, held_out):
-    result = read(corpus, max_length=max_length, held_out=held_out)
-    calibration, held_out_windows = tuples(result.windows), tuples(result.held_out)
+    result = read_texts(corpus, max_length=max_length, held_out=held_out)
+    calibration, held_out_windows = window_tuples(result.windows), window_tuples(result.held_out)
     expected = Counter(window for text in corpus for window in windows_of(text, max_length))
     assert Counter(calibration + held_out_windows) == expected
     assert result.tokens == sum(map(len, calibration))
@@ -421,10 +437,15 @@ def test_no_token_is_lost_or_added(corpus, max_length, held_out):
     assert bool(held_out_windows) == (held_out > 0 and len(expected) > 1)
     for part in (calibration, held_out_windows):
         assert [len(window) for window in part] == sorted(map(len, part), reverse=True)
-    total, held = result.tokens + sum(map(len, held_out_windows)), sum(map(len, held_out_windows))
-    if held > min(2 * held_out, total // 4):  # in this case one window is held out, with its copies
+    total, num_held_out = (
+        result.tokens + sum(map(len, held_out_windows)),
+        sum(map(len, held_out_windows)),
+    )
+    if num_held_out > min(
+        2 * held_out, total // 4
+    ):  # in this case one window is held out, with its copies
         assert len(set(held_out_windows)) <= 1
-        assert 2 * held <= total
+        assert 2 * num_held_out <= total
 
 
 @given(st.data(), CORPORA, st.integers(2, 12), st.integers(0, 60))
@@ -433,21 +454,21 @@ def test_the_order_of_the_texts_does_not_matter(data, corpus, max_length, held_o
     total = sum(len(window) for text in corpus for window in windows_of(text, max_length))
     for max_tokens in (1 << 20, max(total, 2)):
         options = {"max_length": max_length, "held_out": held_out, "max_tokens": max_tokens}
-        first, second = read(corpus, **options), read(permuted, **options)
-        assert tuples(first.windows) == tuples(second.windows)
-        assert tuples(first.held_out) == tuples(second.held_out)
+        first, second = read_texts(corpus, **options), read_texts(permuted, **options)
+        assert window_tuples(first.windows) == window_tuples(second.windows)
+        assert window_tuples(first.held_out) == window_tuples(second.held_out)
         assert (first.texts, first.tokens) == (second.texts, second.tokens) or max_tokens == total
 
 
 @given(CORPORA, st.integers(2, 12), st.integers(2, 100))
 def test_reading_stops_at_max_tokens(corpus, max_length, max_tokens):
-    result = read(corpus, max_length=max_length, max_tokens=max_tokens)
+    result = read_texts(corpus, max_length=max_length, max_tokens=max_tokens)
     total = sum(len(window) for text in corpus for window in windows_of(text, max_length))
     assert result.tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
     assert min(map(len, result.windows)) >= 2
     # The last window is cut.
-    result = read(["a b c", "b c d a"], max_tokens=5)
-    assert ids(result) == [[A, B, C], [B, C]]
+    result = read_texts(["a b c", "b c d a"], max_tokens=5)
+    assert window_ids(result) == [[A, B, C], [B, C]]
 
 
 def test_an_infinite_generator_is_read_only_as_far_as_needed():
@@ -458,19 +479,19 @@ def test_an_infinite_generator_is_read_only_as_far_as_needed():
             items.append(n)
             yield [n % 20, n % 7, 3]
 
-    corpus = read(generate(), max_tokens=300, held_out=30)
+    corpus = read_texts(generate(), max_tokens=300, held_out=30)
     assert corpus.tokens + sum(map(len, corpus.held_out)) == 300
     assert len(items) == 100
 
 
-def distinct(count: int, length: int, start: int = 0) -> list[list[int]]:
+def distinct_texts(count: int, length: int, start: int = 0) -> list[list[int]]:
     """Return texts of token ids that share no window."""
     return [[start + i] * length for i in range(count)]
 
 
 def test_a_text_is_not_split_between_calibration_and_held_out():
     corpus = [list(range(start, start + 40)) for start in range(0, 4000, 40)]
-    result = read(corpus, None, held_out=190, max_length=10)
+    result = read_texts(corpus, None, held_out=190, max_length=10)
     texts = {window[0].item() // 40 for window in result.held_out}
     assert len(texts) == 5
     assert sum(map(len, result.held_out)) == 200
@@ -478,13 +499,13 @@ def test_a_text_is_not_split_between_calibration_and_held_out():
 
 def test_a_window_shared_by_texts_is_not_held_out():
     corpus = [[100 + i // 2] * 10 + [i] * 10 for i in range(40)]
-    result = read(corpus, None, held_out=100, max_length=10)
+    result = read_texts(corpus, None, held_out=100, max_length=10)
     assert len(result.held_out) == 10
     assert all(window[0] < 100 for window in result.held_out)
 
 
 def test_a_window_does_not_keep_its_text_in_memory():
-    for window in read([list(range(1000))], None, max_length=10, held_out=100).windows:
+    for window in read_texts([list(range(1000))], None, max_length=10, held_out=100).windows:
         assert window.untyped_storage().nbytes() == 40
 
 
@@ -494,12 +515,16 @@ def test_a_window_does_not_keep_its_text_in_memory():
         ([[1] * 10], 100, []),  # one window
         ([[1] * 10, [1] * 10], 100, []),  # one window, twice
         ([[1] * 10, [2] * 3], 100, [3]),
-        (distinct(3, 10), 100, [10]),
-        (distinct(100, 10), 1, [10]),  # at least one window
-        ([[9] * 100, *distinct(8, 30)], 1, [30]),  # within a quarter
-        (distinct(8, 10), 0, []),
+        (distinct_texts(3, 10), 100, [10]),
+        (distinct_texts(100, 10), 1, [10]),  # at least one window
+        ([[9] * 100, *distinct_texts(8, 30)], 1, [30]),  # within a quarter
+        (distinct_texts(8, 10), 0, []),
         # The longest windows are held out.
-        ([*distinct(40, 5), *distinct(40, 10, 100), *distinct(40, 7, 200)], 50, [10] * 5),
+        (
+            [*distinct_texts(40, 5), *distinct_texts(40, 10, 100), *distinct_texts(40, 7, 200)],
+            50,
+            [10] * 5,
+        ),
         # Single windows of one long text are held out, at most a quarter.
         ([list(range(1000))], 40, [10] * 4),
         ([list(range(1000))], 4000, [10] * 25),
@@ -507,13 +532,13 @@ def test_a_window_does_not_keep_its_text_in_memory():
 )
 def test_the_longest_windows_are_held_out_up_to_a_quarter(corpus, held_out, expected):
     max_length = 100 if [9] * 100 in corpus else 10
-    result = read(corpus, None, held_out=held_out, max_length=max_length)
+    result = read_texts(corpus, None, held_out=held_out, max_length=max_length)
     assert [len(window) for window in result.held_out] == expected
 
 
 def test_held_out_windows_do_not_depend_on_the_process():
-    result = read(distinct(100, 10), None, held_out=20)
-    assert tuples(result.held_out) == [(28,) * 10, (75,) * 10]
+    result = read_texts(distinct_texts(100, 10), None, held_out=20)
+    assert window_tuples(result.held_out) == [(28,) * 10, (75,) * 10]
 
 
 # -- a real tokenizer ------------------------------------------------------------------------------
@@ -523,11 +548,11 @@ def test_texts_are_tokenized_and_split_with_a_trained_tokenizer(demo_model_path,
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     text = "The cache stores keys and values.\n\nÜber 日本語 🙂\n"
     chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
-    corpus = read([text, {"messages": CHAT}], tokenizer)
-    assert sorted(ids(corpus)) == sorted([tokenizer(text)["input_ids"], chat])
+    corpus = read_texts([text, {"messages": CHAT}], tokenizer)
+    assert sorted(window_ids(corpus)) == sorted([tokenizer(text)["input_ids"], chat])
 
     (path := tmp_path / "x.txt").write_text(text * 500)
-    corpus = read(path, tokenizer, max_length=256, held_out=1024)
+    corpus = read_texts(path, tokenizer, max_length=256, held_out=1024)
     lengths = [len(window) for window in (*corpus.windows, *corpus.held_out)]
     assert len(lengths) == corpus.texts  # no text is split into windows
     assert sum(lengths) / len(lengths) > 0.85 * 256

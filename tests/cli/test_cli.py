@@ -71,13 +71,14 @@ def test_bytes_per_token_match_the_formats(generate, options, ratio):
 def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model, tmp_path):
     plan = choose_plan(AutoModelForCausalLM.from_pretrained(model))
     plan.save_pretrained(tmp_path)
-    chosen, saved = (
+    chosen_run, saved_run = (
         generate(*options)["runs"][1] | {"tokens_per_second": None}
         for options in (("--kv-cache-dtype", "adaptive"), ("--plan", tmp_path))
     )
-    assert chosen == saved
-    assert chosen["cache"].split(", ")[1].startswith(("plans", "K")), chosen  # not the default
-    assert chosen["scales"] == "dynamic"
+    assert chosen_run == saved_run
+    plan_text = chosen_run["cache"].split(", ")[1]
+    assert plan_text.startswith(("plans", "K")), chosen_run  # not the default
+    assert chosen_run["scales"] == "dynamic"
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager", "fp8_paged"])

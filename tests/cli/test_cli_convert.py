@@ -26,22 +26,22 @@ def convert(run, saved_scales, tmp_path):
 def test_scales_are_converted_to_every_format_and_back(run, tmp_path, format, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path / "own")
-    own, middle, back = (tmp_path / name for name in ("own", "out", "back"))
-    out, err = run("convert", own, middle, "--to", format)
-    assert sorted(map(Path, out.splitlines())) == sorted(middle.iterdir())
-    assert_holds(middle, scales, format)
+    source, converted, converted_back = (tmp_path / name for name in ("own", "out", "back"))
+    out, err = run("convert", source, converted, "--to", format)
+    assert sorted(map(Path, out.splitlines())) == sorted(converted.iterdir())
+    assert_holds(converted, scales, format)
     assert f"hf_fp8kv -> {format}: 3 layers, per {kind.removeprefix('centered-')}" in err
     if kind == "centered-head":
         assert err.count("warning: ") == 1
         assert "enlarged by the centers" in err
     elif format != "vllm-json":
         assert "warning" not in err
-    output = run.json("convert", middle, back, "--to", "hf_fp8kv")
+    output = run.json("convert", converted, converted_back, "--to", "hf_fp8kv")
     assert (output["from"]["format"], output["from"]["model_type"]) == (format, "llama")
-    assert output["to"] == {"format": "hf_fp8kv", "folder": str(back)}
-    assert sorted(map(Path, output["files"])) == sorted(back.iterdir())
+    assert output["to"] == {"format": "hf_fp8kv", "folder": str(converted_back)}
+    assert sorted(map(Path, output["files"])) == sorted(converted_back.iterdir())
     assert output["warnings"] == []
-    assert_holds(back, reduce_scales(scales, format), "hf_fp8kv")
+    assert_holds(converted_back, reduce_scales(scales, format), "hf_fp8kv")
 
 
 def test_a_file_is_converted_and_its_warnings_are_printed_once(run, tmp_path):

@@ -136,16 +136,16 @@ STORED = {"prefill": "stored", "page_size": 8}
 
 def beams_and_forks(model: Any, ranks: Ranks, work: Path) -> Any:
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
-    first = generate(model, cache, max_new_tokens=4)
+    first_tokens = generate(model, cache, max_new_tokens=4)
     fork = cache.fork()
-    inputs = {"input_ids": torch.tensor(first), "attention_mask": torch.ones(2, 17).long()}
+    inputs = {"input_ids": torch.tensor(first_tokens), "attention_mask": torch.ones(2, 17).long()}
     inputs["attention_mask"][0, :3] = 0
-    continued = [
+    continuations = [
         model.generate(**inputs, past_key_values=each, **{**GREEDY, "max_new_tokens": new}).tolist()
         for each, new in ((fork, 6), (cache, 8))
     ]
     new = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
-    return [first, *continued, generate(model, new, num_beams=3)]
+    return [first_tokens, *continuations, generate(model, new, num_beams=3)]
 
 
 def save_and_load(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -221,8 +221,8 @@ def serve_case(kind: str | int, **config: Any) -> Case:
 
 def other_ranks_scales(model: Any, ranks: Ranks, work: Path) -> Any:
     """Use the scales of rank 0's heads in every process, which is wrong in rank 1."""
-    wrong = {"tensor_parallel": TensorParallel(0, 2)} if ranks else {}
-    cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **wrong)
+    wrong_ranks = {"tensor_parallel": TensorParallel(0, 2)} if ranks else {}
+    cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **wrong_ranks)
     return generate(model, cache)
 
 

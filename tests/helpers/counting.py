@@ -19,8 +19,8 @@ class BytesWritten(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for output, returned in zip(outputs, function._schema.returns, strict=False):
-            view = returned.alias_info is not None and not returned.alias_info.is_write
+            is_view = returned.alias_info is not None and not returned.alias_info.is_write
             for tensor in output if isinstance(output, (tuple, list)) else (output,):
-                if isinstance(tensor, torch.Tensor) and not view:
+                if isinstance(tensor, torch.Tensor) and not is_view:
                     self.total += tensor.nbytes
         return result

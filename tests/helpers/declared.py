@@ -77,13 +77,15 @@ def save_projections(checkpoint: Path, folder: Path) -> Path:
         for side, scale in (("k", 0.002), ("v", 0.0015)):
             name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
             tensors[name] = torch.tensor([scale])
-    outputs = {**_FP8, "strategy": "tensor", "dynamic": False}
-    group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": outputs}
-    block = {**_WEIGHTS, "format": "dense", "config_groups": {"group_0": group}}
+    output_format = {**_FP8, "strategy": "tensor", "dynamic": False}
+    group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": output_format}
+    quantization_config = {**_WEIGHTS, "format": "dense", "config_groups": {"group_0": group}}
     config = json.loads((checkpoint / "config.json").read_text())
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": quantization_config})
+    )
     return folder
 
 

@@ -78,9 +78,9 @@ def run_parts(sizes: Iterable[int]) -> float:
     order = itertools.count()
     now = flow = demand = 0.0
     running = 0
-    most = BANDWIDTH / CLOCK
+    bytes_per_clock = BANDWIDTH / CLOCK
 
-    def issue(index: int) -> int:
+    def start_program(index: int) -> int:
         program, size = next(waiting, (0, None))
         if size is None:
             return 0
@@ -90,14 +90,14 @@ def run_parts(sizes: Iterable[int]) -> float:
     def rate(count: int) -> float:
         return RATES[count - 1] if count else 0.0
 
-    def settle(index: int) -> _SM:
+    def update_reads(index: int) -> _SM:
         sm, count = sms[index], len(sms[index].ends)
         if count:
             sm.read += (flow - sm.since) * rate(count) / count
         sm.since = flow
         return sm
 
-    def expect(index: int) -> None:
+    def schedule_drain(index: int) -> None:
         sm, count = sms[index], len(sms[index].ends)
         sm.version += 1
         if count:
@@ -106,41 +106,41 @@ def run_parts(sizes: Iterable[int]) -> float:
 
     for _ in RATES:
         for index in range(SM_COUNT):
-            running += issue(index)
+            running += start_program(index)
     while running:
         while drained and drained[0][2] != sms[drained[0][1]].version:
             heapq.heappop(drained)
-        speed = CLOCK * min(1.0, most / demand) if demand else CLOCK
-        done = now + (drained[0][0] - flow) / speed if drained else float("inf")
-        timer = timers[0][0] if timers else float("inf")
-        flow += (min(done, timer) - now) * speed
-        now = min(done, timer)
-        if timer <= done:
+        speed = CLOCK * min(1.0, bytes_per_clock / demand) if demand else CLOCK
+        drain_time = now + (drained[0][0] - flow) / speed if drained else float("inf")
+        timer_time = timers[0][0] if timers else float("inf")
+        flow += (min(drain_time, timer_time) - now) * speed
+        now = min(drain_time, timer_time)
+        if timer_time <= drain_time:
             _, _, index, program, size = heapq.heappop(timers)
             if size is None:
-                running += issue(index) - 1
+                running += start_program(index) - 1
                 continue
-            sm = settle(index)
+            sm = update_reads(index)
             demand -= rate(len(sm.ends))
             heapq.heappush(sm.ends, (sm.read + size, program))
         else:
             index = heapq.heappop(drained)[1]
-            sm = settle(index)
+            sm = update_reads(index)
             demand -= rate(len(sm.ends))
             _, program = heapq.heappop(sm.ends)
-            until = now + END
-            heapq.heappush(timers, (until, next(order), index, program, None))
+            end_time = now + END
+            heapq.heappush(timers, (end_time, next(order), index, program, None))
         demand += rate(len(sm.ends))
-        expect(index)
+        schedule_drain(index)
     return now
 
 
 def time_of(parts: Sequence[Part], lengths: Sequence[int], heads: int) -> float:
     """Return the microseconds that a plan takes for sequences of these lengths."""
     sizes = [min(part.end * UNIT, lengths[part.sequence]) - part.begin * UNIT for part in parts]
-    read = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)])
-    split = Counter(part.sequence for part in parts if not part.whole)
-    return read + (MERGE + MERGE_STEP * max(split.values()) if split else 0.0)
+    read_time = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)])
+    part_counts = Counter(part.sequence for part in parts if not part.whole)
+    return read_time + (MERGE + MERGE_STEP * max(part_counts.values()) if part_counts else 0.0)
 
 
 def bound(lengths: Sequence[int], heads: int) -> float:
@@ -157,8 +157,8 @@ def best_time(lengths: Sequence[int], heads: int) -> float:
         parts = []
         for b, length in enumerate(lengths):
             units = max(1, -(-length // UNIT))
-            number = -(-units // size)
-            step = -(-units // number)
+            num_parts = -(-units // size)
+            step = -(-units // num_parts)
             spans = [(i, min(i + step, units)) for i in range(0, units, step)]
             parts += [Part(b, *span, len(spans) == 1) for span in spans]
         return sorted(parts, key=lambda part: part.begin - part.end)

@@ -16,11 +16,11 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     def pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
         return {(i, j, case[i], case[j]) for i, j in columns}
 
-    chosen: list[tuple[int, ...]] = []
-    product = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    missing = set().union(*map(pairs, product))
-    while missing:
-        best = max(product, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return [tuple(axis[i] for axis, i in zip(axes, case, strict=True)) for case in chosen]
+    cases: list[tuple[int, ...]] = []
+    all_cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    missing_pairs = set().union(*map(pairs, all_cases))
+    while missing_pairs:
+        best_case = max(all_cases, key=lambda case: len(pairs(case) & missing_pairs))
+        cases.append(best_case)
+        missing_pairs -= pairs(best_case)
+    return [tuple(axis[i] for axis, i in zip(axes, case, strict=True)) for case in cases]

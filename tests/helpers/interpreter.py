@@ -88,7 +88,7 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
     return result.reshape(data.shape)
 
 
-def _widened(handle: Any) -> Any:
+def _widen(handle: Any) -> Any:
     """Return `handle` as float32 if its values are kept as bit patterns."""
     kind = handle.dtype.scalar
     if kind not in _AS_BITS or handle.data.dtype.kind != "u":
@@ -96,7 +96,7 @@ def _widened(handle: Any) -> Any:
     return Handle(_convert(handle.data, kind, tl.float32, None).view(np.float32), tl.float32)
 
 
-def _narrowed(handle: Any) -> Any:
+def _narrow(handle: Any) -> Any:
     """Return a float32 result as bfloat16, and the result of a comparison unchanged."""
     if handle.data.dtype.kind != "f":
         return handle
@@ -104,7 +104,7 @@ def _narrowed(handle: Any) -> Any:
     return Handle(_convert(data, tl.float32, tl.bfloat16, None), tl.bfloat16)
 
 
-def _any_bfloat16(values: tuple[Any, ...]) -> bool:
+def _has_bfloat16(values: tuple[Any, ...]) -> bool:
     for value in values:  # noqa: SIM110 (a generator would take longer than the rest)
         if isinstance(value, Handle) and value.dtype.scalar.name == "bf16":
             return True
@@ -118,9 +118,9 @@ def _repair_casts() -> None:
         if source.dtype.scalar == kind.scalar:
             return source
         if source.dtype.scalar == tl.bfloat16:
-            source = _widened(source)
+            source = _widen(source)
         if kind.scalar == tl.bfloat16:
-            return _narrowed(cast(self, source, tl.float32))
+            return _narrow(cast(self, source, tl.float32))
         return cast(self, source, kind)
 
     Builder.cast_impl = cast_impl
@@ -130,9 +130,9 @@ def _repair_arithmetic() -> None:
     def in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
         def wrapped(self: Any, *operands: Any) -> Any:
-            if _any_bfloat16(operands):
-                wide = (_widened(x) if isinstance(x, Handle) else x for x in operands)
-                return _narrowed(operation(self, *wide))
+            if _has_bfloat16(operands):
+                wide = (_widen(x) if isinstance(x, Handle) else x for x in operands)
+                return _narrow(operation(self, *wide))
             result = operation(self, *operands)
             # The result of a comparison has the type of its operands, and Triton 3.9 does not
             # accept a block of that type as a mask.
@@ -146,7 +146,7 @@ def _repair_arithmetic() -> None:
     dot = Builder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, *options: Any) -> Any:
-        return dot(self, _widened(a), _widened(b), *options)
+        return dot(self, _widen(a), _widen(b), *options)
 
     Builder.create_dot = create_dot
 
@@ -168,24 +168,24 @@ def _repair_reductions() -> None:
     reduce = interpreter.ReduceOps.apply_impl
     ignoring_nan = {tl.standard._elementwise_max: np.fmax, tl.standard._elementwise_min: np.fmin}
 
-    def wide(x: Any) -> Any:
+    def widen(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
             return x
         kind = tl.block_type(tl.float32, x.shape) if x.type.is_block() else tl.float32
-        return tl.tensor(_widened(x.handle), kind)
+        return tl.tensor(_widen(x.handle), kind)
 
     def apply_impl(self: Any, operands: tuple[Any, ...]) -> Any:
-        inputs = tuple(wide(x) for x in operands)
-        choose = ignoring_nan.get(self.combine_fn)
-        if choose is not None and inputs[0].dtype.is_floating():
-            data = choose.reduce(inputs[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
+        inputs = tuple(widen(x) for x in operands)
+        ufunc = ignoring_nan.get(self.combine_fn)
+        if ufunc is not None and inputs[0].dtype.is_floating():
+            data = ufunc.reduce(inputs[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
             output = self.to_tensor(data, inputs[0].dtype)
         else:
             output = reduce(self, inputs)
         results = output if isinstance(output, list | tuple) else [output]
-        for result, before, after in zip(results, operands, inputs, strict=False):
-            if before is not after and result.dtype.scalar == tl.float32:
-                result.handle = _narrowed(result.handle)
+        for result, operand, widened in zip(results, operands, inputs, strict=False):
+            if operand is not widened and result.dtype.scalar == tl.float32:
+                result.handle = _narrow(result.handle)
                 result.dtype = tl.bfloat16
                 result.type = (
                     tl.block_type(tl.bfloat16, result.shape)
@@ -226,7 +226,7 @@ def _patch_once_per_launch() -> None:
     A device function of any module is then called without patching the language again.
     """
     patch = interpreter._patch_lang
-    everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -242,7 +242,7 @@ def _patch_once_per_launch() -> None:
         scope.set_attr(owner, name, with_semantic)
 
     interpreter._patch_attr = patch_attr
-    interpreter._patch_lang = lambda _: patch(everything)
+    interpreter._patch_lang = lambda _: patch(language)
     interpreter.InterpretedFunction.__call__ = call
 
 
@@ -312,8 +312,8 @@ def _check_operands_once() -> None:
         if entry is None:
             operands = (number, block) if is_left else (block, number)
             operands = check(self, *operands, *rules)
-            same, operand = operands[::-1] if is_left else operands
-            if same is not block:
+            other, operand = operands[::-1] if is_left else operands
+            if other is not block:
                 return operands
             operand.handle.data.flags.writeable = False
             if len(converted) > 4096:
@@ -362,11 +362,11 @@ def _silence() -> None:
     run = interpreter.GridExecutor.__call__
 
     @functools.wraps(run)
-    def quietly(self: Any, *args: Any, **kwargs: Any) -> None:
+    def run_silently(self: Any, *args: Any, **kwargs: Any) -> None:
         with np.errstate(all="ignore"):
             run(self, *args, **kwargs)
 
-    interpreter.GridExecutor.__call__ = quietly
+    interpreter.GridExecutor.__call__ = run_silently
 
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1 before Triton is imported"

@@ -28,21 +28,21 @@ def planned_scales(
     K and V have different scales. With `coarse` the scales are so large that few codes are used,
     and a different plan changes the tokens of a model.
     """
-    chance = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
 
     def scale(largest: float, side: SidePlan) -> torch.Tensor | None:
-        spread, fmt = 1 + torch.rand(heads, 1, generator=chance), FORMATS[side.format]
+        head_factors, fmt = 1 + torch.rand(heads, 1, generator=generator), FORMATS[side.format]
         if coarse:
-            return spread / 4 / (fmt.min_subnormal * fmt.scale_from_e4m3)
-        return None if is_dynamic else largest * spread / 448
+            return head_factors / 4 / (fmt.min_subnormal * fmt.scale_from_e4m3)
+        return None if is_dynamic else largest * head_factors / 448
 
     layer_scales = {}
     for index in range(layers):
         plan = PLANS[index % len(PLANS)]
-        center = torch.randn(heads, dim, generator=chance) / 2 if plan.k.centered else None
+        center = torch.randn(heads, dim, generator=generator) / 2 if plan.k.centered else None
         layer_scales[index] = LayerScales(scale(6.0, plan.k), scale(4.0, plan.v), center, plan=plan)
-    kind = StoragePlan if is_dynamic else KVScales
-    return kind(layer_scales, model_type="llama", origin="planned", weights_digest="ab" * 8)
+    scales_class = StoragePlan if is_dynamic else KVScales
+    return scales_class(layer_scales, model_type="llama", origin="planned", weights_digest="ab" * 8)
 
 
 def as_keyword(scales: KVScales) -> dict[str, KVScales]:

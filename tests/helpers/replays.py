@@ -1,9 +1,9 @@
-"""Comparison of recorded and direct calls of the Triton backend, which must start equal kernels.
+"""Check that replayed calls of the Triton backend launch the same kernels as direct calls.
 
-Each call is recorded. Calls that differ from it in one argument are made before and after it. The
-arguments of launches are compared with the launches of a call without replay. Triton chooses
-kernels as on a GPU, but a compiled kernel is only a name. Use this only in a process without the
-interpreter, and end the process afterwards.
+Each call is recorded. Then a call that differs from it in one argument is made, and then the first
+call again. The launches are compared with the launches of a call without replay, by their
+arguments. Triton chooses kernels as on a GPU, but a compiled kernel is only a name. Use this module
+only in a process without Triton's interpreter, and end the process afterwards.
 """
 
 import itertools
@@ -30,11 +30,11 @@ from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming
 
-BATCH, HEADS, QUERIES, DIM, SLOTS, COUNT, COLUMNS = 2, 2, 8, 64, 16, 9, 4
-# Arguments of launches since the last comparison, and whether the launches had a hook.
-started: list[tuple[Any, ...]] = []
-hooked: list[bool] = []
-_numbers, by_jit = itertools.count(), itertools.count()
+BATCH, HEADS, QUERY_HEADS, DIM, PAGE_SIZE, NUM_PAGES, COLUMNS = 2, 2, 8, 64, 16, 9, 4
+# Arguments of launches since the last comparison, and whether each launch had a hook.
+launches: list[tuple[Any, ...]] = []
+has_hook: list[bool] = []
+_numbers, jit_launches = itertools.count(), itertools.count()
 
 
 def _compile(src: Any, **_: Any) -> SimpleNamespace:
@@ -42,8 +42,8 @@ def _compile(src: Any, **_: Any) -> SimpleNamespace:
 
     def run(*launch: Any) -> None:
         *grid, stream, function, metadata, _data, enter, _exit = launch[:9]
-        hooked.append(enter is not None)
-        started.append(
+        has_hook.append(enter is not None)
+        launches.append(
             (*grid, stream, function, metadata, map_tensors(launch[9:], torch.Tensor.data_ptr))
         )
 
@@ -53,8 +53,8 @@ def _compile(src: Any, **_: Any) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def pretend() -> None:
-    """Make Triton assume a GPU, and record its launches in `started`."""
+def fake_gpu() -> None:
+    """Make Triton assume a GPU, and record its launches in `launches`."""
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -66,7 +66,7 @@ def pretend() -> None:
     )
     compiler.compile = sys.modules["triton.compiler"].compile = _compile
     run = jit.JITFunction.run
-    jit.JITFunction.run = lambda *args, **kwargs: (next(by_jit), run(*args, **kwargs))[1]
+    jit.JITFunction.run = lambda *args, **kwargs: (next(jit_launches), run(*args, **kwargs))[1]
 
 
 class Allocated(TorchDispatchMode):
@@ -85,26 +85,26 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], at: int = -1) -> Any:
-    """Return arguments in which tensor number `at` is changed. -1 means all tensors."""
+def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], index: int = -1) -> Any:
+    """Return arguments in which tensor number `index` is changed, or all tensors for -1."""
     leaves, spec = tree_flatten(args)
     numbers = itertools.count()
     changed = [
-        change(x) if isinstance(x, torch.Tensor) and (next(numbers) == at or at < 0) else x
+        change(x) if isinstance(x, torch.Tensor) and (next(numbers) == index or index < 0) else x
         for x in leaves
     ]
     return tree_unflatten(changed, spec)
 
 
-def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
-    """Return launches, allocations and result of a call, with names instead of addresses."""
+def trace_call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return launches, allocations and result of a call, with each address replaced by a name."""
     names: dict[int, str] = {}
 
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def add_name(x: torch.Tensor) -> torch.Tensor:
         names.setdefault(x.data_ptr(), f"tensor {len(names)}")
         return x
 
-    def named(x: Any) -> Any:
+    def replace_address(x: Any) -> Any:
         if isinstance(x, int) and not isinstance(x, bool):
             for i, tensor in enumerate(allocated.tensors):
                 if 0 <= x - tensor.data_ptr() < tensor.nbytes:
@@ -112,39 +112,43 @@ def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
             return names.get(x, x)
         return x
 
-    map_tensors(args, note)
-    started.clear()
+    map_tensors(args, add_name)
+    launches.clear()
     with Allocated() as allocated:
         result = operation(*args)
     sizes = [(x.shape, x.dtype) for x in allocated.tensors]
-    returned = None if result is None else (named(result.data_ptr()), result.shape)
-    return [*tree_map(named, started), sizes, returned]
+    returned = None if result is None else (replace_address(result.data_ptr()), result.shape)
+    return [*tree_map(replace_address, launches), sizes, returned]
 
 
-def compare(operation: Any, args: tuple[Any, ...], what: str) -> bool:
-    """Raise AssertionError if a call differs with replay. Return whether it was replayed."""
+def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bool:
+    """Return whether a call was replayed.
+
+    Raises:
+        AssertionError: The launches, the allocations or the result differ from a direct call.
+    """
     replay._REPLAYS = False
-    expected = call(operation, args)
+    expected = trace_call(operation, args)
     replay._REPLAYS = True
-    before = next(by_jit)
-    got = call(operation, args)
-    assert got == expected, f"{what}:\n{got}\n{expected}"
-    return next(by_jit) == before + 1
+    launches_before = next(jit_launches)
+    actual = trace_call(operation, args)
+    assert actual == expected, f"{label}:\n{actual}\n{expected}"
+    return next(jit_launches) == launches_before + 1
 
 
-def tokens(heads: int, count: int = 1) -> torch.Tensor:
+def make_tokens(heads: int, count: int = 1) -> torch.Tensor:
     return torch.zeros(BATCH, count, heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
 
 
-def plan(rows: int) -> torch.Tensor:
+def make_plan_rows(rows: int) -> torch.Tensor:
     return torch.zeros(rows, 4, dtype=torch.int32)
 
 
 def make_pages() -> Pages:
     """Return pages in blocks that have every optional tensor."""
-    k = torch.zeros(COUNT, HEADS, SLOTS, DIM, dtype=torch.uint8)
-    v = torch.zeros(COUNT, HEADS, DIM, SLOTS, dtype=torch.uint8)
-    scales = torch.zeros(COUNT, HEADS, SLOTS, 2, dtype=torch.bfloat16)
+    k = torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, DIM, dtype=torch.uint8)
+    v = torch.zeros(NUM_PAGES, HEADS, DIM, PAGE_SIZE, dtype=torch.uint8)
+    scales = torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16)
     sides = (
         StoredSide(None, torch.zeros(BATCH, HEADS, DIM), "fp8_e4m3", DIM), k,
         StoredSide(torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM), v,
@@ -157,56 +161,59 @@ Attend = namedtuple("Attend", "query pages lengths start stop spec plan")
 MakePlan = namedtuple("MakePlan", "plan lengths tokens window start heads")
 
 
-def copied(x: torch.Tensor, begin: int = 0, stretch: int = 1) -> torch.Tensor:
-    """Return a copy with the strides of `x`, times `stretch`, that begins `begin` values later."""
-    strides = [stretch * stride for stride in x.stride()]
-    reach = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
-    memory = torch.zeros(reach + begin + 16, dtype=x.dtype)
-    first = memory.data_ptr() // x.element_size() % 16
-    copy = memory[(16 - first) % 16 + begin :].as_strided(
-        x.shape, x.stride() if stretch == 1 else strides
+def copy_strided(x: torch.Tensor, offset: int = 0, stride_factor: int = 1) -> torch.Tensor:
+    """Return a copy with multiplied strides, `offset` values after an aligned address."""
+    strides = [stride_factor * stride for stride in x.stride()]
+    size = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
+    memory = torch.zeros(size + offset + 16, dtype=x.dtype)
+    start = memory.data_ptr() // x.element_size() % 16
+    copy = memory[(16 - start) % 16 + offset :].as_strided(
+        x.shape, x.stride() if stride_factor == 1 else strides
     )
-    vars(copy).update({name: kept for name, kept in vars(x).items() if name == "blocks"})
+    vars(copy).update({key: value for key, value in vars(x).items() if key == "blocks"})
     return copy
 
 
 def _misaligned(x: torch.Tensor) -> torch.Tensor:
-    # The parts of a block have different dtypes.
-    return copied(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
+    # Some parts of a block have values of 2 bytes, so the offset of a block is 2 bytes.
+    return copy_strided(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
 
 
-def changes(args: Any) -> Iterator[tuple[str, Any]]:
+def variants(args: Any) -> Iterator[tuple[str, Any]]:
     """Yield a description and arguments that differ from `args` in one respect."""
-    yield "other addresses", map_tensors(args, copied)
-    count = itertools.count()
-    map_tensors(args, lambda _: next(count))
-    for i in range(next(count)):
-        yield f"tensor {i}, another address", map_tensors(args, copied, i)
+    yield "other addresses", map_tensors(args, copy_strided)
+    counter = itertools.count()
+    map_tensors(args, lambda _: next(counter))
+    for i in range(next(counter)):
+        yield f"tensor {i}, another address", map_tensors(args, copy_strided, i)
         yield f"tensor {i}, not aligned", map_tensors(args, _misaligned, i)
     # Fields with different values, and queries, keys and values with different dtypes and strides.
-    for name, values in OTHERS[type(args)].items():
+    for name, values in FIELD_VALUES[type(args)].items():
         for i, value in enumerate(values):
             yield f"{name}, {i}", args._replace(**{name: value})
     for name in {"query", "key", "value"} & set(args._fields):
-        for i, change in enumerate(_TOKENS):
+        for i, change in enumerate(_TOKEN_CHANGES):
             yield f"{name}, {i}", args._replace(**{name: map_tensors(getattr(args, name), change)})
     if "pages" in args._fields:
-        for i, change in enumerate(_PAGES):
+        for i, change in enumerate(_PAGE_CHANGES):
             yield f"pages {i}", args._replace(pages=change(args.pages))
-    one = tokens(HEADS)
+    one_token = make_tokens(HEADS)
     if isinstance(args, Write):
-        yield "one address", args._replace(key=one, value=one)
+        yield "one address", args._replace(key=one_token, value=one_token)
         for n in (2, 40):
-            yield f"{n} tokens", args._replace(key=tokens(HEADS, n), value=tokens(HEADS, n))
+            yield (
+                f"{n} tokens",
+                args._replace(key=make_tokens(HEADS, n), value=make_tokens(HEADS, n)),
+            )
     if isinstance(args, Attend):
-        yield "two tokens", args._replace(query=tokens(QUERIES, 2))
-        for i, values in enumerate(_SPECS):
+        yield "two tokens", args._replace(query=make_tokens(QUERY_HEADS, 2))
+        for i, values in enumerate(_SPEC_CHANGES):
             yield f"spec {i}", args._replace(spec=args.spec._replace(**values))
-        more = args.spec._replace(sinks=torch.zeros(2 * QUERIES))
-        yield "more query heads", args._replace(query=tokens(2 * QUERIES), spec=more)
+        more_heads = args.spec._replace(sinks=torch.zeros(2 * QUERY_HEADS))
+        yield "more query heads", args._replace(query=make_tokens(2 * QUERY_HEADS), spec=more_heads)
         yield "one sequence", args._replace(
             query=args.query[:1], pages=args.pages._replace(table=args.pages.table[:1]),
-            lengths=args.lengths[:1], plan=plan(30),
+            lengths=args.lengths[:1], plan=make_plan_rows(30),
         )  # fmt: skip
 
 
@@ -218,19 +225,20 @@ def _bounds(batch: int = BATCH, columns: int = 2, step: int = 1) -> torch.Tensor
     return torch.zeros(batch, columns, dtype=torch.int32)[:, : 2 * step : step]
 
 
-_SPECS: list[dict[str, Any]] = [
+_SPEC_CHANGES: list[dict[str, Any]] = [
     {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
-    {"sinks": torch.zeros(QUERIES, dtype=torch.bfloat16)}, {"mask": None, "bounds": None},
+    {"sinks": torch.zeros(QUERY_HEADS, dtype=torch.bfloat16)}, {"mask": None, "bounds": None},
     {"mask": _mask(dtype=torch.bool)}, {"mask": _mask(1), "bounds": _bounds(1)},
-    {"bias": torch.zeros(BATCH, QUERIES, 1, 48)}, {"bounds": None}, {"bounds": _bounds(columns=4)},
-    {"bounds": _bounds(columns=4, step=2)}, {"bias": torch.zeros(1, 1, 1, 48)},
+    {"bias": torch.zeros(BATCH, QUERY_HEADS, 1, 48)}, {"bounds": None},
+    {"bounds": _bounds(columns=4)}, {"bounds": _bounds(columns=4, step=2)},
+    {"bias": torch.zeros(1, 1, 1, 48)},
 ]  # fmt: skip
-_TOKENS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+_TOKEN_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     torch.Tensor.half,
-    lambda x: copied(x, stretch=2),
+    lambda x: copy_strided(x, stride_factor=2),
     lambda x: x.repeat(1, 1, 1, 2)[..., :DIM],
 ]
-_PAGES: list[Callable[[Pages], Pages]] = [
+_PAGE_CHANGES: list[Callable[[Pages], Pages]] = [
     lambda p: p._replace(k=p.k._replace(format="fp8_e3m4"), v=p.v._replace(format="fp8_e3m4")),
     lambda p: p._replace(k=p.k._replace(rotated=True)),
     lambda p: p._replace(v=p.v._replace(rotated=True)),
@@ -242,9 +250,9 @@ _PAGES: list[Callable[[Pages], Pages]] = [
     lambda p: p._replace(table=torch.zeros(BATCH, 9, dtype=torch.int32)),
     lambda p: p._replace(page_size=8),
 ]
-OTHERS: dict[type, dict[str, list[Any]]] = {
+FIELD_VALUES: dict[type, dict[str, list[Any]]] = {
     Write: {"limit": [7, None]},
-    Attend: {"start": [5], "stop": [43], "plan": [None, plan(20), plan(5)]},
+    Attend: {"start": [5], "stop": [43], "plan": [None, make_plan_rows(20), make_plan_rows(5)]},
     MakePlan: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
 }  # fmt: skip
 # Changes of a call's environment.
@@ -257,15 +265,23 @@ CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
 ]
 
 
-def check(operation: Any, first: Any, second: Any, what: str, around: Any = nullcontext) -> None:
-    """Raise AssertionError if the second call differs after a recording of the first call."""
+def check_after_recording(
+    operation: Any, first: Any, second: Any, label: str, context: Any = nullcontext
+) -> None:
+    """Compare the first call, the second call in `context`, and the first call again.
+
+    Older recordings are removed first.
+
+    Raises:
+        AssertionError: A call differs with replay.
+    """
     for recordings in replay.recordings.values():
         recordings.clear()
     backend._NO_PAGES.recordings.clear()
-    compare(operation, first, f"before {what}")
-    with around():
-        compare(operation, second, f"with {what}")
-    compare(operation, first, f"after {what}")
+    compare_with_replay(operation, first, f"before {label}")
+    with context():
+        compare_with_replay(operation, second, f"with {label}")
+    compare_with_replay(operation, first, f"after {label}")
 
 
 def compare_calls() -> dict[str, int]:
@@ -274,33 +290,41 @@ def compare_calls() -> dict[str, int]:
     Raises:
         AssertionError: A call differs.
     """
-    pretend()
-    spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERIES), mask=_mask(),
+    fake_gpu()
+    spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERY_HEADS), mask=_mask(),
                          bounds=_bounds())  # fmt: skip
     lengths = torch.zeros(BATCH, dtype=torch.int32)
-    new, counts = (tokens(HEADS), tokens(HEADS)), {}
+    new_tokens, comparisons = (make_tokens(HEADS), make_tokens(HEADS)), {}
     rows = backend.plan_rows(torch.device("cpu"), BATCH, HEADS)
     calls = {
-        "attend": Attend(tokens(QUERIES), make_pages(), lengths, 0, 48, spec, plan(rows)),
-        "write": Write(make_pages(), *new, lengths, 99),
-        "make_plan": MakePlan(plan(rows), lengths, 1, 0, 0, HEADS),
+        "attend": Attend(
+            make_tokens(QUERY_HEADS), make_pages(), lengths, 0, 48, spec, make_plan_rows(rows)
+        ),
+        "write": Write(make_pages(), *new_tokens, lengths, 99),
+        "make_plan": MakePlan(make_plan_rows(rows), lengths, 1, 0, 0, HEADS),
     }
     with assuming(Target.parse("sm_90")):
         for name, args in calls.items():
-            operation, seen = getattr(backend, name), itertools.count()
-            compare(operation, args, name)
-            assert compare(operation, map_tensors(args, copied), name), "not replayed"
-            for what, changed in changes(args):
-                check(operation, args, changed, f"{name}, {what} {next(seen)}")
-                check(operation, changed, args, f"{name}, all but {what}")
-            for around in CONTEXTS:
-                check(operation, args, args, f"{name}, context {next(seen)}", around)
-            # A hook observes launches, so Triton makes them.
+            operation, call_number = getattr(backend, name), itertools.count()
+            compare_with_replay(operation, args, name)
+            assert compare_with_replay(operation, map_tensors(args, copy_strided), name), (
+                "not replayed"
+            )
+            for label, changed in variants(args):
+                check_after_recording(
+                    operation, args, changed, f"{name}, {label} {next(call_number)}"
+                )
+                check_after_recording(operation, changed, args, f"{name}, all but {label}")
+            for context in CONTEXTS:
+                check_after_recording(
+                    operation, args, args, f"{name}, context {next(call_number)}", context
+                )
+            # A launch hook must see the launches of Triton, so calls are not replayed.
             hook = knobs.runtime.launch_enter_hook
-            for change in (hook.add, hook.remove):
-                change(print)
-                hooked.clear()
+            for edit_hook in (hook.add, hook.remove):
+                edit_hook(print)
+                has_hook.clear()
                 operation(*args)
-                assert set(hooked) == {change.__name__ == "add"}
-            counts[name] = next(seen)
-    return counts
+                assert set(has_hook) == {edit_hook.__name__ == "add"}
+            comparisons[name] = next(call_number)
+    return comparisons

@@ -73,15 +73,15 @@ def step_of(sequences: Sequence[Any], place: int) -> list[Any]:
 
 def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -> str:
     """Save a tiny Llama whose tokens are characters, without an end token. Return the folder."""
-    letters = [chr(code) for code in range(32, 32 + tokens)]
-    inner = Tokenizer(models.WordLevel({x: i for i, x in enumerate(letters)}, unk_token="?"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+    characters = [chr(code) for code in range(32, 32 + tokens)]
+    backend = Tokenizer(models.WordLevel({x: i for i, x in enumerate(characters)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(letters), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=len(characters), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=context,
         bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
     )  # fmt: skip
@@ -188,8 +188,8 @@ class Endpoint:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         with contextlib.closing(connection):
             data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-            sent = {"content-type": "application/json", **(headers or {})}
-            connection.request("GET" if data is None else "POST", path, data, sent)
+            all_headers = {"content-type": "application/json", **(headers or {})}
+            connection.request("GET" if data is None else "POST", path, data, all_headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(), dict(answer.getheaders())
 
@@ -202,10 +202,10 @@ class Endpoint:
     @contextlib.contextmanager
     def leaving(self, path: str, **body: object) -> Iterator[None]:
         """Send a request, and close the connection at the end without reading the answer."""
-        sent = json.dumps(body).encode()
+        content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
-            connection.sendall(f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent)
+            connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
             yield
 
     def metrics(self) -> dict[str, float]:
@@ -217,12 +217,12 @@ class Endpoint:
 
     def wait_until(self, seconds: float = WAIT, **expected: float) -> dict[str, float]:
         """Return the values of /metrics as soon as they include the expected values."""
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
             metrics = self.metrics()
             if expected.items() <= metrics.items():
                 return metrics
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise AssertionError(f"expected {expected}, got {metrics}. The log:\n{self.log}")
             time.sleep(0.05)
 
@@ -310,8 +310,8 @@ class Server(Endpoint):
 
     def wait_for(self, pattern: str, seconds: float = WAIT) -> re.Match[str]:
         """Wait until the log matches, and return the match."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             if match := re.search(pattern, self.log):
                 return match
             if self.process.poll() is not None:

@@ -1,4 +1,4 @@
-"""The rules by which SGLang, TGI and old versions of vLLM read KV scales, from their source code.
+"""The rules by which SGLang, TGI and old versions of vLLM read KV scales, after their source.
 
 These servers were not run. vLLM's own loader reads our files in tests/vllm/test_checkpoints.py.
 
@@ -20,7 +20,7 @@ class Refused(Exception):
     """The server would not start, or would use a scale of 1.0."""
 
 
-def checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
+def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
     """Return the config, and the tensors of the files in the index, or of all files."""
     config = json.loads((folder / "config.json").read_text())
     index = folder / "model.safetensors.index.json"
@@ -41,7 +41,7 @@ def checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, 
     return config, tensors
 
 
-def quant_config(config: dict) -> dict:
+def find_quantization(config: dict) -> dict:
     """Return the quantization config from the places that the server reads."""
     text = config.get("text_config") or {}
     quantization = config.get("quantization_config") or text.get("quantization_config")
@@ -60,7 +60,7 @@ SGLANG_NAMES = (
 )
 
 
-def loaded(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
+def group_scales(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
     """Return the scales by layer and side. Tensors that the server does not remap are dropped."""
     layers: dict[int, dict] = {}
     for name, tensor in tensors.items():
@@ -71,7 +71,7 @@ def loaded(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
     return layers
 
 
-def per_tensor(layers: dict[int, dict], count: int) -> Pairs:
+def read_per_tensor(layers: dict[int, dict], count: int) -> Pairs:
     """Apply the rules of a scalar cache: one number above 0. K's scale replaces V's if missing."""
     pairs = {}
     for layer in range(count):
@@ -90,17 +90,17 @@ def per_tensor(layers: dict[int, dict], count: int) -> Pairs:
 
 def sglang(folder: Path) -> Pairs:
     """Return the scales that SGLang 0.5 uses."""
-    config, tensors = checkpoint(folder)
-    block, count = quant_config(config), config["num_hidden_layers"]
-    if block["quant_method"] == "compressed-tensors":
-        scheme = block.get("kv_cache_scheme") or {}
+    config, tensors = read_checkpoint(folder)
+    quantization, count = find_quantization(config), config["num_hidden_layers"]
+    if quantization["quant_method"] == "compressed-tensors":
+        scheme = quantization.get("kv_cache_scheme") or {}
         values = (
             scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy"),
             scheme.get("symmetric", True), scheme.get("dynamic"),
         )  # fmt: skip
         if values != ("float", 8, "tensor", True, False):
             raise Refused(f"only 8-bit floats per tensor, got {values}")
-    return per_tensor(loaded(tensors), count)
+    return read_per_tensor(group_scales(tensors), count)
 
 
 def scaling_factors(
@@ -127,7 +127,7 @@ def tgi(folder: Path) -> Pairs:
 
     TGI reads every file in the folder, regardless of the index.
     """
-    config, tensors = checkpoint(folder, by_index=False)
+    config, tensors = read_checkpoint(folder, by_index=False)
     if config.get("kv_cache_torch_dtype") not in ("float8_e4m3fn", None):
         raise Refused("an unknown dtype")
     pairs = {}

@@ -55,17 +55,17 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
     config = model.config.get_text_config()
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
 
-    def some(low: float, high: float) -> torch.Tensor:
-        return low + (high - low) * torch.rand((heads, 1), generator=numbers)
+    def draw_scales(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand((heads, 1), generator=generator)
 
     return KVScales(
         {
             i: LayerScales(
-                some(10, 60),
-                some(20, 80),
-                torch.randn((heads, dim), generator=numbers) if center else None,
+                draw_scales(10, 60),
+                draw_scales(20, 80),
+                torch.randn((heads, dim), generator=generator) if center else None,
             )
             for i in range(config.num_hidden_layers)
         }
@@ -76,15 +76,15 @@ def prompts(vocab: int = 99, seed: int = 6) -> list[list[int]]:
     """Return eight prompts of 3 to 64 tokens. Three begin with the same 48 tokens."""
     # This is the first seed from 0 for which the answers of all models of the tests have wide
     # margins, with all kinds of scales.
-    numbers = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
-    def some(count: int) -> list[int]:
-        return torch.randint(3, vocab, (count,), generator=numbers).tolist()
+    def draw_tokens(count: int) -> list[int]:
+        return torch.randint(3, vocab, (count,), generator=generator).tolist()
 
-    shared = some(48)
+    shared = draw_tokens(48)
     return [
-        some(3), some(17), some(33), some(16), some(8),
-        shared + some(16), shared + some(1), shared + some(7),
+        draw_tokens(3), draw_tokens(17), draw_tokens(33), draw_tokens(16), draw_tokens(8),
+        shared + draw_tokens(16), shared + draw_tokens(1), shared + draw_tokens(7),
     ]  # fmt: skip
 
 
@@ -159,15 +159,15 @@ def results(manager: Any, count: int) -> dict[str, list[int]]:
 
 def answer_to(manager: Any, text: list[int], new: int | None = None) -> list[int]:
     """Return the tokens of a new request of a manager that has no other request."""
-    name = manager.add_request(text, max_new_tokens=new or NEW)
-    return results(manager, 1)[name]
+    request_id = manager.add_request(text, max_new_tokens=new or NEW)
+    return results(manager, 1)[request_id]
 
 
 def answers_to(manager: Any, texts: Sequence[list[int]]) -> list[list[int]]:
     """Return the tokens of new requests, in their order."""
-    names = manager.add_requests(list(texts), max_new_tokens=NEW)
-    tokens = results(manager, len(names))
-    return [tokens[name] for name in names]
+    request_ids = manager.add_requests(list(texts), max_new_tokens=NEW)
+    tokens = results(manager, len(request_ids))
+    return [tokens[request_id] for request_id in request_ids]
 
 
 def forked(model: PreTrainedModel, texts: Sequence[list[int]], times: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The first layers of the demo model as a checkpoint, which needs a tenth of the computation."""
+"""A checkpoint with the first layers of the demo model, for a tenth of the computation."""
 
 import json
 import shutil
@@ -9,18 +9,20 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.utils import demo_model
 
-LAYERS = 2
+FIRST_LAYERS, ALL_LAYERS = 2, 30
 
 
-def save_first_layers(model: Path, folder: Path, layers: int = LAYERS, **fields: str) -> Path:
+def save_first_layers(
+    checkpoint: Path, folder: Path, layers: int = FIRST_LAYERS, **fields: str
+) -> Path:
     """Copy the first layers of a checkpoint, and set fields of its config. Return the folder."""
     tensors = {
         name: tensor
-        for name, tensor in load_file(model / "model.safetensors").items()
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
         if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < layers
     }
     folder.mkdir()
-    for path in model.glob("*"):
+    for path in checkpoint.glob("*"):
         if path.name != "model.safetensors":
             shutil.copy(path, folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -44,8 +46,8 @@ def layers(
     shallow_model_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> int:
-    """Return the number of layers of the model at `demo_model_path()` during a test."""
+    """Set the model at `demo_model_path()` during a test, and return its number of layers."""
     if request.param == "whole":
-        return 30
+        return ALL_LAYERS
     monkeypatch.setattr(demo_model, "make_copy", lambda *_, **__: shallow_model_path)
-    return LAYERS
+    return FIRST_LAYERS

@@ -9,10 +9,10 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.ops import AttentionSpec, Pages, api, reference
 
-__all__ = ["Made", "triton_standin"]
+__all__ = ["PlanCall", "triton_standin"]
 
 
-class Made(NamedTuple):
+class PlanCall(NamedTuple):
     """One call of `make_plan`."""
 
     plan: torch.Tensor
@@ -24,7 +24,7 @@ class Made(NamedTuple):
     rows: int  # query rows of each head, of the last call of `plan_rows`
 
 
-def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[Made]:
+def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[PlanCall]:
     """Replace backend="triton" with the reference and plans. Return a list of all later plans.
 
     Each row of a plan stores one of the lengths for which it was made.
@@ -32,7 +32,7 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
     Args:
         computes: Whether attention is computed. False is for the device "meta".
     """
-    made: list[Made] = []
+    made: list[PlanCall] = []
     planned_rows = [0]
 
     def plan_rows(_device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1) -> int:
@@ -43,7 +43,7 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
     def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
         if computes:
             plan[:, 0] = lengths
-            made.append(Made(plan, lengths.tolist(), *sizes, planned_rows[0]))
+            made.append(PlanCall(plan, lengths.tolist(), *sizes, planned_rows[0]))
 
     def attend(
         query: torch.Tensor,

@@ -340,9 +340,9 @@ AUDIO_FRAMES = {"whisper": 128, "speech_to_text": 48}
 
 def type_names(kind: str | None = None) -> list[str]:
     """Return all names for `build` of one kind ("causal", "seq2seq", "vision") or of all kinds."""
-    others = set(TEXT_AMONG_IMAGES).intersection(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    text_types = set(TEXT_AMONG_IMAGES).intersection(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names = {
-        "causal": sorted(others.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
+        "causal": sorted(text_types.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
         "seq2seq": sorted(f"seq2seq/{name}" for name in (*SEQ2SEQ_EXTRAS, *NESTED)),
         "vision": [f"vision/{name}" for name in VISION],
     }
@@ -399,17 +399,19 @@ def build(
     `attn_implementation` is None for the model's default. `config` overrides fields of the config,
     or of the decoder's or text model's config.
     """
-    kind, _, short = name.rpartition("/")
+    kind, _, type_name = name.rpartition("/")
     attn = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     torch.manual_seed(seed)
     if kind == "seq2seq":
-        model, inputs = _build_seq2seq(short, seed, config, attn)
+        model, inputs = _build_seq2seq(type_name, seed, config, attn)
         model.generation_config.decoder_start_token_id = 1
     elif kind == "vision":
-        model, inputs = _build_vision(short, seed, config, attn)
+        model, inputs = _build_vision(type_name, seed, config, attn)
     else:
-        kind = AutoModelForImageTextToText if short in TEXT_AMONG_IMAGES else AutoModelForCausalLM
-        model = kind.from_config(causal_config(short, **config), **attn)
+        auto_class = (
+            AutoModelForImageTextToText if type_name in TEXT_AMONG_IMAGES else AutoModelForCausalLM
+        )
+        model = auto_class.from_config(causal_config(type_name, **config), **attn)
         inputs = prompt(seed)
     model = model.eval()
     rescale(model, seed)
@@ -430,7 +432,7 @@ def prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS)
 def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
     """Rescale every matrix to unit gain, and make biases, sinks and norms nontrivial."""
     generator = torch.Generator().manual_seed(seed + 2)
-    sharp = str(getattr(model.config, "model_type", "")).startswith("gemma4")
+    has_unscaled_logits = str(getattr(model.config, "model_type", "")).startswith("gemma4")
     head = model.get_output_embeddings()
     head_weight = getattr(head, "weight", None)
     with torch.no_grad():
@@ -448,7 +450,7 @@ def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
                 weight.copy_(torch.randn(weight.shape, generator=generator))
             elif weight.ndim == 1 and name.endswith("bias") and len(weight) != VOCAB:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
-            elif sharp and name.endswith("q_norm.weight"):
+            elif has_unscaled_logits and name.endswith("q_norm.weight"):
                 # gemma4 does not scale its logits, so they would amplify any rounding.
                 weight.mul_(0.25)
 
@@ -565,26 +567,26 @@ def _build_seq2seq(
     target[:, 0] = 1
     generator = torch.Generator().manual_seed(seed + 1)
     if name in NESTED:
-        full = _nested_config(name, config)
+        full_config = _nested_config(name, config)
     else:
         base = AutoConfig.for_model(name)
-        full = _make(type(base), _options(base, SIZES, {**SEQ2SEQ_EXTRAS[name], **config}))
-    kind: Any = AutoModelForSeq2SeqLM
+        full_config = _make(type(base), _options(base, SIZES, {**SEQ2SEQ_EXTRAS[name], **config}))
+    auto_class: Any = AutoModelForSeq2SeqLM
     if name == "vision-encoder-decoder":
-        kind = AutoModelForImageTextToText
+        auto_class = AutoModelForImageTextToText
         source = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}
     elif name in AUDIO_FRAMES:
-        kind, frames = AutoModelForSpeechSeq2Seq, AUDIO_FRAMES[name]
+        auto_class, frames = AutoModelForSpeechSeq2Seq, AUDIO_FRAMES[name]
         shape = (2, 16, frames) if name == "whisper" else (2, frames, 16)
         source = {"input_features": torch.randn(shape, generator=generator)}
     elif name == "moonshine":
-        kind = AutoModelForSpeechSeq2Seq
+        auto_class = AutoModelForSpeechSeq2Seq
         source = {"input_values": torch.randn(2, 4000, generator=generator)}
-    return kind.from_config(full, **attn), {**source, "decoder_input_ids": target}
+    return auto_class.from_config(full_config, **attn), {**source, "decoder_input_ids": target}
 
 
 def _nested_config(name: str, config: Options) -> PreTrainedConfig:
-    ends = {"eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 1}
+    special_ids = {"eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 1}
     if name.startswith("t5gemma"):
         base = AutoConfig.for_model(name)
         part = _options(base.decoder, SIZES, {}) | _layer_types(name, base.decoder) | config
@@ -594,14 +596,14 @@ def _nested_config(name: str, config: Options) -> PreTrainedConfig:
                 "text_config": part,
                 **_encoder_options(base.encoder, base.encoder.text_config),
             }
-        return type(base)(encoder=encoder, decoder=part, vocab_size=VOCAB, **ends)
+        return type(base)(encoder=encoder, decoder=part, vocab_size=VOCAB, **special_ids)
     decoder = causal_config("bert", add_cross_attention=True, **config)
     if name == "encoder-decoder":
         encoder = causal_config("bert", is_decoder=False)
-        return EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **ends)
+        return EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **special_ids)
     vit = AutoConfig.for_model("vit")
     encoder = type(vit)(**_options(vit, ENCODER_SIZES, {}))
-    return VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **ends)
+    return VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **special_ids)
 
 
 def _build_vision(

@@ -18,7 +18,7 @@ from tests.helpers.assertions import assert_same
 
 def test_offsets_keep_their_blocks_alive():
     blocks = [torch.zeros(2, 64, dtype=torch.uint8) for _ in range(3)]
-    gone = [weakref.ref(block.untyped_storage()) for block in blocks]
+    memory_refs = [weakref.ref(block.untyped_storage()) for block in blocks]
     offsets = locate_pages(blocks)
     assert offsets.tolist() == [
         b.data_ptr() - blocks[0].data_ptr() + 64 * i for b in blocks for i in range(2)
@@ -26,9 +26,9 @@ def test_offsets_keep_their_blocks_alive():
     del blocks
     gc.disable()
     try:
-        assert all(ref() is not None for ref in gone)
+        assert all(ref() is not None for ref in memory_refs)
         del offsets
-        assert not any(ref() for ref in gone), "without waiting for the garbage collector"
+        assert not any(ref() for ref in memory_refs), "without waiting for the garbage collector"
     finally:
         gc.enable()
 

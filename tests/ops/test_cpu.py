@@ -126,19 +126,19 @@ def test_products_of_integers(fmt, rotated):
                          k_dim=dim, v_dim=dim, page_size=64, rotated=rotated)  # fmt: skip
     pages = test_ops.fill(test_ops.poisoned(case), case)
     query = torch.randn(1, 6, prompt, dim).bfloat16()
-    found = attend(pages, query, length)
-    error = test_ops.errors(found, attend(pages, query.float(), length, reference))
+    actual = attend(pages, query, length)
+    error = test_ops.errors(actual, attend(pages, query.float(), length, reference))
     assert error.max() <= test_ops.bound(case)
     for t in range(prompt):
-        assert_same(attend(pages, query[:, :, [t]], length - prompt + 1 + t), found[:, [t]])
+        assert_same(attend(pages, query[:, :, [t]], length - prompt + 1 + t), actual[:, [t]])
     if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
         page, slot = int(pages.table[0, 9]), 21
         for codes, at in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
             codes[at] = test_ops.nan_code(fmt)
-            found, expected = (attend(pages, query[:, :, -1:], length, module).float()
+            actual, expected = (attend(pages, query[:, :, -1:], length, module).float()
                                for module in (cpu_backend, reference))  # fmt: skip
-            assert found.isnan().any()
-            assert torch.equal(found.isnan(), expected.isnan())
+            assert actual.isnan().any()
+            assert torch.equal(actual.isnan(), expected.isnan())
 
 
 def compare(case: test_ops.Case, pages: Pages) -> None:

@@ -114,19 +114,23 @@ _FEATURES = (
 
 def in_turn(cases: list[Case]) -> list[tuple[Case, str]]:
     """Return each case with the kernels that a feature of it is new to, or with the next kernel."""
-    met: set[tuple[str, str, Any]] = set()
-    chosen: list[tuple[Case, str]] = []
+    seen_features: set[tuple[str, str, Any]] = set()
+    case_kernels: list[tuple[Case, str]] = []
     for case in cases:
         features = [(name, getattr(case, name)) for name in _FEATURES]
         features = [
             (name, x if name in ("key", "value", "mask") else bool(x)) for name, x in features
         ]
-        able = [kernel for kernel in KERNELS if takes(kernel, case)]
-        new = [kernel for kernel in able if any((kernel, *f) not in met for f in features)]
-        for kernel in new or [able[len(chosen) % len(able)]]:
-            chosen.append((case, kernel))
-            met.update((kernel, *feature) for feature in features)
-    return chosen
+        able_kernels = [kernel for kernel in KERNELS if takes(kernel, case)]
+        kernels = [
+            kernel
+            for kernel in able_kernels
+            if any((kernel, *f) not in seen_features for f in features)
+        ]
+        for kernel in kernels or [able_kernels[len(case_kernels) % len(able_kernels)]]:
+            case_kernels.append((case, kernel))
+            seen_features.update((kernel, *feature) for feature in features)
+    return case_kernels
 
 
 def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, Any]) -> Tensor:

@@ -67,19 +67,19 @@ def test_tokens_of_several_architectures(name, cache):
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3, "only": 0}, {"prefill_chunk_size": 5}],
     ids=str,
 )
-def test_ways_to_generate(more):
+def test_ways_to_generate(options):
     model, inputs = setting("gqa")
-    if "only" in more:  # these accept a single sequence, here the sequence without padding
+    if "only" in options:  # these accept a single sequence, here the sequence without padding
         row = int(inputs["attention_mask"].sum(1).argmax())
         inputs = {key: x[row : row + 1] for key, x in inputs.items()}
-        more = {key: x for key, x in more.items() if key != "only"}
+        options = {key: x for key, x in options.items() if key != "only"}
     cache = {"prefill": "stored"}
-    expected = tokens(model, inputs, "torch", cache, **more)
-    assert_same(tokens(model, inputs, "triton", cache, **more), expected)
+    expected = tokens(model, inputs, "torch", cache, **options)
+    assert_same(tokens(model, inputs, "triton", cache, **options), expected)
 
 
 @pytest.mark.full
@@ -126,8 +126,8 @@ def test_a_later_prompt_is_two_launches_a_layer(keywords):
         model(ids[:, :8], past_key_values=cache)
         with recording(starts=False) as recorded:
             model(ids, past_key_values=cache)
-    found = [name for name in started(recorded) if name != "_plan"]
-    assert found == ["_write", "_attend"] * model.config.num_hidden_layers
+    kernels = [name for name in started(recorded) if name != "_plan"]
+    assert kernels == ["_write", "_attend"] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(("cache", "count"), [({}, 1), ({}, 2), (_STATIC, 1)], ids=str)
@@ -189,7 +189,7 @@ LEFT: dict[str, Any] = {
 def test_tokens_are_stored_without_an_attention_call(name, tmp_path):
     """Tokens are stored before other code reads the pages or changes their owner."""
     config = tiny("gqa")[0].config
-    found = {}
+    contents = {}
     for backend in ("torch", "triton"):
         cache = FP8PagedCache(config, page_size=16, backend=backend, prefill="stored")
         generator = torch.Generator().manual_seed(7)
@@ -205,16 +205,16 @@ def test_tokens_are_stored_without_an_attention_call(name, tmp_path):
             shape = (2, config.num_key_value_heads, 9, config.head_dim)
             for i in range(config.num_hidden_layers):
                 after.update(*torch.randn(2, *shape, generator=generator).to(DEVICE), i)
-        found[backend] = _read(after)
+        contents[backend] = _read(after)
         del handles
-    for x, y in zip(found["torch"], found["triton"], strict=True):
+    for x, y in zip(contents["torch"], contents["triton"], strict=True):
         assert_same(y.cpu(), x.cpu())
 
 
 @pytest.mark.parametrize("forked", [True, False], ids=["a fork grows the pool", "one buffer"])
 def test_tokens_are_stored_before_their_memory_changes(forked):
     """Between update and attention, the pages move, or the layers' shared buffer is reused."""
-    found = {}
+    contents = {}
     for backend in ("reference", "triton"):
         generator = torch.Generator().manual_seed(5)
         cache = FP8PagedCache(page_size=16, backend=backend, prefill="stored")
@@ -232,8 +232,8 @@ def test_tokens_are_stored_before_their_memory_changes(forked):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
                 cache.update(buffer[0], buffer[1], layer)
                 cache.layers[layer].keys  # noqa: B018 (stores them)
-        found[backend] = [x for one in caches for x in _read(one)]
-    for x, y in zip(found["reference"], found["triton"], strict=True):
+        contents[backend] = [x for one in caches for x in _read(one)]
+    for x, y in zip(contents["reference"], contents["triton"], strict=True):
         assert_same(y.cpu(), x.cpu())
 
 

@@ -375,11 +375,13 @@ LAYOUTS: dict[str, Callable[[Pages], Pages]] = {
 def in_layouts(cases: list[Case]) -> Any:
     """Parametrize a test by each case with each backend, and alternating layouts."""
     # Grid: a layout determines where a page is, but not its contents.
-    found = []
+    parameters = []
     for i, case in enumerate(cases):
-        found.append(pytest.param(case, "torch", ("whole", "blocks", "gaps")[i % 3]))
-        found.append(pytest.param(case, "cpu", ("whole", "blocks", "gaps")[i % 3], marks=CPU.marks))
-    return pytest.mark.parametrize(("case", "backend", "layout"), found, ids=str)
+        parameters.append(pytest.param(case, "torch", ("whole", "blocks", "gaps")[i % 3]))
+        parameters.append(
+            pytest.param(case, "cpu", ("whole", "blocks", "gaps")[i % 3], marks=CPU.marks)
+        )
+    return pytest.mark.parametrize(("case", "backend", "layout"), parameters, ids=str)
 
 
 def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
@@ -525,9 +527,12 @@ def faults(
     case: Case, pages: Pages, query: Tensor, sinks: Tensor
 ) -> Iterator[tuple[str, Pages, Tensor, dict[str, Any]]]:
     """Yield a name, pages, query and changed fields of the spec for each fault."""
-    lost = {"the last page dropped": slice(case.stop // 64 * 64, None), "one token lost": 500,
-            "causality off by one": -1}  # fmt: skip
-    for fault, positions in lost.items():
+    hidden_positions = {
+        "the last page dropped": slice(case.stop // 64 * 64, None),
+        "one token lost": 500,
+        "causality off by one": -1,
+    }
+    for fault, positions in hidden_positions.items():
         mask = torch.ones(1, 1, 1, case.stop, dtype=torch.uint8)
         mask[..., positions] = 0
         yield fault, pages, query, {"mask": mask}
@@ -741,8 +746,8 @@ def test_every_code_is_decoded_exactly(name, backend):
     pages.v_codes[pages.table[0, :4], 0] = codes.transpose(1, 2)
     lengths = torch.tensor([64], dtype=torch.int32)
     for side in ("k", "v"):
-        found = ops.gather(pages, lengths, side, 0, 64, torch.float32, False, backend)[0, 0]
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        actual = ops.gather(pages, lengths, side, 0, 64, torch.float32, False, backend)[0, 0]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

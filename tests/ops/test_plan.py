@@ -17,7 +17,7 @@ from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.helpers.assertions import assert_same
-from tests.helpers.standin import Made, triton_standin
+from tests.helpers.standin import PlanCall, triton_standin
 from tests.helpers.tiny_models import tiny
 
 GREEDY = {
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
     return triton_standin(monkeypatch)
 
 
@@ -55,16 +55,16 @@ def cache_of(name: str = "gqa", backend: str = "triton", **keywords: Any) -> tup
     ids=str,
 )  # fmt: skip
 def test_one_plan_a_step(
-    name: str, groups: int, keywords: Any, more: Any, made: list[Made]
+    name: str, groups: int, keywords: Any, more: Any, made: list[PlanCall]
 ) -> None:
     takes = inspect.signature(create_chunked_causal_mask).parameters
     if name == "chunked" and "block_sequence_ids" not in takes:
         pytest.skip("these transformers cannot generate with chunks and any static cache")
-    found = []
+    answers = []
     for backend in ("reference", "triton"):
         (model, inputs), cache = cache_of(name, backend, **keywords)
-        found.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **more))
-    assert_same(found[1], found[0])
+        answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **more))
+    assert_same(answers[1], answers[0])
     addresses = len({x.plan.data_ptr() for x in made})
     if keywords:
         # Allocation and prefill each make an additional plan.
@@ -77,7 +77,7 @@ def test_one_plan_a_step(
         assert {len(x.lengths) for x in made} == {6}
 
 
-def test_a_plan_is_made_for_the_lengths_and_the_window(made: list[Made]) -> None:
+def test_a_plan_is_made_for_the_lengths_and_the_window(made: list[PlanCall]) -> None:
     (model, inputs), cache = cache_of("sliding_and_full", prefill="stored")
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     window = model.config.sliding_window
@@ -101,7 +101,7 @@ def test_a_plan_is_made_for_the_lengths_and_the_window(made: list[Made]) -> None
     ("keywords", "expected"), [({}, [2, 4, 2, 4]), (STATIC, [2, 2, 4, 4, 2, 4, 2, 4])], ids=str
 )
 def test_layers_with_different_head_counts_have_separate_plans(
-    keywords: Any, expected: list[int], made: list[Made]
+    keywords: Any, expected: list[int], made: list[PlanCall]
 ) -> None:
     _, cache = cache_of(**keywords)
     for _ in range(3):
@@ -112,7 +112,7 @@ def test_layers_with_different_head_counts_have_separate_plans(
 
 
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
-def test_plans_are_for_the_query_rows(keywords: dict[str, int], made: list[Made]) -> None:
+def test_plans_are_for_the_query_rows(keywords: dict[str, int], made: list[PlanCall]) -> None:
     """The number of query rows follows from the config and the KV heads of this process."""
     for heads, size, rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
         made.clear()
@@ -147,7 +147,7 @@ CHANGES: dict[str, tuple[int, Callable[[FP8PagedCache], Any]]] = {
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_does_not_use_an_earlier_plan(change: str, keywords: dict[str, int]) -> None:
-    found = []
+    outputs = []
     for backend in ("reference", "triton"):
         torch.manual_seed(3)
         (model, inputs), cache = cache_of("gqa", backend, **keywords)
@@ -158,8 +158,8 @@ def test_a_step_does_not_use_an_earlier_plan(change: str, keywords: dict[str, in
             caches = make(cache)
             for one in caches if isinstance(caches, tuple) else (cache, cache):
                 ids = torch.randint(3, 50, (batch, 1))
-                found.append(model(ids, past_key_values=one).logits)
-    for x, y in zip(found[:2], found[2:], strict=True):
+                outputs.append(model(ids, past_key_values=one).logits)
+    for x, y in zip(outputs[:2], outputs[2:], strict=True):
         torch.testing.assert_close(y, x)
 
 
@@ -184,12 +184,12 @@ def test_layers_with_different_lengths_lose_no_token(device: torch.device) -> No
 
     def check(change: Callable[[FP8PagedCache], Any], layer: int) -> None:
         query = torch.randn(1, 4, 1, 16, device=device)
-        found = []
+        outputs = []
         for cache in caches:
             change(cache)
             keys, values = cache.layers[layer].store.stored()
-            found.append(fp8_paged_attention(module, query, keys, values, None)[0])
-        torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+            outputs.append(fp8_paged_attention(module, query, keys, values, None)[0])
+        torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 
     def update(layer: int, count: int) -> Callable[[FP8PagedCache], Any]:
         key, value = (x.to(device) for x in tokens(1, count))

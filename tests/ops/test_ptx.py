@@ -96,8 +96,8 @@ class Fault(NamedTuple):
 _BETWEEN = r"(?:\t\.loc[^\n]*\n|\t//[^\n]*\n|\$L[^\n]*\n)*"
 
 
-def one_more(found: re.Match[str]) -> str:
-    return f"{found[1]}{int(found[2]) + 1}"
+def one_more(match: re.Match[str]) -> str:
+    return f"{match[1]}{int(match[2]) + 1}"
 
 
 FAULTS = {
@@ -186,8 +186,8 @@ def change(fault: Fault, text: str) -> str:
         return re.sub(fault.old, fault.new, text)
     lines, inside = [], False
     for line in text.splitlines():
-        if found := re.search(r"\.loc\s.*// (\w+\.py):(\d+)", line):
-            inside = fault.source in linecache.getline(str(SOURCES / found[1]), int(found[2]))
+        if match := re.search(r"\.loc\s.*// (\w+\.py):(\d+)", line):
+            inside = fault.source in linecache.getline(str(SOURCES / match[1]), int(match[2]))
         lines.append(re.sub(fault.old, fault.new, line) if inside else line)
     return "\n".join(lines)
 
@@ -205,20 +205,20 @@ def test_without_a_fault_nothing_is_found(name):
 
 @pytest.mark.parametrize("name", marked(FAULTS, FEW))
 def test_a_fault_is_found(name, monkeypatch):
-    fault, changed = FAULTS[name], []
+    fault, changed_texts = FAULTS[name], []
 
     def edit(text: str) -> str:
-        found = change(fault, text)
-        if found != text:
-            changed.append(found)
-        return found
+        changed_text = change(fault, text)
+        if changed_text != text:
+            changed_texts.append(changed_text)
+        return changed_text
 
     monkeypatch.setattr(device, "edit", edit)
     with pytest.raises(AssertionError):
         SCENARIOS[fault.scenario]()
     # The faulty kernel can be parsed and executed.
-    assert changed
-    compile_program(parse(changed[-1]))
+    assert changed_texts
+    compile_program(parse(changed_texts[-1]))
 
 
 @triton.jit

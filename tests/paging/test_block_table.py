@@ -56,12 +56,12 @@ def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> N
     """Write token `[b, t]` of the list to position `start + t` of sequence `b`."""
     pages, slots = entries(rows, start, tokens.shape[1], pool.page_size)
     pages_held = pool.memory.take(np.arange(len(pool.memory)))
-    for _, by_slot, stored in compared(pool.layout.split(pages_held), tokens):
+    for _, by_slot, stored in pair_with_marks(pool.layout.split(pages_held), tokens):
         by_slot[pages, slots] = stored
     pool.memory.put(np.arange(len(pages_held)), pages_held)
 
 
-def compared(
+def pair_with_marks(
     held: dict[str, torch.Tensor], tokens: np.ndarray
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield each tensor's name, the tensor as `[pages, slots, ...]`, and the marks of `tokens`."""
@@ -75,9 +75,11 @@ def compared(
 def assert_holds(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
     """Assert that token `[b, t]` is in position `start + t` of sequence `b`, in every tensor."""
     pages, slots = entries(rows, start, tokens.shape[1], pool.page_size)
-    for name, by_slot, stored in compared(all_pages(pool), tokens):
-        wrong = (by_slot[pages, slots] != stored).flatten(2).any(-1).nonzero().tolist()
-        assert not wrong, f"{name}: (sequence, token - {start}) {wrong[:5]} hold different values"
+    for name, by_slot, stored in pair_with_marks(all_pages(pool), tokens):
+        wrong_entries = (by_slot[pages, slots] != stored).flatten(2).any(-1).nonzero().tolist()
+        assert not wrong_entries, (
+            f"{name}: (sequence, token - {start}) {wrong_entries[:5]} hold different values"
+        )
 
 
 def entries(
@@ -152,7 +154,7 @@ class ModelTable:
                 count += 1
         return count
 
-    def copied(self) -> "ModelTable":
+    def make_copy(self) -> "ModelTable":
         other = copy.copy(self)
         other.pages = [dict(row) for row in self.pages]
         return other
@@ -218,7 +220,7 @@ class Cache:
     def fork(self) -> "Cache":
         other = Cache(
             {name: fork_group(group) for name, group in self.groups.items()},
-            {name: model.copied() for name, model in self.models.items()},
+            {name: model.make_copy() for name, model in self.models.items()},
         )
         other.sequences = [list(tokens) for tokens in self.sequences]
         return other
@@ -231,7 +233,7 @@ class Cache:
         ]
 
 
-def refusal(call: Callable[[], None], kind: type[Exception]) -> tuple[str, dict] | None:
+def catch_refusal(call: Callable[[], None], kind: type[Exception]) -> tuple[str, dict] | None:
     """Return message and attributes of the error of `call`, or None if it raises no error.
 
     Unlike pytest.raises, this keeps no frame, so it does not keep tables alive.
@@ -265,7 +267,7 @@ class Pages(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Cache:
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1), label="cache")]
 
-    def predicted(
+    def predict_write(
         self, cache: Cache, tokens: int, batch: int, *, is_undone: bool = False
     ) -> tuple[dict[str, ModelTable], int]:
         """Return the tables after `tokens` more, and the number of new pages. Nothing changes.
@@ -274,16 +276,16 @@ class Pages(RuleBasedStateMachine):
         """
         after, count, start, stop = {}, 0, cache.length, cache.length + tokens
         for name, model in cache.models.items():
-            new = after[name] = model.copied()
-            first, is_long = start, new.is_long(start, stop)
+            new_model = after[name] = model.make_copy()
+            first, is_long = start, new_model.is_long(start, stop)
             if is_long:
-                first = max(start, new.kept_from(stop) * self.page_size)
-            elif not new.record_past:
-                new.settle(start)
-            others = [c.models[name] for c in self.caches if c is not cache]
-            count += new.take(first, stop, batch, [*others, new])
+                first = max(start, new_model.kept_from(stop) * self.page_size)
+            elif not new_model.record_past:
+                new_model.settle(start)
+            other_models = [c.models[name] for c in self.caches if c is not cache]
+            count += new_model.take(first, stop, batch, [*other_models, new_model])
             if is_long and not is_undone:
-                new.settle(stop)
+                new_model.settle(stop)
         return after, count
 
     def tables(self) -> dict[PageAllocator, list[BlockTable]]:
@@ -294,12 +296,12 @@ class Pages(RuleBasedStateMachine):
                 tables.setdefault(group.table.allocator, []).append(group.table)
         return tables
 
-    def held_if_settled(self, cache: Cache, tokens: int) -> int:
+    def count_if_settled(self, cache: Cache, tokens: int) -> int:
         """Return the pages in use after a step of `cache` has freed unneeded pages."""
         models = []
         for other in self.caches:
             for model in other.models.values():
-                now, stop = model.copied(), cache.length + tokens
+                now, stop = model.make_copy(), cache.length + tokens
                 if other is cache and not now.record_past:
                     now.settle(stop if now.is_long(cache.length, stop) else cache.length)
                 models.append(now)
@@ -310,10 +312,10 @@ class Pages(RuleBasedStateMachine):
         cache = self.pick(data)
         batch = len(cache.sequences) or batch
         start, stop = cache.length, cache.length + tokens
-        after, needed = self.predicted(cache, tokens, batch)
+        after, needed = self.predict_write(cache, tokens, batch)
         available = None
         if self.budget.max_pages is not None:
-            available = self.budget.max_pages - self.held_if_settled(cache, tokens)
+            available = self.budget.max_pages - self.count_if_settled(cache, tokens)
         if available is not None and needed > available:
             self.write_is_refused(cache, start, stop, batch, needed, available)
             return
@@ -370,11 +372,11 @@ class Pages(RuleBasedStateMachine):
         if self.budget.max_pages is not None:
             return
         layers = [(g, member) for g in cache.groups.values() for member in range(len(g.pools))]
-        written = layers[: data.draw(st.integers(1, len(layers)), label="layers")]
-        cache.models, _ = self.predicted(cache, tokens, batch, is_undone=True)
-        for group, member in written:
+        written_layers = layers[: data.draw(st.integers(1, len(layers)), label="layers")]
+        cache.models, _ = self.predict_write(cache, tokens, batch, is_undone=True)
+        for group, member in written_layers:
             self.write_layer(cache, group, member, np.zeros((batch, tokens), np.int64))
-        for group, member in written:
+        for group, member in written_layers:
             group.lengths[member] -= tokens
         for group in cache.groups.values():
             group.drop_unused()
@@ -388,7 +390,9 @@ class Pages(RuleBasedStateMachine):
         self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int
     ) -> None:
         lengths = [list(group.lengths) for group in cache.groups.values()]
-        error = refusal(lambda: cache.groups["full"].prepare(start, stop, batch), OutOfPagesError)
+        error = catch_refusal(
+            lambda: cache.groups["full"].prepare(start, stop, batch), OutOfPagesError
+        )
         assert error is not None
         # Pages before the window count as available, or reduce the needed pages.
         assert error[1]["needed"] - error[1]["available"] == needed - available
@@ -407,7 +411,7 @@ class Pages(RuleBasedStateMachine):
         refused = bool(tokens and length and sliding.kept_from(length) < sliding.first)
         before = cache.state()
         errors = [
-            refusal(lambda group=group: check_crop(group, tokens), ConfigError)
+            catch_refusal(lambda group=group: check_crop(group, tokens), ConfigError)
             for group in cache.groups.values()
         ]
         assert errors[0] is None
@@ -528,7 +532,7 @@ def new_table(page_size: int = 4, max_pages: int | None = None) -> BlockTable:
     return BlockTable(PageAllocator(PageBudget(page_size, max_pages)))
 
 
-def written(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
+def make_written_table(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
     """Return a table with room for `tokens` tokens."""
     table = new_table(page_size)
     table.reserve(0, tokens, batch)
@@ -539,7 +543,7 @@ def written(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
     ("token", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (99, 3)]
 )
 def test_release_keeps_all_pages_from_a_token_on(token, first):
-    table = written(12, batch=2)
+    table = make_written_table(12, batch=2)
     table.release(token)
     assert (table.first, table.count, table.allocator.held) == (first, 3, 2 * (3 - first))
     table.truncate(3)
@@ -548,8 +552,8 @@ def test_release_keeps_all_pages_from_a_token_on(token, first):
 
 
 def test_full_pages_are_shared_and_partial_pages_are_copied():
-    for length, copied in ((8, 0), (7, 2)):
-        table = written(length, batch=2)
+    for length, num_copied in ((8, 0), (7, 2)):
+        table = make_written_table(length, batch=2)
         fork, sources = table.fork(), list[int]()
 
         def fail(pages: tuple[np.ndarray, np.ndarray], sources: list[int] = sources) -> None:
@@ -560,8 +564,10 @@ def test_full_pages_are_shared_and_partial_pages_are_copied():
         held = table.allocator.held
         with contextlib.suppress(MemoryError):
             table.reserve(length, 9, 2, fail)
-        assert len(sources) == copied
-        assert table.allocator.held == held + (2 if not copied else 0), "no page after a failure"
+        assert len(sources) == num_copied
+        assert table.allocator.held == held + (2 if not num_copied else 0), (
+            "no page after a failure"
+        )
         check_tables(table, fork)
 
 
@@ -579,7 +585,7 @@ OPERATIONS = {
 def test_a_fork_may_be_freed_during_any_operation(operation):
     # The garbage collector may run at any time: here before the n-th line that Python runs.
     for moment in itertools.count(1):
-        table = written(6, batch=2)
+        table = make_written_table(6, batch=2)
         garbage = [table.fork()]
         result = _interrupted(lambda table=table: operation(table), moment, garbage.clear)
         if garbage:
@@ -629,7 +635,7 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     for tokens in (1, 1024, 16_000):
         pages = -(-tokens // page_size)
         max_capacity = max(pages * 33 // 32, 64 // page_size)
-        assert written(tokens, page_size=page_size).allocator.capacity <= max_capacity
+        assert make_written_table(tokens, page_size=page_size).allocator.capacity <= max_capacity
     table = new_table(page_size)
     capacity, copied_pages = 0, 0
     # Each token reserves, but only the first token of a page can need one.

@@ -23,12 +23,13 @@ def folder_at(path: Path) -> PrefixFolder:
     return PrefixFolder(path, NAMES, BOUND)
 
 
-def put(folder: PrefixFolder, name: str, size: int, own: tuple[str, ...] = ()) -> bool:
+def put(folder: PrefixFolder, name: str, size: int, own_names: tuple[str, ...] = ()) -> bool:
     with folder.lock(0.0) as lock:
         assert lock is not None
-        is_stored = folder.put(lock, name, bytes(size), {*own, name})
-    for used in (*own, name) if is_stored else own:  # as a store does with the pages of a prompt
-        touch(folder, used)
+        is_stored = folder.put(lock, name, bytes(size), {*own_names, name})
+    # As a store does with the pages of a prompt.
+    for used_name in (*own_names, name) if is_stored else own_names:
+        touch(folder, used_name)
     return is_stored
 
 
@@ -63,31 +64,35 @@ def test_least_recently_used_files_are_removed(plan: list[tuple[str, int, int, i
         patched.setattr(folder_module, "_TICK", 0)
         path = Path(name)
         folders, is_exact = [folder_at(path), folder_at(path)], True
-        for index, (action, which, size, place) in enumerate(plan):
-            folder = folders[which]
-            before = sorted(folder.files())
+        for index, (action, folder_index, size, place) in enumerate(plan):
+            folder = folders[folder_index]
+            files_before = sorted(folder.files())
             if action == "begin":
-                folders[which] = folder_at(path)
-                folders[which].hold_bound()
+                folders[folder_index] = folder_at(path)
+                folders[folder_index].hold_bound()
                 is_exact = True
             elif action == "put":
-                own = tuple(file.name for file in before[place : place + 2])
-                others = [file for file in before if file.name not in own]
-                kept_bytes = total_of(before) - total_of(others)
-                is_stored = put(folder, f"page{index}", size, own)
-                after = {file.name for file in folder.files()}
+                own_names = tuple(file.name for file in files_before[place : place + 2])
+                other_files = [file for file in files_before if file.name not in own_names]
+                kept_bytes = total_of(files_before) - total_of(other_files)
+                is_stored = put(folder, f"page{index}", size, own_names)
+                names_after = {file.name for file in folder.files()}
                 assert is_stored == (kept_bytes + size <= BOUND)
-                kept = [file for file in others if file.name in after]
-                removed = others[: len(others) - len(kept)]
-                assert kept == others[len(removed) :], "the oldest files are removed"
-                assert {*own} <= after
-                if is_exact and removed:
-                    assert total_of(before) + size - total_of(removed[:-1]) > BOUND, "no more"
+                kept_files = [file for file in other_files if file.name in names_after]
+                removed_files = other_files[: len(other_files) - len(kept_files)]
+                assert kept_files == other_files[len(removed_files) :], (
+                    "the oldest files are removed"
+                )
+                assert {*own_names} <= names_after
+                if is_exact and removed_files:
+                    assert total_of(files_before) + size - total_of(removed_files[:-1]) > BOUND, (
+                        "no more"
+                    )
                 if is_exact:
                     count = int((path / ".prefix_store.lock").read_text())
                     assert count == total_of(folder.files())
-            elif before:
-                file = before[place % len(before)]
+            elif files_before:
+                file = files_before[place % len(files_before)]
                 if action == "touch":
                     touch(folder, file.name)
                 else:  # as by a process that does not update the count

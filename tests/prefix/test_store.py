@@ -452,10 +452,10 @@ def test_a_model_may_change_during_a_chat(trains: bool, tmp_path: Path) -> None:
             reader.model.lm_head.weight.mul_(1.01)
             reader.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
     extra = torch.cat([answer, words(5)], 1)
-    for known in (0, extra.shape[1] - 1):
+    for reused in (0, extra.shape[1] - 1):
         reader.calls.clear()
         reader.model.generate(extra, past_key_values=cache, **GREEDY)
-        assert reader.calls[0] == extra.shape[1] - known
+        assert reader.calls[0] == extra.shape[1] - reused
     assert reader.answer(extra) == extra.shape[1] - 48
 
 

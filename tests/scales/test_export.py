@@ -288,7 +288,7 @@ def shards(model, tmp_path_factory) -> Path:
 
 def weights_of(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all tensors that are not scales, as servers read them."""
-    _, tensors = server_rules.checkpoint(folder)
+    _, tensors = server_rules.read_checkpoint(folder)
     return {
         name: tensor.view(torch.uint8).numpy().tobytes()
         for name, tensor in tensors.items()
@@ -318,7 +318,7 @@ def test_a_copy_has_the_same_weights_and_can_be_loaded(tmp_path, request, source
         assert {"tokenizer.json", "original/params.json"} <= set(content(copy))
     assert not (copy / ".cache").exists()
     # Servers read the files of the index, or all files without an index.
-    _, tensors = server_rules.checkpoint(copy)
+    _, tensors = server_rules.read_checkpoint(copy)
     has_scale_file = format in ("compressed-tensors", "autofp8", "modelopt", "quark")
     assert any(not name.endswith("weight") for name in tensors) == has_scale_file
     if has_scale_file:

@@ -395,8 +395,10 @@ def test_an_error_names_the_rejected_field(server, path, field, payload):
     ],
 )
 def test_fields_without_effect_are_accepted(server, payload):
-    changed, plain = (server.answer(CHAT, **body(max_tokens=8, **extra)) for extra in (payload, {}))
-    assert changed["choices"] == plain["choices"]
+    changed_answer, plain_answer = (
+        server.answer(CHAT, **body(max_tokens=8, **extra)) for extra in (payload, {})
+    )
+    assert changed_answer["choices"] == plain_answer["choices"]
 
 
 @pytest.mark.parametrize(
@@ -513,13 +515,15 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
     def complete(prompt: str) -> int:
         return server.ask("/v1/completions", {"prompt": prompt, "max_tokens": 1})[0]
 
-    long = [f"long {n}" + "x" * 100_000 for n in range(4)]
+    long_prompts = [f"long {n}" + "x" * 100_000 for n in range(4)]
     folder = save_chat_model(tmp_path, context=100_100)
     monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make)
     options = ("--cb-num-blocks", "6300")
     with hosting(folder, *options) as server, ThreadPoolExecutor(4) as pool:
         server.ask("/v1/completions", {"prompt": "first", "max_tokens": 1})
-        futures = [pool.submit(server.ask, "/tokenize", {"prompt": prompt}) for prompt in long]
+        futures = [
+            pool.submit(server.ask, "/tokenize", {"prompt": prompt}) for prompt in long_prompts
+        ]
         deadline = time.monotonic() + 60
         while len(started) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -586,9 +590,9 @@ def incomplete_body(server) -> Iterator[socket.socket]:
 def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
     with contextlib.ExitStack() as stack:
         # The bodies have 8 MB together. 2 MB may be held.
-        held = [stack.enter_context(incomplete_body(server)) for _ in range(60)]
-        rejected = [client for client in held if select.select([client], [], [], 0.01)[0]]
-        assert 0 < len(rejected) < len(held)
+        clients = [stack.enter_context(incomplete_body(server)) for _ in range(60)]
+        rejected = [client for client in clients if select.select([client], [], [], 0.01)[0]]
+        assert 0 < len(rejected) < len(clients)
         for client in rejected:
             answer = client.recv(4000)
             assert answer.startswith(b"HTTP/1.1 429 ")
@@ -631,9 +635,9 @@ def test_other_content_types_are_rejected(server):
 
 def test_requests_with_the_same_id_are_not_mixed_up(server):
     with ThreadPoolExecutor(4) as pool:
-        same = {"x-request-id": "same"}
+        headers_of_all = {"x-request-id": "same"}
         questions = [body(messages=[{"role": "user", "content": letter}]) for letter in "abcd"]
-        answers = list(pool.map(lambda q: server.ask(CHAT, q, headers=same), questions))
+        answers = list(pool.map(lambda q: server.ask(CHAT, q, headers=headers_of_all), questions))
     for question, (status, text, headers) in zip(questions, answers, strict=True):
         assert (status, headers["x-request-id"]) == (200, "same")
         single = json.loads(server.ask(CHAT, question)[1])
@@ -718,13 +722,13 @@ def test_an_access_token_is_required_and_excess_requests_get_429(model, slow_ste
 def test_an_invalid_command_line_is_explained(run, model, monkeypatch, options, code, message):
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("the server started"))
     monkeypatch.delenv("HF_FP8KV_API_KEY", raising=False)
-    before = set(threading.enumerate())
+    old_threads = set(threading.enumerate())
     exit_code, _, err = run("serve", model, "--port", "0", *options)
     assert exit_code == code, err
     assert message in " ".join(err.split())
     # Threads of libraries' pools end with the process.
-    new = [t for t in threading.enumerate() if t not in before and not t.daemon]
-    assert not [t for t in new if not t.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
+    new_threads = [t for t in threading.enumerate() if t not in old_threads and not t.daemon]
+    assert not [t for t in new_threads if not t.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(run, model):

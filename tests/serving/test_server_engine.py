@@ -52,14 +52,14 @@ def test_the_engine_has_the_used_names(names):
 def test_no_other_private_names_are_used():
     """A foreign private attribute begins with an underscore, and no class of the server has it."""
     text = "\n".join(path.read_text() for path in SERVER.glob("*.py"))
-    own = set(re.findall(r"\bself\.(_\w+)", text)) | set(re.findall(r"\bdef (_\w+)", text))
-    used = {
+    own_names = set(re.findall(r"\bself\.(_\w+)", text)) | set(re.findall(r"\bdef (_\w+)", text))
+    used_names = {
         node.attr
         for path in SERVER.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
     }
-    assert used - own == set().union(*PRIVATE.values())
+    assert used_names - own_names == set().union(*PRIVATE.values())
 
 
 def test_the_sampler_has_the_methods_of_the_engines_list():

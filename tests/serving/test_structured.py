@@ -149,8 +149,10 @@ def test_every_endpoint_has_its_own_field(server):
     ],
 )
 def test_a_text_format_does_not_change_the_answer(server, path, fields, text_format):
-    plain, typed = (text_in(server.answer(path, **fields, **extra)) for extra in ({}, text_format))
-    assert typed == plain
+    plain_text, typed_text = (
+        text_in(server.answer(path, **fields, **extra)) for extra in ({}, text_format)
+    )
+    assert typed_text == plain_text
 
 
 @pytest.mark.parametrize(

@@ -37,19 +37,19 @@ class Recorder(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int) -> None:
         self.target, self.client, self.requests = port, "", {name: {} for name in CLIENTS}
-        super().__init__(("127.0.0.1", 0), Passing)
+        super().__init__(("127.0.0.1", 0), ForwardingHandler)
 
     def handle_error(self, *_: Any) -> None:
         """Print nothing, because a client may close its connection."""
 
-    def note(self, path: str, content: bytes) -> None:
+    def add_request(self, path: str, content: bytes) -> None:
         """Keep the request if no kept request of the client has its form."""
         body = json.loads(content)
         key = json.dumps([path, form_of(body)])
         self.requests[self.client].setdefault(key, {"path": path, "body": body})
 
 
-class Passing(http.server.BaseHTTPRequestHandler):
+class ForwardingHandler(http.server.BaseHTTPRequestHandler):
     """One connection of a Recorder. It uses HTTP/1.0, so the connection ends with the answer."""
 
     server: Recorder
@@ -57,12 +57,12 @@ class Passing(http.server.BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         content = self.rfile.read(int(self.headers.get("content-length", 0)))
         if content:
-            self.server.note(self.path, content)
-        inner = http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=SECONDS)
-        with contextlib.closing(inner):
+            self.server.add_request(self.path, content)
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=SECONDS)
+        with contextlib.closing(upstream):
             kind = self.headers.get("content-type", "")
-            inner.request(self.command, self.path, content or None, {"content-type": kind})
-            answer = inner.getresponse()
+            upstream.request(self.command, self.path, content or None, {"content-type": kind})
+            answer = upstream.getresponse()
             self.send_response(answer.status)
             self.send_header("content-type", answer.getheader("content-type", ""))
             self.end_headers()
@@ -100,15 +100,15 @@ def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[s
     """Run one client, and return the objects that it printed, one per line."""
     command = [python, "-m", "tests.tools.client_runs", name]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, f"http://127.0.0.1:{port}/v1", tokenizer], cwd=ROOT, text=True,
             capture_output=True, timeout=SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         return [{"run": "all", "error": f"not done within {SECONDS} s: {error.stdout!r}"}]
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    lines = [line for line in process.stdout.splitlines() if line.startswith('{"')]
     if not lines:
-        return [{"run": "all", "error": done.stderr[-1000:]}]
+        return [{"run": "all", "error": process.stderr[-1000:]}]
     return [json.loads(line) for line in lines]
 
 
@@ -119,7 +119,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
     parser.add_argument("--record", type=Path, help="the file of requests to write")
     options = parser.parse_args()
-    failed = 0
+    num_failed = 0
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "template").write_text(TOOLS_TEMPLATE)
@@ -135,17 +135,19 @@ def main() -> int:
                 recorder.client, port = name, recorder.server_address[1]
             first, *runs = run_client(options.python, name, port, model)
             runs = runs if "client" in first else [first, *runs]
-            wrong = [run for run in runs if run["error"] is not None]
-            failed += len(wrong)
-            passed = f"{len(runs) - len(wrong)} of {len(runs)}"
+            failed_runs = [run for run in runs if run["error"] is not None]
+            num_failed += len(failed_runs)
+            passed = f"{len(runs) - len(failed_runs)} of {len(runs)}"
             print(f"{name:17} {first.get('version', '?'):9} {passed:>7}", flush=True)
-            for run in wrong:
+            for run in failed_runs:
                 print(f"    {run['run']}: {run['error']}")
             if recorder is not None:
-                old = json.loads(options.record.read_text()) if options.record.exists() else {}
-                new = {name: [*recorder.requests[name].values()]}
-                options.record.write_text(format_requests(old | new))
-    return failed
+                old_requests = (
+                    json.loads(options.record.read_text()) if options.record.exists() else {}
+                )
+                new_requests = {name: [*recorder.requests[name].values()]}
+                options.record.write_text(format_requests(old_requests | new_requests))
+    return num_failed
 
 
 def format_requests(recorded: dict[str, list[dict[str, Any]]]) -> str:

@@ -65,7 +65,9 @@ def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[to
     return outputs
 
 
-def after(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def logits_after(
+    model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
     """Return logits of a fork and of the cache, after eager operations on the cache."""
     assert cache.host_length() == inputs["input_ids"].shape[1] + 2
     cache.reorder_cache(torch.tensor([1, 0]))
@@ -78,9 +80,9 @@ def after(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> 
     ]
 
 
-def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def agree(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Assert that logits agree up to rounding, because compiled code may round differently."""
-    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
 @torch.no_grad()
@@ -97,16 +99,16 @@ def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Ten
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     preallocated = case.startswith("preallocated")
     caches = [new_cache(case, model.config) for _ in range(1 + preallocated)]
-    got = [logits(compiled, cache, inputs) for cache in caches]
+    actual = [logits(compiled, cache, inputs) for cache in caches]
     assert not counters["graph_break"]
     if preallocated:
         assert counters["stats"]["unique_graphs"] == 2, "a second cache was compiled again"
     eager = new_cache(case, model.config)
     expected = logits(model, eager, inputs)
-    for each in got:
+    for each in actual:
         agree(each, expected)
     if preallocated:
-        agree(after(model, caches[0], inputs), after(model, eager, inputs))
+        agree(logits_after(model, caches[0], inputs), logits_after(model, eager, inputs))
 
 
 def main() -> None:

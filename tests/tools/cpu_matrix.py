@@ -32,7 +32,7 @@ CHOICES = {
 Setting = dict[str, str]
 
 
-def settings(product: bool) -> list[Setting]:
+def list_settings(product: bool) -> list[Setting]:
     """Return the settings to run: one for each pair of instruction sets, or all combinations."""
     if product:
         values_of_settings = list(itertools.product(*CHOICES.values()))
@@ -52,17 +52,17 @@ def parse_only(text: str) -> Setting:
     return choices
 
 
-def environment(setting: Setting, logs: Path) -> dict[str, str]:
+def make_environment(setting: Setting, logs: Path) -> dict[str, str]:
     """Return this process's environment with the setting and no other choice.
 
     Each setting has its own cache, because torch would reuse code compiled for a different one.
     """
-    others = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    other_variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
     values = {name: value for name, value in setting.items() if value != UNSET}
     cache = logs / "inductor" / "-".join(setting.values())
     return {
-        **others, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": values.pop("threads"),
-        **values,
+        **other_variables, "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "OMP_NUM_THREADS": values.pop("threads"), **values,
     }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:
         code = subprocess.run(
-            command, cwd=ROOT, env=environment(setting, log.parent), stdout=file,
+            command, cwd=ROOT, env=make_environment(setting, log.parent), stdout=file,
             stderr=subprocess.STDOUT, check=False,
         ).returncode  # fmt: skip
     lines = log.read_text().splitlines()
@@ -96,20 +96,20 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "cpu_matrix")
     parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT")
     options = parser.parse_args()
-    chosen = [
+    chosen_settings = [
         setting
-        for setting in settings(options.product or bool(options.only))
+        for setting in list_settings(options.product or bool(options.only))
         if any(only.items() <= setting.items() for only in options.only or [{}])
     ]
     options.logs.mkdir(parents=True, exist_ok=True)
     arguments = [*([] if options.all else ["-m", "text"]), *options.pytest]
     rows = []
-    for index, setting in enumerate(chosen, 1):
+    for index, setting in enumerate(chosen_settings, 1):
         name = ", ".join(f"{key}={value}" for key, value in setting.items())
-        began = time.monotonic()
+        start = time.monotonic()
         passed, summary = run(setting, arguments, options.logs / f"{index:02}.txt")
         rows.append((passed, *setting.values(), summary))
-        print(f"{name}: {summary} ({time.monotonic() - began:.0f} s)", flush=True)
+        print(f"{name}: {summary} ({time.monotonic() - start:.0f} s)", flush=True)
     print("\n|  |", " | ".join(CHOICES), "| pytest |\n|---|---|---|---|---|")
     for passed, *cells in rows:
         print("|", "passed" if passed else "FAILED", "|", " | ".join(cells), "|")

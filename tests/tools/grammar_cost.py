@@ -1,8 +1,8 @@
 """Measure the cost of grammars in a step of the server: `python -m tests.tools.grammar_cost`.
 
-Steps have 8 or 32 requests. None, one or all of them follow a JSON schema. The tokens are the
-vocabulary of the tiny model (95) or of the demo model (49,152). The model does not run, and torch
-has one thread.
+Steps have 8 requests, of which none, one or all follow a JSON schema, or 32 requests, of which none
+or all follow it. The vocabulary is from the tiny model (95 tokens) or the demo model (49,152
+tokens). The model does not run. torch uses one thread.
 """
 
 import argparse
@@ -28,23 +28,26 @@ ANSWER = (
 )
 
 
-def measure(tokenizer: object, guide: Guide, rows: int, guides: int) -> float:
-    """Return the median time of a step, in microseconds: make masks, apply them, and advance."""
-    vocabulary, times = len(tokenizer), []
-    sampler, scores = Sampler([], vocabulary), torch.ones(rows, vocabulary)
-    arguments, ends = torch.zeros(5, rows, dtype=torch.int32), frozenset({vocabulary - 1})
-    sampler.fill_defaults(arguments)
+def measure_step(tokenizer: object, guide: Guide, num_requests: int, num_guided: int) -> float:
+    """Return the median time to make and apply masks and advance in a step, in microseconds."""
+    vocabulary_size, times = len(tokenizer), []
+    sampler, logits = Sampler([], vocabulary_size), torch.ones(num_requests, vocabulary_size)
+    sampling_args, stop_ids = (
+        torch.zeros(5, num_requests, dtype=torch.int32),
+        frozenset({vocabulary_size - 1}),
+    )
+    sampler.fill_defaults(sampling_args)
     for _ in range(5):
-        forks = [guide.fork() for _ in range(guides)] + [None] * (rows - guides)
-        sequences = [Sequence([0], 999, ends, guide=fork) for fork in forks]
+        forks = [guide.fork() for _ in range(num_guided)] + [None] * (num_requests - num_guided)
+        sequences = [Sequence([0], 999, stop_ids, guide=fork) for fork in forks]
         requests = step_of(sequences, 1)
         for token in tokenizer(ANSWER)["input_ids"][:-1]:
-            scores.fill_(0.5)
+            logits.fill_(0.5)
             begin = time.perf_counter()
-            sampler.prepare_tensor_args(requests, arguments)
-            sampler(arguments[0], scores, arguments)
+            sampler.prepare_tensor_args(requests, sampling_args)
+            sampler(sampling_args[0], logits, sampling_args)
             for sequence in sequences:
-                check_token(sequence, token, vocabulary)
+                check_token(sequence, token, vocabulary_size)
             times.append(time.perf_counter() - begin)
     return statistics.median(times) * 1e6
 
@@ -62,11 +65,14 @@ def main() -> None:
             begin = time.perf_counter()
             guide = grammars._compile(*grammar)
             times.append((time.perf_counter() - begin) * 1e3)
-        later = statistics.median(times[1:])
-        print(f"{len(tokenizer)} tokens: first request {times[0]:.0f} ms, later {later:.1f} ms")
-        for rows, guides in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
-            microseconds = measure(tokenizer, guide, rows, guides)
-            print(f"  {rows} requests, {guides} with a grammar: {microseconds:.0f} us per step")
+        later_median = statistics.median(times[1:])
+        print(
+            f"{len(tokenizer)} tokens: first request {times[0]:.0f} ms, later {later_median:.1f} ms"
+        )
+        for counts in ((8, 0), (8, 1), (8, 8), (32, 0), (32, 32)):
+            microseconds = measure_step(tokenizer, guide, *counts)
+            requests, guided = counts
+            print(f"  {requests} requests, {guided} with a grammar: {microseconds:.0f} us per step")
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ def find_sources(first: str = _FIRST) -> list[str]:
         if path in sources:
             continue
         sources[path] = None
-        here = Path(path).parent.parts
+        folder = Path(path).parent.parts
         for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
-            base = here[: len(here) - node.level + 1]
+            base = folder[: len(folder) - node.level + 1]
             target = Path(*base, *(node.module or "").split("."))
             names = [target, *(target / alias.name for alias in node.names)]
             for name in names:
@@ -79,18 +79,18 @@ def make_kernel(target: Path) -> None:
         f'repo-id = "<owner>/{TITLE}"\n\n[torch-noarch]\n'
     )
     for backend in BACKENDS:
-        built = target / "build" / f"torch-{backend}"
-        shutil.copytree(source, built)
+        build_folder = target / "build" / f"torch-{backend}"
+        shutil.copytree(source, build_folder)
         metadata = {
             "name": TITLE, "id": f"{NAME}_{backend}_{VERSION}", "version": VERSION,
             "license": "Apache-2.0", "python-depends": [], "backend": {"type": backend},
         }  # fmt: skip
-        (built / "metadata.json").write_text(json.dumps(metadata, indent=2))
+        (build_folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
 
 
 def _commit() -> str:
-    head = ROOT / ".git"
-    if not head.exists():
+    git_folder = ROOT / ".git"
+    if not git_folder.exists():
         return "(no commit)"
     import subprocess
 

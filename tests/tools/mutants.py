@@ -466,23 +466,23 @@ def main() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names), "two mutants have the same name"
     parts = options.only or [""]
-    chosen = [mutant for mutant in MUTANTS if any(part in mutant.name for part in parts)]
-    began, noticed_by = time.monotonic(), dict[str, str]()
+    chosen_mutants = [mutant for mutant in MUTANTS if any(part in mutant.name for part in parts)]
+    start, noticed_by = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = SimpleQueue[Path]()
         for number in range(1 if options.list else options.jobs):
             trees.put(shutil.copytree(ROOT, Path(folder) / str(number), ignore=NOT_COPIED))
-        first = trees.get()
-        for mutant in chosen:
-            apply(first, mutant)
-            restore(first, mutant)
+        first_tree = trees.get()
+        for mutant in chosen_mutants:
+            apply(first_tree, mutant)
+            restore(first_tree, mutant)
             if options.list:
                 print(f"{mutant.name}  ({mutant.file})")
         if options.list:
             return
-        trees.put(first)
-        check_unmutated(first, chosen)
-        print(f"{time.monotonic() - began:.0f} s: the tests pass without a mutation", flush=True)
+        trees.put(first_tree)
+        check_unmutated(first_tree, chosen_mutants)
+        print(f"{time.monotonic() - start:.0f} s: the tests pass without a mutation", flush=True)
 
         def run(mutant: Mutant) -> None:
             tree = trees.get()
@@ -490,17 +490,18 @@ def main() -> None:
                 noticed_by[mutant.name] = stage = judge(tree, mutant)
             finally:
                 trees.put(tree)
-            now = time.monotonic() - began
+            now = time.monotonic() - start
             print(f"{now:.0f} s: {mutant.name}: {stage or 'SURVIVED'}", flush=True)
 
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(run, chosen))
-    fast = sum(stage in ("named tests", "fast tier") for stage in noticed_by.values())
-    alive = [name for name, stage in noticed_by.items() if stage in ("", "timeout")]
-    minutes = (time.monotonic() - began) / 60
-    print(f"{fast} of {len(chosen)} mutants noticed by the fast tier, {len(alive)} by none, "
+            list(pool.map(run, chosen_mutants))
+    num_fast = sum(stage in ("named tests", "fast tier") for stage in noticed_by.values())
+    survivors = [name for name, stage in noticed_by.items() if stage in ("", "timeout")]
+    minutes = (time.monotonic() - start) / 60
+    print(f"{num_fast} of {len(chosen_mutants)} mutants noticed by the fast tier, "
+          f"{len(survivors)} by none, "
           f"{minutes:.1f} minutes")  # fmt: skip
-    if alive or len(chosen) - fast > ALLOWED:
+    if survivors or len(chosen_mutants) - num_fast > ALLOWED:
         raise SystemExit(1)
 
 

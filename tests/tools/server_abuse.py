@@ -56,7 +56,7 @@ MAX_HOSTILE_GROWTH = 200 * 2**20  # maximum growth since the start with hostile 
 MAX_HEALTH_SECONDS = 0.5  # maximum 99th percentile of /health with hostile clients, in seconds
 CLIENT_TIMEOUT = 5.0
 BODY = 4 * 2**20 - 1
-LARGE = [
+LARGE_BODIES = [
     (path, json.dumps(body | field).encode())
     for path, body in (
         (COMPLETIONS, {"prompt": ["a"] * 1024}), (CHAT, {"n": 128, "messages": [{}]})
@@ -65,7 +65,7 @@ LARGE = [
         {"user": [""] * 9 * 10**5}, {"metadata": {"x": [0] * 10**6}}, {"user": "x" * 3 * 10**6}
     )
 ]  # fmt: skip
-HOSTILE = ("do_prompts", "do_pipeline", "do_headers", "do_hold", "do_host")
+HOSTILE_ACTIONS = ("do_prompts", "do_pipeline", "do_headers", "do_hold", "do_host")
 STEADY = {"prompt": "a steady question, ", "max_tokens": 24}
 WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
@@ -73,7 +73,7 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
 }  # fmt: skip
 FUNCTION = {"name": "f", "description": "f", "parameters": SCHEMA}
-FORMS = (
+GRAMMARS = (
     {"json": SCHEMA}, {"regex": "[a-z]{3,9}-[0-9]{2}"}, {"choice": ["red", "blue"]},
     {"json_object": True},
 )  # fmt: skip
@@ -89,7 +89,7 @@ class Hang(Exception):
 
 
 class Abuse:
-    """The requests of 60 clients to one server. `wrong` lists all violations."""
+    """The requests of 60 clients to one server. `violations` lists broken rules."""
 
     def __init__(
         self, server: Server, seconds: float, seed: int, *, nan: bool, hostile: bool
@@ -97,42 +97,50 @@ class Abuse:
         self.server, self.seed, self.nan, self.hostile = server, seed, nan, hostile
         self.times: dict[str, list[float]] = defaultdict(list)
         self.statuses: Counter[tuple[str, object]] = Counter()
-        self.wrong: list[str] = []
+        self.violations: list[str] = []
         self.lock = threading.Lock()
-        self.steady = self.ask(COMPLETIONS, STEADY)[1]["choices"][0]["text"]
-        self.until = time.monotonic() + seconds
+        self.steady_answer = self.ask(COMPLETIONS, STEADY)[1]["choices"][0]["text"]
+        self.deadline = time.monotonic() + seconds
 
     def run(self, number: int) -> None:
         """Run client `number` until the time is over."""
-        chance = random.Random(self.seed * 1000 + number)
-        names = [name for name in dir(self) if name.startswith("do_") and name not in HOSTILE]
-        actions = [getattr(self, name) for name in (HOSTILE if self.hostile else names)]
-        while time.monotonic() < self.until:
+        generator = random.Random(self.seed * 1000 + number)
+        names = [
+            name for name in dir(self) if name.startswith("do_") and name not in HOSTILE_ACTIONS
+        ]
+        actions = [getattr(self, name) for name in (HOSTILE_ACTIONS if self.hostile else names)]
+        while time.monotonic() < self.deadline:
             # Half of the requests are good, so that bad requests have clients to disturb.
-            good = self.do_ask if not self.hostile else self.do_steady if number == 0 else None
-            share = 0.5 if not self.hostile else 1
-            action = good if good and chance.random() < share else chance.choice(actions)
-            name, began = action.__name__.removeprefix("do_"), time.monotonic()
+            good_action = (
+                self.do_ask if not self.hostile else self.do_steady if number == 0 else None
+            )
+            good_share = 0.5 if not self.hostile else 1
+            action = (
+                good_action
+                if good_action and generator.random() < good_share
+                else generator.choice(actions)
+            )
+            name, start = action.__name__.removeprefix("do_"), time.monotonic()
             try:
-                status: object = action(chance)
+                status: object = action(generator)
             except Hang as error:
                 status = "hang"
-                self.note(f"{name}: {error}")
+                self.add_violation(f"{name}: {error}")
             except OSError as error:
                 status = type(error).__name__
                 if action in (self.do_ask, self.do_steady):
-                    self.note(f"{name}: {error!r}")
+                    self.add_violation(f"{name}: {error!r}")
             except Exception as error:
                 status = "failed"
-                self.note(f"{name}: {error!r}"[:500])
+                self.add_violation(f"{name}: {error!r}"[:500])
             with self.lock:
                 self.statuses[name, status] += 1
-                self.times[name].append(time.monotonic() - began)
+                self.times[name].append(time.monotonic() - start)
 
-    def note(self, text: str) -> None:
+    def add_violation(self, text: str) -> None:
         """Record a violation."""
         with self.lock:
-            self.wrong.append(text)
+            self.violations.append(text)
 
     # -- good clients -----------------------------------------------------------------------------
 
@@ -141,8 +149,8 @@ class Abuse:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=DEADLINE)
         try:
             with contextlib.closing(connection):
-                sent = json.dumps(body).encode()
-                connection.request("POST", path, sent, {"content-type": "application/json"})
+                content = json.dumps(body).encode()
+                connection.request("POST", path, content, {"content-type": "application/json"})
                 answer = connection.getresponse()
                 text = answer.read().decode()
         except TimeoutError:
@@ -154,53 +162,55 @@ class Abuse:
             raise AssertionError("a stream without an end")
         return answer.status, json.loads(events[-1])
 
-    def do_ask(self, chance: random.Random) -> object:
-        path, body = some_request(chance)
+    def do_ask(self, generator: random.Random) -> object:
+        path, body = make_request(generator)
         status, answer = self.ask(path, body)
         failed = "error" in answer and answer["error"] is not None
         if status >= 500 or (status == 200 and failed):
-            self.note(f"{status} to {json.dumps(body):.300}: {json.dumps(answer):.300}")
+            self.add_violation(f"{status} to {json.dumps(body):.300}: {json.dumps(answer):.300}")
         elif status not in (200, 429):
-            self.note(f"{status}: {json.dumps(answer):.200}, got by {json.dumps(body):.300}")
+            self.add_violation(
+                f"{status}: {json.dumps(answer):.200}, got by {json.dumps(body):.300}"
+            )
         return status
 
-    def do_steady(self, chance: random.Random) -> object:
+    def do_steady(self, generator: random.Random) -> object:
         status, answer = self.ask(COMPLETIONS, STEADY)
         if self.hostile:
             time.sleep(1)
-        if status == 200 and answer["choices"][0]["text"] != self.steady:
-            self.note(f"a different answer: {answer['choices'][0]['text']!r}")
+        if status == 200 and answer["choices"][0]["text"] != self.steady_answer:
+            self.add_violation(f"a different answer: {answer['choices'][0]['text']!r}")
         elif status not in (200, 429):
-            self.note(f"{status} to a steady request: {json.dumps(answer):.300}")
+            self.add_violation(f"{status} to a steady request: {json.dumps(answer):.300}")
         return status
 
-    def do_refused(self, chance: random.Random) -> object:
+    def do_refused(self, generator: random.Random) -> object:
         with self._connected() as connection:
-            self._post(connection, COMPLETIONS, chance.choice(BAD_BODIES))
+            self._post(connection, COMPLETIONS, generator.choice(BAD_BODIES))
             status = _status(connection)
         if status != 400:
-            self.note(f"a bad body: expected 400, got {status}")
+            self.add_violation(f"a bad body: expected 400, got {status}")
         return status
 
-    def do_overflow(self, chance: random.Random) -> object:
+    def do_overflow(self, generator: random.Random) -> object:
         if not self.nan:
-            return self.do_steady(chance)
-        body = {"prompt": _text(chance, 60) + OVERFLOWS, "max_tokens": 9}
-        stream = chance.random() < 0.5
+            return self.do_steady(generator)
+        body = {"prompt": _random_text(generator, 60) + OVERFLOWS, "max_tokens": 9}
+        stream = generator.random() < 0.5
         status, answer = self.ask(COMPLETIONS, body | {"stream": stream})
         if status == 429:
             return status
-        right = status == (200 if stream else 500)
-        if not right or "finite logits" not in answer["error"]["message"]:
-            self.note(f"logits of NaN: {status} {json.dumps(answer):.300}")
+        is_right = status == (200 if stream else 500)
+        if not is_right or "finite logits" not in answer["error"]["message"]:
+            self.add_violation(f"logits of NaN: {status} {json.dumps(answer):.300}")
         return f"{status} NaN"
 
     # -- bad clients ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _connected(self, timeout: float = DEADLINE) -> Any:
-        where = ("127.0.0.1", self.server.port)
-        with contextlib.closing(socket.create_connection(where, timeout=timeout)) as connection:
+        address = ("127.0.0.1", self.server.port)
+        with contextlib.closing(socket.create_connection(address, timeout=timeout)) as connection:
             yield connection
 
     def _post(
@@ -212,32 +222,34 @@ class Abuse:
             b"content-length: %d\r\n\r\n%s" % (path.encode(), size, content)
         )
 
-    def do_leave(self, chance: random.Random) -> object:
+    def do_leave(self, generator: random.Random) -> object:
         """Close the connection within the body, the prompt or the answer, with or without RST."""
-        path, body = some_request(chance)
+        path, body = make_request(generator)
         content = json.dumps(body).encode()
         with self._connected() as connection:
-            part = content[: chance.randrange(1, len(content))]
-            whole = chance.random() < 0.8
-            self._post(connection, path, content if whole else part, length=len(content))
-            time.sleep(chance.choice((0, 0.01, 0.1, 0.5)))
-            if chance.random() < 0.5:
+            part = content[: generator.randrange(1, len(content))]
+            sends_all = generator.random() < 0.8
+            self._post(connection, path, content if sends_all else part, length=len(content))
+            time.sleep(generator.choice((0, 0.01, 0.1, 0.5)))
+            if generator.random() < 0.5:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return "left"
 
-    def do_read_slowly(self, chance: random.Random) -> object:
-        path, body = some_request(chance)
+    def do_read_slowly(self, generator: random.Random) -> object:
+        path, body = make_request(generator)
         with self._connected() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             self._post(connection, path, json.dumps(body | {"stream": True}).encode())
-            for _ in range(chance.randrange(10, 60)):
+            for _ in range(generator.randrange(10, 60)):
                 if not connection.recv(128):
                     return "read"
                 time.sleep(0.05)
         return "left"
 
-    def do_bad_chunks(self, chance: random.Random) -> object:
-        bad = chance.choice((b"zz\r\nhello\r\n", b"5\r\nhel", b"-1\r\n", b"ffffffffffffffff\r\nx"))
+    def do_bad_chunks(self, generator: random.Random) -> object:
+        bad = generator.choice(
+            (b"zz\r\nhello\r\n", b"5\r\nhel", b"-1\r\n", b"ffffffffffffffff\r\nx")
+        )
         with self._connected(10) as connection:
             connection.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -247,47 +259,49 @@ class Abuse:
                 return "left"
             return _status(connection)
 
-    def do_garbage(self, chance: random.Random) -> object:
+    def do_garbage(self, generator: random.Random) -> object:
         with self._connected(10) as connection:
-            connection.sendall(chance.randbytes(chance.randrange(1, 3000)) + b"\r\n\r\n")
+            connection.sendall(generator.randbytes(generator.randrange(1, 3000)) + b"\r\n\r\n")
             return _status(connection)
 
-    def do_flood(self, chance: random.Random) -> object:
+    def do_flood(self, generator: random.Random) -> object:
         with contextlib.ExitStack() as stack:
             for _ in range(30):
                 connection = stack.enter_context(self._connected())
-                connection.sendall(chance.choice((b"", b"GET / HT", b"POST /v1/completions HTTP")))
-            time.sleep(chance.random())
+                connection.sendall(
+                    generator.choice((b"", b"GET / HT", b"POST /v1/completions HTTP"))
+                )
+            time.sleep(generator.random())
         return "left"
 
     # -- hostile clients --------------------------------------------------------------------------
 
-    def do_prompts(self, chance: random.Random) -> object:
+    def do_prompts(self, generator: random.Random) -> object:
         """Send many prompts in a body of megabytes, whose shared fields must be read only once."""
         with self._connected() as connection:
-            path, content = chance.choice(LARGE)
+            path, content = generator.choice(LARGE_BODIES)
             self._post(connection, path, content)
             status = _status(connection)
         if status not in (400, 429):
-            self.note(f"many prompts: expected 400, got {status}")
+            self.add_violation(f"many prompts: expected 400, got {status}")
         return status
 
-    def do_pipeline(self, chance: random.Random) -> object:
+    def do_pipeline(self, generator: random.Random) -> object:
         """Repeat requests in one connection without reading an answer."""
         requests = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
         with self._connected(12 * CLIENT_TIMEOUT) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             try:
-                while time.monotonic() < self.until:
+                while time.monotonic() < self.deadline:
                     connection.send(requests)
             except TimeoutError:
-                self.note("a client that reads nothing was not disconnected")
+                self.add_violation("a client that reads nothing was not disconnected")
                 return "hang"
             except ConnectionError:
                 return "cut off"
         return "left"
 
-    def do_headers(self, chance: random.Random) -> object:
+    def do_headers(self, generator: random.Random) -> object:
         with self._connected(30) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
             try:
@@ -295,35 +309,35 @@ class Abuse:
                     connection.sendall(b"x%d: %s\r\n" % (number, b"y" * 1000))
             except ConnectionError:
                 return "cut off"
-        self.note("20 MB of headers were read")
+        self.add_violation("20 MB of headers were read")
         return "read"
 
-    def do_hold(self, chance: random.Random) -> object:
+    def do_hold(self, generator: random.Random) -> object:
         """Send a body except its last byte, and wait."""
         with self._connected(30) as connection:
             self._post(connection, COMPLETIONS, b"[" + b" " * (BODY - 2), length=BODY)
-            connection.settimeout(chance.uniform(1, 20))
+            connection.settimeout(generator.uniform(1, 20))
             try:
                 return _status(connection)
             except TimeoutError:
                 return "left"
 
-    def do_host(self, chance: random.Random) -> object:
+    def do_host(self, generator: random.Random) -> object:
         with self._connected(DEADLINE) as connection:
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: evil.example\r\n\r\n")
             status = _status(connection)
         time.sleep(0.1)
         if status != 421:
-            self.note(f"the name of a different host: expected 421, got {status}")
+            self.add_violation(f"the name of a different host: expected 421, got {status}")
         return status
 
     def probe(self) -> None:
         """Request /health repeatedly, in addition to the clients."""
-        while time.monotonic() < self.until:
-            began = time.monotonic()
+        while time.monotonic() < self.deadline:
+            start = time.monotonic()
             status = self.server.ask("/health")[0]
             with self.lock:
-                self.times["health"].append(time.monotonic() - began)
+                self.times["health"].append(time.monotonic() - start)
                 self.statuses["health", status] += 1
             time.sleep(0.05)
 
@@ -334,44 +348,44 @@ def _status(connection: socket.socket) -> object:
     return int(head.split()[1]) if head.startswith(b"HTTP/1.1 ") else "closed"
 
 
-def _text(chance: random.Random, most: int) -> str:
-    return " ".join(chance.choices(WORDS, k=20))[: chance.randrange(1, most)]
+def _random_text(generator: random.Random, max_length: int) -> str:
+    return " ".join(generator.choices(WORDS, k=20))[: generator.randrange(1, max_length)]
 
 
-def some_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
+def make_request(generator: random.Random) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a valid request."""
-    path = chance.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
-    limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": chance.randrange(1, 40)}
+    path = generator.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
+    limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": generator.randrange(1, 40)}
     # Most prompts have the same beginning, so that they share pages.
-    text = ("the same beginning of many " * chance.randrange(8)) + _text(chance, 90)
+    text = ("the same beginning of many " * generator.randrange(8)) + _random_text(generator, 90)
     prompt = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
     content = [{"role": "user", "content": text}] if path == CHAT else text
-    body: dict[str, Any] = {prompt: content, "stream": chance.random() < 0.4, **limit}
-    if chance.random() < 0.5:
-        body["temperature"] = chance.choice((0, 1e-40, 1e-6, 0.7, 2.0))
-        body["top_p"] = chance.choice((1e-9, 0.5, 1))
+    body: dict[str, Any] = {prompt: content, "stream": generator.random() < 0.4, **limit}
+    if generator.random() < 0.5:
+        body["temperature"] = generator.choice((0, 1e-40, 1e-6, 0.7, 2.0))
+        body["top_p"] = generator.choice((1e-9, 0.5, 1))
         # At temperature 2 the model may choose the token after which logits are NaN.
         body["logit_bias"] = {str(ord(OVERFLOWS) - 32): -100}
-        body["seed"] = chance.randrange(-5, 5)
-    if path != RESPONSES and chance.random() < 0.4:
-        body["n"] = chance.randrange(1, 4)
-    if chance.random() < 0.3:
+        body["seed"] = generator.randrange(-5, 5)
+    if path != RESPONSES and generator.random() < 0.4:
+        body["n"] = generator.randrange(1, 4)
+    if generator.random() < 0.3:
         body |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
         body |= {"min_p": 0.05, "min_tokens": 3, "bad_words": ["the"], "logit_bias": {"5": 2}}
-    if path != RESPONSES and chance.random() < 0.3:
-        body["stop"] = [chance.choice("abcdefgh"), "no such text"]
-    kind = chance.randrange(6)
+    if path != RESPONSES and generator.random() < 0.3:
+        body["stop"] = [generator.choice("abcdefgh"), "no such text"]
+    kind = generator.randrange(6)
     if kind == 0:
-        body["structured_outputs"] = chance.choice(FORMS)
+        body["structured_outputs"] = generator.choice(GRAMMARS)
     elif kind == 1 and path != COMPLETIONS:
         tool = {"type": "function", **FUNCTION} if path == RESPONSES else {
             "type": "function", "function": FUNCTION,
         }  # fmt: skip
-        body |= {"tools": [tool], "tool_choice": chance.choice(("required", "auto", "none"))}
+        body |= {"tools": [tool], "tool_choice": generator.choice(("required", "auto", "none"))}
     elif kind == 2 and path == CHAT:
-        body |= {"logprobs": True, "top_logprobs": chance.randrange(5)}
+        body |= {"logprobs": True, "top_logprobs": generator.randrange(5)}
     elif kind == 2 and path == COMPLETIONS:
-        body |= {"logprobs": chance.randrange(5), "echo": chance.random() < 0.5}
+        body |= {"logprobs": generator.randrange(5), "echo": generator.random() < 0.5}
     elif kind == 3 and path == COMPLETIONS:
         body["prompt"] = [text, "another", "and one"]
     return path, body
@@ -382,19 +396,19 @@ class Memory(threading.Thread):
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
-        self._path, self.seen = Path(f"/proc/{process}/status"), []
+        self._path, self.samples = Path(f"/proc/{process}/status"), []
         self.ended = threading.Event()
 
     def run(self) -> None:
         """Read the memory until `ended` is set."""
         while not self.ended.wait(0.5):
             line = next(x for x in self._path.read_text().splitlines() if x.startswith("VmRSS"))
-            self.seen.append(int(line.split()[1]) * 1024)
+            self.samples.append(int(line.split()[1]) * 1024)
 
     def quarters(self) -> list[float]:
         """Return the means of the four quarters."""
-        size = max(len(self.seen) // 4, 1)
-        return [statistics.mean(self.seen[n * size : (n + 1) * size]) for n in range(4)]
+        size = max(len(self.samples) // 4, 1)
+        return [statistics.mean(self.samples[n * size : (n + 1) * size]) for n in range(4)]
 
 
 def check_end(abuse: Abuse) -> dict[str, float]:
@@ -404,18 +418,18 @@ def check_end(abuse: Abuse) -> dict[str, float]:
     if abuse.nan:  # the tiny model, whose tokens are letters
         status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (PAGES * PAGE - 8)})
         if status != 200 or answer["usage"]["completion_tokens"] != 9:
-            abuse.note(f"the last request: {status} {json.dumps(answer):.200}")
+            abuse.add_violation(f"the last request: {status} {json.dumps(answer):.200}")
     with ThreadPoolExecutor(8) as pool:
-        last = [pool.submit(abuse.ask, COMPLETIONS, STEADY | {"n": 4}) for _ in range(8)]
+        futures = [pool.submit(abuse.ask, COMPLETIONS, STEADY | {"n": 4}) for _ in range(8)]
         with contextlib.suppress(AssertionError):
             server.wait_until(10, requests_active=8)
         code = server.stop()
-    statuses = {future.result()[0] for future in last}
+    statuses = {future.result()[0] for future in futures}
     if code != 0 or not statuses <= {200, 503}:
-        abuse.note(f"after SIGTERM: exit code {code}, statuses {statuses}")
+        abuse.add_violation(f"after SIGTERM: exit code {code}, statuses {statuses}")
     if tracebacks := server.log.count("Traceback"):
-        at = server.log.index("Traceback")
-        abuse.note(f"{tracebacks} tracebacks in the log, the first: {server.log[at : at + 3000]}")
+        first = server.log[server.log.index("Traceback") :]
+        abuse.add_violation(f"{tracebacks} tracebacks in the log, the first: {first[:3000]}")
     return metrics
 
 
@@ -451,33 +465,33 @@ def main() -> int:
             memory.join()
             metrics = check_end(abuse)
     report(abuse, memory, metrics)
-    return bool(abuse.wrong)
+    return bool(abuse.violations)
 
 
 def report(abuse: Abuse, memory: Memory, metrics: dict[str, float]) -> None:
     """Print a table of all actions, and the violations."""
-    quarters, growth = memory.quarters(), max(memory.seen) - memory.seen[0]
-    slow = statistics.quantiles(abuse.times["health"], n=100)[-1]
+    quarters, growth = memory.quarters(), max(memory.samples) - memory.samples[0]
+    health_time = statistics.quantiles(abuse.times["health"], n=100)[-1]
     if not abuse.hostile and quarters[3] - quarters[1] > MAX_GROWTH:
-        abuse.note("memory grows")
+        abuse.add_violation("memory grows")
     if abuse.hostile and growth > MAX_HOSTILE_GROWTH:
-        abuse.note("memory grew by more than hostile clients may hold")
-    if abuse.hostile and slow > MAX_HEALTH_SECONDS:
-        abuse.note("/health was slow")
+        abuse.add_violation("memory grew by more than hostile clients may hold")
+    if abuse.hostile and health_time > MAX_HEALTH_SECONDS:
+        abuse.add_violation("/health was slow")
     print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
     for name, times in sorted(abuse.times.items()):
-        ended = [(kind, n) for (action, kind), n in abuse.statuses.items() if action == name]
-        text = ", ".join(f"{kind}: {n}" for kind, n in sorted(ended, key=str))
+        outcomes = [(kind, n) for (action, kind), n in abuse.statuses.items() if action == name]
+        text = ", ".join(f"{kind}: {n}" for kind, n in sorted(outcomes, key=str))
         median = statistics.median(times)
         print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {text}")
     sizes = ", ".join(f"{size / 2**20:.0f}" for size in quarters)
     print(f"memory by quarters of the time: {sizes} MiB, pages at rest: "
           f"{metrics['pages_used']:.0f} of {metrics['pages_total']:.0f}, prefix hits: "
           f"{metrics['prefix_hits_total']:.0f}")  # fmt: skip
-    print(f"/health, 99th percentile: {slow:.3f} s, memory grew by at most "
+    print(f"/health, 99th percentile: {health_time:.3f} s, memory grew by at most "
           f"{growth / 2**20:.0f} MiB")  # fmt: skip
-    print(f"wrong: {len(abuse.wrong)}")
-    for text, count in Counter(abuse.wrong).most_common(20):
+    print(f"wrong: {len(abuse.violations)}")
+    for text, count in Counter(abuse.violations).most_common(20):
         print(f"  {count} times: {text}")
 
 

@@ -58,7 +58,7 @@ class Workload:
 
         torch.set_num_threads(1)
         self.model, _ = tiny("sliding_and_full", max_position_embeddings=512)
-        self.folder, self.enable, self.make = folder, enable, PrefixStore
+        self.folder, self.enable, self.store_class = folder, enable, PrefixStore
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(2, 98, (PROMPTS, 1, TOKENS), generator=generator)
         enable(self.model, prefill="stored", page_size=PAGE)
@@ -71,16 +71,16 @@ class Workload:
         """Answer random prompts. Return the number of wrong answers and the counts of the store."""
         import torch
 
-        store = self.make(self.folder, max_bytes=BOUND)
+        store = self.store_class(self.folder, max_bytes=BOUND)
         self.enable(self.model, prefix_store=store, page_size=PAGE)
-        order, wrong = random.Random(seed), 0
+        generator, num_wrong = random.Random(seed), 0
         for _ in range(rounds):
-            index = order.randrange(PROMPTS)
+            index = generator.randrange(PROMPTS)
             answer = self.model.generate(self.prompts[index], **GREEDY)
-            wrong += not torch.equal(answer, self.expected[index])
+            num_wrong += not torch.equal(answer, self.expected[index])
         usage = store.usage()
         return {
-            "wrong": wrong, "found": usage.tokens_found, "written": usage.bytes_written,
+            "wrong": num_wrong, "found": usage.tokens_found, "written": usage.bytes_written,
             "over": int(self.size() > BOUND), "refused": usage.files_refused,
         }  # fmt: skip
 
@@ -108,41 +108,41 @@ class Workload:
 
 def kill_writers(workload: Workload, kills: int) -> dict[str, int]:
     """Kill a writing process `kills` times at random moments. Return the counts of all reads."""
-    started = time.monotonic()
+    start = time.monotonic()
     workload.answer(PROMPTS, 0)
-    span = time.monotonic() - started
-    total = {"kills": 0, "wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0, "parts": 0}
-    moments = random.Random(1)
+    duration = time.monotonic() - start
+    totals = {"kills": 0, "wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0, "parts": 0}
+    generator = random.Random(1)
     for number in range(kills):
-        for path in list(workload.folder.glob("*.safetensors"))[:: moments.randint(1, 3)]:
+        for path in list(workload.folder.glob("*.safetensors"))[:: generator.randint(1, 3)]:
             path.unlink()  # the writer then has pages to write
         child = workload.fork(1000, seed=number)
-        time.sleep(moments.uniform(0, span))
+        time.sleep(generator.uniform(0, duration))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        total["kills"] += 1
-        total["parts"] += len(list(workload.folder.glob(".*.part")))
-        total["over"] += workload.size() > BOUND
+        totals["kills"] += 1
+        totals["parts"] += len(list(workload.folder.glob(".*.part")))
+        totals["over"] += workload.size() > BOUND
         for name, value in workload.answer(3, seed=number).items():
-            total[name] += value
-    return total
+            totals[name] += value
+    return totals
 
 
 def write_together(workload: Workload, processes: int) -> dict[str, int]:
     """Run processes that answer prompts at the same time. Return their summed counts."""
     results = [workload.folder.with_name(f"result{number}") for number in range(processes)]
     children = [workload.fork(30, number, result) for number, result in enumerate(results)]
-    total = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}
+    totals = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}
     while children:
-        total["over"] += workload.size() > BOUND
+        totals["over"] += workload.size() > BOUND
         child, _ = os.waitpid(children[0], os.WNOHANG)
         if child:
             children.pop(0)
         time.sleep(0.005)
     for result in results:
         for name, value in json.loads(result.read_text()).items():
-            total[name] += value
-    return total
+            totals[name] += value
+    return totals
 
 
 def main() -> None:
@@ -155,8 +155,8 @@ def main() -> None:
         folder = (args.folder or Path(scratch)) / "store"
         folder.mkdir(parents=True, exist_ok=True)
         workload: Any = Workload(folder)
-        total = write_together(workload, args.together) if args.together else None
-        sys.stdout.write(json.dumps(total or kill_writers(workload, args.kills)) + "\n")
+        totals = write_together(workload, args.together) if args.together else None
+        sys.stdout.write(json.dumps(totals or kill_writers(workload, args.kills)) + "\n")
 
 
 if __name__ == "__main__":

@@ -118,12 +118,12 @@ def answer(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
     if cache is not None:
         arguments["past_key_values"] = cache
     with torch.inference_mode():
-        out = model.generate(
+        result = model.generate(
             **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-    steps = [step.float() for step in out["logits"]]
-    return Answer(out["sequences"][:, -len(steps) :].clone(), torch.stack(steps, dim=1))
+    steps = [step.float() for step in result["logits"]]
+    return Answer(result["sequences"][:, -len(steps) :].clone(), torch.stack(steps, dim=1))
 
 
 def compare(expected: Answer, actual: Answer) -> Outcome:
@@ -131,25 +131,27 @@ def compare(expected: Answer, actual: Answer) -> Outcome:
     if expected.tokens.shape != actual.tokens.shape:
         note = f"{actual.tokens.shape[1]} tokens instead of {expected.tokens.shape[1]}"
         return Outcome("differs", agreement=0.0, note=note)
-    same = (expected.tokens == actual.tokens).long()
-    shared = torch.cumprod(torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1), 1).bool()
-    finite = expected.logits.isfinite() & actual.logits.isfinite() & shared[..., None]
+    is_same = (expected.tokens == actual.tokens).long()
+    is_shared = torch.cumprod(
+        torch.cat([torch.ones_like(is_same[:, :1]), is_same[:, :-1]], 1), 1
+    ).bool()
+    finite = expected.logits.isfinite() & actual.logits.isfinite() & is_shared[..., None]
     spread = expected.logits[expected.logits.isfinite()].std().clamp_min(1e-12)
-    gap = float(((expected.logits - actual.logits).abs() / spread)[finite].max())
-    if not bool((expected.logits.isfinite() == actual.logits.isfinite())[shared].all()):
-        gap = float("inf")
-    agreement = float(same.float().mean())
+    error = float(((expected.logits - actual.logits).abs() / spread)[finite].max())
+    if not bool((expected.logits.isfinite() == actual.logits.isfinite())[is_shared].all()):
+        error = float("inf")
+    agreement = float(is_same.float().mean())
     if agreement < 1.0:
-        row, step = (int(place) for place in (same == 0).nonzero()[0])
-        return Outcome("differs", gap, agreement, f"row {row} from token {step}")
-    return Outcome("equal" if gap <= TOLERANCE else "close", gap, agreement)
+        row, step = (int(place) for place in (is_same == 0).nonzero()[0])
+        return Outcome("differs", error, agreement, f"row {row} from token {step}")
+    return Outcome("equal" if error <= TOLERANCE else "close", error, agreement)
 
 
-def cache_makers(model: PreTrainedModel, bare: bool) -> dict[str, CacheMaker]:
+def cache_makers(model: PreTrainedModel, accepts_single: bool) -> dict[str, CacheMaker]:
     """Return the ways to pass an `FP8PagedCache`.
 
     An encoder-decoder gets a pair, for its own tokens and for the encoder's. It also gets a single
-    cache if it accepts a `DynamicCache` outside such a pair (`bare`).
+    cache if it accepts a `DynamicCache` outside such a pair (`accepts_single`).
     """
 
     def make(dtype: str, *config: Any) -> FP8PagedCache:
@@ -159,7 +161,7 @@ def cache_makers(model: PreTrainedModel, bare: bool) -> dict[str, CacheMaker]:
     makers: dict[str, CacheMaker] = {}
     # These make a new cache for the encoder, of the same class but without its options.
     remakes = model.config.model_type in ("t5gemma", "t5gemma2")
-    if bare:
+    if accepts_single:
         makers["alone"] = lambda dtype: make(dtype, model.config)
     if model.config.is_encoder_decoder:
         # The encoder's keys have no window, as in transformers.
@@ -184,7 +186,7 @@ def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
     return result
 
 
-def takes_bare(model: PreTrainedModel, inputs: Inputs, expected: Answer) -> bool:
+def accepts_single_cache(model: PreTrainedModel, inputs: Inputs, expected: Answer) -> bool:
     """Return whether a single `DynamicCache` gives the same answer as a pair."""
     if not model.config.is_encoder_decoder:
         return True
@@ -192,7 +194,7 @@ def takes_bare(model: PreTrainedModel, inputs: Inputs, expected: Answer) -> bool
     return attempt(lambda: compare(expected, answer(model, inputs, cache))).status == "equal"
 
 
-def compared(
+def find_worst_outcome(
     base: Answer, model: PreTrainedModel, inputs: Inputs, dtype: str, makers: dict[str, CacheMaker]
 ) -> Outcome:
     """Return the worst outcome over all ways to pass the cache."""
@@ -210,10 +212,12 @@ def attempt(run: Callable[[], Outcome]) -> Outcome:
     try:
         return run()
     except Exception as error:  # a type may raise any error, which is reported
-        return Outcome("refused" if isinstance(error, FP8KVError) else "error", note=short(error))
+        return Outcome(
+            "refused" if isinstance(error, FP8KVError) else "error", note=shorten_error(error)
+        )
 
 
-def short(error: BaseException) -> str:
+def shorten_error(error: BaseException) -> str:
     """Return an error on one line, without phrases that many errors share."""
     text = re.sub(
         r"\(note: typos in the generate.*|Class validation error for validator '\w+': "
@@ -231,29 +235,29 @@ class Watch:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        inner = ALL_ATTENTION_FUNCTIONS[NAME]
+        stock_attention = ALL_ATTENTION_FUNCTIONS[NAME]
 
-        def counting(module, query, key, value, *args, **kwargs):
+        def count_and_attend(module, query, key, value, *args, **kwargs):
             if query.shape[2] == 1:
                 sparse = any(kwargs.get(name) is not None for name in ("indices", "block_indices"))
                 paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
                 latent = paged and reads_stored_latents(module)
                 fused = "fused, latent" if latent else "fused"
                 self.seen[fused if paged and (latent or not sparse) else "dense"] += 1
-            return inner(module, query, key, value, *args, **kwargs)
+            return stock_attention(module, query, key, value, *args, **kwargs)
 
-        AttentionInterface.register(NAME, counting)
+        AttentionInterface.register(NAME, count_and_attend)
         try:
             yield
         finally:
-            AttentionInterface.register(NAME, inner)
+            AttentionInterface.register(NAME, stock_attention)
 
     def path(self) -> str:
         """Return "fused", "fused, latent", "dense" or several, or "own" without any call."""
         return ", ".join(sorted(self.seen, reverse=True)) or "own"
 
 
-def under_fp8_paged(
+def measure_paged(
     row: Row, base: Answer, model: PreTrainedModel, inputs: Inputs, makers: dict[str, CacheMaker]
 ) -> None:
     """Set the fields of `attn_implementation="fp8_paged"`."""
@@ -261,19 +265,21 @@ def under_fp8_paged(
     model.set_attn_implementation(NAME)
     if decoder_attention(model) == NAME:
         with watch():
-            row.paged = compared(base, model, inputs, "auto", makers)
-            row.paged_fp8 = compared(base, model, inputs, FP8, makers)
+            row.paged = find_worst_outcome(base, model, inputs, "auto", makers)
+            row.paged_fp8 = find_worst_outcome(base, model, inputs, FP8, makers)
         row.path = watch.path()
         return
 
     # transformers keeps the old attention here, with a warning. from_pretrained would not.
-    def forced() -> Outcome:
+    def run_forced() -> Outcome:
         model, inputs = build(row.name, attn_implementation=NAME)
-        bare = not model.config.is_encoder_decoder
+        accepts_single = not model.config.is_encoder_decoder
         with watch():
-            return compared(base, model, inputs, "auto", cache_makers(model, bare))
+            return find_worst_outcome(
+                base, model, inputs, "auto", cache_makers(model, accepts_single)
+            )
 
-    row.paged = attempt(forced)
+    row.paged = attempt(run_forced)
     row.path = f"not switched; from_pretrained: {watch.path()}"
     if row.paged.status == "error":
         row.paged, row.path = dataclasses.replace(row.paged, status="refused"), "refused"
@@ -295,13 +301,13 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
         row.attention = decoder_attention(model)
         base = baseline(model, inputs)
     except Exception as error:  # a type that cannot run here is listed with the reason
-        row.baseline = short(error)
+        row.baseline = shorten_error(error)
     else:
         if not only_baseline:
-            makers = cache_makers(model, takes_bare(model, inputs, base))
-            row.own = compared(base, model, inputs, "auto", makers)
-            row.own_fp8 = compared(base, model, inputs, FP8, makers)
-            under_fp8_paged(row, base, model, inputs, makers)
+            makers = cache_makers(model, accepts_single_cache(model, inputs, base))
+            row.own = find_worst_outcome(base, model, inputs, "auto", makers)
+            row.own_fp8 = find_worst_outcome(base, model, inputs, FP8, makers)
+            measure_paged(row, base, model, inputs, makers)
             report = attempt(lambda: Outcome(check_model(model).path))
             row.report = report.note or report.status
     row.seconds = time.perf_counter() - start
@@ -334,7 +340,7 @@ def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
             with limit(TYPE_SECONDS):
                 yield check_type(name, only_baseline=only_baseline)
         except TooSlow as error:
-            yield Row(name, baseline=short(error), seconds=TYPE_SECONDS)
+            yield Row(name, baseline=shorten_error(error), seconds=TYPE_SECONDS)
 
 
 def counts(rows: list[Row]) -> dict[str, int]:

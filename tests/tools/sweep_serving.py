@@ -42,10 +42,12 @@ def main() -> None:
     for name in type_names():
         if "/" not in name and (row := compare(name)) is not None:
             rows[name] = row
-            say(f"{name:24} transformers: {row[0]:8} FP8 pages: {row[1]:8} {row[2]}")
-    say("")
-    for (theirs, ours), count in Counter((a, b) for a, b, _ in rows.values()).most_common():
-        say(f"{count:4}  transformers: {theirs:8} FP8 pages: {ours}")
+            print_line(f"{name:24} transformers: {row[0]:8} FP8 pages: {row[1]:8} {row[2]}")
+    print_line("")
+    for (stock_outcome, our_outcome), count in Counter(
+        (a, b) for a, b, _ in rows.values()
+    ).most_common():
+        print_line(f"{count:4}  transformers: {stock_outcome:8} FP8 pages: {our_outcome}")
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -58,27 +60,27 @@ def compare(name: str) -> list[str] | None:
     texts = prompts(90)[:5]
     try:
         model, _ = tiny(name)
-        expected = [alone(model, text) for text in texts]
+        expected = [generate_alone(model, text) for text in texts]
     except Exception:
         return None
-    theirs, _ = outcome(model, texts, expected)
+    stock_outcome, _ = run_batched(model, texts, expected)
     try:
         serving.enable(model, dtype="auto")
     except FP8KVError as error:
-        return [theirs, REFUSED, str(error)[:160]]
-    return [theirs, *outcome(model, texts, expected)]
+        return [stock_outcome, REFUSED, str(error)[:160]]
+    return [stock_outcome, *run_batched(model, texts, expected)]
 
 
-def alone(model: Any, text: list[int]) -> list[int]:
-    whole = model.generate(
+def generate_alone(model: Any, text: list[int]) -> list[int]:
+    output = model.generate(
         torch.tensor([text]), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
-    tokens: list[int] = whole[0, len(text) :].tolist()
+    tokens: list[int] = output[0, len(text) :].tolist()
     return tokens
 
 
-def outcome(model: Any, texts: list[list[int]], expected: list[list[int]]) -> tuple[str, str]:
+def run_batched(model: Any, texts: list[list[int]], expected: list[list[int]]) -> tuple[str, str]:
     try:
         with contextlib.redirect_stdout(None):
             outputs = batched(
@@ -89,7 +91,7 @@ def outcome(model: Any, texts: list[list[int]], expected: list[list[int]]) -> tu
     return (EQUAL if outputs == expected else DIFFERS), ""
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

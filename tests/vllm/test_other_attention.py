@@ -76,11 +76,11 @@ def test_an_encoder_is_unchanged(prompts, serve, tmp_path, dtype):
         max_num_batched_tokens=1024,
         pooler_config=PoolerConfig(task="embed", seq_pooling_type="CLS"),
     )  # fmt: skip
-    out = llm.encode(
+    outputs = llm.encode(
         [{"prompt_token_ids": prompt} for prompt in prompts], pooling_task="embed", use_tqdm=False
     )
-    for prompt, x in zip(prompts, out, strict=True):
+    for prompt, output in zip(prompts, outputs, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).last_hidden_state[0, 0]
-        got = x.outputs.data.float().flatten()
-        assert torch.cosine_similarity(got, expected, dim=0) > 0.999
+        actual = output.outputs.data.float().flatten()
+        assert torch.cosine_similarity(actual, expected, dim=0) > 0.999

@@ -20,13 +20,13 @@ def test_attend(format, tokens):
     fp8.write(pages, key, value, lengths)
     query = torch.randn(1, 6, tokens, 32, device=DEVICE)
     spec = fp8.AttentionSpec(scaling=32**-0.5, causal=True)
-    found = fp8.attend(query, pages, lengths, 0, 39, spec)
+    actual = fp8.attend(query, pages, lengths, 0, 39, spec)
     k, v = (fp8.gather(pages, lengths, side, 0, 39, torch.float32, False) for side in "kv")
-    for dense, given in ((k, key), (v, value)):
-        assert (dense - given).square().mean().sqrt() < 0.1 * given.square().mean().sqrt()
+    for dense, original in ((k, key), (v, value)):
+        assert (dense - original).square().mean().sqrt() < 0.1 * original.square().mean().sqrt()
     mask = torch.ones(tokens, 39, dtype=torch.bool, device=DEVICE).tril(39 - tokens)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, k, v, attn_mask=mask, enable_gqa=True
     ).transpose(1, 2)
-    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    error = (actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert error < 2e-3

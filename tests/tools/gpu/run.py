@@ -69,8 +69,8 @@ def main() -> int:
     codes.append(run_tests("kernels", options.tests or kernels, out, limits["kernels"]))
     benchmark_code = run_benchmark(options, out, limits)
     if "gpu" in limits:
-        others = ["-m", "gpu", *(f"--ignore={path}" for path in kernels)]
-        codes.append(run_tests("gpu", others, out, limits["gpu"]))
+        other_tests = ["-m", "gpu", *(f"--ignore={path}" for path in kernels)]
+        codes.append(run_tests("gpu", other_tests, out, limits["gpu"]))
     last = {"gpu": gpu, "tests_exit_code": max(codes), "benchmark_exit_code": benchmark_code}
     say(json.dumps(read_summary(out / "gpu.json") | last))
     return max(codes) or benchmark_code

@@ -1,8 +1,8 @@
-"""Compile the kernels for GPUs, and print registers, memory, instructions and broken rules.
+"""Compile the kernels for GPUs, and print registers, memory, instructions and violated rules.
 
     make kernels KERNELS_ARGS="--target sm_90 --summary"
 
-No GPU is needed. The exit code is 1 if a kernel does not compile or breaks a rule.
+No GPU is needed. The exit code is 1 if a kernel does not compile or violates a rule.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from .check import Row, check_targets
 from .rules import TARGETS
 from .variants import list_variants
 
-# The kernels that read pages, for each way to store K and V.
-SUMMARY = [
+# The decode and extend kernels with head size 128, for each way to store K and V.
+SUMMARY_VARIANTS = [
     f"{operation} {stored} D128{tokens}"
     for operation, tokens in (("decode", ""), ("extend", " T1024"))
     for stored in ("e4m3 static", "e4m3", "e5m2", "e3m4", "auto")
@@ -37,31 +37,31 @@ def read_rows(path: str) -> dict[tuple[str, ...], Any]:
     return {(row["target"], row["variant"], row["kernel"]): row for row in rows}
 
 
-def make_cells(row: Row, before: dict[tuple[str, ...], Any]) -> dict[str, object]:
-    """Return the cells of a row. A cell that differs from `before` has both values."""
+def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> dict[str, object]:
+    """Return the cells of a row. If a value differs from `old_rows`, its cell shows both."""
     cells = {name: row[name] for name in ("variant", "kernel", "target")}
-    earlier = before.get((row["target"], row["variant"], row["kernel"]), {})
+    old_row = old_rows.get((row["target"], row["variant"], row["kernel"]), {})
     for name in COLUMNS:
-        now = row.get(name, "")
-        then = earlier.get(name, now)
-        cells[name.replace("_", " ")] = now if then == now else f"{then} > {now}"
+        new = row.get(name, "")
+        old = old_row.get(name, new)
+        cells[name.replace("_", " ")] = new if old == new else f"{old} > {new}"
     return cells | {"verdict": "; ".join(row["violations"]) or "ok"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile and print. Return 1 if a kernel does not compile or breaks a rule."""
+    """Compile and print. Return 1 if a kernel does not compile or violates a rule."""
     parser = argparse.ArgumentParser("tests.tools.kernels", description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
+    add_argument = parser.add_argument
     names = [variant.name for variant in list_variants()]
-    add("--target", nargs="+", action="extend", choices=TARGETS, help="default: all")
-    add("--variant", nargs="+", action="extend", choices=names, metavar="NAME", default=[],
-        help="rows of the table to compile (default: all)")  # fmt: skip
-    add("--summary", action="store_true", help="only variants that read pages")
-    add("--before", type=read_rows, default={}, metavar="FILE",
-        help="output of an earlier --json. Cells that differ have both values")  # fmt: skip
-    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add_argument("--target", nargs="+", action="extend", choices=TARGETS, help="default: all")
+    add_argument("--variant", nargs="+", action="extend", choices=names, metavar="NAME", default=[],
+                 help="variants to compile (default: all)")  # fmt: skip
+    add_argument("--summary", action="store_true", help="only decode and extend, head size 128")
+    add_argument("--before", type=read_rows, default={}, metavar="FILE",
+                 help="output of an earlier --json. Changed cells show both values")  # fmt: skip
+    add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
-    variants = SUMMARY if options.summary else options.variant
+    variants = SUMMARY_VARIANTS if options.summary else options.variant
     targets = check_targets(options.target or list(TARGETS), variants)
     rows = [row for target_rows in targets.values() for row in target_rows]
     if options.json:

@@ -100,9 +100,11 @@ def _count_copies(loop: Sequence[str]) -> float:
     to registers do not count, because the same round waits for their values.
     """
     groups = _count(r"LDGDEPBAR\b", loop)
-    left = [int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))]
-    copied = groups and left and _count(r"LDGSTS\.\S*\b128\b", loop)
-    return (min(left) + groups) / groups if copied else 0.0
+    groups_left = [
+        int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))
+    ]
+    copied = groups and groups_left and _count(r"LDGSTS\.\S*\b128\b", loop)
+    return (min(groups_left) + groups) / groups if copied else 0.0
 
 
 # "  v_mfma_f32_16x16x32_fp8_fp8 a[0:3], ..." and ".LBB0_5:"

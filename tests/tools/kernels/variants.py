@@ -78,13 +78,15 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     """Return the variants to compile for every target, or those with one of `names`."""
     formats = [{"k": name, "v": name} for name in FORMATS]
     # No hardware converts these formats, so their bits are shifted on every GPU.
-    own = [{"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None]
+    shifted_formats = [
+        {"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None
+    ]
     auto, static = {"k": AUTO, "v": AUTO}, {"static": True}
     e2m5, int8 = ({"k": name, "v": name} for name in ("fp8_e2m5", "int8"))
     rotated = {**e2m5, "extras": ("rotated",)}
     everything = {"extras": ("window", "softcap", "sinks", "mask", "center")}
     complete = {"extras": ("complete",)}
-    mains = [
+    main_calls = [
         *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
         rotated, {**rotated, **int8, **static},
@@ -97,7 +99,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {**latent, "k": "fp8_e2m5", "extras": ("latent", "rotated")},
         {**latent, "groups": 128, "k": "fp8_e3m4"},
     ]  # fmt: skip
-    others = [
+    other_calls = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
         everything, {"extras": ("bias",)}, {"dtype": torch.float32}, {"dims": (192, 128)},
         {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8}, {"tokens": 5},
@@ -109,7 +111,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {**latent, "dims": (256, 64), "page": 16},
     ]  # fmt: skip
     extends = [
-        {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *own, auto, {"dims": (64, 64)},
+        {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *shifted_formats, auto, {"dims": (64, 64)},
         {"dims": (256, 256)}, everything, {"dtype": torch.float32}, complete,
         {**complete, "dims": (256, 256)}, rotated, {**rotated, "dims": (256, 256)},
     ]  # fmt: skip
@@ -118,8 +120,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {**e2m5, "extras": ("rotated", "center")}, {"extras": ("float32",)},
     ]  # fmt: skip
     variants = [
-        *(Variant("decode", **main, main=True) for main in mains),
-        *(Variant("decode", **other) for other in others),
+        *(Variant("decode", **main, main=True) for main in main_calls),
+        *(Variant("decode", **other) for other in other_calls),
         *(Variant("extend", **extend, tokens=1024) for extend in (*extends, *latents)),
         # Within a window, codes are not widened.
         *(Variant("extend", **fmt, tokens=1024, extras=("window",)) for fmt in formats),
@@ -127,7 +129,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
         *(Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})
-          for gather in ({}, static, *own, rotated) for side in "kv"),
+          for gather in ({}, static, *shifted_formats, rotated) for side in "kv"),
     ]  # fmt: skip
     return [variant for variant in variants if not names or variant.name in names]
 

@@ -96,15 +96,15 @@ def _make_load(instruction: Instruction, program: Program) -> Step:
     assert is_global or "shared" in instruction.opcode, instruction.text
 
     def load(machine: Machine, mask: Mask) -> None:
-        lanes = machine.lanes(mask)
-        addresses = machine.pick(place(machine), lanes)
+        threads = machine.threads(mask)
+        addresses = machine.pick(place(machine), threads)
         if is_global:
-            programs = machine.programs_of(lanes)
+            programs = machine.programs_of(threads)
             values = machine.memory.load(addresses, kind.itemsize, len(names), programs)
         else:
-            values = machine.shared.load(lanes, addresses, kind.itemsize, len(names))
+            values = machine.shared.load(threads, addresses, kind.itemsize, len(names))
         for i, name in enumerate(names):
-            machine.spread(name, values[:, i].view(kind).astype(stored[i]), lanes, mask)
+            machine.spread(name, values[:, i].view(kind).astype(stored[i]), threads, mask)
 
     return load
 
@@ -118,13 +118,13 @@ def _make_store(instruction: Instruction, program: Program) -> Step:
     assert is_global or "shared" in instruction.opcode, instruction.text
 
     def store(machine: Machine, mask: Mask) -> None:
-        lanes = machine.lanes(mask)
-        addresses = machine.pick(place(machine), lanes)
-        values = np.stack([machine.pick(read(machine), lanes) for read in reads], 1)
+        threads = machine.threads(mask)
+        addresses = machine.pick(place(machine), threads)
+        values = np.stack([machine.pick(read(machine), threads) for read in reads], 1)
         if is_global:
-            machine.memory.store(addresses, values, machine.programs_of(lanes))
+            machine.memory.store(addresses, values, machine.programs_of(threads))
         else:
-            machine.shared.store(lanes, addresses, values)
+            machine.shared.store(threads, addresses, values)
 
     return store
 
@@ -138,49 +138,51 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
 
         return commit
     if instruction.opcode[2] == "wait_group":
-        (left,) = instruction.operands
-        return lambda machine, mask: _wait_for_copies(machine, mask, int(left))
+        (num_left,) = instruction.operands
+        return lambda machine, mask: _wait_for_copies(machine, mask, int(num_left))
     to, source, size, *optional = instruction.operands
-    both = [address(x, program) for x in (to, source)]
+    places = [address(x, program) for x in (to, source)]
     whole = int(size, 0)
     read_size = read_as(optional[0] if optional else size, STORED[32], program)
 
     def copy(machine: Machine, mask: Mask) -> None:
-        lanes = machine.lanes(mask)
-        addresses, sources = (machine.pick(place(machine), lanes) for place in both)
-        sizes = machine.pick(read_size(machine), lanes)
+        threads = machine.threads(mask)
+        addresses, sources = (machine.pick(place(machine), threads) for place in places)
+        sizes = machine.pick(read_size(machine), threads)
         if (sizes > whole).any():
             raise Fault("a copy of more bytes than its destination has")
-        values = np.zeros((len(lanes), whole), np.uint8)
+        values = np.zeros((len(threads), whole), np.uint8)
         for n in np.unique(sizes[sizes > 0]):
             selected = sizes == n
             count, unit = (1, whole) if n == whole and whole < 16 else (int(n) // 4, 4)
             if count * unit != n:
                 count, unit = int(n), 1
             loaded = machine.memory.load(
-                sources[selected], unit, count, machine.programs_of(lanes[selected])
+                sources[selected], unit, count, machine.programs_of(threads[selected])
             )
             values[selected, :n] = loaded.view(np.uint8)
-        machine.shared.begin_copy(lanes, addresses, whole)
-        groups = machine.groups.reshape(-1)[lanes]
-        machine.copies.append(Copy(lanes, groups, addresses, values))
+        machine.shared.begin_copy(threads, addresses, whole)
+        groups = machine.groups.reshape(-1)[threads]
+        machine.copies.append(Copy(threads, groups, addresses, values))
 
     return copy
 
 
-def _wait_for_copies(machine: Machine, mask: Mask, left: int) -> None:
+def _wait_for_copies(machine: Machine, mask: Mask, num_left: int) -> None:
     """Complete the copies of all groups except the last `left` groups."""
     closed = machine.groups.reshape(-1)
     remaining = []
     for copy in machine.copies:
-        done = copy.groups < closed[copy.lanes] - left
+        is_done = copy.groups < closed[copy.threads] - num_left
         if mask is not None:
-            done &= np.broadcast_to(mask, machine.shape).reshape(-1)[copy.lanes]
-        lanes, groups, addresses, values = copy
-        if done.any():
-            machine.shared.end_copy(lanes[done], addresses[done], values[done])
-        if not done.all():
-            remaining.append(Copy(lanes[~done], groups[~done], addresses[~done], values[~done]))
+            is_done &= np.broadcast_to(mask, machine.shape).reshape(-1)[copy.threads]
+        threads, groups, addresses, values = copy
+        if is_done.any():
+            machine.shared.end_copy(threads[is_done], addresses[is_done], values[is_done])
+        if not is_done.all():
+            remaining.append(
+                Copy(threads[~is_done], groups[~is_done], addresses[~is_done], values[~is_done])
+            )
     machine.copies = remaining
 
 
@@ -189,7 +191,7 @@ def _make_barrier(instruction: Instruction, _: Program) -> Step:
 
         def synchronize_warps(machine: Machine, mask: Mask) -> None:
             machine.warps(mask)
-            machine.shared.synchronize_warps(machine.lanes(mask))
+            machine.shared.synchronize_warps(machine.threads(mask))
 
         return synchronize_warps
     assert instruction.operands == ("0",), instruction.text

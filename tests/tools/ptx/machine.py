@@ -10,7 +10,7 @@ from .operations import TYPES
 from .parse import Program
 
 # Maximum number of threads that are executed together.
-LANES = 1 << 13
+MAX_THREADS = 1 << 13
 # The threads that execute an instruction, `[programs, threads]`. None means all threads.
 Mask = Any
 Step = Callable[["Machine", Mask], None]
@@ -20,7 +20,7 @@ _GARBAGE = 0xDEADBEEFDEADBEEF  # a large number in each type
 class Copy(NamedTuple):
     """An asynchronous copy: threads, their groups, destinations, and bytes `[n, size]`."""
 
-    lanes: Ints
+    threads: Ints
     groups: Array
     addresses: Ints
     values: Array
@@ -83,17 +83,17 @@ class Machine:
             with np.errstate(all="ignore"):
                 while self.waiting:
                     pc = min(self.waiting)
-                    lanes = self.waiting.pop(pc)
-                    self._run_lanes(pc, min(self.waiting, default=len(self.steps)), lanes)
+                    threads = self.waiting.pop(pc)
+                    self._run_threads(pc, min(self.waiting, default=len(self.steps)), threads)
         except Fault as fault:
             fault.add_note(f"{self.program.name}, {self.program.code[self.pc].text}")
             raise
         if self.copies:
             raise Fault(f"{self.program.name}: a program ends before its copies arrive")
 
-    def _run_lanes(self, pc: int, until: int, lanes: Array) -> None:
+    def _run_threads(self, pc: int, until: int, threads: Array) -> None:
         """Execute threads until instruction `until`, or to an instruction where they diverge."""
-        active = None if lanes.all() else lanes
+        active = None if threads.all() else threads
         registers, steps = self.registers, self.steps
         while pc < until:
             self.pc = pc
@@ -102,7 +102,7 @@ class Machine:
             if guard:
                 holds = ~registers[guard] if negated else registers[guard]
                 if not holds.all():
-                    here = holds & lanes
+                    here = holds & threads
                     if not here.any():
                         pc += 1
                         continue
@@ -112,45 +112,45 @@ class Machine:
                 step(self, here)
                 pc += 1
                 continue
-            chosen = lanes if here is active else lanes if here is None else here
-            left = lanes & ~chosen
+            branching = threads if here is active else threads if here is None else here
+            other_threads = threads & ~branching
             if target < 0:
-                self._end(chosen, pc + 1, left)
+                self._end(branching, pc + 1, other_threads)
                 return
-            if not left.any():
+            if not other_threads.any():
                 pc = target
                 continue
-            self._wait(target, chosen)
-            self._wait(pc + 1, left)
+            self._wait(target, branching)
+            self._wait(pc + 1, other_threads)
             return
-        self._wait(pc, lanes)
+        self._wait(pc, threads)
 
-    def _wait(self, pc: int, lanes: Array) -> None:
-        self.waiting[pc] = self.waiting[pc] | lanes if pc in self.waiting else lanes
+    def _wait(self, pc: int, threads: Array) -> None:
+        self.waiting[pc] = self.waiting[pc] | threads if pc in self.waiting else threads
 
-    def _end(self, ended: Array, pc: int, left: Array) -> None:
-        """End threads. Programs without threads are removed, so that most lanes are in use."""
-        if left.any():
-            self._wait(pc, left)
-        self.live &= ~ended
-        keep = self.live.any(1)
-        if keep.all() or not keep.any():
+    def _end(self, ended_threads: Array, pc: int, other_threads: Array) -> None:
+        """End threads. Programs without threads are removed, which shortens the arrays."""
+        if other_threads.any():
+            self._wait(pc, other_threads)
+        self.live &= ~ended_threads
+        is_live = self.live.any(1)
+        if is_live.all() or not is_live.any():
             return
         assert not self.products, "a program ends before products of other programs"
         count = self.shape[0]
-        self.shape = int(keep.sum()), self.shape[1]
-        kept = lambda x: x[keep] if len(x) == count else x  # noqa: E731
-        self.registers = {name: kept(x) for name, x in self.registers.items()}
-        self.waiting = {pc: x[keep] for pc, x in self.waiting.items()}
-        self.live, self.groups = self.live[keep], self.groups[keep]
-        self.numbers = self.numbers[keep]
-        self.shared.keep(keep)
-        new_index = np.cumsum(keep) - 1
+        self.shape = int(is_live.sum()), self.shape[1]
+        select_live = lambda x: x[is_live] if len(x) == count else x  # noqa: E731
+        self.registers = {name: select_live(x) for name, x in self.registers.items()}
+        self.waiting = {pc: x[is_live] for pc, x in self.waiting.items()}
+        self.live, self.groups = self.live[is_live], self.groups[is_live]
+        self.numbers = self.numbers[is_live]
+        self.shared.select_programs(is_live)
+        new_index = np.cumsum(is_live) - 1
         for i, copy in enumerate(self.copies):
-            program, thread = np.divmod(copy.lanes, self.shape[1])
-            if not keep[program].all():
+            program, thread = np.divmod(copy.threads, self.shape[1])
+            if not is_live[program].all():
                 raise Fault("a program ends before its copies arrive")
-            self.copies[i] = copy._replace(lanes=new_index[program] * self.shape[1] + thread)
+            self.copies[i] = copy._replace(threads=new_index[program] * self.shape[1] + thread)
 
     # -- effects of instructions -------------------------------------------------------------------
 
@@ -167,22 +167,22 @@ class Machine:
         garbage = np.array([[_GARBAGE & (1 << width) - 1]], np.uint64)
         return garbage.astype("?" if width == 1 else f"u{width // 8}")
 
-    def lanes(self, mask: Mask) -> Ints:
+    def threads(self, mask: Mask) -> Ints:
         """Return the indices of the threads of a mask."""
         size = self.shape[0] * self.shape[1]
         return np.arange(size) if mask is None else np.flatnonzero(mask)
 
-    def pick(self, x: Array, lanes: Ints) -> Array:
-        """Return the elements of the threads `lanes`."""
-        return np.broadcast_to(x, self.shape).reshape(-1)[lanes]
+    def pick(self, x: Array, threads: Ints) -> Array:
+        """Return the elements of the threads `threads`."""
+        return np.broadcast_to(x, self.shape).reshape(-1)[threads]
 
-    def spread(self, name: str, values: Array, lanes: Ints, mask: Mask) -> None:
-        """Overwrite a register of the threads `lanes`."""
+    def spread(self, name: str, values: Array, threads: Ints, mask: Mask) -> None:
+        """Overwrite a register of the threads `threads`."""
         if mask is None:
             self.put(name, values.reshape(self.shape), None)
             return
         full = np.zeros(self.shape, values.dtype)
-        full.reshape(-1)[lanes] = values
+        full.reshape(-1)[threads] = values
         self.put(name, full, mask)
 
     def programs(self, mask: Mask) -> Array:
@@ -208,12 +208,12 @@ class Machine:
 
     def put_by_warps(self, name: str, values: Array, warps: Ints, mask: Mask) -> None:
         """Overwrite a register of some warps, `[warps, 32]`."""
-        lanes = (warps[:, None] * 32 + np.arange(32)).reshape(-1)
-        self.spread(name, np.ascontiguousarray(values).reshape(-1), lanes, mask)
+        threads = (warps[:, None] * 32 + np.arange(32)).reshape(-1)
+        self.spread(name, np.ascontiguousarray(values).reshape(-1), threads, mask)
 
-    def programs_of(self, lanes: Ints) -> Ints:
+    def programs_of(self, threads: Ints) -> Ints:
         """Return the number in the launch of each thread's program."""
-        return self.numbers[lanes // self.shape[1]]
+        return self.numbers[threads // self.shape[1]]
 
 
 def _find_grain(program: Program) -> int:
@@ -243,7 +243,7 @@ def execute(
     parameters = np.array(arguments, np.uint64)
     numbers = np.arange(grid[0] * grid[1] * grid[2])
     count = 0
-    for batch in _batched(numbers, max(1, LANES // program.threads)):
+    for batch in _batched(numbers, max(1, MAX_THREADS // program.threads)):
         machine = Machine(program, steps, parameters, grid, batch, memory, shared)
         machine.run()
         count += machine.count

@@ -16,14 +16,14 @@ from .parse import Instruction, Program
 def _make_matrix_load(instruction: Instruction, program: Program) -> Step:
     names, source = names_of(instruction.operands[0]), instruction.operands[1]
     place, count = address(source, program), len(names)
-    turned = "trans" in instruction.opcode
+    is_transposed = "trans" in instruction.opcode
 
     def load(machine: Machine, mask: Mask) -> None:
         warps = machine.warps(mask)
         addresses = machine.by_warps(place(machine), warps)[:, : 8 * count]
-        lanes = warps[:, None] * 32 + np.arange(8 * count)
-        rows = machine.shared.load(lanes.reshape(-1), addresses.reshape(-1), 4, 4)
-        if turned:
+        threads = warps[:, None] * 32 + np.arange(8 * count)
+        rows = machine.shared.load(threads.reshape(-1), addresses.reshape(-1), 4, 4)
+        if is_transposed:
             halves = rows.view(np.uint16).reshape(len(warps), count, 8, 8)
             rows = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
         words = rows.reshape(len(warps), count, 32)
@@ -37,17 +37,17 @@ def _make_matrix_store(instruction: Instruction, program: Program) -> Step:
     to, names = instruction.operands[0], names_of(instruction.operands[1])
     place, count = address(to, program), len(names)
     reads = [read_as(name, STORED[32], program) for name in names]
-    turned = "trans" in instruction.opcode
+    is_transposed = "trans" in instruction.opcode
 
     def store(machine: Machine, mask: Mask) -> None:
         warps = machine.warps(mask)
         addresses = machine.by_warps(place(machine), warps)[:, : 8 * count]
-        lanes = warps[:, None] * 32 + np.arange(8 * count)
+        threads = warps[:, None] * 32 + np.arange(8 * count)
         words = np.stack([machine.by_warps(read(machine), warps) for read in reads], 1)
-        if turned:
+        if is_transposed:
             halves = words.view(np.uint16).reshape(len(warps), count, 8, 8)
             words = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
-        machine.shared.store(lanes.reshape(-1), addresses.reshape(-1), words.reshape(-1, 4))
+        machine.shared.store(threads.reshape(-1), addresses.reshape(-1), words.reshape(-1, 4))
 
     return store
 
@@ -128,7 +128,7 @@ def _make_group_product(instruction: Instruction, program: Program) -> Step:
     held = isinstance(a, tuple)
     reads = [read_as(x, STORED[32 if held else 64], program) for x in names_of(a)]
     read_b, read_sum = read_as(b, STORED[64], program), read_as(flags[0], STORED[1], program)
-    turned = [x == "1" for x in flags[3:]]
+    is_transposed = [x == "1" for x in flags[3:]]
     convert, size = _TO_NUMBERS[kind], 4 if kind == "tf32" else 2
 
     def stored(machine: Machine, descriptors: Array, groups: Ints, rows: int, turn: bool) -> Any:
@@ -148,10 +148,12 @@ def _make_group_product(instruction: Instruction, program: Program) -> Step:
             x, used = _rows(convert(words), depth), []
         else:
             descriptors = machine.by_warps(reads[0](machine), warps)[::4, 0]
-            x, grains = stored(machine, descriptors, groups, 64, turned[0])
+            x, grains = stored(machine, descriptors, groups, 64, is_transposed[0])
             x, used = x.reshape(-1, 16, depth), [grains]
         descriptors = machine.by_warps(read_b(machine), warps)[::4, 0]
-        y, grains = stored(machine, descriptors, groups, columns, turned[-1] if turned else False)
+        y, grains = stored(
+            machine, descriptors, groups, columns, is_transposed[-1] if is_transposed else False
+        )
         product = _of_threads(x @ np.repeat(y.transpose(0, 2, 1), 4, 0))
         adds = machine.by_warps(read_sum(machine), warps)
         for i, name in enumerate(to):
@@ -170,7 +172,9 @@ def _make_group_product(instruction: Instruction, program: Program) -> Step:
     return multiply
 
 
-def _find_addresses(descriptors: Array, rows: int, depth: int, size: int, turned: bool) -> Ints:
+def _find_addresses(
+    descriptors: Array, rows: int, depth: int, size: int, is_transposed: bool
+) -> Ints:
     """Return addresses in shared memory, `[n, rows, depth]`, of matrices with these descriptors.
 
     In PTX's layouts a row of 32, 64 or 128 bytes is along the depth, or along the rows if `turned`.
@@ -182,7 +186,7 @@ def _find_addresses(descriptors: Array, rows: int, depth: int, size: int, turned
     assert modes[0], "expected a layout with swizzling"
     width = {1: 128, 2: 64, 3: 32}[int(modes[0])]
     row, step = np.arange(rows)[:, None], np.arange(depth)[None]
-    if turned:
+    if is_transposed:
         inside = step // 8 * stride + step % 8 * width + row % (width // size) * size
         addresses = start + row // (width // size) * leading + inside
     else:
@@ -190,14 +194,16 @@ def _find_addresses(descriptors: Array, rows: int, depth: int, size: int, turned
     return addresses ^ (addresses >> 7 & width // 16 - 1) << 4
 
 
-def _wait_for_products(machine: Machine, last: int) -> None:
+def _wait_for_products(machine: Machine, num_unfinished: int) -> None:
     """End the products of all groups except the last `last` groups."""
-    done = [x for x in machine.products if x.group < machine.product_groups - last]
-    machine.products = [x for x in machine.products if x.group >= machine.product_groups - last]
-    left = {name for product in machine.products for name in product.names}
-    for name in [name for name in machine.unfinished if name not in left]:
+    finished = [x for x in machine.products if x.group < machine.product_groups - num_unfinished]
+    machine.products = [
+        x for x in machine.products if x.group >= machine.product_groups - num_unfinished
+    ]
+    unfinished_names = {name for product in machine.products for name in product.names}
+    for name in [name for name in machine.unfinished if name not in unfinished_names]:
         machine.registers[name] = machine.unfinished.pop(name)
-    machine.shared.end_products([x.grains for x in done], [x.grains for x in machine.products])
+    machine.shared.end_products([x.grains for x in finished], [x.grains for x in machine.products])
 
 
 MATRICES: dict[str, Callable[[Instruction, Program], Step]] = {

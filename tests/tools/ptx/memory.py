@@ -1,7 +1,7 @@
-"""The global and shared memory of a launch, which check every access before it is made.
+"""Models of global and shared memory that check each access of a launch before it is made.
 
 Global memory is the memory of the process. An access must lie in a tensor of the launch, and the
-order in which programs run must not matter. No kernel has fences or atomics, so no program may
+result must not depend on the order of programs. No kernel has fences or atomics, so no program may
 store or load a byte that a different program stores.
 
 Shared memory is undefined before a store, and a thread may load the stores of other threads only
@@ -17,19 +17,19 @@ import torch
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
-_FIRST = 1 << 12
+_FIRST_ADDRESS = 1 << 12
 
 
 class Fault(AssertionError):
-    """A kernel does something whose behavior is undefined on a GPU."""
+    """Raised if a kernel has undefined behavior on a GPU."""
 
 
-class _Everything:
+class _ProcessMemory:
     """All memory of the process, as an array for numpy."""
 
     def __init__(self, size: int) -> None:
         self.__array_interface__ = {
-            "data": (_FIRST, False), "shape": (((1 << 47) - _FIRST) // size,),
+            "data": (_FIRST_ADDRESS, False), "shape": (((1 << 47) - _FIRST_ADDRESS) // size,),
             "typestr": np.dtype(f"u{size}").str, "version": 3,
         }  # fmt: skip
 
@@ -44,26 +44,26 @@ class GlobalMemory:
                 last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
                 spans.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
         merged: list[tuple[int, int]] = []
-        for first, end in sorted(spans):
-            if merged and first <= merged[-1][1]:
+        for begin, end in sorted(spans):
+            if merged and begin <= merged[-1][1]:
                 merged[-1] = merged[-1][0], max(end, merged[-1][1])
             else:
-                merged.append((first, end))
-        self._firsts = np.array([0, *(first for first, _ in merged)])
+                merged.append((begin, end))
+        self._firsts = np.array([0, *(begin for begin, _ in merged)])
         self._ends = np.array([0, *(end for _, end in merged)])
-        self._views = {n: np.asarray(_Everything(n)) for n in (1, 2, 4, 8)}
+        self._views = {n: np.asarray(_ProcessMemory(n)) for n in (1, 2, 4, 8)}
         self._loads: dict[int, list[Ints]] = {}
         self._stores: list[Ints] = []
-        self._kept = 0
+        self._num_loads = 0
 
     def load(self, addresses: Ints, size: int, count: int, programs: Ints) -> Array:
         """Return `[n, count]` values of `size` bytes from the addresses `[n]`."""
         self._check(addresses, size * count)
         self._loads.setdefault(size * count, []).append(programs << 48 | addresses)
-        self._kept += len(addresses)
-        if self._kept > 1 << 20:
+        self._num_loads += len(addresses)
+        if self._num_loads > 1 << 20:
             self._loads = {n: [np.unique(np.concatenate(x))] for n, x in self._loads.items()}
-            self._kept = 0
+            self._num_loads = 0
         return self._views[size][self._index(addresses, size, count)]
 
     def store(self, addresses: Ints, values: Array, programs: Ints) -> None:
@@ -95,23 +95,32 @@ class GlobalMemory:
                     raise Fault("a program loads a byte that another program stores")
 
     def _index(self, addresses: Ints, size: int, count: int) -> Ints:
-        return ((addresses - _FIRST) // size)[:, None] + np.arange(count)
+        return ((addresses - _FIRST_ADDRESS) // size)[:, None] + np.arange(count)
 
     def _check(self, addresses: Ints, size: int) -> None:
-        grains = np.searchsorted(self._firsts, addresses, side="right") - 1
-        outside = addresses + size > self._ends[grains]
+        spans = np.searchsorted(self._firsts, addresses, side="right") - 1
+        outside = addresses + size > self._ends[spans]
         if outside.any():
-            raise Fault(f"{outside.sum()} of {len(addresses)} threads: outside of all tensors")
+            raise Fault(
+                f"{outside.sum()} of {len(addresses)} threads access memory outside of all tensors"
+            )
         if (addresses & size - 1).any():
             raise Fault(f"an address is not a multiple of {size} bytes")
 
 
-# States of a grain of shared memory since the last barrier, for stores and for loads. A number from
-# 1 on is a thread. `_SYNCED` and above is a warp whose threads have synchronized since, `_SEVERAL`
-# and above a warp whose threads have not, and `_PRODUCT` a product that runs asynchronously. With a
-# negative state the grain is undefined.
-_CLEAN, _NEVER, _COPIED = 0, -1, -2
-_SYNCED, _SEVERAL, _MANY, _PRODUCT = 1 << 16, 1 << 17, 1 << 20, 1 << 21
+# States of a grain of shared memory, for its stores (S) and its loads (L) since the last barrier. A
+# state from 1 to `_SYNCED` is 1 + the number of a thread. With a negative state of its stores the
+# grain is undefined.
+_CLEAN = 0  # S, L: no access
+_UNSTORED = -1  # S: no thread has ever stored the grain
+_COPYING = -2  # S: an asynchronous copy to the grain has not arrived
+_SYNCED = 1 << 16  # S, L: + warp, whose threads have synchronized since the access
+_SEVERAL_THREADS = (
+    1 << 17
+)  # L: + warp, of which several threads loaded the grain and have not synchronized
+_SEVERAL_WARPS = 1 << 20  # L: threads of several warps, or a finished product
+_PRODUCT = 1 << 21  # L: a product of matrices that runs asynchronously
+_CONTESTED = -3  # L, only within `load`: the states of several threads overwrote each other
 
 
 def _differ(x: Array, y: Array) -> bool:
@@ -132,72 +141,81 @@ class SharedMemory:
 
     Args:
         programs: Number of programs.
-        threads: Threads of a program.
-        size: Bytes of a program.
+        threads_per_program: Number of threads of a program.
+        size: Bytes of shared memory of a program.
         grain: Bytes of the narrowest access.
     """
 
-    def __init__(self, programs: int, threads: int, size: int, grain: int) -> None:
-        self.size, self.grain, self.threads = -(-size // 16) * 16, grain, threads
+    def __init__(self, programs: int, threads_per_program: int, size: int, grain: int) -> None:
+        self.size, self.grain = -(-size // 16) * 16, grain
+        self.threads_per_program = threads_per_program
         self.bytes = np.zeros((programs, self.size), np.uint8)
-        self.writer = np.full((programs, self.size // grain), _NEVER, np.int32)
+        self.writer = np.full((programs, self.size // grain), _UNSTORED, np.int32)
         self.reader = np.zeros_like(self.writer)
         # Whether stores are not yet visible to products that run asynchronously.
         self.hidden = np.zeros(self.writer.shape, bool)
 
-    def load(self, lanes: Ints, addresses: Ints, size: int, count: int) -> Array:
-        """Return `[n, count]` values of `size` bytes for the threads `lanes`, `[n]`."""
-        grains, own, warp = self._locate(lanes, addresses, size * count)
+    def load(self, threads: Ints, addresses: Ints, size: int, count: int) -> Array:
+        """Return `[n, count]` values of `size` bytes for the threads `[n]`."""
+        grains, thread_state, warp_synced = self._locate(threads, addresses, size * count)
         writer, reader = self.writer.reshape(-1), self.reader.reshape(-1)
-        self._check_readable(writer[grains], own, warp)
-        before = reader[grains]
-        several = warp - _SYNCED + _SEVERAL
-        warp_before = np.where(before < _SYNCED, _SEVERAL + (before - 1) // 32, before)
-        new = np.where(warp_before == several, several, _MANY)
-        new = np.where((before == _CLEAN) | (before == own) | (before == warp), own, new)
-        reader[grains] = new
-        lost = reader[grains] != new
-        if lost.any():  # threads load the same place
-            reader[grains[lost]] = _COPIED
-            is_lost = reader[grains] == _COPIED
-            several = np.broadcast_to(several, grains.shape)[is_lost]
-            reader[grains[is_lost]] = several
-            reader[grains[is_lost][reader[grains[is_lost]] != several]] = _MANY
-            reader[grains[new == _MANY]] = _MANY
-        return self._view(size)[self._index(lanes, addresses, size, count)]
+        self._check_readable(writer[grains], thread_state, warp_synced)
+        old_states = reader[grains]
+        warp_state = warp_synced - _SYNCED + _SEVERAL_THREADS
+        old_warps = np.where(
+            old_states < _SYNCED, _SEVERAL_THREADS + (old_states - 1) // 32, old_states
+        )
+        new_states = np.where(old_warps == warp_state, warp_state, _SEVERAL_WARPS)
+        new_states = np.where(
+            (old_states == _CLEAN) | (old_states == thread_state) | (old_states == warp_synced),
+            thread_state,
+            new_states,
+        )
+        reader[grains] = new_states
+        was_overwritten = reader[grains] != new_states
+        if was_overwritten.any():  # several threads load one grain
+            reader[grains[was_overwritten]] = _CONTESTED
+            is_contested = reader[grains] == _CONTESTED
+            warp_state = np.broadcast_to(warp_state, grains.shape)[is_contested]
+            reader[grains[is_contested]] = warp_state
+            reader[grains[is_contested][reader[grains[is_contested]] != warp_state]] = (
+                _SEVERAL_WARPS
+            )
+            reader[grains[new_states == _SEVERAL_WARPS]] = _SEVERAL_WARPS
+        return self._view(size)[self._index(threads, addresses, size, count)]
 
-    def store(self, lanes: Ints, addresses: Ints, values: Array) -> None:
-        """Store `[n, count]` values of the threads `lanes`, `[n]`."""
+    def store(self, threads: Ints, addresses: Ints, values: Array) -> None:
+        """Store `[n, count]` values of the threads `[n]`."""
         count, size = values.shape[1], values.itemsize
-        grains, own, warp = self._locate(lanes, addresses, size * count)
-        self._check_writable(grains, own, warp)
-        view, index = self._view(size), self._index(lanes, addresses, size, count)
+        grains, thread_state, warp_synced = self._locate(threads, addresses, size * count)
+        self._check_writable(grains, thread_state, warp_synced)
+        view, index = self._view(size), self._index(threads, addresses, size, count)
         writer = self.writer.reshape(-1)
-        before = writer[grains]
-        is_foreign = (before > 0) & (before != own) & (before != warp)
+        old_states = writer[grains]
+        is_foreign = (old_states > 0) & (old_states != thread_state) & (old_states != warp_synced)
         if is_foreign.any() and _differ(view[index], values):
             raise Fault("a thread stores where another thread stored, without a barrier between")
         view[index] = values
         if _differ(view[index], values):
             raise Fault("two threads store different values in one place")
-        writer[grains] = own
+        writer[grains] = thread_state
         self.hidden.reshape(-1)[grains] = True
 
-    def begin_copy(self, lanes: Ints, addresses: Ints, size: int) -> None:
+    def begin_copy(self, threads: Ints, addresses: Ints, size: int) -> None:
         """Block the destinations of asynchronous copies for all threads until the copies arrive."""
-        grains, own, warp = self._locate(lanes, addresses, size)
-        self._check_writable(grains, own, warp)
+        grains, thread_state, warp_synced = self._locate(threads, addresses, size)
+        self._check_writable(grains, thread_state, warp_synced)
         writer = self.writer.reshape(-1)
-        before = writer[grains]
-        if ((before > 0) & (before != own) & (before != warp)).any():
-            raise Fault("a copy over the store of a different thread, without a barrier between")
-        writer[grains] = _COPIED
+        old_states = writer[grains]
+        if ((old_states > 0) & (old_states != thread_state) & (old_states != warp_synced)).any():
+            raise Fault("a thread copies where another thread stored, without a barrier between")
+        writer[grains] = _COPYING
 
-    def end_copy(self, lanes: Ints, addresses: Ints, values: Array) -> None:
+    def end_copy(self, threads: Ints, addresses: Ints, values: Array) -> None:
         """Store the values of asynchronous copies, and unblock their destinations."""
-        grains, own, _ = self._locate(lanes, addresses, values.shape[1])
-        self._view(1)[self._index(lanes, addresses, 1, values.shape[1])] = values
-        self.writer.reshape(-1)[grains] = own
+        grains, thread_state, _ = self._locate(threads, addresses, values.shape[1])
+        self._view(1)[self._index(threads, addresses, 1, values.shape[1])] = values
+        self.writer.reshape(-1)[grains] = thread_state
         self.hidden.reshape(-1)[grains] = True
 
     def make_visible(self, programs: Array) -> None:
@@ -220,10 +238,10 @@ class SharedMemory:
         self.reader.reshape(-1)[grains] = _PRODUCT
         return self._view(size)[(program * self.size + addresses) // size], grains
 
-    def end_products(self, done: list[Ints], left: list[Ints]) -> None:
+    def end_products(self, finished: list[Ints], unfinished: list[Ints]) -> None:
         """Allow stores to the grains that products read, after a barrier."""
         reader = self.reader.reshape(-1)
-        for state, products in ((_MANY, done), (_PRODUCT, left)):
+        for state, products in ((_SEVERAL_WARPS, finished), (_PRODUCT, unfinished)):
             for grains in products:
                 reader[grains] = state
 
@@ -233,48 +251,50 @@ class SharedMemory:
         reader = self.reader[programs]
         self.reader[programs] = np.where(reader == _PRODUCT, reader, 0)
 
-    def synchronize_warps(self, lanes: Ints) -> None:
+    def synchronize_warps(self, threads: Ints) -> None:
         """Synchronize all threads of some warps."""
-        for warp in np.unique(lanes // 32):
-            program, first = divmod(int(warp) * 32, self.threads)
-            for user in (self.writer[program], self.reader[program]):
-                inside = (user > first) & (user <= first + 32) | (user == _SEVERAL + first // 32)
-                user[inside] = _SYNCED + first // 32
+        for warp in np.unique(threads // 32):
+            program, first = divmod(int(warp) * 32, self.threads_per_program)
+            for states in (self.writer[program], self.reader[program]):
+                inside = (states > first) & (states <= first + 32) | (
+                    states == _SEVERAL_THREADS + first // 32
+                )
+                states[inside] = _SYNCED + first // 32
 
-    def keep(self, programs: Array) -> None:
-        """Keep some programs, and remove all others."""
+    def select_programs(self, programs: Array) -> None:
+        """Remove all programs except `programs`."""
         self.bytes, self.writer, self.reader, self.hidden = (
             x[programs] for x in (self.bytes, self.writer, self.reader, self.hidden)
         )
 
-    def _locate(self, lanes: Ints, addresses: Ints, size: int) -> tuple[Ints, Array, Array]:
+    def _locate(self, threads: Ints, addresses: Ints, size: int) -> tuple[Ints, Array, Array]:
         """Return the grains `[n, size / grain]`, and the states for a thread and for its warp."""
         if (addresses & size - 1).any():
             raise Fault(f"an address in shared memory is not a multiple of {size} bytes")
         if (addresses + size > self.size).any() or (addresses < 0).any():
             raise Fault("an address is outside of shared memory")
-        program, thread = np.divmod(lanes, self.threads)
+        program, thread = np.divmod(threads, self.threads_per_program)
         first = (program * self.size + addresses) // self.grain
         grains = first[:, None] + np.arange(size // self.grain)
         return grains, (thread + 1)[:, None], (_SYNCED + thread // 32)[:, None]
 
-    def _check_readable(self, writer: Array, own: Array, warp: Array) -> None:
-        if ((writer != _CLEAN) & (writer != own) & (writer != warp)).any():
-            if (writer == _COPIED).any():
-                raise Fault("a load before an asynchronous copy arrives")
-            if (writer == _NEVER).any():
-                raise Fault("a load of shared memory that no thread stored")
-            raise Fault("a load of the store of a different thread, without a barrier between")
+    def _check_readable(self, writer: Array, thread_state: Array, warp_synced: Array) -> None:
+        if ((writer != _CLEAN) & (writer != thread_state) & (writer != warp_synced)).any():
+            if (writer == _COPYING).any():
+                raise Fault("a thread loads before an asynchronous copy arrives")
+            if (writer == _UNSTORED).any():
+                raise Fault("a thread loads shared memory that no thread stored")
+            raise Fault("a thread loads where another thread stored, without a barrier between")
 
-    def _check_writable(self, grains: Ints, own: Array, warp: Array) -> None:
+    def _check_writable(self, grains: Ints, thread_state: Array, warp_synced: Array) -> None:
         reader = self.reader.reshape(-1)[grains]
-        if ((reader != 0) & (reader != own) & (reader != warp)).any():
-            raise Fault("a store to a place that another thread loaded, without a barrier between")
-        if (self.writer.reshape(-1)[grains] == _COPIED).any():
-            raise Fault("a store to the destination of an asynchronous copy")
+        if ((reader != 0) & (reader != thread_state) & (reader != warp_synced)).any():
+            raise Fault("a thread stores where another thread loaded, without a barrier between")
+        if (self.writer.reshape(-1)[grains] == _COPYING).any():
+            raise Fault("a thread stores to the destination of an asynchronous copy")
 
-    def _index(self, lanes: Ints, addresses: Ints, size: int, count: int) -> Ints:
-        first = (lanes // self.threads * self.size + addresses) // size
+    def _index(self, threads: Ints, addresses: Ints, size: int, count: int) -> Ints:
+        first = (threads // self.threads_per_program * self.size + addresses) // size
         return first[:, None] + np.arange(count)
 
     def _view(self, size: int) -> Array:

@@ -1,7 +1,7 @@
-"""Arithmetic of PTX on numpy arrays, with an element for each thread.
+"""Arithmetic of PTX on numpy arrays, with one element per thread.
 
-Names, types and results follow the PTX ISA. Functions take and return arrays of the types that
-`find_operation` lists.
+Names, types and results follow the PTX ISA. Functions take and return arrays of the types in the
+`Operation` that `find_operation` returns.
 """
 
 import functools
@@ -50,47 +50,47 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
             compute=lambda *arguments: _flush(operation.compute(*map(_flush, arguments)))
         )
     name, *parts = opcode
-    kinds = [part for part in parts if part in TYPES]
+    type_names = [part for part in parts if part in TYPES]
     if name == "cvt":
-        return _find_conversion(parts, *kinds)
-    if not kinds:
+        return _find_conversion(parts, *type_names)
+    if not type_names:
         return None
-    kind = TYPES[kinds[0]]
-    key = ".".join([name, *(p for p in parts if p in _VARIANTS)])
+    dtype = TYPES[type_names[0]]
+    key = ".".join([name, *(p for p in parts if p in _MODIFIERS)])
     if name == "setp":
         compare = _COMPARISONS.get(parts[0]) if len(parts) == 2 else None
-        if compare is not None and kinds[0] == "bf16":
-            plain = compare
-            compare = lambda a, b: plain(from_bfloat16(a), from_bfloat16(b))  # noqa: E731
-        return compare and Operation(compare, [kind, kind], _PRED)
+        if compare is not None and type_names[0] == "bf16":
+            compare_floats = compare
+            compare = lambda a, b: compare_floats(from_bfloat16(a), from_bfloat16(b))  # noqa: E731
+        return compare and Operation(compare, [dtype, dtype], _PRED)
     if name == "selp":
-        return Operation(_select, [kind, kind, _PRED], kind)
+        return Operation(_select, [dtype, dtype, _PRED], dtype)
     if name in ("shl", "shr"):
-        return Operation(_shift_left if name == "shl" else _shift_right, [kind, _U32], kind)
+        return Operation(_shift_left if name == "shl" else _shift_right, [dtype, _U32], dtype)
     if name == "shf":
         assert parts[:2] == ["l", "wrap"], opcode
-        return Operation(_funnel, [kind, kind, _U32], kind)
+        return Operation(_shf, [dtype, dtype, _U32], dtype)
     if name == "bfe":
-        return Operation(_extract, [kind, _U32, _U32], kind)
+        return Operation(_bfe, [dtype, _U32, _U32], dtype)
     if name == "mov":
-        return Operation(lambda x: x, [kind], kind)
+        return Operation(lambda x: x, [dtype], dtype)
     if name in ("mul", "mad") and "wide" in parts:
-        wide = np.dtype(f"{kind.kind}{2 * kind.itemsize}")
-        sources = [kind, kind, *([wide] if name == "mad" else [])]
+        wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
+        sources = [dtype, dtype, *([wide] if name == "mad" else [])]
         return Operation(_multiply_wide, sources, wide)
-    group = "f" if kind.kind == "f" else "b" if kind == _PRED else "i"
+    group = "f" if dtype.kind == "f" else "b" if dtype == _PRED else "i"
     compute = _OPERATIONS.get((key, group))
     if (
         compute is None
-        or kinds[0] in ("bf16", "f16", "bf16x2", "f16x2")
-        or (name == "fma" and kind != _F32)
+        or type_names[0] in ("bf16", "f16", "bf16x2", "f16x2")
+        or (name == "fma" and dtype != _F32)
     ):
         return None
     arity = {"mad": 3, "fma": 3, "lop3": 4, "prmt": 3}.get(name) or (1 if name in _UNARY else 2)
-    return Operation(compute, [kind] * arity, kind)
+    return Operation(compute, [dtype] * arity, dtype)
 
 
-_VARIANTS = {"lo", "hi", "relu", "approx", "full"}
+_MODIFIERS = {"lo", "hi", "relu", "approx", "full"}
 _UNARY = {"abs", "neg", "not", "ex2", "sqrt", "popc"}
 _COMPARISONS: dict[str, Callable[..., Array]] = {
     "eq": operator.eq, "ne": lambda a, b: (a < b) | (a > b) if a.dtype.kind == "f" else a != b,
@@ -103,27 +103,29 @@ def _select(a: Array, b: Array, condition: Array) -> Array:
     return np.where(condition, a, b)
 
 
-def _shift_left(x: Array, by: Array) -> Array:
+def _shift_left(x: Array, amount: Array) -> Array:
     bits = 8 * x.itemsize
-    return np.where(by < bits, x << np.minimum(by, bits - 1).astype(x.dtype), x.dtype.type(0))
+    return np.where(
+        amount < bits, x << np.minimum(amount, bits - 1).astype(x.dtype), x.dtype.type(0)
+    )
 
 
-def _shift_right(x: Array, by: Array) -> Array:
+def _shift_right(x: Array, amount: Array) -> Array:
     bits = 8 * x.itemsize
-    shifted = x >> np.minimum(by, bits - 1).astype(x.dtype)
-    return shifted if x.dtype.kind == "i" else np.where(by < bits, shifted, x.dtype.type(0))
+    shifted = x >> np.minimum(amount, bits - 1).astype(x.dtype)
+    return shifted if x.dtype.kind == "i" else np.where(amount < bits, shifted, x.dtype.type(0))
 
 
-def _funnel(low: Array, high: Array, by: Array) -> Array:
-    by = by & _U32.type(31)
-    return high << by | _shift_right(low, _U32.type(32) - by)
+def _shf(low: Array, high: Array, amount: Array) -> Array:
+    amount = amount & _U32.type(31)
+    return high << amount | _shift_right(low, _U32.type(32) - amount)
 
 
-def _extract(x: Array, start: Array, length: Array) -> Array:
+def _bfe(x: Array, start: Array, length: Array) -> Array:
     # Fields in Triton's code do not exceed the 32 bits of a register.
-    left = _U32.type(8 * x.itemsize) - start - length
-    assert (left < 32).all(), "bfe: expected a field within the register"
-    return (x << left.astype(x.dtype)) >> (left + start).astype(x.dtype)
+    unused = _U32.type(8 * x.itemsize) - start - length
+    assert (unused < 32).all(), "bfe: expected a field within the register"
+    return (x << unused.astype(x.dtype)) >> (unused + start).astype(x.dtype)
 
 
 def _multiply_wide(a: Array, b: Array, *sums: Array) -> Array:
@@ -133,22 +135,22 @@ def _multiply_wide(a: Array, b: Array, *sums: Array) -> Array:
 
 
 def _divide(a: Array, b: Array) -> Array:
-    # Towards zero. A divisor of zero has no defined quotient.
+    # Rounds toward zero. The result of a division by zero is undefined in PTX.
     b = np.where(b == 0, b.dtype.type(1), b)
     return (a - np.fmod(a, b)) // b
 
 
-def _fuse(a: Array, b: Array, c: Array) -> Array:
-    # The product is exact. Rounding the sum to odd keeps the bits for the second rounding.
+def _fma(a: Array, b: Array, c: Array) -> Array:
+    # The float64 product is exact. With a sum rounded to odd, the second rounding is correct.
     product = a.astype(np.float64) * b
     total = product + c
     part = total - product
     error = (product - (total - part)) + (c - part)
-    odd = total.view(np.int64) & 1 == 0
-    inexact = odd & (error != 0) & np.isfinite(total)
-    if inexact.any():
-        towards = np.where(error > 0, np.inf, -np.inf)
-        total = np.where(inexact, np.nextafter(total, towards), total)
+    is_even = total.view(np.int64) & 1 == 0
+    needs_odd = is_even & (error != 0) & np.isfinite(total)
+    if needs_odd.any():
+        direction = np.where(error > 0, np.inf, -np.inf)
+        total = np.where(needs_odd, np.nextafter(total, direction), total)
     return total.astype(np.float32)
 
 
@@ -156,30 +158,30 @@ def _flush(x: Array) -> Array:
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(_F32.type(0), x), x)
 
 
-def _permute(a: Array, b: Array, selector: Array) -> Array:
+def _prmt(a: Array, b: Array, selector: Array) -> Array:
     if selector.size > 1:
-        return _permute_any(a, b, selector)
+        return _prmt_any(a, b, selector)
     nibbles = [int(selector.flat[0]) >> 4 * i & 15 for i in range(4)]
     runs: dict[tuple[int, int, bool], int] = {}  # source, distance, sign: mask
     for i, nibble in enumerate(nibbles):
         key = nibble >> 2 & 1, (nibble & 3) - i, nibble > 7
         runs[key] = runs.get(key, 0) | 0xFF << 8 * i
     total: Array | None = None
-    for (source, distance, sign), mask in runs.items():
+    for (source, distance, replicate_sign), mask in runs.items():
         x = (a, b)[source]
         if x.size == 1 and not x.any() and total is not None:
             continue
-        if sign:
+        if replicate_sign:
             x = ((x >> _U32.type(7)) & _U32.type(0x01010101)) * _U32.type(0xFF)
-        by = _U32.type(8 * abs(distance))
-        x = x >> by if distance > 0 else x << by if distance else x
+        amount = _U32.type(8 * abs(distance))
+        x = x >> amount if distance > 0 else x << amount if distance else x
         x = x & _U32.type(mask) if mask != 0xFFFFFFFF else x
         total = x if total is None else total | x
     assert total is not None
     return total
 
 
-def _permute_any(a: Array, b: Array, selector: Array) -> Array:
+def _prmt_any(a: Array, b: Array, selector: Array) -> Array:
     a, b, selector = np.broadcast_arrays(a, b, selector)
     both = np.stack([np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (a, b)], -2)
     both = both.reshape(*a.shape, 8)
@@ -189,7 +191,7 @@ def _permute_any(a: Array, b: Array, selector: Array) -> Array:
     return np.ascontiguousarray(result).view(np.uint32)[..., 0]
 
 
-def _lookup(a: Array, b: Array, c: Array, table: Array) -> Array:
+def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     rows = int(table.flat[0])
     if rows == 0xEA:
         return (a & b) | c
@@ -216,13 +218,13 @@ _OPERATIONS: dict[tuple[str, str], Callable[..., Array]] = {
     ("min", "i"): np.minimum, ("max", "i"): np.maximum, ("min", "f"): np.fmin,
     ("max", "f"): np.fmax, ("max.relu", "i"): lambda a, b: np.maximum(np.maximum(a, b), 0),
     ("mul.lo", "i"): np.multiply, ("mul", "f"): np.multiply, ("mul.hi", "i"): _multiply_high,
-    ("mad.lo", "i"): lambda a, b, c: a * b + c, ("fma", "f"): _fuse,
+    ("mad.lo", "i"): lambda a, b, c: a * b + c, ("fma", "f"): _fma,
     ("div", "i"): _divide, ("rem", "i"): lambda a, b: np.fmod(a, np.where(b == 0, 1, b)),
-    # These results are exact. The instruction may have an error of two units.
+    # These results are correctly rounded. The instructions may have an error of 2 ulp.
     ("div", "f"): np.divide, ("div.full", "f"): np.divide, ("sqrt", "f"): np.sqrt,
     ("ex2.approx", "f"): np.exp2,
     ("popc", "i"): lambda x: np.bitwise_count(x).astype(np.uint32),
-    ("prmt", "i"): _permute, ("lop3", "i"): _lookup,
+    ("prmt", "i"): _prmt, ("lop3", "i"): _lop3,
 }  # fmt: skip
 
 
@@ -270,13 +272,13 @@ def _from_e5m2x2(codes: Array) -> Array:
     ) << 8
 
 
-def _to_integer(kind: np.dtype[Any], rounding: Callable[[Array], Array]) -> Callable[..., Array]:
-    least, most = np.iinfo(kind).min, np.iinfo(kind).max
+def _to_integer(dtype: np.dtype[Any], rounding: Callable[[Array], Array]) -> Callable[..., Array]:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
 
     def convert(x: Array) -> Array:
-        return np.clip(np.nan_to_num(rounding(x).astype(np.float64)), least, most).astype(kind)
+        return np.clip(np.nan_to_num(rounding(x).astype(np.float64)), least, most).astype(dtype)
 
-    assert kind.itemsize < 8, "cvt: expected an integer that float64 holds"
+    assert dtype.itemsize < 8, "cvt: expected an integer that float64 holds"
     return convert
 
 
@@ -291,19 +293,21 @@ _CONVERSIONS: dict[tuple[str, ...], Callable[..., Array]] = {
 }  # fmt: skip
 
 
-def _find_conversion(parts: list[str], to: str, *kinds: str) -> Operation | None:
-    source = kinds[0] if kinds else to
-    result, kind = TYPES[to], TYPES[source]
+def _find_conversion(parts: list[str], result_name: str, *type_names: str) -> Operation | None:
+    source = type_names[0] if type_names else result_name
+    result, dtype = TYPES[result_name], TYPES[source]
     conversion = _CONVERSIONS.get(tuple(parts))
     if conversion is not None:
         return Operation(
-            conversion, [kind] * (2 if to in ("bf16x2", "f16x2") and kind == _F32 else 1), result
+            conversion,
+            [dtype] * (2 if result_name in ("bf16x2", "f16x2") and dtype == _F32 else 1),
+            result,
         )
-    if parts[0] in _ROUNDINGS and kind == _F32:
+    if parts[0] in _ROUNDINGS and dtype == _F32:
         if result == _F32:
-            return Operation(_ROUNDINGS[parts[0]], [kind], result)
-        return Operation(_to_integer(result, _ROUNDINGS[parts[0]]), [kind], result)
-    integers = kind.kind in "iu" and source != "bf16"
-    if integers and (parts == [to, source] or parts == ["rn", "f32", source]):
-        return Operation(lambda x: x.astype(result), [kind], result)
+            return Operation(_ROUNDINGS[parts[0]], [dtype], result)
+        return Operation(_to_integer(result, _ROUNDINGS[parts[0]]), [dtype], result)
+    is_integer = dtype.kind in "iu" and source != "bf16"
+    if is_integer and (parts == [result_name, source] or parts == ["rn", "f32", source]):
+        return Operation(lambda x: x.astype(result), [dtype], result)
     return None
