@@ -93,5 +93,5 @@ def attend(
     out /= l_i.masked_fill(l_i == 0, 1)
     if values.rotated:
         out = rotate(out)
-    out = out.view(batch, heads, groups, tokens, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, tokens, q_heads, -1).to(query.dtype)
+    out = out.view(batch, heads, groups, tokens, -1).permute(0, 3, 1, 2, 4).contiguous()
+    return out.view(batch, tokens, q_heads, -1).to(query.dtype)
